@@ -1,0 +1,59 @@
+# One target per task, the same on a desk and in CI. Needs Python 3.11+, pip and make; the rest goes into .venv.
+
+PYTHON ?= python3
+VENV   := .venv
+STAMP  := $(VENV)/.complete
+RUN    := $(VENV)/bin/python
+PYTEST := $(RUN) -m pytest
+JOBS   ?= auto
+
+# What pip installs to build the package is out of reach of `pip -c`; old and new pip have one variable each for it.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## run the quickstart and print its result
+	$(RUN) examples/quickstart.py
+
+test: lint ## lint, then every quick test: doctests, tests, docs snippets, examples
+	$(PYTEST) -n $(JOBS) -m "not slow"
+
+test-all: lint ## the same with the slow tests and many more generated examples
+	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
+
+lint: $(STAMP) ## style (ruff), types (mypy --strict), layers (import-linter)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+format: $(STAMP) ## rewrite the sources in the house style
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(STAMP) ## measure speed against the memory system and the peers
+	@if [ -f benchmarks/run.py ]; then $(RUN) benchmarks/run.py; \
+	else echo "No benchmark yet: it arrives with the native kernels. Today's reference kernels are exact, not fast."; fi
+
+docs: $(STAMP) ## execute every snippet and example, resolve every link
+	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
+
+clean: ## remove everything that make and the tools created
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an environment without it was interrupted and is built anew, one that is merely
+# older than its inputs is brought up to date in place. No ensurepip: some systems ship Python without it.
+$(STAMP): pyproject.toml constraints.txt
+	@[ -f $@ ] || rm -rf $(VENV)
+	@rm -f $@
+	$(PYTHON) -m venv --without-pip $(VENV)
+	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt pip -e '.[dev]'
+	@touch $@

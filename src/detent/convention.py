@@ -1,0 +1,208 @@
+"""Conventions: which of the field's rival rules applies, as plain data.
+
+Systems that claim the same formula ``q = round(x / s) + z`` differ in eight places: whether they divide or multiply by
+the reciprocal, how they round, whether the zero point is added before or after rounding, how a symmetric scale comes
+from a range, whether the lowest code is used, whether the range must hold zero, what a zero range gives, and where
+gradients pass. A Convention is one row of that table; the presets are the rows of the systems themselves.
+
+Presets follow a system's documented formula. Where its code contradicts it, the difference stands beside the preset.
+A scale may differ from the system's own by one unit in the last place, because ours is computed in float64.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import ClassVar, Literal, get_args
+
+from detent.errors import SpecError, closest
+from detent.rounding import Rounding, get_rounding, half_away, half_even
+
+__all__ = ["PRESETS", "Convention", "ZeroRange", "get_convention"]
+
+Division = Literal["divide", "reciprocal"]
+ZeroPoint = Literal["after_round", "before_round"]
+SymmetricScale = Literal["qmax", "half_span", "tight"]
+Mask = Literal["identity", "code_inclusive", "code_exclusive", "value_inclusive", "value_exclusive"]
+ZeroRangeKind = Literal["unit", "unit_at_qmin", "eps", "width", "error"]
+
+_CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "division": get_args(Division),
+        "zero_point": get_args(ZeroPoint),
+        "symmetric_scale": get_args(SymmetricScale),
+        "mask": get_args(Mask),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ZeroRange:
+    """What happens where a range has no width.
+
+    ============ ==========================================================================
+    unit         scale 1, zero point the code nearest 0 (a symmetric spec keeps its own)
+    unit_at_qmin scale 1, zero point qmin
+    eps          the scale is never below ``value``
+    width        the range's width (symmetric: its largest magnitude) is never below ``value``
+    error        a RangeError
+    ============ ==========================================================================
+
+    >>> ZeroRange("eps", 1e-10)
+    ZeroRange(kind='eps', value=1e-10)
+    """
+
+    kind: ZeroRangeKind
+    value: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ZeroRangeKind):
+            known = get_args(ZeroRangeKind)
+            raise SpecError(
+                f"unknown zero range {self.kind!r}{closest(str(self.kind), known)} expected {', '.join(known)}"
+            )
+        needs_value = self.kind in {"eps", "width"}
+        if needs_value != (0.0 < self.value < float("inf")):
+            raise SpecError(
+                f"zero range {self.kind!r} takes {'a positive finite value' if needs_value else 'no value'}, "
+                f"got {self.value!r}"
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class Convention:
+    """One system's answers to the eight questions.
+
+    Attributes:
+        name: what it is called; two conventions of different names are different.
+        division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
+        rounding: how codes are rounded; half_away rounds zero points so, too.
+        zero_point: added "after_round" or "before_round".
+        symmetric_scale: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
+        narrow: whether signed symmetric integers leave out the lowest code.
+        include_zero: whether an affine range is widened to hold zero.
+        zero_range: what a range without width gives.
+        mask: where the gradient passes when no estimator is named.
+
+    >>> import detent as dt
+    >>> dt.Convention.torch.division, dt.Convention.onnx.division
+    ('reciprocal', 'divide')
+    >>> import dataclasses
+    >>> dataclasses.replace(dt.Convention.onnx, name="mine", division="reciprocal").division
+    'reciprocal'
+    """
+
+    name: str
+    division: Division
+    rounding: Rounding
+    zero_point: ZeroPoint
+    symmetric_scale: SymmetricScale
+    narrow: bool
+    include_zero: bool
+    zero_range: ZeroRange
+    mask: Mask
+
+    onnx: ClassVar["Convention"]
+    torch: ClassVar["Convention"]
+    torch_fused: ClassVar["Convention"]
+    compressed_tensors: ClassVar["Convention"]
+    oxicuda: ClassVar["Convention"]
+    entrenar: ClassVar["Convention"]
+    torsh: ClassVar["Convention"]
+    rlx: ClassVar["Convention"]
+    baracuda: ClassVar["Convention"]
+    baracuda_channel: ClassVar["Convention"]
+    baracuda_token: ClassVar["Convention"]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise SpecError(f"a convention's name is an identifier such as 'my_runtime', got {self.name!r}")
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in choices:
+                raise SpecError(
+                    f"convention {self.name!r}: unknown {field} {value!r}{closest(str(value), choices)} "
+                    f"expected {', '.join(choices)}"
+                )
+        for field in ("narrow", "include_zero"):
+            if not isinstance(getattr(self, field), bool):
+                raise SpecError(f"convention {self.name!r}: {field} is True or False, got {getattr(self, field)!r}")
+        object.__setattr__(self, "rounding", get_rounding(self.rounding))
+        if not isinstance(self.zero_range, ZeroRange):
+            raise SpecError(f"convention {self.name!r}: zero_range is a ZeroRange, got {self.zero_range!r}")
+
+    def __repr__(self) -> str:
+        if PRESETS.get(self.name) == self:
+            return f"dt.Convention.{self.name}"
+        return f"dt.Convention({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data.
+
+        >>> Convention.onnx.to_dict()["zero_range"]
+        {'kind': 'unit', 'value': 0.0}
+        """
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return plain | {
+            "rounding": str(self.rounding),
+            "zero_range": {"kind": self.zero_range.kind, "value": self.zero_range.value},
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> "Convention":
+        """The convention that ``to_dict`` described; missing and unknown keys are errors.
+
+        >>> Convention.from_dict(Convention.torch.to_dict()) == Convention.torch
+        True
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(data, Mapping) or set(data) != names:
+            raise SpecError(f"a convention needs exactly the keys {sorted(names)}, got {data!r}")
+        zero_range = data["zero_range"]
+        if not isinstance(zero_range, Mapping) or set(zero_range) != {"kind", "value"}:
+            raise SpecError(f"a convention's zero_range needs exactly the keys ['kind', 'value'], got {zero_range!r}")
+        return cls(**{**data, "zero_range": ZeroRange(**zero_range)})  # type: ignore[arg-type]  # checked on construction
+
+
+_UNIT = ZeroRange("unit")
+_TORCH_EPS = ZeroRange("eps", 2.0**-23)
+
+
+# fmt: off
+_ROWS = (
+    Convention("onnx",               "divide",     half_even, "after_round",  "qmax",      True,  True,  _UNIT,      "code_inclusive"),
+    Convention("torch",              "reciprocal", half_even, "after_round",  "half_span", False, True,  _TORCH_EPS, "code_inclusive"),
+    Convention("torch_fused",        "reciprocal", half_even, "after_round",  "tight",     False, True,  _TORCH_EPS, "code_inclusive"),
+    Convention("compressed_tensors", "divide",     half_even, "before_round", "half_span", False, True,  _TORCH_EPS, "identity"),
+    # Its GPU text rounds half to even without a zero point and uses +-127 for int8; the documented CPU rule is built.
+    Convention("oxicuda",            "divide",     half_away, "before_round", "qmax",      False, False, ZeroRange("width", 1e-8), "value_inclusive"),
+    # Its clamped backward forgets the zero point; Clipped(on="value") here includes it. Its scale floor comes after
+    # the zero point was computed from scale 0; here it comes before.
+    Convention("entrenar",           "divide",     half_away, "before_round", "qmax",      True,  False, ZeroRange("eps", 1e-10), "identity"),
+    Convention("torsh",              "divide",     half_away, "after_round",  "half_span", False, False, ZeroRange("unit_at_qmin"), "identity"),
+    # Its backward recomputes a per-batch scale even in EMA and fixed mode; here backward uses the forward's.
+    Convention("rlx",                "divide",     half_away, "after_round",  "qmax",      True,  True,  ZeroRange("eps", 1e-12), "identity"),
+    Convention("baracuda",           "reciprocal", half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
+    # Its forward divides and its mask multiplies by the reciprocal; here both divide.
+    Convention("baracuda_channel",   "divide",     half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
+    # Its documentation says the mask is inclusive, its code is strict and rounds before the zero point is added; the
+    # strict bounds are kept, on the forward's own codes.
+    Convention("baracuda_token",     "divide",     half_even, "before_round", "qmax",      False, True,  _UNIT,      "code_exclusive"),
+)
+# fmt: on
+
+PRESETS: MappingProxyType[str, Convention] = MappingProxyType({row.name: row for row in _ROWS})
+for _preset in _ROWS:
+    setattr(Convention, _preset.name, _preset)
+
+
+def get_convention(value: Convention | str) -> Convention:
+    """The preset of that name; a Convention passes through.
+
+    >>> get_convention("torch")
+    dt.Convention.torch
+    """
+    if isinstance(value, Convention):
+        return value
+    if value not in PRESETS:
+        raise SpecError(f"unknown convention {value!r}{closest(str(value), PRESETS)} expected {', '.join(PRESETS)}")
+    return PRESETS[value]

@@ -1,0 +1,174 @@
+"""Formats: the element type of a code. One table, one row per format.
+
+A format says how many bits a code has, which values it stands for at scale 1, and what others call it. Integer
+formats count from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Nothing here knows
+about scales, shapes or rounding.
+
+Names follow ml_dtypes (``float8_e4m3fn``); ``onnx`` holds the TensorProto name where ONNX has the type.
+Deliberately absent: the ``fnuz`` variants and 6-bit floats, which no CPU runtime consumes today.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import inf, ldexp, nan
+from types import MappingProxyType
+from typing import Literal
+
+from detent.errors import DtypeError, SpecError, closest
+
+__all__ = ["FORMATS", "Format", "get_format"]
+
+Kind = Literal["integer", "float", "codebook"]
+MAX_BITS = 16
+BYTE = 8
+
+
+@dataclass(frozen=True, repr=False)
+class Format:
+    """The element type of a code.
+
+    Attributes:
+        name: the name in ml_dtypes spelling.
+        kind: "integer" (counts), "float" (sign, exponent, mantissa) or "codebook" (an index into levels).
+        bits: the width of one code.
+        signed: whether negative values exist.
+        qmin, qmax: the ends of the representable values at scale 1.
+        storage: the NumPy or ml_dtypes dtype of an unpacked code.
+        onnx: the TensorProto name, or None where ONNX has no such type.
+        magnitudes: for floats, the value of each code without its sign bit; for codebooks, of each code.
+
+    >>> import detent as dt
+    >>> dt.int4, dt.int4.qmin, dt.int4.qmax, dt.int4.storage, dt.int4.onnx
+    (dt.int4, -8, 7, 'int8', 'INT4')
+    >>> dt.float8_e4m3fn.qmax
+    448.0
+    """
+
+    name: str
+    kind: Kind
+    bits: int
+    signed: bool
+    qmin: int | float
+    qmax: int | float
+    storage: str
+    onnx: str | None = None
+    magnitudes: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"dt.{self.name}"
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers, which alone have zero points and a choice of rounding."""
+        return self.kind == "integer"
+
+    @cached_property
+    def levels(self) -> tuple[float, ...]:
+        """The value of every code of a float or codebook format at scale 1, in the order of the code's bits.
+
+        >>> import detent as dt
+        >>> dt.float4_e2m1fn.levels[:8]
+        (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+        """
+        if self.kind == "float":
+            return self.magnitudes + tuple(-value for value in self.magnitudes)
+        return self.magnitudes
+
+    @cached_property
+    def finite_levels(self) -> tuple[float, ...]:
+        """The ascending finite values that encoding chooses among: magnitudes for floats, all for codebooks."""
+        return tuple(value for value in self.magnitudes if -inf < value < inf)
+
+    @cached_property
+    def largest_gap(self) -> float:
+        """The widest distance between neighbouring values at scale 1; half of it bounds the rounding error.
+
+        >>> import detent as dt
+        >>> dt.int8.largest_gap, dt.float8_e4m3fn.largest_gap
+        (1.0, 32.0)
+        """
+        if self.is_integer:
+            return 1.0
+        levels = self.finite_levels
+        return max(high - low for low, high in pairwise(levels))
+
+
+def _integer(bits: int, *, signed: bool) -> Format:
+    name = f"int{bits}" if signed else f"uint{bits}"
+    qmin, qmax = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    storage = f"{'' if signed else 'u'}int{BYTE if bits <= BYTE else 2 * BYTE}"
+    onnx = name.upper() if bits in {2, 4, 8, 16} else None
+    return Format(name, "integer", bits, signed, qmin, qmax, storage, onnx)
+
+
+def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
+    """A sign bit, ``exponent`` bits of bias 2^(exponent-1)-1, ``mantissa`` bits; the last codes are ``specials``."""
+    bias = (1 << (exponent - 1)) - 1
+    finite = (1 << (exponent + mantissa)) - len(specials)
+
+    def value(code: int) -> float:
+        power, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
+        implicit = 1 << mantissa if power else 0
+        return ldexp(float(implicit + fraction), max(power, 1) - bias - mantissa)
+
+    magnitudes = tuple(value(code) for code in range(finite)) + specials
+    top = magnitudes[finite - 1]
+    return Format(name, "float", 1 + exponent + mantissa, True, -top, top, name, onnx, magnitudes)
+
+
+int1, int2, int3, int4, int5, int6, int7, int8 = (_integer(bits, signed=True) for bits in range(1, 9))
+int9, int10, int11, int12, int13, int14, int15, int16 = (_integer(bits, signed=True) for bits in range(9, 17))
+uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = (_integer(bits, signed=False) for bits in range(1, 9))
+uint9, uint10, uint11, uint12, uint13, uint14, uint15, uint16 = (_integer(bits, signed=False) for bits in range(9, 17))
+
+float8_e4m3fn = _small_float("float8_e4m3fn", exponent=4, mantissa=3, specials=(nan,), onnx="FLOAT8E4M3FN")
+float8_e5m2 = _small_float("float8_e5m2", exponent=5, mantissa=2, specials=(inf, nan, nan, nan), onnx="FLOAT8E5M2")
+float4_e2m1fn = _small_float("float4_e2m1fn", exponent=2, mantissa=1, specials=(), onnx="FLOAT4E2M1")
+
+# The 16 quantiles of QLoRA (Dettmers et al. 2023, appendix E), each the nearest float32.
+_NF4_LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+nf4 = Format("nf4", "codebook", 4, True, -1.0, 1.0, "uint8", None, _NF4_LEVELS)
+
+FORMATS: MappingProxyType[str, Format] = MappingProxyType(
+    {value.name: value for value in tuple(globals().values()) if isinstance(value, Format)}
+)
+
+
+def get_format(value: Format | str) -> Format:
+    """The format of that name; a Format passes through.
+
+    Raises:
+        SpecError: unknown name; the message holds the closest known one.
+
+    >>> get_format("uint4")
+    dt.uint4
+    """
+    if isinstance(value, Format):
+        return value
+    if not isinstance(value, str):
+        raise DtypeError(f"a format is a dt.Format or its name, got {value!r}; for example dt.int8 or 'int8'")
+    if value not in FORMATS:
+        raise SpecError(
+            f"unknown format {value!r}{closest(value, [*FORMATS, 'mxfp4', 'mxfp8', 'mxfp8_e5m2', 'nvfp4'])} Known "
+            "formats: int1..int16, uint1..uint16, float8_e4m3fn, float8_e5m2, float4_e2m1fn, nf4, "
+            "and the specs mxfp4, mxfp8, mxfp8_e5m2, nvfp4"
+        )
+    return FORMATS[value]

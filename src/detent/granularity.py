@@ -1,0 +1,343 @@
+"""Granularity: which elements of an array share one (scale, zero point) pair, a *set*.
+
+Every granularity is a tiling of the array by equal blocks: a block spans ``block[i]`` indices of axis ``i`` and the
+last block of an axis may be ragged. ``axis`` always names the axis that is *kept*.
+
+============================ ====================================== ================================================
+value                        scale shape for x of shape (d0..dn)    string
+============================ ====================================== ================================================
+PerTensor()                  ()                                     tensor
+PerAxis(a)                   (d_a,)                                 axis0, axis-1
+PerToken()                   (d0, ..., d(n-1)); 1-D gives ()        token
+PerGroup(g, axis=-1)         x's with d_axis -> ceil(d_axis / g)    group128, group32@0 (along axis 0)
+PerBlock(b0, ..., bk)        ceil(d_i / b_i) on the trailing axes   block128x128
+============================ ====================================== ================================================
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from detent.errors import DtypeError, ShapeError, SpecError, closest
+
+__all__ = [
+    "Granularity",
+    "PerAxis",
+    "PerBlock",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "Tiling",
+    "get_granularity",
+    "granularity_from_dict",
+]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How an array of one shape falls into sets.
+
+    Attributes:
+        shape: the array's shape.
+        block: how many indices of each axis a set spans (at least 1; a whole axis spans all of it).
+        grid: how many sets lie along each axis.
+        scale_shape: the shape scales and zero points have; ``prod(grid) == prod(scale_shape)``.
+
+    >>> PerGroup(4).tiling((2, 10))
+    Tiling(shape=(2, 10), block=(1, 4), grid=(2, 3), scale_shape=(2, 3))
+    """
+
+    shape: Shape
+    block: Shape
+    grid: Shape
+    scale_shape: Shape
+
+    @property
+    def sets(self) -> int:
+        """The number of sets, which is the number of scales."""
+        return prod(self.grid)
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """What all granularities can do; make one of the subclasses.
+
+    >>> isinstance(PerTensor(), Granularity)
+    True
+    """
+
+    @property
+    def set_size(self) -> int | None:
+        """How many elements a full set has, or None where the data's shape decides.
+
+        >>> PerBlock(8, 16).set_size, PerTensor().set_size
+        (128, None)
+        """
+        return None
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """How an array of that shape falls into sets.
+
+        Raises:
+            ShapeError: the array has too few axes.
+        """
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data.
+
+        >>> PerGroup(32).to_dict()
+        {'kind': 'group', 'size': 32, 'axis': -1}
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class PerTensor(Granularity):
+    """One set for the whole array.
+
+    >>> PerTensor().tiling((2, 3)).scale_shape
+    ()
+    """
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """One block that spans every axis."""
+        return Tiling(shape, _whole(shape), (1,) * len(shape), ())
+
+    def __str__(self) -> str:
+        return "tensor"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data."""
+        return {"kind": "tensor"}
+
+
+@dataclass(frozen=True)
+class PerAxis(Granularity):
+    """One set per index of ``axis``, which may count from the end.
+
+    >>> PerAxis(-1).tiling((2, 3)).scale_shape
+    (3,)
+    """
+
+    axis: int
+
+    def __post_init__(self) -> None:
+        _check_integer("PerAxis axis", self.axis)
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """Blocks that span every axis but the kept one."""
+        axis = _resolve_axis(self, self.axis, shape)
+        size = shape[axis]
+        return Tiling(shape, _put(_whole(shape), axis, 1), _put((1,) * len(shape), axis, size), (size,))
+
+    def __str__(self) -> str:
+        return f"axis{self.axis}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data."""
+        return {"kind": "axis", "axis": self.axis}
+
+
+@dataclass(frozen=True)
+class PerToken(Granularity):
+    """One set per vector along the last axis.
+
+    >>> PerToken().tiling((2, 3, 4)).scale_shape
+    (2, 3)
+    """
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """Blocks that span the last axis."""
+        _resolve_axis(self, -1, shape)
+        kept = shape[:-1]
+        return Tiling(shape, (1,) * len(kept) + _whole(shape[-1:]), (*kept, 1), kept)
+
+    def __str__(self) -> str:
+        return "token"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data."""
+        return {"kind": "token"}
+
+
+@dataclass(frozen=True)
+class PerGroup(Granularity):
+    """One set per ``size`` consecutive elements along ``axis``; the last group may be ragged.
+
+    >>> PerGroup(128).tiling((4, 300)).scale_shape
+    (4, 3)
+    """
+
+    size: int
+    axis: int = -1
+
+    def __post_init__(self) -> None:
+        _check_integer("PerGroup size", self.size, at_least=1)
+        _check_integer("PerGroup axis", self.axis)
+
+    @property
+    def set_size(self) -> int:
+        """The group's size."""
+        return self.size
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """Blocks of ``size`` along the axis and 1 elsewhere."""
+        axis = _resolve_axis(self, self.axis, shape)
+        grid = _put(shape, axis, _ceil_div(shape[axis], self.size))
+        return Tiling(shape, _put((1,) * len(shape), axis, self.size), grid, grid)
+
+    def __str__(self) -> str:
+        return f"group{self.size}" if self.axis == -1 else f"group{self.size}@{self.axis}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data."""
+        return {"kind": "group", "size": self.size, "axis": self.axis}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class PerBlock(Granularity):
+    """One set per block of the trailing axes; leading axes are kept as they are.
+
+    >>> PerBlock(128, 128).tiling((3, 300, 128)).scale_shape
+    (3, 3, 1)
+    """
+
+    sizes: tuple[int, ...]
+
+    def __init__(self, *sizes: int) -> None:
+        if not sizes:
+            raise SpecError("PerBlock needs at least one size, for example PerBlock(128, 128)")
+        for size in sizes:
+            _check_integer("PerBlock size", size, at_least=1)
+        object.__setattr__(self, "sizes", sizes)
+
+    @property
+    def set_size(self) -> int:
+        """The product of the block's sizes."""
+        return prod(self.sizes)
+
+    def tiling(self, shape: Shape) -> Tiling:
+        """Blocks of ``sizes`` on the trailing axes and 1 elsewhere."""
+        leading = len(shape) - len(self.sizes)
+        if leading < 0:
+            raise ShapeError(
+                f"{self} needs an array of at least {len(self.sizes)} axes, got shape {shape}: "
+                "give fewer block sizes or reshape the array"
+            )
+        block = (1,) * leading + self.sizes
+        grid = tuple(_ceil_div(d, b) for d, b in zip(shape, block, strict=True))
+        return Tiling(shape, block, grid, grid)
+
+    def __str__(self) -> str:
+        return "block" + "x".join(map(str, self.sizes))
+
+    def __repr__(self) -> str:
+        return f"PerBlock({', '.join(map(str, self.sizes))})"
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field as JSON-ready data."""
+        return {"kind": "block", "sizes": list(self.sizes)}
+
+
+_INTEGER = r"(-?\d{1,18})"
+_PATTERNS = (
+    (re.compile("tensor"), PerTensor),
+    (re.compile(f"axis{_INTEGER}"), lambda axis: PerAxis(int(axis))),
+    (re.compile("token"), PerToken),
+    (re.compile(f"group{_INTEGER}"), lambda size: PerGroup(int(size))),
+    (re.compile(f"group{_INTEGER}@{_INTEGER}"), lambda size, axis: PerGroup(int(size), int(axis))),
+    (re.compile(r"block(\d{1,18}(?:x\d{1,18})*)"), lambda sizes: PerBlock(*map(int, sizes.split("x")))),
+)
+_EXAMPLES = ("tensor", "axis0", "token", "group128", "block128x128")
+
+
+def get_granularity(value: Granularity | str) -> Granularity:
+    """The granularity that string names; a Granularity passes through.
+
+    Raises:
+        SpecError: not a granularity; the message holds the closest valid form.
+
+    >>> get_granularity("block8x16"), get_granularity("group32@0")
+    (PerBlock(8, 16), PerGroup(size=32, axis=0))
+    """
+    if isinstance(value, Granularity):
+        return value
+    if not isinstance(value, str):
+        raise DtypeError(f"a granularity is a value such as dt.PerAxis(0) or a string such as 'axis0', got {value!r}")
+    for pattern, make in _PATTERNS:
+        match = pattern.fullmatch(value)
+        if match:
+            return make(*match.groups())
+    raise SpecError(
+        f"unknown granularity {value!r}{closest(value, _EXAMPLES)} expected tensor, axisN, token, groupN, "
+        "groupN@AXIS or blockNxM"
+    )
+
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "tensor": (),
+    "axis": ("axis",),
+    "token": (),
+    "group": ("size", "axis"),
+    "block": ("sizes",),
+}
+_KINDS: Mapping[str, type[Granularity]] = {
+    "tensor": PerTensor,
+    "axis": PerAxis,
+    "token": PerToken,
+    "group": PerGroup,
+}
+
+
+def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
+    """The granularity that ``to_dict`` described; missing and unknown keys are errors.
+
+    >>> granularity_from_dict({"kind": "block", "sizes": [8, 16]})
+    PerBlock(8, 16)
+    """
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or kind not in _FIELDS or set(data) != {"kind", *_FIELDS[kind]}:
+        raise SpecError(f"not a granularity: {data!r}; expected for example {PerGroup(128).to_dict()!r}")
+    values = [data[field] for field in _FIELDS[kind]]
+    if kind != "block":
+        return _KINDS[kind](*values)
+    sizes = values[0]
+    if not isinstance(sizes, list):
+        raise SpecError(f"block sizes are a list of integers, got {sizes!r}")
+    return PerBlock(*sizes)
+
+
+def _check_integer(what: str, value: int, at_least: int | None = None) -> None:
+    wanted = "an integer" if at_least is None else f"an integer of at least {at_least}"
+    if isinstance(value, bool) or not isinstance(value, int) or (at_least is not None and value < at_least):
+        raise SpecError(f"{what} must be {wanted}, got {value!r}")
+
+
+def _resolve_axis(granularity: Granularity, axis: int, shape: Shape) -> int:
+    rank = len(shape)
+    if rank == 0:
+        raise ShapeError(f"{granularity} needs an array of at least 1 axis, got a 0-d array: use PerTensor()")
+    if not -rank <= axis < rank:
+        raise ShapeError(
+            f"{granularity} does not exist in an array of shape {shape}: expected an axis in {-rank}..{rank - 1}"
+        )
+    return axis % rank
+
+
+def _whole(shape: Shape) -> Shape:
+    return tuple(max(size, 1) for size in shape)
+
+
+def _put(values: Shape, index: int, value: int) -> Shape:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

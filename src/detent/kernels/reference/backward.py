@@ -1,0 +1,179 @@
+"""Gradients: straight-through estimators and learned parameters (docs/numerics.md, section 5).
+
+Masks select and never multiply, because a gradient may be infinite. NaN in x gets gradient 0 from every estimator but
+Identity. Nothing here computes a scale: backward uses the forward's.
+"""
+
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from detent.errors import UnsupportedError
+from detent.granularity import Tiling
+from detent.kernels.reference.elements import code_values, compute_type, in_range, ratio, unclamped
+from detent.kernels.reference.forward import spread_params
+from detent.kernels.reference.sets import counts, spread, sum_sets
+from detent.spec import QuantSpec
+from detent.ste import Clipped, Estimator, HardTanh, Identity, Tanh
+
+__all__ = [
+    "dequantize_backward",
+    "fake_quantize_backward",
+    "fake_quantize_learned_backward",
+    "quantize_backward",
+]
+
+
+def fake_quantize_backward(
+    g: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *,
+    spec: QuantSpec,
+    tiling: Tiling,
+    ste: Estimator,
+    step: int = 0,
+) -> Any:
+    """The gradient of x, in x's dtype.
+
+    >>> import numpy as np
+    >>> spec = QuantSpec("int8")
+    >>> x, one = np.array([1.0, 127.4, 127.5, np.nan]), np.ones(4)
+    >>> tiling = spec.granularity.tiling((4,))
+    >>> fake_quantize_backward(one, x, one[0], one[0] * 0, spec=spec, tiling=tiling, ste=Clipped())
+    array([1., 1., 0., 0.])
+    """
+    xp = array_namespace(g, x)
+    if isinstance(ste, Identity):
+        return xp.asarray(g, copy=True)
+    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    wide = xp.astype(x, s.dtype)
+    if isinstance(ste, Clipped):
+        return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
+    factor = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
+    return xp.astype(_weigh(xp, g, factor), x.dtype)
+
+
+def quantize_backward(
+    g: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *,
+    spec: QuantSpec,
+    tiling: Tiling,
+    ste: Estimator,
+    step: int = 0,
+) -> Any:
+    """The gradient of x where g belongs to the codes: the estimator's gradient over the scale.
+
+    >>> import numpy as np
+    >>> spec = QuantSpec("int8")
+    >>> x, g, s = np.array([1.0, 300.0]), np.ones(2), np.array(0.5)
+    >>> quantize_backward(g, x, s, s * 0, spec=spec, tiling=spec.granularity.tiling((2,)), ste=Clipped())
+    array([2., 0.])
+    """
+    xp = array_namespace(g, x)
+    compute = compute_type(xp, x)
+    wide_g = xp.astype(g, compute)
+    wide_x = xp.astype(x, compute)
+    through = fake_quantize_backward(wide_g, wide_x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
+    return xp.astype(through / spread(xp, xp.astype(scale, compute), tiling), x.dtype)
+
+
+def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
+    """The gradient of the codes, ``g * s``, in g's dtype.
+
+    >>> import numpy as np
+    >>> dequantize_backward(np.ones(2), np.array(0.5), tiling=QuantSpec("int8").granularity.tiling((2,)))
+    array([0.5, 0.5])
+    """
+    xp = array_namespace(g)
+    s = spread(xp, xp.astype(scale, compute_type(xp, g)), tiling)
+    return xp.astype(xp.astype(g, s.dtype) * s, g.dtype)
+
+
+def fake_quantize_learned_backward(
+    g: Any,
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    *,
+    spec: QuantSpec,
+    tiling: Tiling,
+    ste: Estimator,
+    grad_scale: float | None = None,
+    step: int = 0,
+) -> tuple[Any, Any, Any]:
+    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale.
+
+    >>> import numpy as np
+    >>> spec = QuantSpec("int8")
+    >>> x, g, s, z = np.array([1.25, 200.0]), np.ones(2), np.array(1.0), np.array(0)
+    >>> tiling = spec.granularity.tiling((2,))
+    >>> gx, gs, gz = fake_quantize_learned_backward(g, x, s, z, spec=spec, tiling=tiling, ste=Clipped(), grad_scale=1.0)
+    >>> gx, float(gs), float(gz)
+    (array([1., 0.]), 126.75, -1.0)
+    """
+    xp = array_namespace(g, x)
+    gx = fake_quantize_backward(g, x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
+    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    wide = xp.astype(x, s.dtype)
+    inside = _clip_mask(xp, spec, Clipped(), wide, s, z, step)
+    value = xp.astype(code_values(xp, spec, wide, s, z, step), xp.float64)
+    t = xp.astype(ratio(spec, wide, s), xp.float64)
+    g64, zero = xp.astype(g, xp.float64), xp.zeros(g.shape, dtype=xp.float64, device=g.device)
+    missing = xp.isnan(wide)
+    scale_terms = xp.where(missing, zero, g64 * xp.where(inside, value - t, value))
+    factor = _gradient_factor(xp, spec, tiling, grad_scale, scale)
+    gs = sum_sets(xp, scale_terms, tiling) * factor
+    if not spec.format.is_integer:
+        return gx, xp.astype(gs, scale.dtype), xp.zeros_like(scale)
+    zero_point_terms = xp.where(missing | inside, zero, -xp.astype(s, xp.float64) * g64)
+    gz = sum_sets(xp, zero_point_terms, tiling) * factor
+    return gx, xp.astype(gs, scale.dtype), xp.astype(gz, scale.dtype)
+
+
+def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
+    """``grad_scale``, or per set ``1 / sqrt(N * max(|qmax|, 1))`` with N its number of elements."""
+    if grad_scale is not None:
+        return xp.asarray(grad_scale, dtype=xp.float64, device=like.device)
+    weight = max(abs(spec.qmax), 1)
+    sizes = xp.asarray([max(count, 1) * weight for count in counts(tiling)], dtype=xp.float64, device=like.device)
+    return xp.reshape(1.0 / xp.sqrt(sizes), tiling.scale_shape)
+
+
+def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, step: int) -> Any:
+    exclusive = ste.bounds == "exclusive"
+    if not spec.format.is_integer:
+        return in_range(spec, ratio(spec, x, s), exclusive=exclusive)
+    if ste.on == "code":
+        return in_range(spec, unclamped(xp, spec, x, s, z, step), exclusive=exclusive)
+    low, high = (spec.qmin - z) * s, (spec.qmax - z) * s
+    return (x > low) & (x < high) if exclusive else (x >= low) & (x <= high)
+
+
+def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero_point: Any, tiling: Tiling) -> Any:
+    """The factor of a smooth estimator, 0 where x is NaN or the range is beyond the compute type."""
+    if isinstance(ste, Tanh) and ste.unit == "step":
+        v = wide / spread(xp, xp.astype(scale, wide.dtype), tiling)
+    else:
+        s64 = spread(xp, xp.astype(scale, xp.float64), tiling)
+        z64 = spread(xp, xp.astype(zero_point, xp.float64), tiling)
+        center = xp.astype(((spec.qmin + spec.qmax) / 2 - z64) * s64, wide.dtype)
+        half = xp.astype((spec.qmax - spec.qmin) / 2 * s64, wide.dtype)
+        v = (wide - center) / half
+    if isinstance(ste, HardTanh):
+        slope = xp.maximum(1.0 - xp.abs(v), xp.zeros_like(v))
+    elif isinstance(ste, Tanh):
+        curve = xp.tanh(v)
+        slope = 1.0 - curve * curve
+    else:
+        raise UnsupportedError(f"the kernels have no estimator {ste!r}: callables are applied by the plan")
+    return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)
+
+
+def _weigh(xp: Any, g: Any, factor: Any) -> Any:
+    """``g * factor`` in the compute type; a factor of 0 selects 0 even where g is infinite."""
+    return xp.where(factor == 0, xp.zeros_like(factor), xp.astype(g, factor.dtype) * factor)

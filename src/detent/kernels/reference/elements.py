@@ -1,0 +1,175 @@
+"""Elements: the arithmetic of one number, written over whole arrays (docs/numerics.md, sections 2, 3 and 7).
+
+Functions take compute-type arrays: ``x`` and, broadcast against it, ``s`` (scale) and ``z`` (zero point as a float).
+
+::
+
+    t = fl(x / s)  or  fl(x * fl(1 / s))        ratio
+    u = round(t) + z  or  round(fl(t + z))      unclamped
+    q = min(max(u, qmin), qmax)                 as a float, exactly an integer
+
+Small floats and codebooks are tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
+"""
+
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from detent.formats import Format
+from detent.kernels.reference.philox import random_words
+from detent.rounding import Rounding
+from detent.spec import QuantSpec
+
+__all__ = [
+    "code_values",
+    "compute_type",
+    "encode",
+    "in_range",
+    "level_values",
+    "ratio",
+    "round_with",
+    "unclamped",
+]
+
+
+def compute_type(xp: Any, x: Any) -> Any:
+    """The dtype arithmetic on ``x`` happens in: float64 for float64, float32 for everything narrower.
+
+    >>> import numpy as np
+    >>> compute_type(np, np.zeros(1, np.float16)) is np.float32
+    True
+    """
+    return xp.float64 if x.dtype == xp.float64 else xp.float32
+
+
+def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:
+    """``t``: x in units of the scale. Only integer formats know the reciprocal.
+
+    >>> ratio(QuantSpec("int8"), np.array([1.0]), np.array([0.25]))
+    array([4.])
+    """
+    if spec.format.is_integer and spec.convention.division == "reciprocal":
+        return x * (1.0 / s)
+    return x / s
+
+
+def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
+    """Round to integers, kept as floats; infinities and NaN stay what they are.
+
+    >>> import numpy as np
+    >>> from detent import rounding
+    >>> round_with(np, rounding.half_away, np.array([0.5, -2.5, 0.49999999999999994]), 0)
+    array([ 1., -3.,  0.])
+    """
+    if rounding.kind == "half_even":
+        return xp.round(t)
+    if rounding.kind == "floor":
+        return xp.floor(t)
+    magnitude = xp.abs(t)
+    whole = xp.floor(magnitude)
+    fraction = magnitude - whole  # exact: both are multiples of the magnitude's last place
+    if rounding.kind == "half_away":
+        nearest = whole + xp.astype(fraction >= 0.5, t.dtype)
+        return xp.where(t < 0, -nearest, nearest)
+    threshold = xp.reshape(_thresholds(xp, t, rounding.seed, step), t.shape)
+    # Up from floor(t) where threshold < t - floor(t). Below zero t - floor(t) = 1 - fraction may not be a float, so
+    # both sides are taken from 1, where they are exact.
+    up = xp.where(t < 0, (fraction > 0) & (fraction < 1.0 - threshold), threshold < fraction)
+    return xp.floor(t) + xp.astype(up, t.dtype)
+
+
+def _thresholds(xp: Any, t: Any, seed: int, step: int) -> Any:
+    """The 24-bit random fraction in [0, 1) of each element, by its position in C order."""
+    size = 1
+    for length in t.shape:
+        size *= length
+    index = xp.arange(size, dtype=xp.int64, device=t.device)
+    words = random_words(xp, index, seed, step) >> 8
+    return xp.astype(words, t.dtype) * 2.0**-24
+
+
+def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
+    """``u``: the integer code before clamping, as a float.
+
+    >>> unclamped(np, QuantSpec("uint8"), np.array([0.5, 300.0]), np.array(1.0), np.array(1.0), step=0)
+    array([  1., 301.])
+    """
+    t = ratio(spec, x, s)
+    if spec.convention.zero_point == "before_round":
+        return round_with(xp, spec.rounding, t + z, step)
+    return round_with(xp, spec.rounding, t, step) + z
+
+
+def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
+    """Where an unclamped code (integers) or ratio (other formats) lies inside the range; NaN does not.
+
+    >>> in_range(QuantSpec("uint8"), np.array([-1.0, 0.0, np.nan]))
+    array([False,  True, False])
+    """
+    if exclusive:
+        return (value > spec.qmin) & (value < spec.qmax)
+    return (value >= spec.qmin) & (value <= spec.qmax)
+
+
+@lru_cache(maxsize=64)
+def _boundaries(form: Format, dtype: str) -> tuple[float, ...]:
+    """Bounds b such that a number t of that dtype encodes to the count of ``b < t``.
+
+    A codebook's midpoint goes down; a float's midpoint goes to the even code, so that above an odd code the bound is
+    the number just below the midpoint. Midpoints that are no number of the dtype are replaced by the next one below.
+    """
+    levels = form.finite_levels
+    bounds = []
+    for code, (low, high) in enumerate(pairwise(levels)):
+        middle = (low + high) / 2
+        bound = np.dtype(dtype).type(middle)
+        above = float(bound) > middle
+        ties_up = form.kind == "float" and code % 2 == 1
+        bounds.append(float(np.nextafter(bound, bound.dtype.type(-np.inf))) if above or ties_up else float(bound))
+    return tuple(bounds)
+
+
+def encode(xp: Any, form: Format, t: Any) -> Any:
+    """The int64 code of each ratio, its sign bit included; the ends saturate, NaN gives an unspecified code.
+
+    >>> import numpy as np
+    >>> from detent.formats import float4_e2m1fn
+    >>> encode(np, float4_e2m1fn, np.array([0.25, 0.75, -100.0], np.float32))
+    array([ 0,  2, 15])
+    """
+    is_float = form.kind == "float"
+    bounds = _boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
+    flat = xp.reshape(xp.abs(t) if is_float else t, (-1,))
+    code = xp.searchsorted(xp.asarray(bounds, dtype=t.dtype, device=t.device), flat, side="left")
+    code = xp.reshape(xp.astype(code, xp.int64), t.shape)
+    if not is_float:
+        return code
+    return code + xp.astype(xp.signbit(t), xp.int64) * (1 << (form.bits - 1))
+
+
+def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
+    """The value at scale 1 of each code of a float or codebook format.
+
+    >>> from detent.formats import float4_e2m1fn
+    >>> level_values(np, float4_e2m1fn, np.array([7, 15]), np.float32)
+    array([ 6., -6.], dtype=float32)
+    """
+    levels = xp.asarray(form.levels, dtype=dtype, device=code.device)
+    flat = xp.reshape(xp.astype(code, xp.int64), (-1,))
+    return xp.reshape(xp.take(levels, flat, axis=0), code.shape)
+
+
+def code_values(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
+    """The value at scale 1, zero point taken off, that each element is quantized to; NaN stays NaN.
+
+    >>> code_values(np, QuantSpec("uint8"), np.array([-9.0, np.nan]), np.array(1.0), np.array(3.0), step=0)
+    array([-3., nan])
+    """
+    if spec.format.is_integer:
+        u = unclamped(xp, spec, x, s, z, step)
+        return xp.minimum(xp.maximum(u, xp.full_like(u, spec.qmin)), xp.full_like(u, spec.qmax)) - z
+    t = ratio(spec, x, s)
+    values = level_values(xp, spec.format, encode(xp, spec.format, xp.where(xp.isnan(t), xp.zeros_like(t), t)), t.dtype)
+    return xp.where(xp.isnan(t), t, values)

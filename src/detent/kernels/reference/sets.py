@@ -1,0 +1,149 @@
+"""Sets: spreading one value per set over the elements, and reducing the elements of each set to one value.
+
+Sums have one order on every backend: terms in float64, the elements of a set in C order, padded with +0.0 to a
+multiple of 1024; inside each block of 1024 the halves are added until one value is left; the block sums are padded to a
+power of two and folded the same way.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from detent.granularity import Tiling
+from detent.kernels.reference.elements import compute_type
+
+__all__ = ["counts", "minmax", "reduce_sets", "spread", "sum_sets", "tree_sum"]
+
+BLOCK = 1024
+
+
+def spread(xp: Any, values: Any, tiling: Tiling) -> Any:
+    """``values`` (of ``tiling.scale_shape``) broadcastable against the array: each element's own value.
+
+    >>> import numpy as np
+    >>> from detent.granularity import PerGroup
+    >>> spread(np, np.array([1, 2]), PerGroup(2).tiling((3,)))
+    array([1, 1, 2])
+    """
+    values = xp.reshape(values, tiling.grid)
+    for axis, (size, block, grid) in enumerate(zip(tiling.shape, tiling.block, tiling.grid, strict=True)):
+        if block > 1 and grid != 1:
+            index = xp.arange(size, dtype=xp.int64, device=values.device) // block
+            values = xp.take(values, index, axis=axis)
+    return values
+
+
+def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], Any]) -> Any:
+    """Reduce each set with ``reduce``, which maps (sets..., elements in C order) to (sets...).
+
+    The result has ``tiling.scale_shape``.
+
+    >>> import numpy as np
+    >>> from detent.granularity import PerGroup
+    >>> reduce_sets(np, np.arange(5), PerGroup(2).tiling((5,)), lambda part: part.max(axis=-1))
+    array([1, 3, 4])
+    """
+    if 0 in tiling.shape:
+        nothing = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
+        return xp.reshape(reduce(nothing), tiling.scale_shape)
+    return xp.reshape(_reduce_from(xp, values, tiling.block, reduce), tiling.scale_shape)
+
+
+def _reduce_from(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable[[Any], Any]) -> Any:
+    """Cut off the ragged tail of the first axis that has one, so that what is left falls into equal blocks."""
+    for axis, (size, step) in enumerate(zip(values.shape, block, strict=True)):
+        even = size - size % step
+        if even and even != size:
+            cut = (slice(None),) * axis
+            parts = (values[(*cut, slice(0, even), ...)], values[(*cut, slice(even, size), ...)])
+            return xp.concat([_reduce_from(xp, part, block, reduce) for part in parts], axis=axis)
+    return _reduce_equal(xp, values, block, reduce)
+
+
+def _reduce_equal(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable[[Any], Any]) -> Any:
+    rank = len(block)
+    span = tuple(min(step, size) for step, size in zip(block, values.shape, strict=True))
+    grid = tuple(size // step for size, step in zip(values.shape, span, strict=True))
+    paired = xp.reshape(values, tuple(size for pair in zip(grid, span, strict=True) for size in pair))
+    order = (*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
+    return reduce(xp.reshape(xp.permute_dims(paired, order), (*grid, prod(span))))
+
+
+def counts(tiling: Tiling) -> list[int]:
+    """How many elements each set has, in C order of the sets.
+
+    >>> from detent.granularity import PerGroup
+    >>> counts(PerGroup(4).tiling((2, 10)))
+    [4, 4, 2, 4, 4, 2]
+    """
+    sizes = [1]
+    for size, block, grid in zip(tiling.shape, tiling.block, tiling.grid, strict=True):
+        along = [min(block, size - index * block) for index in range(grid)]
+        sizes = [left * right for left in sizes for right in along]
+    return sizes
+
+
+def tree_sum(terms: Any) -> Any:
+    """Sum the last axis of a float64 array in the contract's order.
+
+    >>> import numpy as np
+    >>> float(tree_sum(np.ones(3000)))
+    3000.0
+    """
+    xp = array_namespace(terms)
+    lead = tuple(terms.shape[:-1])
+    blocks = -(-terms.shape[-1] // BLOCK)
+    terms = xp.reshape(_pad(xp, terms, blocks * BLOCK), (*lead, blocks, BLOCK))
+    return _fold(xp, _pad(xp, _fold(xp, terms), 1 << max(blocks - 1, 0).bit_length()))
+
+
+def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
+    """The sum of each set's float64 terms in the contract's order.
+
+    >>> import numpy as np
+    >>> from detent.granularity import PerGroup
+    >>> sum_sets(np, np.ones(5), PerGroup(2).tiling((5,)))
+    array([2., 2., 1.])
+    """
+    return reduce_sets(xp, terms, tiling, tree_sum)
+
+
+def minmax(x: Any, tiling: Tiling) -> tuple[Any, Any]:
+    """The smallest and largest finite element of each set, with zeros as +0.0; (inf, -inf) for sets without any.
+
+    >>> import numpy as np
+    >>> from detent.granularity import PerAxis
+    >>> minmax(np.array([[1.0, -2.0], [np.nan, 3.0]]), PerAxis(0).tiling((2, 2)))
+    (array([-2.,  3.]), array([1., 3.]))
+    """
+    xp = array_namespace(x)
+    infinity = float("inf")
+    x = xp.astype(x, compute_type(xp, x))
+    ends = []
+    for reduce, empty in ((xp.min, infinity), (xp.max, -infinity)):
+        filled = xp.where(xp.isfinite(x), x, xp.asarray(empty, dtype=x.dtype, device=x.device))
+
+        def one(part: Any, reduce: Any = reduce, empty: float = empty) -> Any:
+            if part.shape[-1] == 0:
+                return xp.full(part.shape[:-1], empty, dtype=part.dtype, device=part.device)
+            return reduce(part, axis=-1)
+
+        ends.append(reduce_sets(xp, filled, tiling, one) + 0.0)
+    return ends[0], ends[1]
+
+
+def _pad(xp: Any, terms: Any, size: int) -> Any:
+    missing = size - terms.shape[-1]
+    if not missing:
+        return terms
+    zeros = xp.zeros((*terms.shape[:-1], missing), dtype=terms.dtype, device=terms.device)
+    return xp.concat([terms, zeros], axis=-1)
+
+
+def _fold(xp: Any, terms: Any) -> Any:
+    while terms.shape[-1] > 1:
+        half = terms.shape[-1] // 2
+        terms = terms[..., :half] + terms[..., half:]
+    return xp.reshape(terms, terms.shape[:-1])

@@ -1,0 +1,133 @@
+"""Metrics: how far quantized data are from the original, and how well the codes are used.
+
+Sums have the contract's one order in float64 (docs/numerics.md, section 5), so that a figure is the same on every
+machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite.
+"""
+
+from math import inf, log10, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from detent.dtypes import float_array
+from detent.errors import DtypeError, ShapeError
+from detent.kernels import find_kernel
+from detent.params import QuantParams
+from detent.plan import Plan
+from detent.tensor import QuantizedTensor
+
+__all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
+
+Float64 = NDArray[np.float64]
+
+
+def mse(x: ArrayLike, y: ArrayLike) -> float:
+    """The mean squared error.
+
+    >>> mse([1.0, 2.0], [1.0, 4.0])
+    2.0
+    """
+    a, b = _pair(x, y)
+    return _sum((a - b) ** 2) / max(a.size, 1)
+
+
+def mae(x: ArrayLike, y: ArrayLike) -> float:
+    """The mean absolute error.
+
+    >>> mae([1.0, 2.0], [1.0, 4.0])
+    1.0
+    """
+    a, b = _pair(x, y)
+    return _sum(np.abs(a - b)) / max(a.size, 1)
+
+
+def max_error(x: ArrayLike, y: ArrayLike) -> float:
+    """The largest absolute error.
+
+    >>> max_error([1.0, 2.0], [1.0, 4.0])
+    2.0
+    """
+    a, b = _pair(x, y)
+    return float(np.abs(a - b).max(initial=0.0))
+
+
+def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
+    """The signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - y)^2)`` in decibels; inf without noise.
+
+    >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
+    20.0
+    """
+    a, b = _pair(x, y)
+    signal, noise = _sum(a * a), _sum((a - b) ** 2)
+    if noise == 0:
+        return inf
+    return 10 * log10(signal / noise) if signal else -inf
+
+
+def cosine(x: ArrayLike, y: ArrayLike) -> float:
+    """The cosine of the angle between x and y; 1 where both are zero, 0 where one is.
+
+    >>> round(cosine([1.0, 1.0], [2.0, 2.0]), 6)
+    1.0
+    """
+    a, b = _pair(x, y)
+    length = sqrt(_sum(a * a)) * sqrt(_sum(b * b))
+    if length:
+        return _sum(a * b) / length
+    return 1.0 if not a.any() and not b.any() else 0.0
+
+
+def clip_fraction(x: ArrayLike, params: QuantParams) -> float:
+    """The share of elements whose code was clamped. NaN counts as clamped.
+
+    >>> import detent as dt, numpy as np
+    >>> clip_fraction(np.array([1.0, 127.4, 128.0, 900.0], np.float32), dt.QuantParams.int8_symmetric())
+    0.5
+    """
+    data = float_array(x)
+    plan = Plan.select("fake_quantize_backward", shape=data.shape, dtype=data.dtype, spec=params.spec, ste="clipped")
+    ones = np.ones_like(data)
+    plan.check(ones, data, params)
+    passed = np.count_nonzero(plan.run(ones, data, params))
+    return (data.size - int(passed)) / max(data.size, 1)
+
+
+def code_usage(q: QuantizedTensor) -> float:
+    """The share of the spec's codes that occur.
+
+    >>> import detent as dt, numpy as np
+    >>> code_usage(dt.quantize(np.arange(-7.0, 8.0), dt.QuantParams.int4_symmetric()))
+    1.0
+    """
+    return _histogram(q).size / q.spec.num_levels
+
+
+def entropy_bits(q: QuantizedTensor) -> float:
+    """The entropy of the codes in bits per element: what a perfect entropy coder would need.
+
+    >>> import detent as dt, numpy as np
+    >>> entropy_bits(dt.quantize(np.array([0.0, 1.0, 2.0, 3.0]), dt.QuantParams.int4_symmetric()))
+    2.0
+    """
+    share = _histogram(q) / max(q.size, 1)
+    return _sum(-share * np.log2(share)) + 0.0
+
+
+def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
+    """How often each code that occurs does, in the order of the codes' bits."""
+    if not isinstance(q, QuantizedTensor):
+        raise DtypeError(f"expected a QuantizedTensor, got {type(q).__name__}: make one with dt.quantize")
+    codes: NDArray[Any] = q.codes.view(np.uint8) if q.spec.format.kind == "float" else q.codes
+    return np.unique(codes, return_counts=True)[1].astype(np.int64)
+
+
+def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Float64, Float64]:
+    a, b = float_array(x, "x"), float_array(y, "y")
+    if a.shape != b.shape:
+        raise ShapeError(f"x has shape {a.shape} and y {b.shape}: expected one shape")
+    return a.astype(np.float64), b.astype(np.float64)
+
+
+def _sum(terms: Float64) -> float:
+    return float(find_kernel("tree_sum").function(terms.reshape(-1)))

@@ -1,0 +1,92 @@
+"""EMAMinMax: a moving average of the batches' ranges.
+
+Per set and bound, in float32: ``fl(fl(d * old) + fl((1 - d) * new))``, the first batch is copied. ``decay`` d is the
+part kept. The result depends on the order and size of batches by definition.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+from detent.granularity import Granularity, PerTensor
+from detent.observers.observer import Bounds, Observer
+from detent.scale_mode import EMA
+
+__all__ = ["EMAMinMax"]
+
+
+class EMAMinMax(Observer):
+    """A moving average of the batches' smallest and largest finite values.
+
+    Attributes:
+        decay: the part of the old value that is kept, in [0, 1).
+        batches: how many batches were observed.
+
+    >>> import detent as dt, numpy as np
+    >>> ema = dt.observers.EMAMinMax(decay=0.5)
+    >>> ema.observe(np.array([0.0, 2.0], np.float32)).observe(np.array([0.0, 4.0], np.float32)).range().hi
+    array(3., dtype=float32)
+    """
+
+    state_type: ClassVar[str] = "float32"
+
+    def __init__(self, decay: float = 0.99, granularity: Granularity | str = PerTensor()) -> None:
+        self.decay = EMA(decay).decay
+        super().__init__(granularity)
+
+    def reset(self) -> Self:
+        """Forget everything.
+
+        >>> EMAMinMax().observe([1.0]).reset().batches
+        0
+        """
+        self.batches = 0
+        return super().reset()
+
+    def _update(self, lo: Bounds, hi: Bounds) -> None:
+        self._lo, self._hi = self._blend(lo, hi, self.decay)
+        self.batches += 1
+
+    def _blend(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
+        """The kept part of the state plus the new part; sets that one side has not seen take the other's range."""
+        if self._lo is None or self._hi is None:
+            return lo, hi
+        kept, added = np.float32(decay), np.float32(1.0 - decay)
+        unseen, missing = self._lo > self._hi, lo > hi
+        ends = []
+        for old, new in ((self._lo, lo), (self._hi, hi)):
+            with np.errstate(invalid="ignore"):  # inf - inf of sets without values, not selected
+                blended = kept * old + added * new
+            ends.append(np.asarray(np.where(unseen, new, np.where(missing, old, blended)), np.float32))
+        return ends[0], ends[1]
+
+    def merge(self, other: Self) -> Self:
+        """Take in another average as if it were the mean of its ``n`` batches, which come after: ``decay**n`` is kept.
+
+        Neither commutative nor associative.
+
+        >>> import numpy as np
+        >>> one = EMAMinMax(0.5).observe(np.array([2.0]))
+        >>> one.merge(EMAMinMax(0.5).observe(np.array([4.0]))).range().hi
+        array(3., dtype=float32)
+        """
+        self._check_same_kind(other)
+        if other._lo is not None and other._hi is not None:
+            self._lo, self._hi = self._blend(other._lo.copy(), other._hi.copy(), self.decay**other.batches)
+        self.batches += other.batches
+        self._absorb_counts(other)
+        return self
+
+    def _settings(self) -> dict[str, object]:
+        return {"decay": self.decay, **super()._settings()}
+
+    def _counters(self) -> dict[str, int]:
+        return {**super()._counters(), "batches": self.batches}
+
+    def _load_counters(self, state: Mapping[str, int]) -> None:
+        super()._load_counters(state)
+        self.batches = state["batches"]
+
+    def __repr__(self) -> str:
+        return f"EMAMinMax(decay={self.decay}, granularity={self.granularity!r})"

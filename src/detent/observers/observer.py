@@ -1,0 +1,247 @@
+"""Observer: what every range observer is. One range per set; non-finite values are skipped and counted.
+
+A range observer knows nothing of models, formats or files: it sees arrays and answers with ``Range(lo, hi)``.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from detent import storage
+from detent.dtypes import float_array
+from detent.errors import DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
+from detent.formats import Format
+from detent.granularity import Granularity, PerTensor, get_granularity, granularity_from_dict
+from detent.kernels import find_kernel
+from detent.params import QuantParams
+from detent.spec import QuantSpec, get_spec
+
+__all__ = ["Observer", "Range"]
+
+STATE_VERSION = 1
+Bounds = NDArray[np.floating]
+
+
+class Range(NamedTuple):
+    """The bounds of each set, in the granularity's scale shape.
+
+    >>> Range(np.float32(-1.0), np.float32(1.0)).hi
+    np.float32(1.0)
+    """
+
+    lo: Bounds
+    hi: Bounds
+
+
+class Observer(ABC):
+    """A range of each set, made from batches.
+
+    Attributes:
+        granularity: which elements share a range.
+        count: how many finite elements were observed.
+        nonfinite: how many NaN and infinite elements were skipped.
+
+    >>> from detent.observers import MinMax
+    >>> isinstance(MinMax(), Observer)
+    True
+    """
+
+    state_type: ClassVar[str] = "float64"
+
+    def __init__(self, granularity: Granularity | str = PerTensor()) -> None:
+        self.granularity = get_granularity(granularity)
+        self.reset()
+
+    def reset(self) -> Self:
+        """Forget everything.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe([1.0]).reset().count
+        0
+        """
+        self.count = 0
+        self.nonfinite = 0
+        self._double = False
+        self._lo: Bounds | None = None
+        self._hi: Bounds | None = None
+        return self
+
+    def observe(self, x: ArrayLike) -> Self:
+        """Take in one batch, of any float type and any shape with the same sets.
+
+        Raises:
+            ShapeError: the batch falls into other sets than the first.
+
+        >>> import numpy as np
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe(np.array([1.0, np.nan, -2.0])).nonfinite
+        1
+        """
+        data = float_array(x)
+        tiling = self.granularity.tiling(data.shape)
+        if self._lo is not None and self._lo.shape != tiling.scale_shape:
+            raise ShapeError(
+                f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
+                f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
+            )
+        finite = int(np.count_nonzero(np.isfinite(data)))
+        lo, hi = find_kernel("minmax").function(data, tiling)
+        with np.errstate(over="ignore"):  # float64 bounds beyond a float32 state become infinite, which range() refuses
+            self._update(np.asarray(lo, self.state_type), np.asarray(hi, self.state_type))
+        self.count += finite
+        self.nonfinite += data.size - finite
+        self._double |= data.dtype == np.float64
+        return self
+
+    @abstractmethod
+    def _update(self, lo: Bounds, hi: Bounds) -> None:
+        """Take in the range of one batch; a set without finite values has the range (inf, -inf)."""
+
+    @abstractmethod
+    def merge(self, other: Self) -> Self:
+        """Take in what another observer of the same kind has seen."""
+
+    def _check_same_kind(self, other: object) -> None:
+        if type(other) is not type(self):
+            raise DtypeError(f"a {type(self).__name__} merges with its own kind, got {type(other).__name__}")
+        if self._settings() != other._settings():
+            raise StateError(f"observers differ: {self!r} and {other!r}")
+        mine, theirs = self._lo, other._lo
+        if mine is not None and theirs is not None and mine.shape != theirs.shape:
+            raise ShapeError(f"observers hold ranges of shape {mine.shape} and {theirs.shape}: expected one shape")
+
+    def _absorb_counts(self, other: Self) -> None:
+        self.count += other.count
+        self.nonfinite += other.nonfinite
+        self._double |= other._double
+
+    def range(self) -> Range:
+        """The range of each set, as read-only arrays.
+
+        Raises:
+            NotCalibratedError: nothing observed, or a set without finite values.
+        """
+        if self._lo is None or self._hi is None:
+            raise NotCalibratedError(f"{self!r} has observed nothing: call observe(x) first")
+        empty = self._lo > self._hi
+        if empty.any():
+            first = tuple(int(i) for i in np.unravel_index(int(np.argmax(empty)), empty.shape))
+            raise NotCalibratedError(
+                f"{self!r} has seen no finite value in {int(empty.sum())} of {empty.size} sets, the first is {first}, "
+                f"and {self.nonfinite} non-finite values in all"
+            )
+        return Range(_frozen(self._lo), _frozen(self._hi))
+
+    def params(self, spec: QuantSpec | Format | str) -> QuantParams:
+        """Parameters of the observed range; the spec must have the observer's granularity.
+
+        >>> import numpy as np
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe(np.array([-1.0, 4.0], np.float32)).params("uint8").zero_point
+        array(51, dtype=int32)
+        """
+        wanted = get_spec(spec)
+        if wanted.granularity != self.granularity:
+            raise ShapeError(
+                f"the spec has granularity {wanted.granularity}, the observer {self.granularity}: make both the same"
+            )
+        found = self.range()
+        return QuantParams.from_range(wanted, found.lo, found.hi, dtype="float64" if self._double else "float32")
+
+    def _settings(self) -> dict[str, object]:
+        """What distinguishes two observers of one kind, as JSON-ready data."""
+        return {"granularity": self.granularity.to_dict()}
+
+    def _counters(self) -> dict[str, int]:
+        return {"count": self.count, "nonfinite": self.nonfinite, "double": int(self._double)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything observed: counters as integers, ranges as arrays (absent where nothing was observed).
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe([1.0]).state_dict()["hi"]
+        array(1.)
+        """
+        arrays = {} if self._lo is None else {"lo": self._lo.copy(), "hi": self._hi.copy()}  # type: ignore[union-attr]
+        return {"version": STATE_VERSION, **self._counters(), **arrays}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        """Replace everything observed by what ``state_dict`` returned.
+
+        Raises:
+            StateError: other keys, another version, or values that no observer could hold.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().load_state_dict(MinMax().observe([1.0]).state_dict()).count
+        1
+        """
+        wanted = {"version", *self._counters()}
+        if set(state) not in (wanted, wanted | {"lo", "hi"}) or state["version"] != STATE_VERSION:
+            raise StateError(
+                f"expected the state of a {type(self).__name__} with keys {sorted(wanted)}, got {sorted(state)}"
+            )
+        for name in self._counters():
+            if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
+                raise StateError(f"{name} is a count, got {state[name]!r}")
+        lo, hi = (None if name not in state else np.array(state[name], self.state_type) for name in ("lo", "hi"))
+        if lo is not None and hi is not None and (lo.shape != hi.shape or np.isnan(lo).any() or np.isnan(hi).any()):
+            raise StateError("lo and hi have one shape and no NaN")
+        self._lo, self._hi = lo, hi
+        self._load_counters(state)
+        return self
+
+    def _load_counters(self, state: Mapping[str, int]) -> None:
+        self.count, self.nonfinite, self._double = state["count"], state["nonfinite"], bool(state["double"])
+
+    def to_bytes(self) -> bytes:
+        """Everything, as versioned bytes without pickle; equal observations give equal bytes.
+
+        >>> import numpy as np
+        >>> from detent.observers import MinMax
+        >>> a = MinMax().observe(np.array([1.0])).observe(np.array([2.0]))
+        >>> a.to_bytes() == MinMax().observe(np.array([2.0, 1.0])).to_bytes()
+        True
+        """
+        state = self.state_dict()
+        arrays: dict[str, Bounds] = {name: state.pop(name) for name in ("lo", "hi") if name in state}
+        about = {"kind": type(self).__name__, "settings": self._settings(), "state": state}
+        return storage.dumps(arrays, {"detent.Observer": json.dumps(about)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The observer that ``to_bytes`` wrote.
+
+        Raises:
+            FileFormatError: not such bytes.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax.from_bytes(MinMax().observe([1.0, 3.0]).to_bytes()).range().hi
+        array(3.)
+        """
+        arrays, metadata = storage.loads(data)
+        try:
+            about = json.loads(metadata["detent.Observer"])
+            if about["kind"] != cls.__name__:
+                raise FileFormatError(f"these are the bytes of a {about['kind']}, expected a {cls.__name__}")
+            settings = {
+                **about["settings"],
+                "granularity": granularity_from_dict(about["settings"]["granularity"]),
+            }
+            return cls(**settings).load_state_dict({**about["state"], **arrays})
+        except FileFormatError:
+            raise
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise FileFormatError(f"not the bytes of a {cls.__name__}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(granularity={self.granularity!r})"
+
+
+def _frozen(bounds: Bounds) -> Bounds:
+    copy = np.array(bounds)
+    copy.setflags(write=False)
+    return copy

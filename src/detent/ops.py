@@ -1,0 +1,242 @@
+"""The operators: quantize, dequantize, fake quantize and their gradients, on NumPy arrays.
+
+Each normalises its arguments, selects a plan, checks and runs it. Data are float16, bfloat16, float32 or float64 arrays
+of any shape and strides; ``params`` come from ``QuantParams``; ``out`` avoids the allocation of the result. Formulas
+and guarantees: docs/numerics.md.
+"""
+
+from typing import Any, cast
+
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from detent._plan_checks import check_step
+from detent.dtypes import code_dtype, float_array
+from detent.errors import DtypeError
+from detent.params import QuantParams
+from detent.plan import NaNPolicy, Plan
+from detent.ste import EstimatorLike
+from detent.tensor import QuantizedTensor
+
+__all__ = [
+    "dequantize",
+    "dequantize_backward",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "fake_quantize_learned_backward",
+    "quantize",
+    "quantize_backward",
+]
+
+Array = NDArray[Any]
+
+
+def quantize(
+    x: ArrayLike, params: QuantParams, *, out: Array | None = None, nan: NaNPolicy = "raise", step: int = 0
+) -> QuantizedTensor:
+    """The code of every element, ``clamp(round(x / scale) + zero_point)``.
+
+    Args:
+        x: float data.
+        params: scales and zero points that fit x's shape.
+        out: where the codes go: an array of x's shape and the format's storage type, or a 1-D uint8 buffer of the
+            packed size. The returned tensor shares its memory.
+        nan: "raise", or the code NaN gets: "zero_point" or "qmin". Infinities saturate.
+        step: the counter of stochastic rounding.
+
+    Raises:
+        NaNError: x holds NaN; what is in ``out`` is then undefined.
+        ShapeError, DtypeError, OutError: arguments that do not fit.
+
+    >>> import detent as dt, numpy as np
+    >>> dt.quantize(np.array([0.5, 1.5, -9.0], np.float32), dt.QuantParams.int4_symmetric()).codes
+    array([ 0,  2, -7], dtype=int8)
+    """
+    data = float_array(x, "x")
+    plan = _plan("quantize", data, params, nan=nan)
+    plan.check(data, params, out)
+    codes = cast("Array", plan.run(data, params, out=out, step=check_step(step)))
+    if out is not None and (out.shape != data.shape or out.dtype != code_dtype(params.spec)):
+        return QuantizedTensor(None, out, params, data.shape, data.dtype)
+    return QuantizedTensor(codes, None, params, data.shape, data.dtype)
+
+
+def dequantize(
+    q: QuantizedTensor | ArrayLike,
+    params: QuantParams | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    out: Array | None = None,
+) -> Array:
+    """The values ``(q - zero_point) * scale``.
+
+    Args:
+        q: a QuantizedTensor, or codes together with ``params``.
+        params: needed for codes, refused for a QuantizedTensor.
+        dtype: the result's type; by default the type of the data the tensor was made from, float32 for codes.
+        out: where the values go.
+
+    >>> import detent as dt
+    >>> dt.dequantize([3, -4], dt.QuantParams.int8_symmetric())
+    array([ 3., -4.], dtype=float32)
+    """
+    if isinstance(q, QuantizedTensor):
+        if params is not None:
+            raise DtypeError("a QuantizedTensor brings its own params: leave params out")
+        return q.dequantize(dtype, out)
+    if params is None:
+        raise DtypeError(f"codes need params, got {type(q).__name__} alone: dequantize(codes, params)")
+    tensor = QuantizedTensor.from_codes(q, params, "float32" if dtype is None else dtype)
+    return tensor.dequantize(out=out)
+
+
+def fake_quantize(
+    x: ArrayLike,
+    params: QuantParams,
+    *,
+    out: Array | None = None,
+    nan: NaNPolicy = "propagate",
+    step: int = 0,
+) -> Array:
+    """``dequantize(quantize(x))`` in one go, in x's dtype and bit for bit the same.
+
+    Args:
+        x: float data.
+        params: scales and zero points that fit x's shape.
+        out: where the result goes; it must not overlap x.
+        nan: NaN stays NaN ("propagate"), raises, or becomes the value of the code "zero_point" or "qmin".
+        step: the counter of stochastic rounding.
+
+    >>> import detent as dt, numpy as np
+    >>> dt.fake_quantize(np.array([0.3, 0.9, np.nan]), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
+    array([0.5, 1. , nan])
+    """
+    data = float_array(x, "x")
+    plan = _plan("fake_quantize", data, params, nan=nan)
+    plan.check(data, params, out)
+    return cast("Array", plan.run(data, params, out=out, step=check_step(step)))
+
+
+def fake_quantize_backward(
+    g: ArrayLike,
+    x: ArrayLike,
+    params: QuantParams,
+    *,
+    ste: EstimatorLike = None,
+    out: Array | None = None,
+    step: int = 0,
+) -> Array:
+    """The gradient of x, given the gradient g of ``fake_quantize(x, params)``.
+
+    Args:
+        g: the gradient of the result, of x's shape and dtype.
+        x: float data.
+        params: the very parameters of the forward pass.
+        ste: the estimator; None is the mask of the params' convention.
+        out: where the result goes.
+        step: the forward's counter of stochastic rounding.
+
+    >>> import detent as dt, numpy as np
+    >>> x, g = np.array([1.0, 127.4, 127.6]), np.ones(3)
+    >>> dt.fake_quantize_backward(g, x, dt.QuantParams.int8_symmetric())
+    array([1., 1., 0.])
+    >>> dt.fake_quantize_backward(g, x, dt.QuantParams.int8_symmetric(), ste=dt.ste.Clipped(on="value"))
+    array([1., 0., 0.])
+    """
+    return _backward("fake_quantize_backward", g, x, params, ste, out, step)
+
+
+def quantize_backward(
+    g: ArrayLike,
+    x: ArrayLike,
+    params: QuantParams,
+    *,
+    ste: EstimatorLike = None,
+    out: Array | None = None,
+    step: int = 0,
+) -> Array:
+    """The gradient of x, given the gradient g of the codes: the estimator's gradient over the scale.
+
+    >>> import detent as dt, numpy as np
+    >>> dt.quantize_backward(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
+    array([2., 0.])
+    """
+    return _backward("quantize_backward", g, x, params, ste, out, step)
+
+
+def dequantize_backward(g: ArrayLike, params: QuantParams, *, out: Array | None = None) -> Array:
+    """The gradient of the codes, given the gradient g of the values: ``g * scale``.
+
+    >>> import detent as dt, numpy as np
+    >>> dt.dequantize_backward(np.ones(2), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
+    array([0.5, 0.5])
+    """
+    gradient = float_array(g, "g")
+    plan = _plan("dequantize_backward", gradient, params)
+    plan.check(gradient, params, out)
+    return cast("Array", plan.run(gradient, params, out=out))
+
+
+def fake_quantize_learned_backward(
+    g: ArrayLike,
+    x: ArrayLike,
+    params: QuantParams,
+    *,
+    ste: EstimatorLike = None,
+    grad_scale: float | None = None,
+    step: int = 0,
+) -> tuple[Array, Array, Array]:
+    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+).
+
+    Args:
+        g: the gradient of the result, of x's shape and dtype.
+        x: float data.
+        params: the parameters of the forward pass.
+        ste: the estimator of x's gradient; scale and zero point always use the code mask.
+        grad_scale: the factor of the latter two; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N elements in the set.
+        step: the forward's counter of stochastic rounding.
+
+    Returns:
+        gx in x's dtype; gs and gz in the scale's shape.
+
+    >>> import detent as dt, numpy as np
+    >>> params = dt.QuantParams.int8_symmetric()
+    >>> gx, gs, gz = dt.fake_quantize_learned_backward(np.ones(2), np.array([1.25, 200.0]), params, grad_scale=1.0)
+    >>> gx, float(gs), float(gz)
+    (array([1., 0.]), 126.75, -1.0)
+    """
+    gradient, data = float_array(g, "g"), float_array(x, "x")
+    plan = _plan("fake_quantize_learned_backward", data, params, ste=ste)
+    plan.check(gradient, data, params)
+    factor = None if grad_scale is None else float(grad_scale)
+    result = plan.run(gradient, data, params, step=check_step(step), grad_scale=factor)
+    return cast("tuple[Array, Array, Array]", result)
+
+
+def _backward(
+    operation: str,
+    g: ArrayLike,
+    x: ArrayLike,
+    params: QuantParams,
+    ste: EstimatorLike,
+    out: Array | None,
+    step: int,
+) -> Array:
+    gradient, data = float_array(g, "g"), float_array(x, "x")
+    plan = _plan(operation, data, params, ste=ste)
+    plan.check(gradient, data, params, out)
+    return cast("Array", plan.run(gradient, data, params, out=out, step=check_step(step)))
+
+
+def _plan(
+    operation: str,
+    data: Array,
+    params: QuantParams,
+    *,
+    ste: EstimatorLike = None,
+    nan: NaNPolicy | None = None,
+) -> Plan:
+    if not isinstance(params, QuantParams):
+        raise DtypeError(
+            f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
+        )
+    return Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)

@@ -1,0 +1,388 @@
+"""QuantParams: the numbers of a spec. Scale and zero point, one pair per set; the only place where a scale is born.
+
+::
+
+    spec --+-- from_range(spec, lo, hi) --+
+           +-- from_data(spec, x) --------+--> QuantParams(spec, scale, zero_point)
+           +-- QuantParams(spec, scale=s) +
+
+The scale keeps float32, or float64 for float64 data. Arrays are read-only; ``dataclasses.replace`` makes changed copies
+and checks them again.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from detent._param_checks import (
+    array_from_json,
+    as_scale,
+    as_zero_point,
+    bounds,
+    brief,
+    broadcast,
+    check_bounds,
+    check_levels,
+    check_scale_shape,
+    check_scale_values,
+    frozen,
+)
+from detent.dtypes import float_array
+from detent.errors import DtypeError, ParamsError, RangeError, ShapeError, SpecError
+from detent.formats import Format, get_format, int4, int8, uint8
+from detent.granularity import PerAxis, PerGroup, PerTensor
+from detent.kernels import find_kernel
+from detent.scale_rule import derive
+from detent.spec import QuantSpec, get_spec
+
+__all__ = ["QuantParams"]
+
+ScaleDtype = Literal["float32", "float64"]
+JSON_VERSION = 1
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantParams:
+    """A spec with its numbers.
+
+    Args:
+        spec: how; a QuantSpec or its short string.
+        scale: positive, finite, normal numbers in the granularity's scale shape. float64 arrays stay float64,
+            everything else becomes float32.
+        zero_point: integers inside the range of codes, broadcast to the scale's shape. None means the symmetric zero
+            point, or the code nearest 0 for affine specs.
+        min_val, max_val: the range the parameters came from, where known; no part of what makes params equal.
+        block_scale, tensor_scale: the two levels of NVFP4; their product is the scale.
+
+    Invariants: ``zero_point.shape == scale.shape``; every scale is a positive normal number;
+    ``qmin <= zero_point <= qmax``; symmetric specs hold their own zero point only.
+
+    >>> import detent as dt
+    >>> dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
+    dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
+    """
+
+    spec: QuantSpec
+    scale: NDArray[np.floating]
+    zero_point: NDArray[np.int32] = None  # type: ignore[assignment]  # resolved in __post_init__
+    min_val: NDArray[np.float64] | None = None
+    max_val: NDArray[np.float64] | None = None
+    block_scale: NDArray[np.generic] | None = None
+    tensor_scale: NDArray[np.floating] | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "spec", get_spec(self.spec))
+        scale = as_scale("scale", self.scale)
+        if isinstance(self.spec.granularity, PerTensor) and scale.size == 1:
+            scale = scale.reshape(())
+        put(self, "scale", frozen(scale))
+        put(self, "zero_point", frozen(as_zero_point(self.spec, self.zero_point, scale.shape)))
+        for name in ("min_val", "max_val"):
+            value = getattr(self, name)
+            if value is not None:
+                put(self, name, frozen(broadcast(name, np.asarray(value, np.float64), scale.shape)))
+        if self.block_scale is not None:
+            put(self, "block_scale", frozen(np.asarray(self.block_scale).astype(E4M3)))
+        if self.tensor_scale is not None:
+            put(self, "tensor_scale", frozen(np.asarray(self.tensor_scale, np.float32)))
+        self.validate()
+
+    @classmethod
+    def from_range(
+        cls,
+        spec: QuantSpec | Format | str,
+        lo: ArrayLike,
+        hi: ArrayLike,
+        *,
+        shape: tuple[int, ...] | None = None,
+        dtype: ScaleDtype = "float32",
+    ) -> "QuantParams":
+        """Parameters that represent the range ``[lo, hi]`` of each set.
+
+        Args:
+            spec: how.
+            lo: lower bounds in the scale's shape, or broadcastable to it.
+            hi: upper bounds, likewise.
+            shape: the shape of the data; needed only where lo and hi are scalars and the spec has many sets.
+            dtype: the scale's dtype.
+
+        Raises:
+            RangeError: lo > hi, or bounds that are not finite.
+            ShapeError: bounds that do not have the scale's shape.
+
+        >>> import detent as dt
+        >>> dt.QuantParams.from_range(dt.QuantSpec(dt.uint8), -1.0, 4.0).zero_point
+        array(51, dtype=int32)
+        """
+        spec = get_spec(spec)
+        low, high = bounds(lo, hi)
+        if shape is not None:
+            scale_shape = spec.granularity.tiling(tuple(shape)).scale_shape
+            low, high = broadcast("lo", low, scale_shape), broadcast("hi", high, scale_shape)
+        if dtype not in {"float32", "float64"}:
+            raise DtypeError(f"a scale's dtype is 'float32' or 'float64', got {dtype!r}")
+        if not low.size:
+            raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
+        check_scale_shape(spec, low.shape, "lo and hi")
+        found = derive(spec, low, high, np.dtype(dtype))
+        return cls(spec, found.scale, found.zero_point, low, high, found.block_scale, found.tensor_scale)
+
+    @classmethod
+    def from_data(cls, spec: QuantSpec | Format | str, x: ArrayLike) -> "QuantParams":
+        """Parameters from the smallest and largest element of each set.
+
+        Raises:
+            RangeError: x is empty or holds NaN or infinite values (observers skip and count those).
+
+        >>> import detent as dt, numpy as np
+        >>> dt.QuantParams.from_data("int8/axis0", np.array([[1.0, -2.0], [0.5, 0.25]], np.float32)).scale * 127
+        array([2. , 0.5], dtype=float32)
+        """
+        spec = get_spec(spec)
+        data = float_array(x)
+        tiling = spec.granularity.tiling(data.shape)
+        if not data.size:
+            raise RangeError(f"x of shape {data.shape} is empty: there is no range to take")
+        bad = ~np.isfinite(data)
+        if bad.any():
+            first = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), data.shape))
+            raise RangeError(
+                f"x holds {int(bad.sum())} non-finite values of {data.size}, the first at index {first}: mend the "
+                "data, or use detent.observers.MinMax, which skips and counts them"
+            )
+        lo, hi = find_kernel("minmax").function(data, tiling)
+        return cls.from_range(spec, lo, hi, dtype="float64" if data.dtype == np.float64 else "float32")
+
+    def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
+        """New, calibrated parameters of the same spec; bounds are broadcast to the sets these parameters have.
+
+        >>> import detent as dt
+        >>> dt.QuantParams.int8_symmetric().from_statistics(-2.0, 2.0).max_val
+        array(2.)
+        """
+        low, high = bounds(lo, hi)
+        try:
+            shape = np.broadcast_shapes(low.shape, self.scale.shape)
+        except ValueError:
+            raise ShapeError(
+                f"bounds of shape {low.shape} do not fit {self.num_parameter_sets} sets of shape {self.scale.shape}"
+            ) from None
+        dtype: ScaleDtype = "float64" if self.scale.dtype == np.float64 else "float32"
+        low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
+        return type(self).from_range(self.spec, low, high, dtype=dtype)
+
+    @classmethod
+    def int8_symmetric(cls) -> "QuantParams":
+        """A placeholder: int8 per tensor, symmetric, scale 1, zero point 0.
+
+        >>> QuantParams.int8_symmetric().spec.qmin
+        -127
+        """
+        return cls(QuantSpec(int8), 1.0)  # type: ignore[arg-type]  # scalars are accepted
+
+    @classmethod
+    def uint8_asymmetric(cls) -> "QuantParams":
+        """A placeholder: uint8 per tensor, affine, scale 1, zero point 128.
+
+        >>> int(QuantParams.uint8_asymmetric().zero_point)
+        128
+        """
+        return cls(QuantSpec(uint8), 1.0, 128)  # type: ignore[arg-type]  # scalars are accepted
+
+    @classmethod
+    def int4_symmetric(cls) -> "QuantParams":
+        """A placeholder: int4 per tensor, symmetric, scale 1, zero point 0.
+
+        >>> QuantParams.int4_symmetric().compression_ratio()
+        8.0
+        """
+        return cls(QuantSpec(int4), 1.0)  # type: ignore[arg-type]  # scalars are accepted
+
+    @classmethod
+    def channel_wise(cls, channels: int, element: Format | str, axis: int = 0) -> "QuantParams":
+        """A placeholder: one set per channel, scale 1.
+
+        >>> QuantParams.channel_wise(64, "int8").num_parameter_sets
+        64
+        """
+        if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
+            raise ShapeError(f"the number of channels is an integer of at least 1, got {channels!r}")
+        return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(channels, np.float32))
+
+    @classmethod
+    def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
+        """A placeholder: groups of ``size`` along the last axis, one set until calibrated, scale 1.
+
+        >>> QuantParams.block_wise(128, "int8").num_parameter_sets
+        1
+        """
+        return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
+
+    def validate(self) -> None:
+        """Check every invariant again.
+
+        Raises:
+            ParamsError, ShapeError: the invariant that is broken, with the values.
+
+        >>> QuantParams.int8_symmetric().validate()
+        """
+        check_scale_shape(self.spec, self.scale.shape, "scale")
+        check_scale_values("scale", self.scale)
+        zero_point, spec = self.zero_point, self.spec
+        low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
+        if spec.symmetric:
+            low = high = spec.symmetric_zero_point
+        outside = (zero_point < low) | (zero_point > high)
+        if outside.any():
+            wanted = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
+            raise ParamsError(
+                f"a zero point of {spec} must be {wanted}, got {int(zero_point[outside].flat[0])} in "
+                f"{int(outside.sum())} of {outside.size} sets"
+            )
+        if self.min_val is not None and self.max_val is not None:
+            check_bounds(self.min_val, self.max_val)
+        check_levels(self.spec, self.scale, self.block_scale, self.tensor_scale)
+
+    @property
+    def num_parameter_sets(self) -> int:
+        """How many (scale, zero point) pairs there are."""
+        return int(self.scale.size)
+
+    @property
+    def is_per_channel(self) -> bool:
+        """Whether each index of one axis has its own set."""
+        return isinstance(self.spec.granularity, PerAxis)
+
+    def quantization_error_bound(self) -> float:
+        """The largest ``|x - dequantize(quantize(x))|`` of a value inside the representable range.
+
+        Half of the largest scale for integers that round to the nearest, a whole one for floor and stochastic; half of
+        the widest gap between neighbouring values for other formats. Up to the rounding of ``x / s`` and the result.
+
+        >>> import detent as dt
+        >>> dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5).quantization_error_bound()
+        0.25
+        """
+        steps = 0.5 if self.spec.rounding.kind.startswith("half") else 1.0
+        return float(self.scale.max(initial=0.0)) * self.spec.format.largest_gap * steps
+
+    def compression_ratio(self, shape: tuple[int, ...] | None = None, *, include_params: bool = True) -> float:
+        """How many times smaller than float32 the codes are, scales and zero points counted.
+
+        Args:
+            shape: the shape of the data. Without it, sets whose size the data decides (tensor, axis, token) count as
+                large, so that their parameters cost nothing; groups and blocks are counted.
+            include_params: False gives the ratio of the bits of an element alone.
+
+        >>> import detent as dt
+        >>> dt.QuantParams.block_wise(32, dt.int4).compression_ratio()
+        6.4
+        """
+        bits = float(self.spec.bits)
+        if include_params and shape is not None:
+            sets = self.spec.granularity.tiling(tuple(shape)).sets
+            bits += self.parameter_bits(sets) / max(prod(shape), 1)
+        elif include_params and self.spec.granularity.set_size:
+            bits += (self.parameter_bits(2) - self.parameter_bits(1)) / self.spec.granularity.set_size
+        return 32.0 / bits
+
+    def parameter_bits(self, sets: int | None = None) -> int:
+        """The bits that many sets (default: all) take in a file: scales, affine zero points, the tensor's scale.
+
+        >>> import detent as dt
+        >>> dt.QuantParams.uint8_asymmetric().parameter_bits()
+        40
+        """
+        count = self.num_parameter_sets if sets is None else sets
+        scale_bits = 8 if self.spec.scale_format != "float" else 8 * self.scale.dtype.itemsize
+        zero_point_bits = 0 if self.spec.symmetric else self.spec.bits
+        return count * (scale_bits + zero_point_bits) + (32 if self.spec.scale_format == "e4m3" else 0)
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """The arrays, by field name; float8 block scales as their bits in uint8.
+
+        >>> sorted(QuantParams.int8_symmetric().to_arrays())
+        ['scale', 'zero_point']
+        """
+        arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
+        present = {name: value for name, value in arrays.items() if value is not None}
+        if self.block_scale is not None:
+            present["block_scale"] = self.block_scale.view(np.uint8)
+        return present
+
+    @classmethod
+    def from_arrays(cls, spec: QuantSpec | str, arrays: Mapping[str, ArrayLike]) -> "QuantParams":
+        """The parameters that ``to_arrays`` took apart.
+
+        >>> p = QuantParams.uint8_asymmetric()
+        >>> QuantParams.from_arrays(p.spec, p.to_arrays()) == p
+        True
+        """
+        known = {f.name for f in fields(cls)} - {"spec"}
+        if not {"scale", "zero_point"} <= set(arrays) <= known:
+            raise ParamsError(
+                f"expected the arrays 'scale', 'zero_point' and any of {sorted(known)}, got {sorted(arrays)}"
+            )
+        values: dict[str, Any] = dict(arrays)
+        if "block_scale" in values:
+            bits = np.asarray(values["block_scale"])
+            if bits.dtype != np.uint8:
+                raise ParamsError(f"block_scale is stored as float8 bits in uint8, got {bits.dtype}")
+            values["block_scale"] = bits.view(E4M3)
+        return cls(get_spec(spec), **values)
+
+    def to_json(self) -> str:
+        """Spec and numbers as one line of JSON; every float survives the round trip.
+
+        >>> p = QuantParams.uint8_asymmetric()
+        >>> QuantParams.from_json(p.to_json()) == p
+        True
+        """
+        data: dict[str, object] = {"version": JSON_VERSION, "spec": self.spec.to_dict()}
+        for name, value in self.to_arrays().items():
+            data[name] = {
+                "dtype": str(value.dtype),
+                "shape": list(value.shape),
+                "values": value.ravel().tolist(),
+            }
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str) -> "QuantParams":
+        """The parameters that ``to_json`` wrote.
+
+        Raises:
+            ParamsError: not such JSON, or numbers that make no parameters.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("version") != JSON_VERSION:
+                raise ParamsError(f"this detent reads QuantParams version {JSON_VERSION}: update detent")
+            spec = QuantSpec.from_dict(data.pop("spec"))
+            arrays = {name: array_from_json(entry) for name, entry in data.items()}
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            if isinstance(error, ParamsError | SpecError):
+                raise
+            raise ParamsError(f"not the JSON of a QuantParams: {error}") from error
+        return cls.from_arrays(spec, arrays)
+
+    def _key(self) -> tuple[object, ...]:
+        numbers = (self.scale, self.zero_point)
+        return (self.spec, *((str(value.dtype), value.shape, value.tobytes()) for value in numbers))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, QuantParams) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"dt.QuantParams({self.spec!r}, scale={brief(self.scale)}, zero_point={brief(self.zero_point)})"

@@ -1,0 +1,391 @@
+"""FakeQuantize: the stateful operator on arrays. A spec, a scale mode, an estimator and their state.
+
+=========== ============================== ============================== ======================
+mode        training forward               evaluation forward             before any data
+=========== ============================== ============================== ======================
+PerBatch    parameters of this batch       parameters of this batch       nothing is needed
+EMA         state updated, then used       state used                     first batch is copied
+Fixed       parameters used                parameters used                NotCalibratedError
+Learned     parameters used                parameters used                first batch sets them
+=========== ============================== ============================== ======================
+
+Backward uses the very parameters of the last forward; it never recomputes a scale. The operator keeps a reference to
+the data of the last forward, not a copy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from detent import _quantizer_state, metrics
+from detent._plan_checks import STEP_LIMIT
+from detent._quantizer_state import State
+from detent.convention import Convention, get_convention
+from detent.dtypes import float_array
+from detent.errors import NotCalibratedError, SpecError, StateError
+from detent.formats import MAX_BITS, Format, get_format, int4, int8
+from detent.observers import EMAMinMax, MinMax
+from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_learned_backward
+from detent.params import QuantParams
+from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
+from detent.spec import QuantSpec, get_spec
+from detent.ste import Clipped, EstimatorLike, get_estimator
+
+__all__ = ["FakeQuantize"]
+
+Array = NDArray[Any]
+EMA_DEFAULT = EMA(0.99)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What backward needs of the last forward."""
+
+    x: Array
+    params: QuantParams
+    step: int
+
+
+class FakeQuantize:
+    """Fake quantization with state; starts in training mode.
+
+    Args:
+        spec: how; a QuantSpec, a format or a short string.
+        mode: where the parameters come from; by default ``EMA(0.99)``.
+        ste: the estimator of backward; None is the mask of the spec's convention.
+
+    Attributes:
+        spec, mode, ste: as given.
+        enabled: False makes forward return a copy of x, backward a copy of g, and leaves the state alone.
+        training: set by ``train()`` and ``eval()``; only training changes the state.
+        step: the counter of stochastic rounding, one per forward.
+        scale_grad, zero_point_grad: mode Learned, the gradients of the last backward; symmetric specs have no second.
+
+    >>> import detent as dt, numpy as np
+    >>> fq = dt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
+    >>> fq(np.array([-127.0, 0.4], np.float32))
+    array([-127.,    0.], dtype=float32)
+    >>> fq.backward(np.ones(2, np.float32))
+    array([1., 1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        spec: QuantSpec | Format | str,
+        mode: ScaleMode | str = EMA_DEFAULT,
+        ste: EstimatorLike = None,
+    ) -> None:
+        self.spec = get_spec(spec)
+        self.mode = get_scale_mode(mode)
+        self.ste = get_estimator(ste, self.spec.convention)
+        self.enabled = True
+        self.training = True
+        self.step = 0
+        self.scale_grad: Array | None = None
+        self.zero_point_grad: Array | None = None
+        self._params: QuantParams | None = None
+        self._learned_zero_point: Array | None = None
+        self._last: _Forward | None = None
+        self._observer = EMAMinMax(self.mode.decay, self.spec.granularity) if isinstance(self.mode, EMA) else None
+
+    @classmethod
+    def q8(cls, convention: Convention | str = Convention.onnx) -> Self:
+        """Symmetric int8 per tensor, to be calibrated once.
+
+        >>> FakeQuantize.q8().quant_range()
+        (-127, 127)
+        """
+        return cls(QuantSpec(int8, convention=get_convention(convention)), mode=Fixed())
+
+    @classmethod
+    def q4(cls, convention: Convention | str = Convention.onnx) -> Self:
+        """Symmetric int4 per tensor, to be calibrated once.
+
+        >>> FakeQuantize.q4().num_levels
+        15
+        """
+        return cls(QuantSpec(int4, convention=get_convention(convention)), mode=Fixed())
+
+    @classmethod
+    def from_bits(
+        cls,
+        bits: int,
+        symmetric: bool = True,
+        scale: float = 1.0,
+        zero_point: int = 0,
+        *,
+        convention: Convention | str = Convention.onnx,
+        ste: EstimatorLike = None,
+    ) -> Self:
+        """Fixed per-tensor parameters: signed codes if symmetric, unsigned ones if not.
+
+        >>> FakeQuantize.from_bits(4, symmetric=False, scale=0.5, zero_point=3).float_range()
+        (-1.5, 6.0)
+        """
+        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
+            raise SpecError(f"bits is an integer in 1..{MAX_BITS}, got {bits!r}")
+        form = get_format(f"int{bits}" if symmetric else f"uint{bits}")
+        spec = QuantSpec(form, symmetric=symmetric, convention=get_convention(convention))
+        quantizer = cls(spec, mode=Fixed(), ste=ste)
+        quantizer.update_params(scale, zero_point)
+        return quantizer
+
+    def __call__(self, x: ArrayLike) -> Array:
+        """The same as ``forward``."""
+        return self.forward(x)
+
+    def forward(self, x: ArrayLike) -> Array:
+        """Fake quantize x, after updating the state as the mode says.
+
+        Raises:
+            NotCalibratedError: mode Fixed, or evaluation, before there are parameters.
+
+        >>> import numpy as np
+        >>> FakeQuantize.from_bits(8, scale=0.5).forward(np.array([0.3, 99.0]))
+        array([ 0.5, 63.5])
+        """
+        data = float_array(x)
+        if not self.enabled:
+            return data.copy()
+        params = self._params_for(data)
+        result = fake_quantize(data, params, step=self.step)
+        self._last = _Forward(data, params, self.step)
+        if self.spec.rounding.kind == "stochastic":
+            self.step = (self.step + 1) % STEP_LIMIT
+        return result
+
+    def forward_with_calibration(self, x: ArrayLike) -> Array:
+        """Calibrate on x if there are no parameters yet, then run forward.
+
+        >>> import numpy as np
+        >>> FakeQuantize.q8().forward_with_calibration(np.array([127.0, 0.4], np.float32))
+        array([127.,   0.], dtype=float32)
+        """
+        if self.enabled and not self.is_initialized:
+            self.calibrate(x)
+        return self.forward(x)
+
+    def backward(self, g: ArrayLike, x: ArrayLike | None = None) -> Array:
+        """The gradient of x with the operator's estimator and the last forward's parameters.
+
+        Args:
+            g: the gradient of the result.
+            x: the data; None is the last forward's. Without a forward, the current parameters are used.
+
+        >>> import numpy as np
+        >>> FakeQuantize.from_bits(8).backward(np.ones(2), np.array([1.0, 999.0]))
+        array([1., 0.])
+        """
+        if not self.enabled:
+            return np.array(g)
+        forward = self._forward_of(x)
+        if not isinstance(self.mode, Learned):
+            return fake_quantize_backward(g, forward.x, forward.params, ste=self.ste, step=forward.step)
+        gx, gs, gz = fake_quantize_learned_backward(g, forward.x, forward.params, ste=self.ste, step=forward.step)
+        self.scale_grad, self.zero_point_grad = gs, None if self.symmetric else gz
+        return gx
+
+    def backward_clamped(self, g: ArrayLike, x: ArrayLike) -> Array:
+        """The gradient of x, passed where x lies in ``float_range()``, whatever the operator's own estimator.
+
+        >>> import numpy as np
+        >>> FakeQuantize.from_bits(8).backward_clamped(np.ones(2), np.array([127.0, 127.25]))
+        array([1., 0.])
+        """
+        if not self.enabled:
+            return np.array(g)
+        forward = self._forward_of(x)
+        return fake_quantize_backward(g, forward.x, forward.params, ste=Clipped(on="value"), step=forward.step)
+
+    def quantization_noise(self, x: ArrayLike) -> float:
+        """The mean squared error that forward would make on x; the state stays as it is.
+
+        >>> import numpy as np
+        >>> FakeQuantize.from_bits(8).quantization_noise(np.array([0.5, 1.0]))
+        0.125
+        """
+        data = float_array(x)
+        if not self.enabled or not data.size:
+            return 0.0
+        params = self._params_of_batch(data) if isinstance(self.mode, PerBatch) else self._require_params()
+        return metrics.mse(data, fake_quantize(data, params, step=self.step))
+
+    def _params_for(self, x: Array) -> QuantParams:
+        if isinstance(self.mode, PerBatch):
+            self._params = self._params_of_batch(x)
+        elif self._observer is not None and self.training:
+            self._params = self._observer.observe(x).params(self.spec)
+        elif isinstance(self.mode, Learned) and self.training and not self.is_initialized:
+            self.calibrate(x)
+        return self._require_params()
+
+    def _params_of_batch(self, x: Array) -> QuantParams:
+        """The batch's own parameters, from its finite values: NaN shows in the result, as in the other modes."""
+        return MinMax(self.spec.granularity).observe(x).params(self.spec)
+
+    def _forward_of(self, x: ArrayLike | None) -> _Forward:
+        if x is None:
+            if self._last is None:
+                raise NotCalibratedError("backward(g) needs a forward before it: call forward(x), or backward(g, x)")
+            return self._last
+        if self._last is None:
+            return _Forward(float_array(x), self._require_params(), self.step)
+        return _Forward(float_array(x), self._last.params, self._last.step)
+
+    def calibrate(self, x: ArrayLike) -> Self:
+        """Take the parameters from x, whatever they were before.
+
+        >>> import numpy as np
+        >>> float(FakeQuantize.q8().calibrate(np.array([-2.0, 254.0], np.float32)).scale)
+        2.0
+        """
+        if self._observer is not None:
+            self._set_params(self._observer.reset().observe(x).params(self.spec))
+        else:
+            self._set_params(QuantParams.from_data(self.spec, x))
+        return self
+
+    def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
+        """Set the parameters by hand. In mode Learned a zero point may be fractional; forward rounds and clamps it.
+
+        >>> int(FakeQuantize.from_bits(8, symmetric=False).update_params(0.1, 7).zero_point)
+        7
+        """
+        if not isinstance(self.mode, Learned) or zero_point is None:
+            self._set_params(QuantParams(self.spec, scale, zero_point))  # type: ignore[arg-type]  # scalars too
+            return self
+        learned = np.asarray(zero_point, np.float32)
+        if not np.isfinite(learned).all():
+            raise SpecError(f"a learned zero point is finite, got {zero_point!r}")
+        whole = np.clip(np.round(learned), self.spec.qmin, self.spec.qmax)
+        self._set_params(QuantParams(self.spec, scale, whole.astype(np.int32)))  # type: ignore[arg-type]
+        self._learned_zero_point = np.broadcast_to(learned, self.scale.shape).copy()
+        return self
+
+    def _set_params(self, params: QuantParams) -> None:
+        self._params = params
+        self._last = None
+        self._learned_zero_point = params.zero_point.astype(np.float32) if isinstance(self.mode, Learned) else None
+
+    def _require_params(self) -> QuantParams:
+        if self._params is None:
+            raise NotCalibratedError(
+                "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
+                "update_params(scale, zero_point) first"
+            )
+        return self._params
+
+    @property
+    def params(self) -> QuantParams:
+        """The current parameters."""
+        return self._require_params()
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are parameters."""
+        return self._params is not None
+
+    @property
+    def bits(self) -> int:
+        """The width of one code."""
+        return self.spec.bits
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the zero point is fixed."""
+        return self.spec.symmetric
+
+    @property
+    def scale(self) -> Array:
+        """The current scale, read-only."""
+        return self._require_params().scale
+
+    @property
+    def zero_point(self) -> Array:
+        """The current zero point, read-only; in mode Learned the float before rounding."""
+        params = self._require_params()
+        return params.zero_point if self._learned_zero_point is None else self._learned_zero_point
+
+    @property
+    def num_levels(self) -> int:
+        """How many different codes there are."""
+        return self.spec.num_levels
+
+    def quant_range(self) -> tuple[int | float, int | float]:
+        """The lowest and highest code.
+
+        >>> FakeQuantize("uint8").quant_range()
+        (0, 255)
+        """
+        return self.spec.qmin, self.spec.qmax
+
+    def float_range(self) -> tuple[Any, Any]:
+        """The lowest and highest value of each set: floats for one set, arrays for more.
+
+        >>> FakeQuantize.from_bits(8, scale=0.5).float_range()
+        (-63.5, 63.5)
+        """
+        params = self._require_params()
+        lo, hi = ((end - params.zero_point).astype(params.scale.dtype) * params.scale for end in self.quant_range())
+        return (float(lo), float(hi)) if params.scale.ndim == 0 else (lo, hi)
+
+    def train(self, mode: bool = True) -> Self:
+        """Let forward change the state.
+
+        >>> FakeQuantize("int8").eval().train().training
+        True
+        """
+        self.training = mode
+        return self
+
+    def eval(self) -> Self:
+        """Let forward use the state only.
+
+        >>> FakeQuantize("int8").eval().training
+        False
+        """
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: ``initialized``, ``step``, and where initialized ``scale``, ``zero_point`` and their origin.
+
+        >>> sorted(FakeQuantize.q8().state_dict())
+        ['initialized', 'step', 'version']
+        """
+        arrays = {} if self._params is None else {**self._params.to_arrays(), "zero_point": self.zero_point}
+        observed = {} if self._observer is None else self._observer.state_dict()
+        return _quantizer_state.join(State(self.is_initialized, self.step, arrays, observed))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Self:
+        """Take over what ``state_dict`` of an operator with the same spec and mode returned.
+
+        Raises:
+            StateError: missing or unknown keys, another version, or numbers that do not fit the spec.
+
+        >>> trained = FakeQuantize.from_bits(8, scale=0.5)
+        >>> float(FakeQuantize.q8().load_state_dict(trained.state_dict()).scale)
+        0.5
+        """
+        parts = _quantizer_state.split(state)
+        if bool(parts.observed) != (self._observer is not None):
+            has = "has" if parts.observed else "lacks"
+            raise StateError(f"the state {has} an observer, mode {self.mode} expects the opposite: use the same mode")
+        fresh = type(self)(self.spec, self.mode, self.ste)
+        try:
+            if parts.arrays and isinstance(self.mode, Learned):
+                fresh.update_params(parts.arrays["scale"], parts.arrays["zero_point"])
+            elif parts.arrays:
+                fresh._set_params(QuantParams.from_arrays(self.spec, parts.arrays))
+            if fresh._observer is not None:
+                fresh._observer.load_state_dict(parts.observed)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"the state does not fit {self.spec}: {error}") from error
+        self._params, self._learned_zero_point = fresh._params, fresh._learned_zero_point
+        self._observer, self.step, self._last = fresh._observer, parts.step, None
+        return self
+
+    def __repr__(self) -> str:
+        return f"FakeQuantize({self.spec!r}, mode={self.mode!r}, ste={self.ste!r}, initialized={self.is_initialized})"

@@ -1,0 +1,89 @@
+"""Rounding rules: how a real number becomes an integer code.
+
+========== =====================================================================
+half_even  to the nearest, ties to the even integer (IEEE, NumPy, torch, ONNX)
+half_away  to the nearest, ties away from zero (C's ``round``, Rust's ``f32::round``)
+floor      down
+stochastic up with the probability of the fractional part, from a counted random number
+========== =====================================================================
+
+Stochastic rounding draws no hidden random numbers: the word for element ``i`` (C order) is the first output of
+Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0), so that every backend and
+thread count gives the same bits. The arithmetic lives in ``detent.kernels.reference``.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from detent.errors import SpecError, closest
+
+__all__ = ["Rounding", "floor", "get_rounding", "half_away", "half_even", "stochastic"]
+
+Kind = Literal["half_even", "half_away", "floor", "stochastic"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SEED_LIMIT = 1 << 64
+
+
+@dataclass(frozen=True, repr=False)
+class Rounding:
+    """A rounding rule; only ``stochastic`` has a seed.
+
+    Invariants: ``kind`` is one of KINDS; ``0 <= seed < 2**64``; ``seed == 0`` unless stochastic.
+
+    >>> import detent as dt
+    >>> dt.rounding.half_even
+    dt.rounding.half_even
+    >>> dt.rounding.stochastic(7)
+    dt.rounding.stochastic(7)
+    """
+
+    kind: Kind
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise SpecError(
+                f"unknown rounding {self.kind!r}{closest(str(self.kind), KINDS)} expected {', '.join(KINDS)}"
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT:
+            raise SpecError(f"a rounding seed is an integer in 0..2**64-1, got {self.seed!r}")
+        if self.seed and self.kind != "stochastic":
+            raise SpecError(f"only stochastic rounding has a seed, got seed {self.seed} for {self.kind!r}")
+
+    def __str__(self) -> str:
+        return f"stochastic({self.seed})" if self.kind == "stochastic" else self.kind
+
+    def __repr__(self) -> str:
+        return f"dt.rounding.{self}"
+
+
+half_even = Rounding("half_even")
+half_away = Rounding("half_away")
+floor = Rounding("floor")
+
+
+def stochastic(seed: int = 0) -> Rounding:
+    """Stochastic rounding with that seed.
+
+    >>> str(stochastic(3))
+    'stochastic(3)'
+    """
+    return Rounding("stochastic", seed)
+
+
+def get_rounding(value: Rounding | str) -> Rounding:
+    """The rounding of that name ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through.
+
+    >>> get_rounding("stochastic(7)") == stochastic(7)
+    True
+    """
+    if isinstance(value, Rounding):
+        return value
+    match = re.fullmatch(r"(\w+?)(?:\((\d{1,20})\))?", value) if isinstance(value, str) else None
+    if match is None or match[1] not in KINDS:
+        raise SpecError(
+            f"unknown rounding {value!r}{closest(str(value), KINDS)} expected half_even, half_away, floor, "
+            "stochastic or stochastic(SEED)"
+        )
+    return Rounding(match[1], int(match[2] or 0))

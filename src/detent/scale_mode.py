@@ -1,0 +1,112 @@
+"""Scale modes: where a stateful quantizer takes its parameters from.
+
+============ =======================================================================================
+PerBatch()   the range of the batch at hand, in training and evaluation alike
+EMA(decay)   an exponential moving average of the batches' ranges; ``decay`` is the part kept
+Fixed()      set once, by calibration or by hand
+Learned()    a scale and zero point that gradients change (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
+============ =======================================================================================
+"""
+
+import json
+from dataclasses import asdict, dataclass
+
+from detent.errors import SpecError, closest
+
+__all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
+
+
+@dataclass(frozen=True)
+class ScaleMode:
+    """What all modes can do; make one of the subclasses.
+
+    >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
+    EMA(decay=0.9)
+    """
+
+    def to_json(self) -> str:
+        """The mode as one line of JSON.
+
+        >>> EMA(0.9).to_json()
+        '{"kind": "EMA", "decay": 0.9}'
+        """
+        return json.dumps({"kind": type(self).__name__, **asdict(self)})
+
+    @staticmethod
+    def from_json(text: str) -> "ScaleMode":
+        """The mode that ``to_json`` wrote.
+
+        Raises:
+            SpecError: not the JSON of a mode.
+        """
+        try:
+            data = json.loads(text)
+            return _MODES[data.pop("kind")](**data)
+        except SpecError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            expected = EMA().to_json()
+            raise SpecError(f"not the JSON of a scale mode: {text!r}; expected for example {expected!r}") from error
+
+
+@dataclass(frozen=True)
+class PerBatch(ScaleMode):
+    """Parameters from the batch at hand.
+
+    >>> PerBatch()
+    PerBatch()
+    """
+
+
+@dataclass(frozen=True)
+class EMA(ScaleMode):
+    """Parameters from a moving average of the batches' ranges.
+
+    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. Systems that speak of an
+    averaging constant, or of the momentum of the *new* batch, mean ``1 - decay``.
+
+    >>> EMA(decay=0.9)
+    EMA(decay=0.9)
+    """
+
+    decay: float = 0.99
+
+    def __post_init__(self) -> None:
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0.0 <= self.decay < 1.0:
+            raise SpecError(f"EMA decay is the part kept, a number in [0, 1), got {self.decay!r}")
+        object.__setattr__(self, "decay", float(self.decay))
+
+
+@dataclass(frozen=True)
+class Fixed(ScaleMode):
+    """Parameters set once, by calibration or by hand.
+
+    >>> Fixed()
+    Fixed()
+    """
+
+
+@dataclass(frozen=True)
+class Learned(ScaleMode):
+    """A scale and zero point changed by gradients.
+
+    >>> Learned()
+    Learned()
+    """
+
+
+_MODES: dict[str, type[ScaleMode]] = {"PerBatch": PerBatch, "EMA": EMA, "Fixed": Fixed, "Learned": Learned}
+_NAMES: dict[str, ScaleMode] = {"per_batch": PerBatch(), "ema": EMA(), "fixed": Fixed(), "learned": Learned()}
+
+
+def get_scale_mode(value: ScaleMode | str) -> ScaleMode:
+    """The mode of that name ("per_batch", "ema", "fixed", "learned"); a mode passes through.
+
+    >>> get_scale_mode("ema")
+    EMA(decay=0.99)
+    """
+    if isinstance(value, ScaleMode):
+        return value
+    if isinstance(value, str) and value in _NAMES:
+        return _NAMES[value]
+    raise SpecError(f"unknown scale mode {value!r}{closest(str(value), _NAMES)} expected {', '.join(_NAMES)}")

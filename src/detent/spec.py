@@ -1,0 +1,346 @@
+"""QuantSpec: how numbers are quantized. Format, granularity, symmetry and convention: the serialised truth.
+
+A spec holds no numbers of the data; those are ``QuantParams``. Every default is resolved when a spec is made, so that
+two specs that mean the same are equal, and JSON writes out every field.
+
+Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][/convention]``, in that order.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from detent.convention import PRESETS, Convention, get_convention
+from detent.errors import SpecError, closest
+from detent.formats import Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
+from detent.granularity import Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
+from detent.rounding import Rounding, get_rounding, half_even
+
+__all__ = ["NAMED_SPECS", "QuantSpec", "get_spec"]
+
+JSON_VERSION = 1
+ScaleFormat = Literal["float", "e8m0", "e4m3"]
+_SYMMETRY: Mapping[str, bool] = {"symmetric": True, "affine": False}
+
+
+@dataclass(frozen=True, repr=False)
+class QuantSpec:
+    """How numbers are quantized.
+
+    Args:
+        format: the element type of a code, or its name.
+        granularity: which elements share a scale, or its string.
+        symmetric: None means symmetric for signed integers and all non-integer formats, affine for unsigned integers.
+        convention: which rival rules apply.
+        rounding: None means the convention's. Small floats and codebooks always round half to even.
+        qmin, qmax: the range of codes of an integer format; None means the full range, or the narrow one (without the
+            lowest code) for signed symmetric formats where the convention says so.
+        scale_format: "float" (float32 or float64), "e8m0" (a power of two, OCP MX) or "e4m3" (a float8 per group
+            times a float32 per tensor, NVFP4).
+
+    Invariants: ``format.qmin <= qmin < qmax <= format.qmax``; symmetric specs have ``zero_point`` inside the range and
+    ``qmax - zero_point >= 1``; formats without integers are symmetric.
+
+    >>> import detent as dt
+    >>> spec = dt.QuantSpec(dt.int8, granularity=dt.PerAxis(0))
+    >>> spec.symmetric, spec.qmin, spec.qmax, str(spec.rounding)
+    (True, -127, 127, 'half_even')
+    >>> dt.QuantSpec.parse("uint4/group32")
+    dt.QuantSpec(dt.uint4, granularity=PerGroup(size=32, axis=-1))
+    """
+
+    format: Format
+    granularity: Granularity = PerTensor()
+    symmetric: bool = None  # type: ignore[assignment]  # resolved in __post_init__
+    convention: Convention = Convention.onnx
+    rounding: Rounding = None  # type: ignore[assignment]  # resolved in __post_init__
+    qmin: int | float = None  # type: ignore[assignment]  # resolved in __post_init__
+    qmax: int | float = None  # type: ignore[assignment]  # resolved in __post_init__
+    scale_format: ScaleFormat = "float"
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "format", get_format(self.format))
+        put(self, "granularity", get_granularity(self.granularity))
+        put(self, "convention", get_convention(self.convention))
+        if self.symmetric is None:
+            put(self, "symmetric", self.format.signed)
+        if not isinstance(self.symmetric, bool):
+            raise SpecError(f"symmetric is True, False or None, got {self.symmetric!r}")
+        put(self, "rounding", self._resolved_rounding())
+        default_qmin = self._default_qmin()
+        put(self, "qmin", default_qmin if self.qmin is None else self.qmin)
+        put(self, "qmax", self.format.qmax if self.qmax is None else self.qmax)
+        _check_range(self)
+        _check_symmetry(self)
+        _check_scale_format(self)
+
+    def _resolved_rounding(self) -> Rounding:
+        if self.rounding is not None:
+            rounding = get_rounding(self.rounding)
+            if not self.format.is_integer and rounding != half_even:
+                raise SpecError(f"{self.format.name} rounds half to even, got rounding {rounding}: leave rounding out")
+            return rounding
+        return self.convention.rounding if self.format.is_integer else half_even
+
+    def _default_qmin(self) -> int | float:
+        narrow = self.format.is_integer and self.format.signed and self.symmetric and self.convention.narrow
+        return -self.format.qmax if narrow else self.format.qmin
+
+    @property
+    def bits(self) -> int:
+        """The width of one code."""
+        return self.format.bits
+
+    @property
+    def num_levels(self) -> int:
+        """How many different codes the spec can produce.
+
+        >>> import detent as dt
+        >>> [dt.QuantSpec(name).num_levels for name in ("int8", "uint8", "float8_e4m3fn")]
+        [255, 256, 254]
+        """
+        if self.format.is_integer:
+            return int(self.qmax) - int(self.qmin) + 1
+        return len([level for level in self.format.levels if abs(level) <= self.format.qmax])
+
+    @property
+    def symmetric_zero_point(self) -> int:
+        """The zero point of a symmetric spec: 0 for signed formats, the middle code for unsigned ones.
+
+        >>> import detent as dt
+        >>> dt.QuantSpec(dt.uint8, symmetric=True).symmetric_zero_point
+        128
+        """
+        if self.format.signed:
+            return 0
+        return (int(self.qmin) + int(self.qmax) + 1) // 2
+
+    def replace(self, **changes: object) -> "QuantSpec":
+        """A changed copy, in which fields that still hold their default follow the new default.
+
+        ``dataclasses.replace`` keeps every field as it is; this re-derives symmetry, rounding and range.
+
+        >>> import detent as dt
+        >>> dt.QuantSpec(dt.int8).replace(convention=dt.Convention.torch).qmin
+        -128
+        """
+        unknown = set(changes) - {field.name for field in fields(self)}
+        if unknown:
+            raise SpecError(f"QuantSpec has no field {sorted(unknown)}; it has {[f.name for f in fields(self)]}")
+        return QuantSpec(**{**self._given(), **changes})  # type: ignore[arg-type]  # checked on construction
+
+    def _given(self) -> dict[str, object]:
+        """The fields that differ from what the spec would have without them."""
+        kept: dict[str, object] = {"format": self.format}
+        if self.granularity != PerTensor():
+            kept["granularity"] = self.granularity
+        if self.symmetric != self.format.signed:
+            kept["symmetric"] = self.symmetric
+        if self.convention != Convention.onnx:
+            kept["convention"] = self.convention
+        if self.format.is_integer and self.rounding != self.convention.rounding:
+            kept["rounding"] = self.rounding
+        if self.qmin != self._default_qmin():
+            kept["qmin"] = self.qmin
+        if self.qmax != self.format.qmax:
+            kept["qmax"] = self.qmax
+        if self.scale_format != "float":
+            kept["scale_format"] = self.scale_format
+        return kept
+
+    def __repr__(self) -> str:
+        for name, spec in NAMED_SPECS.items():
+            if spec == self:
+                return f"dt.{name}"
+        given = self._given()
+        parts = [repr(given.pop("format")), *(f"{name}={value!r}" for name, value in given.items())]
+        return f"dt.QuantSpec({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        """The short string; fields that no short string can hold follow in brackets, which ``parse`` refuses."""
+        for name, spec in NAMED_SPECS.items():
+            if spec == self:
+                return name
+        symmetry = "symmetric" if self.symmetric else "affine"
+        given = self._given()
+        rest = [f"{key}={given[key]}" for key in ("rounding", "qmin", "qmax", "scale_format") if key in given]
+        text = f"{self.format.name}/{self.granularity}/{symmetry}/{self.convention.name}"
+        return f"{text} [{', '.join(rest)}]" if rest else text
+
+    @classmethod
+    def parse(cls, text: str) -> "QuantSpec":
+        """The spec that a short string names.
+
+        Raises:
+            SpecError: a part is unknown or out of order; the message holds the closest valid one.
+
+        >>> QuantSpec.parse("int4/group128/symmetric/torch") == QuantSpec("int4", "group128", convention="torch")
+        True
+        >>> QuantSpec.parse("mxfp4") == NAMED_SPECS["mxfp4"]
+        True
+        """
+        if not isinstance(text, str):
+            raise SpecError(f"a spec string looks like 'int8/axis0', got {text!r}")
+        head, *parts = text.split("/")
+        base = NAMED_SPECS.get(head)
+        changes: dict[str, object] = {}
+        rest = list(parts)
+        if rest and rest[0] not in _SYMMETRY and rest[0] not in PRESETS:
+            changes["granularity"] = _parse_granularity(rest.pop(0))
+        if rest and rest[0] in _SYMMETRY:
+            changes["symmetric"] = _SYMMETRY[rest.pop(0)]
+        if rest:
+            changes["convention"] = get_convention(rest.pop(0))
+        if rest:
+            raise SpecError(
+                f"{text!r}: unexpected {rest[0]!r} at the end; expected "
+                "format[/granularity][/symmetric|affine][/convention]"
+            )
+        return cls(get_format(head), **changes) if base is None else base.replace(**changes)  # type: ignore[arg-type]
+
+    def to_json(self) -> str:
+        """All fields as one line of JSON, with a version.
+
+        >>> import detent as dt
+        >>> '"version": 1' in dt.QuantSpec(dt.int8).to_json()
+        True
+        """
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, object]:
+        """All fields as JSON-ready data, with a version.
+
+        >>> import detent as dt
+        >>> dt.QuantSpec(dt.int8).to_dict()["qmin"]
+        -127
+        """
+        return {
+            "version": JSON_VERSION,
+            "format": self.format.name,
+            "granularity": self.granularity.to_dict(),
+            "symmetric": self.symmetric,
+            "convention": self.convention.to_dict(),
+            "rounding": str(self.rounding),
+            "qmin": self.qmin,
+            "qmax": self.qmax,
+            "scale_format": self.scale_format,
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> "QuantSpec":
+        """The spec that ``to_json`` wrote.
+
+        Raises:
+            SpecError: not JSON, another version, missing or unknown keys, values that make no spec.
+
+        >>> import detent as dt
+        >>> spec = dt.QuantSpec.parse("uint4/group32/affine/torch")
+        >>> dt.QuantSpec.from_json(spec.to_json()) == spec
+        True
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SpecError(f"not the JSON of a QuantSpec: {error}") from error
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
+        """The spec that ``to_dict`` described.
+
+        >>> import detent as dt
+        >>> dt.QuantSpec.from_dict(dt.nvfp4.to_dict())
+        dt.nvfp4
+        """
+        names = {"version", *(field.name for field in fields(cls))}
+        if not isinstance(data, Mapping) or set(data) != names:
+            given = sorted(data) if isinstance(data, Mapping) else data
+            raise SpecError(f"a QuantSpec needs exactly the keys {sorted(names)}, got {given!r}")
+        if data["version"] != JSON_VERSION or isinstance(data["version"], bool):
+            raise SpecError(
+                f"this detent reads QuantSpec version {JSON_VERSION}, got {data['version']!r}: update detent"
+            )
+        rest = {key: value for key, value in data.items() if key != "version"}
+        if None in rest.values():
+            raise SpecError(f"every field of a stored QuantSpec has a value, got {data!r}")
+        rest["granularity"] = granularity_from_dict(data["granularity"])  # type: ignore[arg-type]
+        rest["convention"] = Convention.from_dict(data["convention"])  # type: ignore[arg-type]
+        return cls(**rest)  # type: ignore[arg-type]  # checked on construction
+
+
+def _parse_granularity(part: str) -> Granularity:
+    try:
+        return get_granularity(part)
+    except SpecError as error:
+        known = [*_SYMMETRY, *PRESETS]
+        hint = closest(part, known)
+        raise (error if hint == ":" else SpecError(f"unknown part {part!r}{hint} ({error})")) from None
+
+
+def _check_range(spec: QuantSpec) -> None:
+    form = spec.format
+    if not form.is_integer:
+        if (spec.qmin, spec.qmax) != (form.qmin, form.qmax):
+            raise SpecError(
+                f"{form.name} has the fixed range [{form.qmin}, {form.qmax}], got [{spec.qmin}, {spec.qmax}]: "
+                "leave qmin and qmax out"
+            )
+        return
+    for name in ("qmin", "qmax"):
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SpecError(f"{name} of {form.name} is an integer, got {value!r}")
+    if not form.qmin <= spec.qmin < spec.qmax <= form.qmax:
+        raise SpecError(
+            f"the codes of {form.name} lie in [{form.qmin}, {form.qmax}] and qmin < qmax, "
+            f"got qmin {spec.qmin}, qmax {spec.qmax}"
+        )
+
+
+def _check_symmetry(spec: QuantSpec) -> None:
+    if not spec.symmetric:
+        if not spec.format.is_integer:
+            raise SpecError(f"{spec.format.name} has no zero point: symmetric must be True or None, got False")
+        return
+    zero_point = spec.symmetric_zero_point
+    if not spec.qmin <= zero_point <= spec.qmax or spec.qmax - zero_point < 1:
+        raise SpecError(
+            f"symmetric {spec.format.name} with codes [{spec.qmin}, {spec.qmax}] and zero point {zero_point} has no "
+            "positive code: use symmetric=False, more bits or another range"
+        )
+
+
+def _check_scale_format(spec: QuantSpec) -> None:
+    if spec.scale_format not in get_args(ScaleFormat):
+        raise SpecError(f"scale_format is one of {', '.join(get_args(ScaleFormat))}, got {spec.scale_format!r}")
+    if spec.scale_format != "float" and spec.format.kind != "float":
+        raise SpecError(
+            f"scale_format {spec.scale_format!r} belongs to small floats, got {spec.format.name}: "
+            "use scale_format='float'"
+        )
+
+
+# The block formats of OCP MX and NVFP4, by the names their users know.
+mxfp4 = QuantSpec(float4_e2m1fn, PerGroup(32), scale_format="e8m0")
+mxfp8 = QuantSpec(float8_e4m3fn, PerGroup(32), scale_format="e8m0")
+mxfp8_e5m2 = QuantSpec(float8_e5m2, PerGroup(32), scale_format="e8m0")
+nvfp4 = QuantSpec(float4_e2m1fn, PerGroup(16), scale_format="e4m3")
+NAMED_SPECS: Mapping[str, QuantSpec] = {
+    "mxfp4": mxfp4,
+    "mxfp8": mxfp8,
+    "mxfp8_e5m2": mxfp8_e5m2,
+    "nvfp4": nvfp4,
+}
+
+
+def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
+    """The spec that a short string or a format stands for; a QuantSpec passes through.
+
+    >>> get_spec("int8/axis0") == QuantSpec("int8", "axis0")
+    True
+    """
+    if isinstance(value, QuantSpec):
+        return value
+    return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)

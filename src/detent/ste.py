@@ -1,0 +1,131 @@
+"""Straight-through estimators: what takes the place of a gradient that is zero almost everywhere (Bengio et al. 2013).
+
+==================================== ==================================================================================
+Identity()                           ``g``
+Clipped(on="code")                   ``g`` where ``qmin <= u <= qmax``, u the code before clamping; else 0
+Clipped(on="value")                  ``g`` where ``(qmin-z)*s <= x <= (qmax-z)*s``, else 0
+Clipped(bounds="exclusive")          the same with ``<``
+HardTanh()                           ``g * max(0, 1 - |v|)``, ``v = (x - c) / h`` with the range's middle and half width
+Tanh(unit="range"), Tanh("step")     ``g * (1 - tanh(v)**2)`` with that v, or with ``v = x / s``
+a callable                           what ``f(g, x, params)`` returns
+==================================== ==================================================================================
+
+Estimators are plain data; the arithmetic lives in ``detent.kernels.reference``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from detent.convention import Convention
+from detent.errors import SpecError, closest
+
+__all__ = ["Clipped", "Custom", "Estimator", "EstimatorLike", "HardTanh", "Identity", "Tanh", "get_estimator"]
+
+
+def _check(owner: str, field: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SpecError(
+            f"{owner} {field} {value!r} is unknown{closest(str(value), choices)} expected {' or '.join(choices)}"
+        )
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The gradient passes unchanged.
+
+    >>> Identity()
+    Identity()
+    """
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The gradient passes where nothing was clipped.
+
+    >>> Clipped(on="value")
+    Clipped(on='value', bounds='inclusive')
+    """
+
+    on: Literal["code", "value"] = "code"
+    bounds: Literal["inclusive", "exclusive"] = "inclusive"
+
+    def __post_init__(self) -> None:
+        _check("Clipped", "on", self.on, ("code", "value"))
+        _check("Clipped", "bounds", self.bounds, ("inclusive", "exclusive"))
+
+
+@dataclass(frozen=True)
+class HardTanh:
+    """The gradient falls linearly from the middle of the range to its ends.
+
+    >>> HardTanh()
+    HardTanh()
+    """
+
+
+@dataclass(frozen=True)
+class Tanh:
+    """The gradient falls like the derivative of tanh, measured in the range's half width or in steps.
+
+    >>> Tanh()
+    Tanh(unit='range')
+    """
+
+    unit: Literal["range", "step"] = "range"
+
+    def __post_init__(self) -> None:
+        _check("Tanh", "unit", self.unit, ("range", "step"))
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A callable ``f(g, x, params) -> gradient of x``, with g's shape and dtype.
+
+    >>> Custom(lambda g, x, params: 2 * g).function(1.5, None, None)
+    3.0
+    """
+
+    function: Callable[..., object]
+
+
+Estimator: TypeAlias = Identity | Clipped | HardTanh | Tanh | Custom
+EstimatorLike: TypeAlias = (
+    Estimator | Literal["identity", "clipped", "hard_tanh", "tanh"] | Callable[..., object] | None
+)
+
+_NAMES: dict[str, Estimator] = {
+    "identity": Identity(),
+    "clipped": Clipped(),
+    "hard_tanh": HardTanh(),
+    "tanh": Tanh(),
+}
+_MASKS: dict[str, Estimator] = {
+    "identity": Identity(),
+    "code_inclusive": Clipped(),
+    "code_exclusive": Clipped(bounds="exclusive"),
+    "value_inclusive": Clipped(on="value"),
+    "value_exclusive": Clipped(on="value", bounds="exclusive"),
+}
+
+
+def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
+    """The estimator a value stands for: None is the convention's mask, strings are names, callables are wrapped.
+
+    >>> get_estimator(None, Convention.oxicuda)
+    Clipped(on='value', bounds='inclusive')
+    >>> get_estimator("tanh", Convention.onnx)
+    Tanh(unit='range')
+    """
+    if value is None:
+        return _MASKS[convention.mask]
+    if isinstance(value, Estimator):
+        return value
+    if isinstance(value, str) and value in _NAMES:
+        return _NAMES[value]
+    if callable(value) and not isinstance(value, type):
+        return Custom(value)
+    raise SpecError(
+        f"unknown estimator {value!r}{closest(str(value), _NAMES)} expected {', '.join(_NAMES)}, a value such as "
+        "ste.Clipped(), or a callable f(g, x, params)"
+    )

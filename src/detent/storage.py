@@ -1,0 +1,182 @@
+"""Storage: safetensors bytes and files, written atomically and read as if they were hostile.
+
+The safetensors library accepts duplicated keys (the last wins) and takes a file's word for more than it should, so the
+header is checked here: sizes before anything is allocated, no duplicates, no holes, no overlap, no trailing bytes.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent.errors import FileFormatError
+
+__all__ = ["dumps", "loads", "read", "write_atomic"]
+
+Arrays = dict[str, NDArray[Any]]
+HEADER_LIMIT = 1 << 24
+RANK_LIMIT = 64
+_LENGTH = 8
+_DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
+
+
+def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+    """The arrays and metadata as safetensors bytes; equal input gives equal bytes.
+
+    >>> import numpy as np
+    >>> loads(dumps({"a": np.zeros(2, np.float32)}, {"k": "v"}))[1]
+    {'k': 'v'}
+    """
+    from safetensors.numpy import save  # noqa: PLC0415 - on use, so that `import detent` stays light
+
+    ready = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in arrays.items()}
+    return bytes(save(ready, metadata=dict(metadata)))
+
+
+def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
+    """The arrays (read-only) and metadata of safetensors bytes.
+
+    Raises:
+        FileFormatError: anything but a complete, consistent file; the message says what is wrong.
+
+    >>> loads(bytes(3))
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: not a safetensors file: 3 bytes are fewer than the 8 of its length field
+    """
+    header, body = _split(data)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileFormatError("the metadata of a safetensors file maps strings to strings, this one does not")
+    entries = {name: _checked_entry(name, entry) for name, entry in header.items()}
+    position = 0
+    arrays: Arrays = {}
+    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != position:
+            raise FileFormatError(f"tensor {name!r} begins at byte {begin}, expected {position}: a hole or an overlap")
+        position = end
+        if end > len(body):
+            raise FileFormatError(f"tensor {name!r} ends at byte {end} of {len(body)}: the file is truncated")
+        arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
+    if position != len(body):
+        raise FileFormatError(f"{len(body) - position} bytes follow the last tensor: the file is oversized or foreign")
+    return arrays, metadata
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
+    """The arrays and metadata of a safetensors file.
+
+    >>> import tempfile, pathlib, numpy as np
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomic(pathlib.Path(folder, "a"), dumps({"a": np.arange(3)}, {}))
+    ...     read(pathlib.Path(folder, "a"))[0]["a"]
+    array([0, 1, 2])
+    """
+    try:
+        return loads(Path(path).read_bytes())
+    except FileFormatError as error:
+        raise FileFormatError(f"{os.fspath(path)}: {error}") from error
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write to a temporary file beside the target, sync it and rename it: readers see the old file or the new one.
+
+    >>> import tempfile, pathlib
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomic(pathlib.Path(folder, "a"), b"x")
+    ...     sorted(p.name for p in pathlib.Path(folder).iterdir())
+    ['a']
+    """
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o666 & ~_umask())
+        Path(temporary).replace(target)
+    except BaseException:
+        with suppress(OSError):
+            Path(temporary).unlink()
+        raise
+    _sync_folder(target.parent)
+
+
+def _umask() -> int:
+    """The process's mask of file permissions, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _sync_folder(folder: Path) -> None:
+    with suppress(OSError):  # some systems cannot sync a folder; the file itself is synced
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    if len(data) < _LENGTH:
+        raise FileFormatError(
+            f"not a safetensors file: {len(data)} bytes are fewer than the {_LENGTH} of its length field"
+        )
+    length = int.from_bytes(data[:_LENGTH], "little")
+    if length > min(HEADER_LIMIT, len(data) - _LENGTH):
+        raise FileFormatError(
+            f"a header of {length} bytes is announced, {len(data) - _LENGTH} follow and at most {HEADER_LIMIT} are "
+            "read: the file is truncated or not a safetensors file"
+        )
+    text = data[_LENGTH : _LENGTH + length]
+    if not text.startswith(b"{"):
+        raise FileFormatError("the header of a safetensors file starts with '{', this one does not")
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except FileFormatError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"the header is not JSON: {error}") from error
+    return header, data[_LENGTH + length :]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise FileFormatError(f"the header holds the keys {twice} more than once")
+    return found
+
+
+def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
+    """The NumPy dtype, shape, begin and end of one tensor, whose size fits its shape."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise FileFormatError(f"tensor {name!r} needs the keys dtype, shape and data_offsets, got {entry!r}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in _DTYPES:
+        raise FileFormatError(f"tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(_DTYPES)}")
+    if not _are_sizes(shape) or len(shape) > RANK_LIMIT:
+        raise FileFormatError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes")
+    if not _are_sizes(offsets) or len(offsets) != len(("begin", "end")):
+        raise FileFormatError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]")
+    begin, end = offsets
+    expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    if end - begin != expected:
+        raise FileFormatError(
+            f"tensor {name!r} of {dtype} {shape} takes {expected} bytes, its offsets say {end - begin}"
+        )
+    return _DTYPES[dtype], tuple(shape), begin, end
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)

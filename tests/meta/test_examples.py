@@ -1,0 +1,43 @@
+"""Every script in examples/ runs as a reader would run it, and says something."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
+TIMEOUT = 120
+
+
+def run(script, directory):
+    """Runs the script in an empty directory, warnings as errors; returns what it printed."""
+    command = [sys.executable, "-W", "error", str(script)]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+    assert done.returncode == 0, f"{script.name} failed:\n{done.stderr}"
+    assert done.stdout.strip(), f"{script.name} printed nothing"
+    return done.stdout
+
+
+def test_quickstart_is_there():
+    assert "quickstart.py" in [script.name for script in EXAMPLES]
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_example_runs(script, tmp_path):
+    run(script, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("raise SystemExit(3)", "failed"),
+        ("import warnings; warnings.warn('old'); print('done')", "failed"),
+        ("", "printed nothing"),
+    ],
+)
+def test_runner_notices_a_bad_example(source, complaint, tmp_path):
+    script = tmp_path / "bad.py"
+    script.write_text(source)
+    with pytest.raises(AssertionError, match=complaint):
+        run(script, tmp_path)
