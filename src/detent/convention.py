@@ -171,6 +171,8 @@ _TORCH_EPS = ZeroRange("eps", 2.0**-23)
 _ROWS = (
     Convention("onnx",               "divide",     half_even, "after_round",  "qmax",      True,  True,  _UNIT,      "code_inclusive"),
     Convention("torch",              "reciprocal", half_even, "after_round",  "half_span", False, True,  _TORCH_EPS, "code_inclusive"),
+    # Its operator leaves symmetric mode for one-sided ranges and raises scales below 6.1e-5; the rule of two-sided
+    # ranges is built, with torch's own floor of 2^-23.
     Convention("torch_fused",        "reciprocal", half_even, "after_round",  "tight",     False, True,  _TORCH_EPS, "code_inclusive"),
     Convention("compressed_tensors", "divide",     half_even, "before_round", "half_span", False, True,  _TORCH_EPS, "identity"),
     # Its GPU text rounds half to even without a zero point and uses +-127 for int8; the documented CPU rule is built.

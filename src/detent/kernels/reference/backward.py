@@ -4,6 +4,7 @@ Masks select and never multiply, because a gradient may be infinite. NaN in x ge
 Identity. Nothing here computes a scale: backward uses the forward's.
 """
 
+from math import sqrt
 from typing import Any
 
 from array_api_compat import array_namespace
@@ -140,8 +141,9 @@ def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float
     if grad_scale is not None:
         return xp.asarray(grad_scale, dtype=xp.float64, device=like.device)
     weight = max(abs(spec.qmax), 1)
-    sizes = xp.asarray([max(count, 1) * weight for count in counts(tiling)], dtype=xp.float64, device=like.device)
-    return xp.reshape(1.0 / xp.sqrt(sizes), tiling.scale_shape)
+    # Python's square root: some array libraries' own is off by a bit.
+    factors = [1.0 / sqrt(max(count, 1) * weight) for count in counts(tiling)]
+    return xp.reshape(xp.asarray(factors, dtype=xp.float64, device=like.device), tiling.scale_shape)
 
 
 def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, step: int) -> Any:
