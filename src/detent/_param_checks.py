@@ -1,34 +1,33 @@
 """What makes a scale, a zero point and a range valid; the input checks of ``detent.params``."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from detent._checks import as_array, first_index
 from detent.dtypes import FLOATS
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
-from detent.granularity import PerAxis, PerBlock, PerGroup, PerTensor
+from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor
 from detent.spec import QuantSpec
 
-HALF = 0.5
+INT32_LIMIT = 1 << 31
+POWER_OF_TWO = 0.5  # the mantissa that frexp gives one
 
 
-def frozen(values: NDArray[Any]) -> NDArray[Any]:
-    """A read-only, C-contiguous copy."""
-    copy = np.array(values, order="C", copy=True)
-    copy.setflags(write=False)
-    return copy
+def numbers(name: str, value: ArrayLike) -> NDArray[Any]:
+    """The value as an array of real numbers."""
+    array = as_array(name, value)
+    if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():
+        raise DtypeError(f"{name} must hold numbers, got {value!r}")
+    return array
 
 
 def as_scale(name: str, value: ArrayLike) -> NDArray[np.floating]:
     """The scale as float64 where it was a float64 array, as float32 otherwise."""
     is_double = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():
-        raise DtypeError(f"{name} must hold numbers, got {value!r}")
-    with np.errstate(over="ignore", under="ignore"):
-        return array.astype(np.float64 if is_double else np.float32)
+    with np.errstate(all="ignore"):
+        return numbers(name, value).astype(np.float64 if is_double else np.float32)
 
 
 def as_zero_point(spec: QuantSpec, value: ArrayLike | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
@@ -36,11 +35,9 @@ def as_zero_point(spec: QuantSpec, value: ArrayLike | None, shape: tuple[int, ..
     if value is None:
         affine = int(np.clip(0, spec.qmin, spec.qmax)) if spec.format.is_integer else 0
         return np.full(shape, spec.symmetric_zero_point if spec.symmetric else affine, np.int32)
-    array = np.asarray(value)
-    if array.dtype.kind not in "fiu":
-        raise DtypeError(f"zero_point must hold integers, got {value!r}")
-    if not (array == np.trunc(array)).all() or not (np.abs(array.astype(np.float64)) < 2**31).all():
-        raise ParamsError(f"zero_point must hold int32 integers, got {value!r}: round it first")
+    array = numbers("zero_point", value)
+    if not (array == np.trunc(array)).all() or not (np.abs(array.astype(np.float64)) < INT32_LIMIT).all():
+        raise ParamsError(f"zero_point must hold int32 integers, got {brief(array)}: round it first")
     return broadcast("zero_point", array.astype(np.int32), shape)
 
 
@@ -58,12 +55,7 @@ def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArra
 
 def bounds(lo: ArrayLike, hi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Lo and hi as checked float64 arrays of one shape."""
-    arrays = []
-    for name, value in (("lo", lo), ("hi", hi)):
-        array = np.asarray(value)
-        if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():
-            raise DtypeError(f"{name} must hold numbers, got {value!r}")
-        arrays.append(array.astype(np.float64))
+    arrays = [numbers(name, value).astype(np.float64) for name, value in (("lo", lo), ("hi", hi))]
     try:
         low, high = np.broadcast_arrays(*arrays)
     except ValueError:
@@ -88,15 +80,11 @@ def check_bounds(low: NDArray[np.float64], high: NDArray[np.float64]) -> None:
 
 
 def _where(bad: NDArray[np.bool_]) -> str:
-    if bad.ndim == 0:
-        return ""
-    first = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
-    return f" in set {first} ({int(bad.sum())} of {bad.size} sets)"
+    return f" in set {first_index(bad)} ({int(bad.sum())} of {bad.size} sets)" if bad.ndim else ""
 
 
-def check_scale_shape(spec: QuantSpec, shape: tuple[int, ...], name: str) -> None:
+def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: str) -> None:
     """Raise unless the granularity can have scales of that shape."""
-    granularity = spec.granularity
     fits, wanted = True, ""
     if isinstance(granularity, PerTensor):
         fits, wanted = shape == (), "()"
@@ -150,23 +138,9 @@ def check_levels(
             f"{spec.scale_format!r}: use from_range or from_data"
         )
     if block_scale is not None and tensor_scale is not None:
-        product = block_scale.astype(np.float32) * tensor_scale
+        with np.errstate(all="ignore"):
+            product = block_scale.astype(np.float32) * tensor_scale
         if product.shape != scale.shape or not np.array_equal(product, scale):
             raise ParamsError("scale must equal block_scale * tensor_scale in float32: use from_range or from_data")
-    if spec.scale_format == "e8m0" and not (np.frexp(scale)[0] == HALF).all():
+    if spec.scale_format == "e8m0" and not (np.frexp(scale)[0] == POWER_OF_TWO).all():
         raise ParamsError(f"an e8m0 scale is a power of two, got {brief(scale)}: use from_range or from_data")
-
-
-def array_from_json(entry: Mapping[str, Any]) -> NDArray[Any]:
-    """The array of one JSON entry; its shape must fit its values."""
-    if set(entry) != {"dtype", "shape", "values"} or entry["dtype"] not in {
-        "float32",
-        "float64",
-        "int32",
-        "uint8",
-    }:
-        raise ParamsError(f"not an array of stored QuantParams: {entry!r}")
-    values = np.asarray(entry["values"])
-    if values.size and values.dtype.kind not in "fiu":
-        raise ParamsError(f"stored arrays hold numbers, got {entry['values']!r}")
-    return values.astype(entry["dtype"]).reshape(tuple(entry["shape"]))

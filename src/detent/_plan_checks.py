@@ -1,22 +1,43 @@
 """What a plan refuses: outputs that cannot take the result, NaN, scales that do not fit. Used by ``detent.plan``."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.errors import NaNError, OutError, ParamsError, SpecError
+from detent._checks import as_integer, first_index
+from detent.errors import DtypeError, NaNError, OutError, ParamsError, SpecError
+from detent.params import QuantParams
 
 Array = NDArray[Any]
 STEP_LIMIT = 1 << 32
+MAX_FLOAT = sys.float_info.max
 
 
 def check_step(step: int) -> int:
     """The step if it is a counter of stochastic rounding."""
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step < STEP_LIMIT:
-        raise SpecError(f"step is an integer in 0..2**32-1, got {step!r}")
-    return int(step)
+    return as_integer("step", step, at_least=0, at_most=STEP_LIMIT - 1)
+
+
+def check_is_params(params: object) -> None:
+    """Raise unless it is a QuantParams."""
+    if not isinstance(params, QuantParams):
+        raise DtypeError(
+            f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
+        )
+
+
+def as_factor(grad_scale: object) -> float | None:
+    """The factor of learned gradients as a float; None stays None."""
+    if grad_scale is None:
+        return None
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float | np.floating | np.integer):
+        raise DtypeError(f"grad_scale must be a number or None, got {grad_scale!r}")
+    if not -MAX_FLOAT <= grad_scale <= MAX_FLOAT:
+        raise SpecError(f"grad_scale must be a finite number, got {grad_scale!r}")
+    return float(grad_scale)
 
 
 def check_narrowed(scale: NDArray[np.floating]) -> None:
@@ -41,9 +62,25 @@ def check_out(
         raise OutError(f"out has dtype {out.dtype} and shape {out.shape}, expected {wanted}")
     if not out.flags.writeable:
         raise OutError("out is read-only: give it an array that can be written")
+    if _overlaps_itself(out):
+        raise OutError(f"elements of out share memory (strides {out.strides}): give it an array of its own")
     for name, array in inputs.items():
         if isinstance(array, np.ndarray) and _share_memory(out, array):
             raise OutError(f"out overlaps {name} in memory: give it an array of its own")
+
+
+def _overlaps_itself(out: Array) -> bool:
+    """Whether two elements may share memory; arrays that only a solver could clear count as overlapping."""
+    if out.flags.c_contiguous or not out.size:
+        return False
+    reach = out.itemsize
+    for stride, size in sorted(
+        (abs(stride), size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1
+    ):
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _share_memory(a: Array, b: Array) -> bool:
@@ -58,7 +95,7 @@ def refuse_nan(name: str, x: Array) -> None:
     missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
     if count:
-        first = tuple(int(i) for i in np.unravel_index(int(np.argmax(missing)), x.shape))
+        first = first_index(missing)
         raise NaNError(
             f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: mend the data or choose "
             "nan='zero_point' or nan='qmin'",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import ClassVar, Literal, get_args
 
+from detent._checks import has_keys
 from detent.errors import SpecError, closest
 from detent.rounding import Rounding, get_rounding, half_away, half_even
 
@@ -33,6 +34,9 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "mask": get_args(Mask),
     }
 )
+
+
+_PRESETS: dict[str, "Convention"] = {}
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,18 @@ class ZeroRange:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ZeroRangeKind):
-            known = get_args(ZeroRangeKind)
+        known = get_args(ZeroRangeKind)
+        if self.kind not in known:
             raise SpecError(
                 f"unknown zero range {self.kind!r}{closest(str(self.kind), known)} expected {', '.join(known)}"
             )
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+            raise SpecError(f"the value of a zero range is a number, got {self.value!r}")
         needs_value = self.kind in {"eps", "width"}
-        if needs_value != (0.0 < self.value < float("inf")):
-            raise SpecError(
-                f"zero range {self.kind!r} takes {'a positive finite value' if needs_value else 'no value'}, "
-                f"got {self.value!r}"
-            )
+        if not (0.0 < self.value < float("inf") if needs_value else self.value == 0):
+            wanted = "a positive finite value" if needs_value else "no value"
+            raise SpecError(f"zero range {self.kind!r} takes {wanted}, got {self.value!r}")
+        object.__setattr__(self, "value", float(self.value))
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,9 +134,13 @@ class Convention:
         object.__setattr__(self, "rounding", get_rounding(self.rounding))
         if not isinstance(self.zero_range, ZeroRange):
             raise SpecError(f"convention {self.name!r}: zero_range is a ZeroRange, got {self.zero_range!r}")
+        if self != _PRESETS.get(self.name, self):
+            raise SpecError(
+                f"{self.name!r} is the name of a preset with other rules: give this convention its own name"
+            )
 
     def __repr__(self) -> str:
-        if PRESETS.get(self.name) == self:
+        if self.name in _PRESETS:
             return f"dt.Convention.{self.name}"
         return f"dt.Convention({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"
 
@@ -155,10 +164,10 @@ class Convention:
         True
         """
         names = {field.name for field in fields(cls)}
-        if not isinstance(data, Mapping) or set(data) != names:
+        if not has_keys(data, names):
             raise SpecError(f"a convention needs exactly the keys {sorted(names)}, got {data!r}")
         zero_range = data["zero_range"]
-        if not isinstance(zero_range, Mapping) or set(zero_range) != {"kind", "value"}:
+        if not isinstance(zero_range, Mapping) or not has_keys(zero_range, ("kind", "value")):
             raise SpecError(f"a convention's zero_range needs exactly the keys ['kind', 'value'], got {zero_range!r}")
         return cls(**{**data, "zero_range": ZeroRange(**zero_range)})  # type: ignore[arg-type]  # checked on construction
 
@@ -192,7 +201,8 @@ _ROWS = (
 )
 # fmt: on
 
-PRESETS: MappingProxyType[str, Convention] = MappingProxyType({row.name: row for row in _ROWS})
+_PRESETS |= {row.name: row for row in _ROWS}
+PRESETS: MappingProxyType[str, Convention] = MappingProxyType(_PRESETS)
 for _preset in _ROWS:
     setattr(Convention, _preset.name, _preset)
 
@@ -205,6 +215,6 @@ def get_convention(value: Convention | str) -> Convention:
     """
     if isinstance(value, Convention):
         return value
-    if value not in PRESETS:
+    if not isinstance(value, str) or value not in PRESETS:
         raise SpecError(f"unknown convention {value!r}{closest(str(value), PRESETS)} expected {', '.join(PRESETS)}")
     return PRESETS[value]

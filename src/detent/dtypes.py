@@ -1,6 +1,7 @@
 """Dtypes: which NumPy types data and codes may have."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -8,10 +9,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from detent._checks import as_array
 from detent.errors import DtypeError
 from detent.spec import QuantSpec
 
-__all__ = ["FLOATS", "code_dtype", "float_array", "float_dtype"]
+__all__ = ["FLOATS", "code_dtype", "compute_dtype", "float_array", "float_dtype"]
 
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
     {
@@ -29,15 +31,14 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     >>> float_dtype("bfloat16").itemsize
     2
     """
-    if isinstance(dtype, str) and dtype in FLOATS:
-        return FLOATS[dtype]
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        raise DtypeError(f"{dtype!r} is no dtype: expected {', '.join(FLOATS)}") from None
-    if found not in FLOATS.values():
+    found = FLOATS.get(dtype) if isinstance(dtype, str) else None
+    if found is None and isinstance(dtype, np.dtype | type) and not isinstance(dtype, str):
+        with suppress(TypeError):
+            found = np.dtype(dtype)
+    if found is None or found not in FLOATS.values():
+        given = dtype if found is None else found
         raise DtypeError(
-            f"{name} has dtype {found}, expected float16, bfloat16, float32 or float64: convert it first, "
+            f"{name} has dtype {given}, expected float16, bfloat16, float32 or float64: convert it first, "
             f"for example {name}.astype('float32')"
         )
     return found
@@ -51,9 +52,18 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
     """
     if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
         raise DtypeError(f"{name} must be a NumPy array, got {type(value).__name__}: convert it with np.asarray")
-    array = np.asarray(value)
+    array = as_array(name, value)
     dtype = float_dtype(array.dtype.newbyteorder("="), name)
     return array if array.dtype == dtype else array.astype(dtype)
+
+
+def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which data of that dtype are computed: float64 for float64, float32 for the rest.
+
+    >>> compute_dtype(FLOATS["bfloat16"])
+    dtype('float32')
+    """
+    return FLOATS["float64" if dtype == np.float64 else "float32"]
 
 
 def code_dtype(spec: QuantSpec) -> np.dtype[Any]:

@@ -138,6 +138,9 @@ nan='zero_point' or nan='qmin'
         self.count = count
         self.first_index = first_index
 
+    def __reduce__(self) -> tuple[type["NaNError"], tuple[str, int, tuple[int, ...]]]:
+        return type(self), (str(self), self.count, self.first_index)
+
 
 class NotCalibratedError(DetentError, RuntimeError):
     """A quantizer or observer was asked for parameters before it saw any data.
@@ -158,7 +161,7 @@ class StateError(DetentError, ValueError):
     >>> dt.FakeQuantize.q8().load_state_dict({"scale": 1.0})
     Traceback (most recent call last):
     ...
-    detent.errors.StateError: state holds the keys ['scale'], missing ['initialized', 'step', 'version']: \
+    detent.errors.StateError: state holds the keys ['scale'], missing ['initialized', 'spec', 'step', 'version']: \
 expected what state_dict() returned
     """
 

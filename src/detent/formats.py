@@ -8,7 +8,7 @@ Names follow ml_dtypes (``float8_e4m3fn``); ``onnx`` holds the TensorProto name 
 Deliberately absent: the ``fnuz`` variants and 6-bit floats, which no CPU runtime consumes today.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf, ldexp, nan
@@ -53,7 +53,7 @@ class Format:
     qmax: int | float
     storage: str
     onnx: str | None = None
-    magnitudes: tuple[float, ...] = ()
+    magnitudes: tuple[float, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         return f"dt.{self.name}"
@@ -117,10 +117,11 @@ def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[flo
     return Format(name, "float", 1 + exponent + mantissa, True, -top, top, name, onnx, magnitudes)
 
 
-int1, int2, int3, int4, int5, int6, int7, int8 = (_integer(bits, signed=True) for bits in range(1, 9))
-int9, int10, int11, int12, int13, int14, int15, int16 = (_integer(bits, signed=True) for bits in range(9, 17))
-uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = (_integer(bits, signed=False) for bits in range(1, 9))
-uint9, uint10, uint11, uint12, uint13, uint14, uint15, uint16 = (_integer(bits, signed=False) for bits in range(9, 17))
+_SIGNED = tuple(_integer(bits, signed=True) for bits in range(1, MAX_BITS + 1))
+_UNSIGNED = tuple(_integer(bits, signed=False) for bits in range(1, MAX_BITS + 1))
+int1, int2, int3, int4, int5, int6, int7, int8, int9, int10, int11, int12, int13, int14, int15, int16 = _SIGNED
+uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = _UNSIGNED[:8]
+uint9, uint10, uint11, uint12, uint13, uint14, uint15, uint16 = _UNSIGNED[8:]
 
 float8_e4m3fn = _small_float("float8_e4m3fn", exponent=4, mantissa=3, specials=(nan,), onnx="FLOAT8E4M3FN")
 float8_e5m2 = _small_float("float8_e5m2", exponent=5, mantissa=2, specials=(inf, nan, nan, nan), onnx="FLOAT8E5M2")
@@ -147,9 +148,10 @@ _NF4_LEVELS = (
 )
 nf4 = Format("nf4", "codebook", 4, True, -1.0, 1.0, "uint8", None, _NF4_LEVELS)
 
-FORMATS: MappingProxyType[str, Format] = MappingProxyType(
-    {value.name: value for value in tuple(globals().values()) if isinstance(value, Format)}
-)
+_OTHERS = (float8_e4m3fn, float8_e5m2, float4_e2m1fn, nf4)
+
+FORMATS: MappingProxyType[str, Format] = MappingProxyType({row.name: row for row in (*_SIGNED, *_UNSIGNED, *_OTHERS)})
+KNOWN = f"int1..int{MAX_BITS}, uint1..uint{MAX_BITS}, {', '.join(row.name for row in _OTHERS)}"
 
 
 def get_format(value: Format | str) -> Format:
@@ -166,9 +168,5 @@ def get_format(value: Format | str) -> Format:
     if not isinstance(value, str):
         raise DtypeError(f"a format is a dt.Format or its name, got {value!r}; for example dt.int8 or 'int8'")
     if value not in FORMATS:
-        raise SpecError(
-            f"unknown format {value!r}{closest(value, [*FORMATS, 'mxfp4', 'mxfp8', 'mxfp8_e5m2', 'nvfp4'])} Known "
-            "formats: int1..int16, uint1..uint16, float8_e4m3fn, float8_e5m2, float4_e2m1fn, nf4, "
-            "and the specs mxfp4, mxfp8, mxfp8_e5m2, nvfp4"
-        )
+        raise SpecError(f"unknown format {value!r}{closest(value, FORMATS)} Known formats: {KNOWN}")
     return FORMATS[value]

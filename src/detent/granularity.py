@@ -15,10 +15,12 @@ PerBlock(b0, ..., bk)        ceil(d_i / b_i) on the trailing axes   block128x128
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from detent._checks import as_integer, as_shape, has_keys
 from detent.errors import DtypeError, ShapeError, SpecError, closest
 
 __all__ = [
@@ -60,9 +62,33 @@ class Tiling:
         """The number of sets, which is the number of scales."""
         return prod(self.grid)
 
+    def merged(self) -> "Tiling":
+        """The same sets of the same elements in C order, over as few axes as can tell them apart.
+
+        Neighbouring axes become one where a set spans both whole, or where each index of both has its own set.
+
+        >>> PerAxis(1).tiling((2, 3, 4, 5)).merged().shape
+        (2, 3, 20)
+        """
+        axes: list[tuple[int, int, int]] = []
+        for size, block, grid in zip(self.shape, self.block, self.grid, strict=True):
+            if size == grid == 1:
+                continue
+            whole = grid == 1
+            axis = (size, size if whole else block, grid)
+            if axes and whole and axes[-1][2] == 1:
+                axis = (axes[-1][0] * size,) * 2 + (1,)
+                axes.pop()
+            elif axes and block == axes[-1][1] == 1:
+                axis = (axes[-1][0] * size, 1, axes[-1][2] * grid)
+                axes.pop()
+            axes.append(axis)
+        shape, blocks, grids = zip(*axes, strict=True) if axes else ((), (), ())
+        return Tiling(shape, blocks, grids, self.scale_shape)
+
 
 @dataclass(frozen=True)
-class Granularity:
+class Granularity(ABC):
     """What all granularities can do; make one of the subclasses.
 
     >>> isinstance(PerTensor(), Granularity)
@@ -82,20 +108,28 @@ class Granularity:
         """How an array of that shape falls into sets.
 
         Raises:
-            ShapeError: the array has too few axes.
+            ShapeError: no shape, or the array has too few axes.
+
+        >>> PerToken().tiling((2, 3, 4)).scale_shape
+        (2, 3)
         """
-        raise NotImplementedError
+        return self._tiling(as_shape(shape))
 
+    @abstractmethod
+    def _tiling(self, shape: Shape) -> Tiling:
+        """The same for a checked shape."""
+
+    @abstractmethod
     def __str__(self) -> str:
-        raise NotImplementedError
+        """The short string."""
 
+    @abstractmethod
     def to_dict(self) -> dict[str, object]:
         """Every field as JSON-ready data.
 
         >>> PerGroup(32).to_dict()
         {'kind': 'group', 'size': 32, 'axis': -1}
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -106,7 +140,7 @@ class PerTensor(Granularity):
     ()
     """
 
-    def tiling(self, shape: Shape) -> Tiling:
+    def _tiling(self, shape: Shape) -> Tiling:
         """One block that spans every axis."""
         return Tiling(shape, _whole(shape), (1,) * len(shape), ())
 
@@ -129,9 +163,9 @@ class PerAxis(Granularity):
     axis: int
 
     def __post_init__(self) -> None:
-        _check_integer("PerAxis axis", self.axis)
+        object.__setattr__(self, "axis", as_integer("PerAxis axis", self.axis))
 
-    def tiling(self, shape: Shape) -> Tiling:
+    def _tiling(self, shape: Shape) -> Tiling:
         """Blocks that span every axis but the kept one."""
         axis = _resolve_axis(self, self.axis, shape)
         size = shape[axis]
@@ -153,7 +187,7 @@ class PerToken(Granularity):
     (2, 3)
     """
 
-    def tiling(self, shape: Shape) -> Tiling:
+    def _tiling(self, shape: Shape) -> Tiling:
         """Blocks that span the last axis."""
         _resolve_axis(self, -1, shape)
         kept = shape[:-1]
@@ -179,15 +213,15 @@ class PerGroup(Granularity):
     axis: int = -1
 
     def __post_init__(self) -> None:
-        _check_integer("PerGroup size", self.size, at_least=1)
-        _check_integer("PerGroup axis", self.axis)
+        object.__setattr__(self, "size", as_integer("PerGroup size", self.size, at_least=1))
+        object.__setattr__(self, "axis", as_integer("PerGroup axis", self.axis))
 
     @property
     def set_size(self) -> int:
         """The group's size."""
         return self.size
 
-    def tiling(self, shape: Shape) -> Tiling:
+    def _tiling(self, shape: Shape) -> Tiling:
         """Blocks of ``size`` along the axis and 1 elsewhere."""
         axis = _resolve_axis(self, self.axis, shape)
         grid = _put(shape, axis, _ceil_div(shape[axis], self.size))
@@ -214,16 +248,15 @@ class PerBlock(Granularity):
     def __init__(self, *sizes: int) -> None:
         if not sizes:
             raise SpecError("PerBlock needs at least one size, for example PerBlock(128, 128)")
-        for size in sizes:
-            _check_integer("PerBlock size", size, at_least=1)
-        object.__setattr__(self, "sizes", sizes)
+        whole = tuple(as_integer("PerBlock size", size, at_least=1) for size in sizes)
+        object.__setattr__(self, "sizes", whole)
 
     @property
     def set_size(self) -> int:
         """The product of the block's sizes."""
         return prod(self.sizes)
 
-    def tiling(self, shape: Shape) -> Tiling:
+    def _tiling(self, shape: Shape) -> Tiling:
         """Blocks of ``sizes`` on the trailing axes and 1 elsewhere."""
         leading = len(shape) - len(self.sizes)
         if leading < 0:
@@ -246,14 +279,14 @@ class PerBlock(Granularity):
         return {"kind": "block", "sizes": list(self.sizes)}
 
 
-_INTEGER = r"(-?\d{1,18})"
+_INTEGER = r"(-?[0-9]{1,18})"
 _PATTERNS = (
     (re.compile("tensor"), PerTensor),
     (re.compile(f"axis{_INTEGER}"), lambda axis: PerAxis(int(axis))),
     (re.compile("token"), PerToken),
     (re.compile(f"group{_INTEGER}"), lambda size: PerGroup(int(size))),
     (re.compile(f"group{_INTEGER}@{_INTEGER}"), lambda size, axis: PerGroup(int(size), int(axis))),
-    (re.compile(r"block(\d{1,18}(?:x\d{1,18})*)"), lambda sizes: PerBlock(*map(int, sizes.split("x")))),
+    (re.compile(r"block([0-9]{1,18}(?:x[0-9]{1,18})*)"), lambda sizes: PerBlock(*map(int, sizes.split("x")))),
 )
 _EXAMPLES = ("tensor", "axis0", "token", "group128", "block128x128")
 
@@ -303,7 +336,7 @@ def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
     PerBlock(8, 16)
     """
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in _FIELDS or set(data) != {"kind", *_FIELDS[kind]}:
+    if not isinstance(kind, str) or kind not in _FIELDS or not has_keys(data, ("kind", *_FIELDS[kind])):
         raise SpecError(f"not a granularity: {data!r}; expected for example {PerGroup(128).to_dict()!r}")
     values = [data[field] for field in _FIELDS[kind]]
     if kind != "block":
@@ -312,12 +345,6 @@ def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
     if not isinstance(sizes, list):
         raise SpecError(f"block sizes are a list of integers, got {sizes!r}")
     return PerBlock(*sizes)
-
-
-def _check_integer(what: str, value: int, at_least: int | None = None) -> None:
-    wanted = "an integer" if at_least is None else f"an integer of at least {at_least}"
-    if isinstance(value, bool) or not isinstance(value, int) or (at_least is not None and value < at_least):
-        raise SpecError(f"{what} must be {wanted}, got {value!r}")
 
 
 def _resolve_axis(granularity: Granularity, axis: int, shape: Shape) -> int:

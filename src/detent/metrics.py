@@ -4,15 +4,15 @@ Sums have the contract's one order in float64 (docs/numerics.md, section 5), so 
 machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite.
 """
 
-from math import inf, log10, sqrt
-from typing import Any
+from math import inf, isinf, isnan, log10, nan, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from detent._plan_checks import check_is_params
 from detent.dtypes import float_array
 from detent.errors import DtypeError, ShapeError
-from detent.kernels import find_kernel
+from detent.kernels import find_reduction
 from detent.params import QuantParams
 from detent.plan import Plan
 from detent.tensor import QuantizedTensor
@@ -29,7 +29,7 @@ def mse(x: ArrayLike, y: ArrayLike) -> float:
     2.0
     """
     a, b = _pair(x, y)
-    return _sum((a - b) ** 2) / max(a.size, 1)
+    return _sum(_product(_error(a, b), _error(a, b))) / max(a.size, 1)
 
 
 def mae(x: ArrayLike, y: ArrayLike) -> float:
@@ -39,7 +39,7 @@ def mae(x: ArrayLike, y: ArrayLike) -> float:
     1.0
     """
     a, b = _pair(x, y)
-    return _sum(np.abs(a - b)) / max(a.size, 1)
+    return _sum(np.abs(_error(a, b))) / max(a.size, 1)
 
 
 def max_error(x: ArrayLike, y: ArrayLike) -> float:
@@ -49,20 +49,25 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
     2.0
     """
     a, b = _pair(x, y)
-    return float(np.abs(a - b).max(initial=0.0))
+    return float(np.abs(_error(a, b)).max(initial=0.0))
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
-    """The signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - y)^2)`` in decibels; inf without noise.
+    """The signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - y)^2)`` in decibels.
+
+    inf without noise, -inf without signal or with infinite noise, NaN where either holds NaN or both are infinite.
 
     >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
     20.0
     """
     a, b = _pair(x, y)
-    signal, noise = _sum(a * a), _sum((a - b) ** 2)
+    signal, noise = _sum(_product(a, a)), _sum(_product(_error(a, b), _error(a, b)))
     if noise == 0:
         return inf
-    return 10 * log10(signal / noise) if signal else -inf
+    if isnan(signal) or isnan(noise) or (isinf(signal) and isinf(noise)):
+        return nan
+    ratio = signal / noise
+    return 10 * log10(ratio) if ratio else -inf
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:
@@ -72,9 +77,9 @@ def cosine(x: ArrayLike, y: ArrayLike) -> float:
     1.0
     """
     a, b = _pair(x, y)
-    length = sqrt(_sum(a * a)) * sqrt(_sum(b * b))
+    length = sqrt(_sum(_product(a, a))) * sqrt(_sum(_product(b, b)))
     if length:
-        return _sum(a * b) / length
+        return _sum(_product(a, b)) / length
     return 1.0 if not a.any() and not b.any() else 0.0
 
 
@@ -86,6 +91,7 @@ def clip_fraction(x: ArrayLike, params: QuantParams) -> float:
     0.5
     """
     data = float_array(x)
+    check_is_params(params)
     plan = Plan.select("fake_quantize_backward", shape=data.shape, dtype=data.dtype, spec=params.spec, ste="clipped")
     ones = np.ones_like(data)
     plan.check(ones, data, params)
@@ -110,16 +116,20 @@ def entropy_bits(q: QuantizedTensor) -> float:
     >>> entropy_bits(dt.quantize(np.array([0.0, 1.0, 2.0, 3.0]), dt.QuantParams.int4_symmetric()))
     2.0
     """
-    share = _histogram(q) / max(q.size, 1)
+    counts = _histogram(q)
+    share = counts / max(int(counts.sum()), 1)
     return _sum(-share * np.log2(share)) + 0.0
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """How often each code that occurs does, in the order of the codes' bits."""
+    """How often each code that occurs does, in the order of the codes' bits; NaN and infinite codes are left out."""
     if not isinstance(q, QuantizedTensor):
         raise DtypeError(f"expected a QuantizedTensor, got {type(q).__name__}: make one with dt.quantize")
-    codes: NDArray[Any] = q.codes.view(np.uint8) if q.spec.format.kind == "float" else q.codes
-    return np.unique(codes, return_counts=True)[1].astype(np.int64)
+    if q.spec.format.kind != "float":
+        return np.unique(q.codes, return_counts=True)[1].astype(np.int64)
+    codes, counts = np.unique(q.codes.view(np.uint8), return_counts=True)
+    finite: NDArray[np.int64] = counts[np.isfinite(np.asarray(q.spec.format.levels)[codes])]
+    return finite
 
 
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Float64, Float64]:
@@ -130,4 +140,15 @@ def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Float64, Float64]:
 
 
 def _sum(terms: Float64) -> float:
-    return float(find_kernel("tree_sum").function(terms.reshape(-1)))
+    with np.errstate(all="ignore"):
+        return float(find_reduction("tree_sum")(terms.reshape(-1)))
+
+
+def _error(a: Float64, b: Float64) -> Float64:
+    with np.errstate(all="ignore"):
+        return a - b
+
+
+def _product(a: Float64, b: Float64) -> Float64:
+    with np.errstate(all="ignore"):
+        return a * b

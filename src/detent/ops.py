@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from detent._plan_checks import check_step
+from detent._plan_checks import as_factor, check_is_params, check_step
 from detent.dtypes import code_dtype, float_array
 from detent.errors import DtypeError
 from detent.params import QuantParams
@@ -39,7 +39,7 @@ def quantize(
         x: float data.
         params: scales and zero points that fit x's shape.
         out: where the codes go: an array of x's shape and the format's storage type, or a 1-D uint8 buffer of the
-            packed size. The returned tensor shares its memory.
+            packed size. The returned tensor shares its memory and changes with it.
         nan: "raise", or the code NaN gets: "zero_point" or "qmin". Infinities saturate.
         step: the counter of stochastic rounding.
 
@@ -55,9 +55,8 @@ def quantize(
     plan = _plan("quantize", data, params, nan=nan)
     plan.check(data, params, out)
     codes = cast("Array", plan.run(data, params, out=out, step=check_step(step)))
-    if out is not None and (out.shape != data.shape or out.dtype != code_dtype(params.spec)):
-        return QuantizedTensor(None, out, params, data.shape, data.dtype)
-    return QuantizedTensor(codes, None, params, data.shape, data.dtype)
+    packed = out is not None and (out.shape != data.shape or out.dtype != code_dtype(params.spec))
+    return QuantizedTensor.trusted(codes, params, data.shape, data.dtype, packed=packed, shared=out is not None)
 
 
 def dequantize(
@@ -207,8 +206,7 @@ def fake_quantize_learned_backward(
     gradient, data = float_array(g, "g"), float_array(x, "x")
     plan = _plan("fake_quantize_learned_backward", data, params, ste=ste)
     plan.check(gradient, data, params)
-    factor = None if grad_scale is None else float(grad_scale)
-    result = plan.run(gradient, data, params, step=check_step(step), grad_scale=factor)
+    result = plan.run(gradient, data, params, step=check_step(step), grad_scale=as_factor(grad_scale))
     return cast("tuple[Array, Array, Array]", result)
 
 
@@ -235,8 +233,5 @@ def _plan(
     ste: EstimatorLike = None,
     nan: NaNPolicy | None = None,
 ) -> Plan:
-    if not isinstance(params, QuantParams):
-        raise DtypeError(
-            f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
-        )
+    check_is_params(params)
     return Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)

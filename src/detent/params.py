@@ -10,18 +10,18 @@ The scale keeps float32, or float64 for float64 data. Arrays are read-only; ``da
 and checks them again.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from detent import _param_json
+from detent._checks import as_array, as_integer, first_index, read_only
 from detent._param_checks import (
-    array_from_json,
     as_scale,
     as_zero_point,
     bounds,
@@ -31,24 +31,22 @@ from detent._param_checks import (
     check_levels,
     check_scale_shape,
     check_scale_values,
-    frozen,
+    numbers,
 )
-from detent.dtypes import float_array
-from detent.errors import DtypeError, ParamsError, RangeError, ShapeError, SpecError
+from detent.dtypes import float_array, float_dtype
+from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import PerAxis, PerGroup, PerTensor
-from detent.kernels import find_kernel
+from detent.kernels import find_reduction
 from detent.scale_rule import derive
 from detent.spec import QuantSpec, get_spec
 
 __all__ = ["QuantParams"]
 
-ScaleDtype = Literal["float32", "float64"]
-JSON_VERSION = 1
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class QuantParams:
     """A spec with its numbers.
 
@@ -71,28 +69,38 @@ class QuantParams:
 
     spec: QuantSpec
     scale: NDArray[np.floating]
-    zero_point: NDArray[np.int32] = None  # type: ignore[assignment]  # resolved in __post_init__
-    min_val: NDArray[np.float64] | None = None
-    max_val: NDArray[np.float64] | None = None
-    block_scale: NDArray[np.generic] | None = None
-    tensor_scale: NDArray[np.floating] | None = None
+    zero_point: NDArray[np.int32]
+    min_val: NDArray[np.float64] | None
+    max_val: NDArray[np.float64] | None
+    block_scale: NDArray[np.generic] | None
+    tensor_scale: NDArray[np.floating] | None
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        spec: QuantSpec | Format | str,
+        scale: ArrayLike,
+        zero_point: ArrayLike | None = None,
+        min_val: ArrayLike | None = None,
+        max_val: ArrayLike | None = None,
+        block_scale: ArrayLike | None = None,
+        tensor_scale: ArrayLike | None = None,
+    ) -> None:
         put = object.__setattr__
-        put(self, "spec", get_spec(self.spec))
-        scale = as_scale("scale", self.scale)
-        if isinstance(self.spec.granularity, PerTensor) and scale.size == 1:
-            scale = scale.reshape(())
-        put(self, "scale", frozen(scale))
-        put(self, "zero_point", frozen(as_zero_point(self.spec, self.zero_point, scale.shape)))
-        for name in ("min_val", "max_val"):
-            value = getattr(self, name)
-            if value is not None:
-                put(self, name, frozen(broadcast(name, np.asarray(value, np.float64), scale.shape)))
-        if self.block_scale is not None:
-            put(self, "block_scale", frozen(np.asarray(self.block_scale).astype(E4M3)))
-        if self.tensor_scale is not None:
-            put(self, "tensor_scale", frozen(np.asarray(self.tensor_scale, np.float32)))
+        put(self, "spec", get_spec(spec))
+        stored = as_scale("scale", scale)
+        if isinstance(self.spec.granularity, PerTensor) and stored.size == 1:
+            stored = stored.reshape(())
+        put(self, "scale", read_only(stored))
+        put(self, "zero_point", read_only(as_zero_point(self.spec, zero_point, stored.shape)))
+        for name, value in (("min_val", min_val), ("max_val", max_val)):
+            bound = None if value is None else broadcast(name, numbers(name, value).astype(np.float64), stored.shape)
+            put(self, name, None if bound is None else read_only(bound))
+        block = None if block_scale is None else as_array("block_scale", block_scale)
+        if block is not None and block.dtype != E4M3:
+            raise DtypeError(f"block_scale holds {E4M3}, got {block.dtype}: use from_range or from_data")
+        put(self, "block_scale", None if block is None else read_only(block))
+        tensor = None if tensor_scale is None else numbers("tensor_scale", tensor_scale).astype(np.float32)
+        put(self, "tensor_scale", None if tensor is None else read_only(tensor))
         self.validate()
 
     @classmethod
@@ -103,7 +111,7 @@ class QuantParams:
         hi: ArrayLike,
         *,
         shape: tuple[int, ...] | None = None,
-        dtype: ScaleDtype = "float32",
+        dtype: DTypeLike = "float32",
     ) -> "QuantParams":
         """Parameters that represent the range ``[lo, hi]`` of each set.
 
@@ -125,14 +133,14 @@ class QuantParams:
         spec = get_spec(spec)
         low, high = bounds(lo, hi)
         if shape is not None:
-            scale_shape = spec.granularity.tiling(tuple(shape)).scale_shape
+            scale_shape = spec.granularity.tiling(shape).scale_shape
             low, high = broadcast("lo", low, scale_shape), broadcast("hi", high, scale_shape)
-        if dtype not in {"float32", "float64"}:
-            raise DtypeError(f"a scale's dtype is 'float32' or 'float64', got {dtype!r}")
+        if isinstance(spec.granularity, PerTensor) and low.size == 1:
+            low, high = low.reshape(()), high.reshape(())
         if not low.size:
             raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
-        check_scale_shape(spec, low.shape, "lo and hi")
-        found = derive(spec, low, high, np.dtype(dtype))
+        check_scale_shape(spec.granularity, low.shape, "lo and hi")
+        found = derive(spec, low, high, _scale_dtype(dtype))
         return cls(spec, found.scale, found.zero_point, low, high, found.block_scale, found.tensor_scale)
 
     @classmethod
@@ -153,12 +161,11 @@ class QuantParams:
             raise RangeError(f"x of shape {data.shape} is empty: there is no range to take")
         bad = ~np.isfinite(data)
         if bad.any():
-            first = tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), data.shape))
             raise RangeError(
-                f"x holds {int(bad.sum())} non-finite values of {data.size}, the first at index {first}: mend the "
-                "data, or use detent.observers.MinMax, which skips and counts them"
+                f"x holds {int(bad.sum())} non-finite values of {data.size}, the first at index {first_index(bad)}: "
+                "mend the data, or use detent.observers.MinMax, which skips and counts them"
             )
-        lo, hi = find_kernel("minmax").function(data, tiling)
+        lo, hi = find_reduction("minmax")(data, tiling)
         return cls.from_range(spec, lo, hi, dtype="float64" if data.dtype == np.float64 else "float32")
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
@@ -175,7 +182,7 @@ class QuantParams:
             raise ShapeError(
                 f"bounds of shape {low.shape} do not fit {self.num_parameter_sets} sets of shape {self.scale.shape}"
             ) from None
-        dtype: ScaleDtype = "float64" if self.scale.dtype == np.float64 else "float32"
+        dtype = "float64" if self.scale.dtype == np.float64 else "float32"
         low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
         return type(self).from_range(self.spec, low, high, dtype=dtype)
 
@@ -186,7 +193,7 @@ class QuantParams:
         >>> QuantParams.int8_symmetric().spec.qmin
         -127
         """
-        return cls(QuantSpec(int8), 1.0)  # type: ignore[arg-type]  # scalars are accepted
+        return cls(QuantSpec(int8), 1.0)
 
     @classmethod
     def uint8_asymmetric(cls) -> "QuantParams":
@@ -195,7 +202,7 @@ class QuantParams:
         >>> int(QuantParams.uint8_asymmetric().zero_point)
         128
         """
-        return cls(QuantSpec(uint8), 1.0, 128)  # type: ignore[arg-type]  # scalars are accepted
+        return cls(QuantSpec(uint8), 1.0, 128)
 
     @classmethod
     def int4_symmetric(cls) -> "QuantParams":
@@ -204,7 +211,7 @@ class QuantParams:
         >>> QuantParams.int4_symmetric().compression_ratio()
         8.0
         """
-        return cls(QuantSpec(int4), 1.0)  # type: ignore[arg-type]  # scalars are accepted
+        return cls(QuantSpec(int4), 1.0)
 
     @classmethod
     def channel_wise(cls, channels: int, element: Format | str, axis: int = 0) -> "QuantParams":
@@ -213,9 +220,8 @@ class QuantParams:
         >>> QuantParams.channel_wise(64, "int8").num_parameter_sets
         64
         """
-        if isinstance(channels, bool) or not isinstance(channels, int) or channels < 1:
-            raise ShapeError(f"the number of channels is an integer of at least 1, got {channels!r}")
-        return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(channels, np.float32))
+        count = as_integer("the number of channels", channels, at_least=1, at_most=(1 << 31) - 1, error=ShapeError)
+        return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(count, np.float32))
 
     @classmethod
     def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
@@ -234,7 +240,7 @@ class QuantParams:
 
         >>> QuantParams.int8_symmetric().validate()
         """
-        check_scale_shape(self.spec, self.scale.shape, "scale")
+        check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
         check_scale_values("scale", self.scale)
         zero_point, spec = self.zero_point, self.spec
         low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
@@ -247,8 +253,9 @@ class QuantParams:
                 f"a zero point of {spec} must be {wanted}, got {int(zero_point[outside].flat[0])} in "
                 f"{int(outside.sum())} of {outside.size} sets"
             )
-        if self.min_val is not None and self.max_val is not None:
-            check_bounds(self.min_val, self.max_val)
+        if self.min_val is not None or self.max_val is not None:
+            ends = [end for end in (self.min_val, self.max_val) if end is not None]
+            check_bounds(ends[0], ends[-1])
         check_levels(self.spec, self.scale, self.block_scale, self.tensor_scale)
 
     @property
@@ -288,8 +295,8 @@ class QuantParams:
         """
         bits = float(self.spec.bits)
         if include_params and shape is not None:
-            sets = self.spec.granularity.tiling(tuple(shape)).sets
-            bits += self.parameter_bits(sets) / max(prod(shape), 1)
+            tiling = self.spec.granularity.tiling(shape)
+            bits += self.parameter_bits(tiling.sets) / max(prod(tiling.shape), 1)
         elif include_params and self.spec.granularity.set_size:
             bits += (self.parameter_bits(2) - self.parameter_bits(1)) / self.spec.granularity.set_size
         return 32.0 / bits
@@ -327,9 +334,9 @@ class QuantParams:
         True
         """
         known = {f.name for f in fields(cls)} - {"spec"}
-        if not {"scale", "zero_point"} <= set(arrays) <= known:
+        if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= known:
             raise ParamsError(
-                f"expected the arrays 'scale', 'zero_point' and any of {sorted(known)}, got {sorted(arrays)}"
+                f"expected the arrays 'scale', 'zero_point' and any of {sorted(known)}, got {list(arrays)!r}"
             )
         values: dict[str, Any] = dict(arrays)
         if "block_scale" in values:
@@ -346,14 +353,7 @@ class QuantParams:
         >>> QuantParams.from_json(p.to_json()) == p
         True
         """
-        data: dict[str, object] = {"version": JSON_VERSION, "spec": self.spec.to_dict()}
-        for name, value in self.to_arrays().items():
-            data[name] = {
-                "dtype": str(value.dtype),
-                "shape": list(value.shape),
-                "values": value.ravel().tolist(),
-            }
-        return json.dumps(data)
+        return _param_json.dump(self.spec, self.to_arrays())
 
     @classmethod
     def from_json(cls, text: str) -> "QuantParams":
@@ -361,22 +361,21 @@ class QuantParams:
 
         Raises:
             ParamsError: not such JSON, or numbers that make no parameters.
+
+        >>> QuantParams.from_json("{}")
+        Traceback (most recent call last):
+        ...
+        detent.errors.ParamsError: not the JSON of a QuantParams: 'version'
         """
-        try:
-            data = json.loads(text)
-            if data.pop("version") != JSON_VERSION:
-                raise ParamsError(f"this detent reads QuantParams version {JSON_VERSION}: update detent")
-            spec = QuantSpec.from_dict(data.pop("spec"))
-            arrays = {name: array_from_json(entry) for name, entry in data.items()}
-        except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-            if isinstance(error, ParamsError | SpecError):
-                raise
-            raise ParamsError(f"not the JSON of a QuantParams: {error}") from error
-        return cls.from_arrays(spec, arrays)
+        return cls.from_arrays(*_param_json.load(text))
 
     def _key(self) -> tuple[object, ...]:
-        numbers = (self.scale, self.zero_point)
-        return (self.spec, *((str(value.dtype), value.shape, value.tobytes()) for value in numbers))
+        parts = (self.scale, self.zero_point, self.block_scale, self.tensor_scale)
+        return (self.spec, *((str(part.dtype), part.shape, part.tobytes()) for part in parts if part is not None))
+
+    def __reduce__(self) -> tuple[type["QuantParams"], tuple[object, ...]]:
+        """Copies and unpickled values are built, checked and frozen anew."""
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __eq__(self, other: object) -> bool:
         return self._key() == other._key() if isinstance(other, QuantParams) else NotImplemented
@@ -386,3 +385,10 @@ class QuantParams:
 
     def __repr__(self) -> str:
         return f"dt.QuantParams({self.spec!r}, scale={brief(self.scale)}, zero_point={brief(self.zero_point)})"
+
+
+def _scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    found = float_dtype(dtype, "the scale")
+    if found.itemsize < np.dtype(np.float32).itemsize:
+        raise DtypeError(f"a scale's dtype is float32 or float64, got {found}")
+    return found

@@ -10,52 +10,67 @@ The public operators of ``detent.ops`` are ``select``, ``check`` and ``run``.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from detent._plan_checks import check_narrowed, check_out, refuse_nan
-from detent.dtypes import FLOATS, code_dtype, float_dtype
-from detent.errors import DetentError, DtypeError, ParamsError, ShapeError, SpecError, closest
+from detent._checks import as_array, as_shape
+from detent._plan_checks import check_is_params, check_narrowed, check_out, refuse_nan
+from detent.dtypes import FLOATS, code_dtype, compute_dtype, float_dtype
+from detent.errors import DetentError, DtypeError, OutError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import Format
 from detent.granularity import Tiling
 from detent.kernels import Kernel, find_kernel
 from detent.packing import pack, packed_size
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
-from detent.ste import Custom, Estimator, EstimatorLike, Tanh, get_estimator
+from detent.ste import Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
 
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee"]
 
 Array = NDArray[Any]
+Result: TypeAlias = Array | tuple[Array, Array, Array]
 NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 
 
 @dataclass(frozen=True)
-class _Signature:
-    """What an operation reads beside the parameters, its policies for NaN (the first is the default), its output."""
+class _Operation:
+    """What an operation reads beside the parameters, and what its kernel is told beside the arrays.
+
+    ``nan`` are its policies, the default first; ``options`` are keyword arguments of the kernel.
+    """
 
     inputs: tuple[str, ...]
+    options: frozenset[str]
     nan: tuple[NaNPolicy, ...] = ("propagate",)
     codes_in: bool = False
     codes_out: bool = False
 
+    @property
+    def estimated(self) -> bool:
+        """Whether the result depends on an estimator."""
+        return "ste" in self.options
 
-_SIGNATURES: Mapping[str, _Signature] = MappingProxyType(
+
+_FORWARD = frozenset({"spec", "step", "fill"})
+_BACKWARD = frozenset({"spec", "step", "ste"})
+_OPERATIONS: Mapping[str, _Operation] = MappingProxyType(
     {
-        "quantize": _Signature(("x",), nan=("raise", "zero_point", "qmin"), codes_out=True),
-        "dequantize": _Signature(("codes",), codes_in=True),
-        "fake_quantize": _Signature(("x",), nan=("propagate", "raise", "zero_point", "qmin")),
-        "quantize_backward": _Signature(("g", "x")),
-        "dequantize_backward": _Signature(("g",)),
-        "fake_quantize_backward": _Signature(("g", "x")),
-        "fake_quantize_learned_backward": _Signature(("g", "x")),
+        "quantize": _Operation(("x",), _FORWARD, nan=("raise", "zero_point", "qmin"), codes_out=True),
+        "dequantize": _Operation(("codes",), frozenset({"spec", "dtype"}), codes_in=True),
+        "fake_quantize": _Operation(("x",), _FORWARD, nan=("propagate", "raise", "zero_point", "qmin")),
+        "quantize_backward": _Operation(("g", "x"), _BACKWARD),
+        "dequantize_backward": _Operation(("g",), frozenset()),
+        "fake_quantize_backward": _Operation(("g", "x"), _BACKWARD),
+        "fake_quantize_learned_backward": _Operation(("g", "x"), _BACKWARD | {"grad_scale"}),
     }
 )
+LEARNED = "fake_quantize_learned_backward"
 
 
 @dataclass(frozen=True)
@@ -128,33 +143,19 @@ class Plan:
         >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku
         'quantize/float32/int8/tensor/symmetric/onnx/reference'
         """
-        kernel = find_kernel(operation)
-        signature = _SIGNATURES.get(operation)
-        if signature is None:
-            raise SpecError(f"{operation!r} is a kernel without a plan: expected one of {', '.join(_SIGNATURES)}")
+        kernel, known = find_kernel(operation), _OPERATIONS[operation]
         spec = get_spec(spec)
-        has_gradient = signature.inputs == ("g", "x")
-        if ste is not None and not has_gradient:
+        if ste is not None and not known.estimated:
             raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
-        estimator = get_estimator(ste, spec.convention) if has_gradient else None
-        policy = signature.nan[0] if nan is None else nan
-        if policy not in signature.nan:
+        estimator = get_estimator(ste, spec.convention) if known.estimated else None
+        policy = known.nan[0] if nan is None else nan
+        if policy not in known.nan:
             raise SpecError(
-                f"unknown NaN policy {nan!r} of {operation}{closest(str(nan), get_args(NaNPolicy))} "
-                f"expected {', '.join(signature.nan)}"
+                f"{operation} has no NaN policy {nan!r}{closest(str(nan), known.nan)} expected {', '.join(known.nan)}"
             )
-        key = (
-            operation,
-            tuple(int(size) for size in shape),
-            float_dtype(dtype).name,
-            spec,
-            estimator,
-            policy,
-        )
-        try:
-            return _make(*key, kernel)
-        except TypeError:  # an estimator that cannot be hashed is not cached
-            return _make.__wrapped__(*key, kernel)
+        # A callable may hold on to large arrays: its plan is not kept.
+        make = _make.__wrapped__ if isinstance(estimator, Custom) else _make
+        return make(operation, as_shape(shape), float_dtype(dtype, "the data").name, spec, estimator, policy, kernel)
 
     @property
     def sku(self) -> str:
@@ -169,10 +170,10 @@ class Plan:
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
         """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
-        math = "float64" if self.dtype == "float64" else "float32"
+        math = compute_dtype(FLOATS[self.dtype]).name
         return PrecisionGuarantee(math, bit_stable=not isinstance(self.ste, Tanh))
 
-    def can_implement(self, *operands: Array | QuantParams | None) -> bool:
+    def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
         """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.
 
         >>> import detent as dt, numpy as np
@@ -181,12 +182,12 @@ class Plan:
         False
         """
         try:
-            self.check(*operands)
+            self.check(*operands, out=out)
         except DetentError:
             return False
         return True
 
-    def check(self, *operands: Array | QuantParams | None) -> None:
+    def check(self, *operands: Array | QuantParams | None, out: Array | None = None) -> None:
         """Raise what ``can_implement`` would say no to.
 
         >>> import detent as dt, numpy as np
@@ -194,28 +195,25 @@ class Plan:
         >>> plan.check(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
         Traceback (most recent call last):
         ...
-        detent.errors.ShapeError: x has shape (4,), expected (3,)
+        detent.errors.ShapeError: x has shape (4,), expected (3,): select a plan for this shape
         """
-        count = len(_SIGNATURES[self.operation].inputs)
-        names = (*_SIGNATURES[self.operation].inputs, "params", "out")
-        if len(operands) not in {count + 1, count + 2}:
-            raise ShapeError(
+        names = (*_OPERATIONS[self.operation].inputs, "params", "out")
+        given = dict(zip(names, operands, strict=False))
+        if not len(names) - 1 <= len(operands) <= len(names):
+            raise DtypeError(
                 f"{self.operation} takes {', '.join(names[:-1])} and optionally out, got {len(operands)} operands"
             )
-        inputs, params, out = dict(zip(names, operands[:count], strict=False)), operands[count], operands[count + 1 :]
-        if not isinstance(params, QuantParams):
-            raise DtypeError(
-                f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
-            )
+        inputs = {name: given[name] for name in names[:-2]}
         for name, array in inputs.items():
             self._check_input(name, array)
-        self.check_params(params)
-        if out and out[0] is not None:
-            check_out(out[0], self._accepted_outputs(), inputs)
+        self.check_params(given["params"])
+        target = given.get("out") if out is None else out
+        if target is not None:
+            check_out(target, self._accepted_outputs(), inputs)
 
     def run(
         self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
-    ) -> Array | tuple[Array, Array, Array]:
+    ) -> Result:
         """Run on operands that ``check`` accepts; only NaN is looked at, under the policy "raise".
 
         Args:
@@ -227,66 +225,74 @@ class Plan:
         Returns:
             The result, ``out`` where it was given; the gradients of x, scale and zero point for
             "fake_quantize_learned_backward".
+
+        >>> import detent as dt, numpy as np
+        >>> plan = dt.Plan.select("fake_quantize_backward", shape=(2,), dtype="float64", spec="int8", ste="clipped")
+        >>> plan.run(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams.int8_symmetric())
+        array([1., 0.])
         """
         inputs, params = cast("list[Array]", list(operands[:-1])), cast("QuantParams", operands[-1])
         if self.nan == "raise":
             refuse_nan("x", inputs[0])
         with np.errstate(all="ignore"):
-            result = self._compute(inputs, params, step, grad_scale)
+            if isinstance(self.ste, Custom):
+                result = self._custom(self.ste, inputs, params, step, grad_scale)
+            else:
+                result = self._compute(inputs, params, step, grad_scale)
         return _deliver(result, out, self)
 
-    def _compute(
-        self, inputs: list[Array], params: QuantParams, step: int, grad_scale: float | None
-    ) -> Array | tuple[Array, Array, Array]:
-        if isinstance(self.ste, Custom):
-            return self._custom(self.ste, inputs, params, step, grad_scale)
+    def _compute(self, inputs: list[Array], params: QuantParams, step: int, grad_scale: float | None) -> Result:
+        known = _OPERATIONS[self.operation]
         shape = self.shape or (1,)  # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars
-        arrays = [array.reshape(shape) for array in inputs]
-        scale = params.scale.astype("float64" if self.dtype == "float64" else "float32")
-        options: dict[str, object] = {"tiling": self.spec.granularity.tiling(shape)}
+        tiling = self.tiling if self.shape else self.spec.granularity.tiling(shape)
+        arrays = (
+            [_bit_patterns(array).reshape(shape) for array in inputs]
+            if known.codes_in
+            else [array.reshape(shape) for array in inputs]
+        )
+        numbers = [params.scale.astype(compute_dtype(FLOATS[self.dtype])), params.zero_point]
+        everything = {
+            "spec": self.spec,
+            "step": step,
+            "ste": self.ste,
+            "fill": self.nan if self.nan in {"zero_point", "qmin"} else None,
+            "grad_scale": grad_scale,
+            "dtype": FLOATS[self.dtype],
+        }
+        options = {name: everything[name] for name in known.options}
         if self.operation == "dequantize_backward":
-            return cast("Array", self.kernel.function(*arrays, scale, **options))
-        options["spec"] = self.spec
-        if self.operation == "dequantize":
-            arrays = [array.view(np.uint8) if self.spec.format.kind == "float" else array for array in arrays]
-            options["dtype"] = FLOATS[self.dtype]
-        else:
-            options["step"] = step
-        if self.ste is not None:
-            options["ste"] = self.ste
-        if self.nan in {"zero_point", "qmin"}:
-            options["fill"] = self.nan
-        if self.operation == "fake_quantize_learned_backward":
-            options["grad_scale"] = grad_scale
-        return cast("Array", self.kernel.function(*arrays, scale, params.zero_point, **options))
+            numbers.pop()
+        return cast("Result", self.kernel.function(*arrays, *numbers, tiling=tiling, **options))
 
     def _custom(
         self, ste: Custom, inputs: list[Array], params: QuantParams, step: int, grad_scale: float | None
-    ) -> Array | tuple[Array, Array, Array]:
+    ) -> Result:
         """A callable's gradient of x, beside the kernel's gradients of scale and zero point where asked for."""
         g, x = inputs
-        gx = np.asarray(ste.function(g, x, params))
+        gx = np.array(as_array("the estimator's result", ste.function(g, x, params)))  # type: ignore[arg-type]  # any
         if gx.shape != g.shape or gx.dtype != g.dtype:
-            raise ShapeError(f"the estimator must return {g.dtype} of {g.shape}, got {gx.dtype} of {gx.shape}")
+            raise DtypeError(
+                f"the estimator must return {g.dtype} of shape {g.shape}, got {gx.dtype} of shape {gx.shape}"
+            )
         if self.operation == "fake_quantize_backward":
             return gx
-        plain = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
+        identity = replace(self, ste=Identity())
         if self.operation == "quantize_backward":
-            return plain.run(gx, x, params, step=step)
-        _, gs, gz = plain.run(g, x, params, step=step, grad_scale=grad_scale)
+            return identity._compute([gx, x], params, step, grad_scale)
+        _, gs, gz = identity._compute(inputs, params, step, grad_scale)
         return gx, gs, gz
 
     def _check_input(self, name: str, array: object) -> None:
         if not isinstance(array, np.ndarray):
             raise DtypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
-        codes_in = _SIGNATURES[self.operation].codes_in
+        codes_in = _OPERATIONS[self.operation].codes_in
         wanted = code_dtype(self.spec) if codes_in else FLOATS[self.dtype]
         if array.dtype != wanted:
-            raise DtypeError(f"{name} has dtype {array.dtype}, {self.operation} of {self.sku} expects {wanted}")
+            raise DtypeError(f"{name} has dtype {array.dtype}, expected {wanted}: convert it, or select another plan")
         if array.shape != self.shape:
-            raise ShapeError(f"{name} has shape {array.shape}, expected {self.shape}")
+            raise ShapeError(f"{name} has shape {array.shape}, expected {self.shape}: select a plan for this shape")
 
-    def check_params(self, params: QuantParams) -> None:
+    def check_params(self, params: object) -> None:
         """Raise unless the parameters fit the plan's spec and shape.
 
         >>> import detent as dt
@@ -294,6 +300,8 @@ class Plan:
         ...     dt.QuantParams.int8_symmetric()
         ... )
         """
+        check_is_params(params)
+        params = cast("QuantParams", params)
         if params.spec != self.spec:
             raise ParamsError(
                 f"params belong to {params.spec!r}, the plan to {self.spec!r}: select a plan for the params' spec"
@@ -307,13 +315,12 @@ class Plan:
             check_narrowed(params.scale)
 
     def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-        if not _SIGNATURES[self.operation].codes_out:
+        if self.operation == LEARNED:
+            raise OutError(f"{LEARNED} returns three arrays and takes no out: leave it out")
+        if not _OPERATIONS[self.operation].codes_out:
             return [(FLOATS[self.dtype], self.shape)]
-        count = int(np.prod(self.shape, dtype=object)) if self.shape else 1
-        return [
-            (code_dtype(self.spec), self.shape),
-            (np.dtype("uint8"), (packed_size(count, self.spec.bits),)),
-        ]
+        packed = packed_size(prod(self.shape), self.spec.bits)
+        return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
 
 
 @lru_cache(maxsize=4096)
@@ -329,15 +336,18 @@ def _make(
     return Plan(operation, shape, dtype, spec, ste, nan, spec.granularity.tiling(shape), kernel)
 
 
-def _deliver(
-    result: Array | tuple[Array, Array, Array], out: Array | None, plan: Plan
-) -> Array | tuple[Array, Array, Array]:
+def _bit_patterns(codes: Array) -> Array:
+    """Codes of small floats as uint8; integers as they are."""
+    return codes if codes.dtype.kind in "iu" else codes.view(np.uint8)
+
+
+def _deliver(result: Result, out: Array | None, plan: Plan) -> Result:
     """The result in the contract's dtype, and in the caller's array where there is one."""
     if isinstance(result, tuple):
         gx, gs, gz = result
         return gx.reshape(plan.shape), np.asarray(gs), np.asarray(gz)
     values = np.asarray(result).reshape(plan.shape)
-    if plan.operation == "quantize" and plan.spec.format.kind == "float":
+    if _OPERATIONS[plan.operation].codes_out and plan.spec.format.kind == "float":
         values = values.view(code_dtype(plan.spec))
     if out is None:
         return values

@@ -21,18 +21,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detent import _quantizer_state, metrics
+from detent._checks import as_integer
+from detent._parameter_source import ParameterSource
 from detent._plan_checks import STEP_LIMIT
-from detent._quantizer_state import State
 from detent.convention import Convention, get_convention
 from detent.dtypes import float_array
-from detent.errors import NotCalibratedError, SpecError, StateError
+from detent.errors import NotCalibratedError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
-from detent.observers import EMAMinMax, MinMax
 from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_learned_backward
 from detent.params import QuantParams
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec
-from detent.ste import Clipped, EstimatorLike, get_estimator
+from detent.ste import Clipped, Estimator, EstimatorLike, get_estimator
 
 __all__ = ["FakeQuantize"]
 
@@ -58,9 +58,9 @@ class FakeQuantize:
         ste: the estimator of backward; None is the mask of the spec's convention.
 
     Attributes:
-        spec, mode, ste: as given.
         enabled: False makes forward return a copy of x, backward a copy of g, and leaves the state alone.
-        training: set by ``train()`` and ``eval()``; only training changes the state.
+        training: set by ``train()`` and ``eval()``; only training changes the state, but for mode PerBatch,
+            whose parameters are those of the last batch.
         step: the counter of stochastic rounding, one per forward.
         scale_grad, zero_point_grad: mode Learned, the gradients of the last backward; symmetric specs have no second.
 
@@ -78,18 +78,14 @@ class FakeQuantize:
         mode: ScaleMode | str = EMA_DEFAULT,
         ste: EstimatorLike = None,
     ) -> None:
-        self.spec = get_spec(spec)
-        self.mode = get_scale_mode(mode)
-        self.ste = get_estimator(ste, self.spec.convention)
+        self._source = ParameterSource(get_spec(spec), get_scale_mode(mode))
+        self._ste = get_estimator(ste, self.spec.convention)
         self.enabled = True
         self.training = True
         self.step = 0
         self.scale_grad: Array | None = None
         self.zero_point_grad: Array | None = None
-        self._params: QuantParams | None = None
-        self._learned_zero_point: Array | None = None
         self._last: _Forward | None = None
-        self._observer = EMAMinMax(self.mode.decay, self.spec.granularity) if isinstance(self.mode, EMA) else None
 
     @classmethod
     def q8(cls, convention: Convention | str = Convention.onnx) -> Self:
@@ -125,8 +121,7 @@ class FakeQuantize:
         >>> FakeQuantize.from_bits(4, symmetric=False, scale=0.5, zero_point=3).float_range()
         (-1.5, 6.0)
         """
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 1 <= bits <= MAX_BITS:
-            raise SpecError(f"bits is an integer in 1..{MAX_BITS}, got {bits!r}")
+        as_integer("bits", bits, at_least=1, at_most=MAX_BITS)
         form = get_format(f"int{bits}" if symmetric else f"uint{bits}")
         spec = QuantSpec(form, symmetric=symmetric, convention=get_convention(convention))
         quantizer = cls(spec, mode=Fixed(), ste=ste)
@@ -148,12 +143,13 @@ class FakeQuantize:
         array([ 0.5, 63.5])
         """
         data = float_array(x)
-        if not self.enabled:
+        if not self.enabled or not data.size:
+            self._last = None
             return data.copy()
-        params = self._params_for(data)
+        params = self._source.for_batch(data, training=self.training)
         result = fake_quantize(data, params, step=self.step)
         self._last = _Forward(data, params, self.step)
-        if self.spec.rounding.kind == "stochastic":
+        if self.training and self.spec.rounding.kind == "stochastic":
             self.step = (self.step + 1) % STEP_LIMIT
         return result
 
@@ -164,7 +160,7 @@ class FakeQuantize:
         >>> FakeQuantize.q8().forward_with_calibration(np.array([127.0, 0.4], np.float32))
         array([127.,   0.], dtype=float32)
         """
-        if self.enabled and not self.is_initialized:
+        if self.enabled and not self.is_initialized and not self._source.starts_by_itself(training=self.training):
             self.calibrate(x)
         return self.forward(x)
 
@@ -179,12 +175,15 @@ class FakeQuantize:
         >>> FakeQuantize.from_bits(8).backward(np.ones(2), np.array([1.0, 999.0]))
         array([1., 0.])
         """
-        if not self.enabled:
-            return np.array(g)
+        gradient = float_array(g, "g")
+        if not self.enabled or not gradient.size:
+            return gradient.copy()
         forward = self._forward_of(x)
         if not isinstance(self.mode, Learned):
-            return fake_quantize_backward(g, forward.x, forward.params, ste=self.ste, step=forward.step)
-        gx, gs, gz = fake_quantize_learned_backward(g, forward.x, forward.params, ste=self.ste, step=forward.step)
+            return fake_quantize_backward(gradient, forward.x, forward.params, ste=self.ste, step=forward.step)
+        gx, gs, gz = fake_quantize_learned_backward(
+            gradient, forward.x, forward.params, ste=self.ste, step=forward.step
+        )
         self.scale_grad, self.zero_point_grad = gs, None if self.symmetric else gz
         return gx
 
@@ -195,10 +194,11 @@ class FakeQuantize:
         >>> FakeQuantize.from_bits(8).backward_clamped(np.ones(2), np.array([127.0, 127.25]))
         array([1., 0.])
         """
-        if not self.enabled:
-            return np.array(g)
+        gradient = float_array(g, "g")
+        if not self.enabled or not gradient.size:
+            return gradient.copy()
         forward = self._forward_of(x)
-        return fake_quantize_backward(g, forward.x, forward.params, ste=Clipped(on="value"), step=forward.step)
+        return fake_quantize_backward(gradient, forward.x, forward.params, ste=Clipped(on="value"))
 
     def quantization_noise(self, x: ArrayLike) -> float:
         """The mean squared error that forward would make on x; the state stays as it is.
@@ -210,21 +210,8 @@ class FakeQuantize:
         data = float_array(x)
         if not self.enabled or not data.size:
             return 0.0
-        params = self._params_of_batch(data) if isinstance(self.mode, PerBatch) else self._require_params()
+        params = self._source.of_batch(data) if isinstance(self.mode, PerBatch) else self.params
         return metrics.mse(data, fake_quantize(data, params, step=self.step))
-
-    def _params_for(self, x: Array) -> QuantParams:
-        if isinstance(self.mode, PerBatch):
-            self._params = self._params_of_batch(x)
-        elif self._observer is not None and self.training:
-            self._params = self._observer.observe(x).params(self.spec)
-        elif isinstance(self.mode, Learned) and self.training and not self.is_initialized:
-            self.calibrate(x)
-        return self._require_params()
-
-    def _params_of_batch(self, x: Array) -> QuantParams:
-        """The batch's own parameters, from its finite values: NaN shows in the result, as in the other modes."""
-        return MinMax(self.spec.granularity).observe(x).params(self.spec)
 
     def _forward_of(self, x: ArrayLike | None) -> _Forward:
         if x is None:
@@ -232,7 +219,7 @@ class FakeQuantize:
                 raise NotCalibratedError("backward(g) needs a forward before it: call forward(x), or backward(g, x)")
             return self._last
         if self._last is None:
-            return _Forward(float_array(x), self._require_params(), self.step)
+            return _Forward(float_array(x), self.params, self.step)
         return _Forward(float_array(x), self._last.params, self._last.step)
 
     def calibrate(self, x: ArrayLike) -> Self:
@@ -242,10 +229,7 @@ class FakeQuantize:
         >>> float(FakeQuantize.q8().calibrate(np.array([-2.0, 254.0], np.float32)).scale)
         2.0
         """
-        if self._observer is not None:
-            self._set_params(self._observer.reset().observe(x).params(self.spec))
-        else:
-            self._set_params(QuantParams.from_data(self.spec, x))
+        self._source.calibrate(x)
         return self
 
     def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
@@ -254,39 +238,33 @@ class FakeQuantize:
         >>> int(FakeQuantize.from_bits(8, symmetric=False).update_params(0.1, 7).zero_point)
         7
         """
-        if not isinstance(self.mode, Learned) or zero_point is None:
-            self._set_params(QuantParams(self.spec, scale, zero_point))  # type: ignore[arg-type]  # scalars too
-            return self
-        learned = np.asarray(zero_point, np.float32)
-        if not np.isfinite(learned).all():
-            raise SpecError(f"a learned zero point is finite, got {zero_point!r}")
-        whole = np.clip(np.round(learned), self.spec.qmin, self.spec.qmax)
-        self._set_params(QuantParams(self.spec, scale, whole.astype(np.int32)))  # type: ignore[arg-type]
-        self._learned_zero_point = np.broadcast_to(learned, self.scale.shape).copy()
+        self._source.update(scale, zero_point)
         return self
 
-    def _set_params(self, params: QuantParams) -> None:
-        self._params = params
-        self._last = None
-        self._learned_zero_point = params.zero_point.astype(np.float32) if isinstance(self.mode, Learned) else None
+    @property
+    def spec(self) -> QuantSpec:
+        """How."""
+        return self._source.spec
 
-    def _require_params(self) -> QuantParams:
-        if self._params is None:
-            raise NotCalibratedError(
-                "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
-                "update_params(scale, zero_point) first"
-            )
-        return self._params
+    @property
+    def mode(self) -> ScaleMode:
+        """Where the parameters come from."""
+        return self._source.mode
+
+    @property
+    def ste(self) -> Estimator:
+        """The estimator of backward."""
+        return self._ste
 
     @property
     def params(self) -> QuantParams:
         """The current parameters."""
-        return self._require_params()
+        return self._source.require()
 
     @property
     def is_initialized(self) -> bool:
         """Whether there are parameters."""
-        return self._params is not None
+        return self._source.params is not None
 
     @property
     def bits(self) -> int:
@@ -301,13 +279,12 @@ class FakeQuantize:
     @property
     def scale(self) -> Array:
         """The current scale, read-only."""
-        return self._require_params().scale
+        return self.params.scale
 
     @property
     def zero_point(self) -> Array:
         """The current zero point, read-only; in mode Learned the float before rounding."""
-        params = self._require_params()
-        return params.zero_point if self._learned_zero_point is None else self._learned_zero_point
+        return self._source.zero_point
 
     @property
     def num_levels(self) -> int:
@@ -328,8 +305,9 @@ class FakeQuantize:
         >>> FakeQuantize.from_bits(8, scale=0.5).float_range()
         (-63.5, 63.5)
         """
-        params = self._require_params()
-        lo, hi = ((end - params.zero_point).astype(params.scale.dtype) * params.scale for end in self.quant_range())
+        params = self.params
+        with np.errstate(all="ignore"):
+            lo, hi = ((end - params.zero_point).astype(params.scale.dtype) * params.scale for end in self.quant_range())
         return (float(lo), float(hi)) if params.scale.ndim == 0 else (lo, hi)
 
     def train(self, mode: bool = True) -> Self:
@@ -353,11 +331,9 @@ class FakeQuantize:
         """The state: ``initialized``, ``step``, and where initialized ``scale``, ``zero_point`` and their origin.
 
         >>> sorted(FakeQuantize.q8().state_dict())
-        ['initialized', 'step', 'version']
+        ['initialized', 'spec', 'step', 'version']
         """
-        arrays = {} if self._params is None else {**self._params.to_arrays(), "zero_point": self.zero_point}
-        observed = {} if self._observer is None else self._observer.state_dict()
-        return _quantizer_state.join(State(self.is_initialized, self.step, arrays, observed))
+        return _quantizer_state.join(self._source.state(self.step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """Take over what ``state_dict`` of an operator with the same spec and mode returned.
@@ -370,21 +346,17 @@ class FakeQuantize:
         0.5
         """
         parts = _quantizer_state.split(state)
-        if bool(parts.observed) != (self._observer is not None):
+        if parts.spec != self.spec:
+            raise StateError(f"the state belongs to {parts.spec!r}, this operator to {self.spec!r}: use the same spec")
+        if bool(parts.observed) != (self._source.observer is not None):
             has = "has" if parts.observed else "lacks"
             raise StateError(f"the state {has} an observer, mode {self.mode} expects the opposite: use the same mode")
-        fresh = type(self)(self.spec, self.mode, self.ste)
+        source = ParameterSource(self.spec, self.mode)
         try:
-            if parts.arrays and isinstance(self.mode, Learned):
-                fresh.update_params(parts.arrays["scale"], parts.arrays["zero_point"])
-            elif parts.arrays:
-                fresh._set_params(QuantParams.from_arrays(self.spec, parts.arrays))
-            if fresh._observer is not None:
-                fresh._observer.load_state_dict(parts.observed)
+            source.load(parts)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state does not fit {self.spec}: {error}") from error
-        self._params, self._learned_zero_point = fresh._params, fresh._learned_zero_point
-        self._observer, self.step, self._last = fresh._observer, parts.step, None
+        self._source, self.step, self._last = source, parts.step, None
         return self
 
     def __repr__(self) -> str:

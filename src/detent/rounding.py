@@ -16,13 +16,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from detent._checks import as_integer
 from detent.errors import SpecError, closest
 
 __all__ = ["Rounding", "floor", "get_rounding", "half_away", "half_even", "stochastic"]
 
 Kind = Literal["half_even", "half_away", "floor", "stochastic"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SEED_LIMIT = 1 << 64
+SEED_LIMIT = (1 << 64) - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,8 +47,7 @@ class Rounding:
             raise SpecError(
                 f"unknown rounding {self.kind!r}{closest(str(self.kind), KINDS)} expected {', '.join(KINDS)}"
             )
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < SEED_LIMIT:
-            raise SpecError(f"a rounding seed is an integer in 0..2**64-1, got {self.seed!r}")
+        object.__setattr__(self, "seed", as_integer("a rounding seed", self.seed, at_least=0, at_most=SEED_LIMIT))
         if self.seed and self.kind != "stochastic":
             raise SpecError(f"only stochastic rounding has a seed, got seed {self.seed} for {self.kind!r}")
 
@@ -80,7 +80,7 @@ def get_rounding(value: Rounding | str) -> Rounding:
     """
     if isinstance(value, Rounding):
         return value
-    match = re.fullmatch(r"(\w+?)(?:\((\d{1,20})\))?", value) if isinstance(value, str) else None
+    match = re.fullmatch(r"(\w+?)(?:\(([0-9]{1,20})\))?", value) if isinstance(value, str) else None
     if match is None or match[1] not in KINDS:
         raise SpecError(
             f"unknown rounding {value!r}{closest(str(value), KINDS)} expected half_even, half_away, floor, "

@@ -10,7 +10,9 @@ Learned()    a scale and zero point that gradients change (LSQ, Esser et al. 202
 
 import json
 from dataclasses import asdict, dataclass
+from numbers import Real
 
+from detent._checks import unique_keys
 from detent.errors import SpecError, closest
 
 __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
@@ -38,9 +40,12 @@ class ScaleMode:
 
         Raises:
             SpecError: not the JSON of a mode.
+
+        >>> ScaleMode.from_json(Fixed().to_json())
+        Fixed()
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=unique_keys)
             return _MODES[data.pop("kind")](**data)
         except SpecError:
             raise
@@ -72,7 +77,7 @@ class EMA(ScaleMode):
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0.0 <= self.decay < 1.0:
+        if isinstance(self.decay, bool) or not isinstance(self.decay, Real) or not 0.0 <= self.decay < 1.0:
             raise SpecError(f"EMA decay is the part kept, a number in [0, 1), got {self.decay!r}")
         object.__setattr__(self, "decay", float(self.decay))
 

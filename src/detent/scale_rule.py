@@ -54,16 +54,23 @@ def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parame
     >>> derive(QuantSpec("uint8"), np.float64(-1.0), np.float64(4.0), np.dtype("float32")).zero_point
     array(51, dtype=int32)
     """
+    with np.errstate(all="ignore"):
+        return _derive(spec, lo, hi, dtype)
+
+
+def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
     if spec.scale_format == "e8m0":
-        return _unsigned_levels(spec, _power_of_two(spec, lo, hi).astype(dtype))
+        return _symmetric_parameters(spec, _power_of_two(spec, lo, hi))
     if spec.scale_format == "e4m3":
         return _two_level(spec, lo, hi)
     exact, degenerate = _zero_range(spec, *(_symmetric(spec, lo, hi) if spec.symmetric else _affine(spec, lo, hi)))
     scale = _store(exact, dtype, lo, hi)
+    if spec.symmetric:
+        return _symmetric_parameters(spec, scale)
     return Parameters(scale, _zero_point(spec, lo, scale, degenerate))
 
 
-def _unsigned_levels(spec: QuantSpec, scale: NDArray[np.floating]) -> Parameters:
+def _symmetric_parameters(spec: QuantSpec, scale: NDArray[np.floating]) -> Parameters:
     return Parameters(scale, np.full(scale.shape, spec.symmetric_zero_point, np.int32))
 
 
@@ -112,8 +119,7 @@ def _zero_range(spec: QuantSpec, scale: Float64, divisor: float) -> tuple[Float6
 
 def _store(exact: Float64, dtype: np.dtype, lo: Float64, hi: Float64) -> NDArray[np.floating]:
     """The exact scale rounded to its dtype, at least the dtype's smallest normal number."""
-    with np.errstate(over="ignore", under="ignore"):
-        scale: NDArray[np.floating] = np.maximum(exact.astype(dtype), np.finfo(dtype).smallest_normal)
+    scale: NDArray[np.floating] = np.asarray(np.maximum(exact.astype(dtype), np.finfo(dtype).smallest_normal))
     if not np.isfinite(scale).all():
         raise RangeError(
             f"the range [{lo.min()}, {hi.max()}] needs a scale beyond {dtype}: use dtype='float64' or rescale the data"
@@ -124,23 +130,20 @@ def _store(exact: Float64, dtype: np.dtype, lo: Float64, hi: Float64) -> NDArray
 def _zero_point(
     spec: QuantSpec, lo: Float64, scale: NDArray[np.floating], degenerate: NDArray[np.bool_]
 ) -> NDArray[np.int32]:
-    if spec.symmetric:
-        return np.full(scale.shape, spec.symmetric_zero_point, np.int32)
     low, _ = _widened(spec, lo, lo)
     rounding = half_away if spec.convention.rounding == half_away else half_even
-    with np.errstate(over="ignore"):
-        exact = spec.qmin - low / scale.astype(np.float64)
+    exact = spec.qmin - low / scale.astype(np.float64)
     nearest = np.clip(round_with(np, rounding, exact, 0), spec.qmin, spec.qmax)
     at_zero = spec.qmin if spec.convention.zero_range.kind == "unit_at_qmin" else np.clip(0, spec.qmin, spec.qmax)
     return np.asarray(np.where(degenerate, at_zero, nearest), np.int32)
 
 
-def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> Float64:
+def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:
     """The OCP MX scale of each set: the power of two that brings the largest magnitude to the format's top binade."""
     largest = _largest(lo, hi)
     top = int(np.frexp(spec.qmax)[1]) - 1
     exponent = np.clip(np.frexp(largest)[1] - 1 - top, *MX_EXPONENTS)
-    return np.asarray(np.where(largest == 0, 1.0, np.ldexp(1.0, exponent)))
+    return np.asarray(np.where(largest == 0, 1.0, np.ldexp(1.0, exponent)), np.float32)
 
 
 def _two_level(spec: QuantSpec, lo: Float64, hi: Float64) -> Parameters:
@@ -152,12 +155,11 @@ def _two_level(spec: QuantSpec, lo: Float64, hi: Float64) -> Parameters:
     largest = _largest(lo, hi)
     total = float(largest.max())
     floor = float(np.finfo(np.float32).smallest_normal) / block_min
-    with np.errstate(over="ignore"):
-        tensor = np.float32(max(total / (block_max * spec.qmax), floor) if total else 1.0)
+    tensor = np.float32(max(total / (block_max * spec.qmax), floor) if total else 1.0)
     if not np.isfinite(tensor):
         raise RangeError(f"the largest magnitude {total} needs a tensor scale beyond float32: rescale the data")
     block = np.clip((largest / spec.qmax / np.float64(tensor)).astype(np.float32), block_min, block_max)
     stored = np.asarray(encode(np, float8_e4m3fn, block), np.uint8).view(ml_dtypes.float8_e4m3fn)
     effective = np.asarray(stored.astype(np.float32) * tensor)
-    levels = _unsigned_levels(spec, effective)
+    levels = _symmetric_parameters(spec, effective)
     return Parameters(levels.scale, levels.zero_point, stored, np.asarray(tensor))

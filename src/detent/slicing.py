@@ -37,6 +37,11 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
     slices = tuple(part for part in parts if isinstance(part, slice))
     if len(slices) != len(parts):
         raise ShapeError(f"a QuantizedTensor is sliced by slices, got {index!r}: use i:i+1 instead of i")
+    try:
+        for part in slices:
+            part.indices(1)
+    except (TypeError, ValueError) as fault:
+        raise ShapeError(f"{index!r} is no slice of an array: {fault}") from fault
     return slices
 
 

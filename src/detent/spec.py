@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from detent._checks import has_keys, plain, unique_keys
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
-from detent.formats import Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
+from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
 from detent.granularity import Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
 from detent.rounding import Rounding, get_rounding, half_even
 
@@ -24,7 +25,7 @@ ScaleFormat = Literal["float", "e8m0", "e4m3"]
 _SYMMETRY: Mapping[str, bool] = {"symmetric": True, "affine": False}
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, init=False, repr=False)
 class QuantSpec:
     """How numbers are quantized.
 
@@ -51,34 +52,44 @@ class QuantSpec:
     """
 
     format: Format
-    granularity: Granularity = PerTensor()
-    symmetric: bool = None  # type: ignore[assignment]  # resolved in __post_init__
-    convention: Convention = Convention.onnx
-    rounding: Rounding = None  # type: ignore[assignment]  # resolved in __post_init__
-    qmin: int | float = None  # type: ignore[assignment]  # resolved in __post_init__
-    qmax: int | float = None  # type: ignore[assignment]  # resolved in __post_init__
-    scale_format: ScaleFormat = "float"
+    granularity: Granularity
+    symmetric: bool
+    convention: Convention
+    rounding: Rounding
+    qmin: int | float
+    qmax: int | float
+    scale_format: ScaleFormat
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        format: Format | str,
+        granularity: Granularity | str = PerTensor(),
+        symmetric: bool | None = None,
+        convention: Convention | str = Convention.onnx,
+        rounding: Rounding | str | None = None,
+        qmin: float | None = None,
+        qmax: float | None = None,
+        scale_format: ScaleFormat = "float",
+    ) -> None:
         put = object.__setattr__
-        put(self, "format", get_format(self.format))
-        put(self, "granularity", get_granularity(self.granularity))
-        put(self, "convention", get_convention(self.convention))
-        if self.symmetric is None:
-            put(self, "symmetric", self.format.signed)
+        put(self, "format", _get_element(format))
+        put(self, "granularity", get_granularity(granularity))
+        put(self, "convention", get_convention(convention))
+        put(self, "symmetric", self.format.signed if symmetric is None else plain(symmetric))
+        put(self, "rounding", self._resolved_rounding(rounding))
+        put(self, "qmin", self._default_qmin() if qmin is None else plain(qmin))
+        put(self, "qmax", self.format.qmax if qmax is None else plain(qmax))
+        put(self, "scale_format", scale_format)
         if not isinstance(self.symmetric, bool):
-            raise SpecError(f"symmetric is True, False or None, got {self.symmetric!r}")
-        put(self, "rounding", self._resolved_rounding())
-        default_qmin = self._default_qmin()
-        put(self, "qmin", default_qmin if self.qmin is None else self.qmin)
-        put(self, "qmax", self.format.qmax if self.qmax is None else self.qmax)
-        _check_range(self)
+            raise SpecError(f"symmetric is True, False or None, got {symmetric!r}")
+        _check_types(self)
         _check_symmetry(self)
+        _check_range(self)
         _check_scale_format(self)
 
-    def _resolved_rounding(self) -> Rounding:
-        if self.rounding is not None:
-            rounding = get_rounding(self.rounding)
+    def _resolved_rounding(self, given: Rounding | str | None) -> Rounding:
+        if given is not None:
+            rounding = get_rounding(given)
             if not self.format.is_integer and rounding != half_even:
                 raise SpecError(f"{self.format.name} rounds half to even, got rounding {rounding}: leave rounding out")
             return rounding
@@ -184,21 +195,19 @@ class QuantSpec:
         if not isinstance(text, str):
             raise SpecError(f"a spec string looks like 'int8/axis0', got {text!r}")
         head, *parts = text.split("/")
-        base = NAMED_SPECS.get(head)
         changes: dict[str, object] = {}
-        rest = list(parts)
-        if rest and rest[0] not in _SYMMETRY and rest[0] not in PRESETS:
-            changes["granularity"] = _parse_granularity(rest.pop(0))
-        if rest and rest[0] in _SYMMETRY:
-            changes["symmetric"] = _SYMMETRY[rest.pop(0)]
-        if rest:
-            changes["convention"] = get_convention(rest.pop(0))
-        if rest:
-            raise SpecError(
-                f"{text!r}: unexpected {rest[0]!r} at the end; expected "
-                "format[/granularity][/symmetric|affine][/convention]"
-            )
-        return cls(get_format(head), **changes) if base is None else base.replace(**changes)  # type: ignore[arg-type]
+        for part in parts:
+            field, value = _parse_part(text, part)
+            if changes and _ORDER.index(field) <= max(map(_ORDER.index, changes)):
+                raise SpecError(f"{text!r}: {part!r} comes too late or twice; expected {_GRAMMAR}")
+            changes[field] = value
+        if head in NAMED_SPECS:
+            return NAMED_SPECS[head].replace(**changes)
+        if head not in FORMATS:
+            names = ", ".join(NAMED_SPECS)
+            hint = closest(head, [*FORMATS, *NAMED_SPECS])
+            raise SpecError(f"unknown format {head!r}{hint} Known formats: {KNOWN}, and the specs {names}")
+        return cls(head, **changes)  # type: ignore[arg-type]  # values made by _parse_part
 
     def to_json(self) -> str:
         """All fields as one line of JSON, with a version.
@@ -241,7 +250,7 @@ class QuantSpec:
         True
         """
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=unique_keys)
         except (TypeError, ValueError, RecursionError) as error:
             raise SpecError(f"not the JSON of a QuantSpec: {error}") from error
         return cls.from_dict(data)
@@ -255,28 +264,54 @@ class QuantSpec:
         dt.nvfp4
         """
         names = {"version", *(field.name for field in fields(cls))}
-        if not isinstance(data, Mapping) or set(data) != names:
+        if not has_keys(data, names):
             given = sorted(data) if isinstance(data, Mapping) else data
             raise SpecError(f"a QuantSpec needs exactly the keys {sorted(names)}, got {given!r}")
-        if data["version"] != JSON_VERSION or isinstance(data["version"], bool):
+        if type(data["version"]) is not int or data["version"] != JSON_VERSION:
             raise SpecError(
                 f"this detent reads QuantSpec version {JSON_VERSION}, got {data['version']!r}: update detent"
             )
         rest = {key: value for key, value in data.items() if key != "version"}
-        if None in rest.values():
-            raise SpecError(f"every field of a stored QuantSpec has a value, got {data!r}")
-        rest["granularity"] = granularity_from_dict(data["granularity"])  # type: ignore[arg-type]
-        rest["convention"] = Convention.from_dict(data["convention"])  # type: ignore[arg-type]
+        if None in rest.values() or not isinstance(rest["format"], str):
+            raise SpecError(f"every field of a stored QuantSpec has a value and a named format, got {data!r}")
+        rest["granularity"] = granularity_from_dict(data["granularity"])  # type: ignore[arg-type]  # checks its data
+        rest["convention"] = Convention.from_dict(data["convention"])  # type: ignore[arg-type]  # checks its data
         return cls(**rest)  # type: ignore[arg-type]  # checked on construction
 
 
-def _parse_granularity(part: str) -> Granularity:
+_GRAMMAR = "format[/granularity][/symmetric|affine][/convention]"
+_ORDER = ("granularity", "symmetric", "convention")
+
+
+def _parse_part(text: str, part: str) -> tuple[str, object]:
+    """The field that a part of a short string sets, and its value."""
+    if part in _SYMMETRY:
+        return "symmetric", _SYMMETRY[part]
+    if part in PRESETS:
+        return "convention", PRESETS[part]
     try:
-        return get_granularity(part)
+        return "granularity", get_granularity(part)
     except SpecError as error:
-        known = [*_SYMMETRY, *PRESETS]
-        hint = closest(part, known)
-        raise (error if hint == ":" else SpecError(f"unknown part {part!r}{hint} ({error})")) from None
+        hint = closest(part, [*_SYMMETRY, *PRESETS])
+        known = "tensor, axisN, token, groupN, blockNxM, symmetric, affine or a convention"
+        raise (error if hint == ":" else SpecError(f"{text!r}: unknown part {part!r}{hint} expected {known}")) from None
+
+
+def _get_element(value: Format | str) -> Format:
+    """The format; a spec string in its place is told from a misspelt name."""
+    if isinstance(value, str) and (value in NAMED_SPECS or "/" in value):
+        raise SpecError(f"{value!r} names a spec, expected a format: use dt.QuantSpec.parse({value!r})")
+    return get_format(value)
+
+
+def _check_types(spec: QuantSpec) -> None:
+    for name in ("qmin", "qmax"):
+        value = getattr(spec, name)
+        fits = int if spec.format.is_integer else (int, float)
+        if isinstance(value, bool) or not isinstance(value, fits):
+            raise SpecError(
+                f"{name} of {spec.format.name} is {'an integer' if fits is int else 'fixed'}, got {value!r}"
+            )
 
 
 def _check_range(spec: QuantSpec) -> None:
@@ -288,10 +323,6 @@ def _check_range(spec: QuantSpec) -> None:
                 "leave qmin and qmax out"
             )
         return
-    for name in ("qmin", "qmax"):
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise SpecError(f"{name} of {form.name} is an integer, got {value!r}")
     if not form.qmin <= spec.qmin < spec.qmax <= form.qmax:
         raise SpecError(
             f"the codes of {form.name} lie in [{form.qmin}, {form.qmax}] and qmin < qmax, "
@@ -323,11 +354,12 @@ def _check_scale_format(spec: QuantSpec) -> None:
 
 
 # The block formats of OCP MX and NVFP4, by the names their users know.
+NAMED_SPECS: Mapping[str, QuantSpec] = {}
 mxfp4 = QuantSpec(float4_e2m1fn, PerGroup(32), scale_format="e8m0")
 mxfp8 = QuantSpec(float8_e4m3fn, PerGroup(32), scale_format="e8m0")
 mxfp8_e5m2 = QuantSpec(float8_e5m2, PerGroup(32), scale_format="e8m0")
 nvfp4 = QuantSpec(float4_e2m1fn, PerGroup(16), scale_format="e4m3")
-NAMED_SPECS: Mapping[str, QuantSpec] = {
+NAMED_SPECS = {
     "mxfp4": mxfp4,
     "mxfp8": mxfp8,
     "mxfp8_e5m2": mxfp8_e5m2,

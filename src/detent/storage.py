@@ -1,12 +1,13 @@
 """Storage: safetensors bytes and files, written atomically and read as if they were hostile.
 
-The safetensors library accepts duplicated keys (the last wins) and takes a file's word for more than it should, so the
-header is checked here: sizes before anything is allocated, no duplicates, no holes, no overlap, no trailing bytes.
+The format is small enough to be written and checked here to the letter: the same input gives the same bytes (the
+library orders metadata at random), and a file's claims are checked before anything is allocated: no duplicated keys,
+no holes, no overlap, no trailing bytes.
 """
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from math import prod
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.errors import FileFormatError
+from detent._checks import SIZE_LIMIT, has_keys, unique_keys
+from detent.errors import DtypeError, FileFormatError
 
 __all__ = ["dumps", "loads", "read", "write_atomic"]
 
@@ -24,7 +26,9 @@ Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24
 RANK_LIMIT = 64
 _LENGTH = 8
+ENDS = 2  # begin and end
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
+_NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
@@ -34,10 +38,18 @@ def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> by
     >>> loads(dumps({"a": np.zeros(2, np.float32)}, {"k": "v"}))[1]
     {'k': 'v'}
     """
-    from safetensors.numpy import save  # noqa: PLC0415 - on use, so that `import detent` stays light
-
-    ready = {name: np.ascontiguousarray(value).reshape(value.shape) for name, value in arrays.items()}
-    return bytes(save(ready, metadata=dict(metadata)))
+    ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    parts, position = [], 0
+    for name, array in ordered:
+        part = array.astype(array.dtype.newbyteorder("<")).tobytes()
+        offsets = [position, position + len(part)]
+        header[name] = {"dtype": _NAMES[array.dtype.name], "shape": list(array.shape), "data_offsets": offsets}
+        parts.append(part)
+        position += len(part)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    return b"".join((len(text).to_bytes(_LENGTH, "little"), text, *parts))
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
@@ -51,7 +63,9 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
     ...
     detent.errors.FileFormatError: not a safetensors file: 3 bytes are fewer than the 8 of its length field
     """
-    header, body = _split(data)
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise DtypeError(f"expected the bytes of a safetensors file, got {type(data).__name__}: use read for a path")
+    header, body = _split(bytes(data))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FileFormatError("the metadata of a safetensors file maps strings to strings, this one does not")
@@ -95,26 +109,20 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     ['a']
     """
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
+        # Created with the permissions of an ordinary file, and only if no file of that name exists.
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o666 & ~_umask())
-        Path(temporary).replace(target)
+        temporary.replace(target)
     except BaseException:
         with suppress(OSError):
-            Path(temporary).unlink()
+            temporary.unlink()
         raise
     _sync_folder(target.parent)
-
-
-def _umask() -> int:
-    """The process's mask of file permissions, which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sync_folder(folder: Path) -> None:
@@ -141,33 +149,22 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     if not text.startswith(b"{"):
         raise FileFormatError("the header of a safetensors file starts with '{', this one does not")
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except FileFormatError:
-        raise
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"the header is not JSON: {error}") from error
+        raise FileFormatError(f"the header is not JSON without duplicates: {error}") from error
     return header, data[_LENGTH + length :]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise FileFormatError(f"the header holds the keys {twice} more than once")
-    return found
 
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """The NumPy dtype, shape, begin and end of one tensor, whose size fits its shape."""
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or not has_keys(entry, ("dtype", "shape", "data_offsets")):
         raise FileFormatError(f"tensor {name!r} needs the keys dtype, shape and data_offsets, got {entry!r}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FileFormatError(f"tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(_DTYPES)}")
-    if not _are_sizes(shape) or len(shape) > RANK_LIMIT:
+    if not _are_sizes(shape) or len(shape) > RANK_LIMIT or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
         raise FileFormatError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != len(("begin", "end")):
+    if not _are_sizes(offsets) or len(offsets) != ENDS:
         raise FileFormatError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]")
     begin, end = offsets
     expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
@@ -179,4 +176,4 @@ def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int,
 
 
 def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < SIZE_LIMIT for value in values)

@@ -1,6 +1,6 @@
 """QuantizedTensor: codes and the parameters that give them meaning.
 
-``x ~ (codes - zero_point) * scale``. A tensor is a value: immutable, comparable, and saved as a safetensors file whose
+``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only, comparable, and saved as a safetensors file whose
 metadata hold the spec. It remembers the float type of the data it was made from and dequantizes to it.
 """
 
@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from detent import storage
+from detent._checks import as_array, as_shape, has_keys, unique_keys
+from detent._plan_checks import check_is_params
 from detent.compact import compact, expand
 from detent.dtypes import code_dtype, float_dtype
 from detent.errors import DetentError, DtypeError, FileFormatError, ParamsError, ShapeError
@@ -25,11 +27,14 @@ from detent.spec import QuantSpec
 __all__ = ["QuantizedTensor"]
 
 FILE_VERSION = 1
+_METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"version", "spec", "shape", "dtype"})
 
 
 class QuantizedTensor:
-    """Codes of one shape with their parameters; made by ``dt.quantize``, ``from_codes`` or ``from_packed``.
+    """Codes of one shape with their parameters; made by ``dt.quantize``, from codes or ``from_packed``.
+
+    A tensor is a value, but for one that ``dt.quantize(..., out=...)`` returned: it shares memory with ``out``.
 
     Invariants: ``codes.shape == shape``; ``params.scale.shape`` is what the granularity makes of ``shape``; every
     integer code lies in the spec's range; ``packed`` holds the codes at ``spec.bits`` each.
@@ -42,22 +47,45 @@ class QuantizedTensor:
     (array([ 2, -4,  1], dtype=int8), 'c201')
     """
 
-    __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape")
+    __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape", "_shared")
 
-    def __init__(
-        self,
-        codes: NDArray[Any] | None,
-        packed: NDArray[np.uint8] | None,
+    def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
+        """The same as ``from_codes``."""
+        array = as_array("codes", codes)
+        found = float_dtype(dtype, "the tensor")
+        _check_fit(params, array.shape, found)
+        self._codes: NDArray[Any] | None = _read_only_view(_checked_codes(array, params.spec))
+        self._packed: NDArray[np.uint8] | None = None
+        self._params = params
+        self._shape = array.shape
+        self._dtype = found
+        self._shared = False
+
+    @classmethod
+    def trusted(
+        cls,
+        data: NDArray[Any],
         params: QuantParams,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-    ) -> None:
-        """Trusts its arguments; ``from_codes`` and ``from_packed`` check them."""
-        self._codes = _read_only(codes)
-        self._packed = _read_only(packed)
-        self._params = params
-        self._shape = shape
-        self._dtype = dtype
+        *,
+        packed: bool = False,
+        shared: bool = False,
+    ) -> "QuantizedTensor":
+        """A tensor of codes (or packed codes) that a plan has just made; nothing is checked or copied.
+
+        ``shared`` memory may change: nothing derived from it is kept, and such a tensor has no hash.
+
+        >>> import detent as dt, numpy as np
+        >>> params, dtype = dt.QuantParams.int8_symmetric(), np.dtype("float32")
+        >>> QuantizedTensor.trusted(np.zeros(2, np.int8), params, (2,), dtype).size
+        2
+        """
+        tensor = cls.__new__(cls)
+        view = _read_only_view(data)
+        tensor._codes, tensor._packed = (None, view) if packed else (view, None)
+        tensor._params, tensor._shape, tensor._dtype, tensor._shared = params, shape, dtype, shared
+        return tensor
 
     @classmethod
     def from_codes(cls, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> "QuantizedTensor":
@@ -71,10 +99,7 @@ class QuantizedTensor:
         >>> QuantizedTensor.from_codes([1, -2], dt.QuantParams.int8_symmetric()).dequantize()
         array([ 1., -2.], dtype=float32)
         """
-        array = np.asarray(codes)
-        _check_fit(params, array.shape)
-        stored = _checked_codes(array, params.spec)
-        return cls(stored, None, params, array.shape, float_dtype(dtype, "dtype"))
+        return cls(codes, params, dtype)
 
     @classmethod
     def from_packed(
@@ -86,29 +111,29 @@ class QuantizedTensor:
         >>> QuantizedTensor.from_packed(np.array([0xE1], np.uint8), dt.QuantParams.int4_symmetric(), (2,)).codes
         array([ 1, -2], dtype=int8)
         """
-        shape = tuple(shape)
-        _check_fit(params, shape)
-        spec = params.spec
-        codes = unpack(np.asarray(packed), spec.bits, prod(shape), signed=spec.format.is_integer and spec.format.signed)
-        if spec.format.kind == "float":
-            codes = codes.view(code_dtype(spec))
-        stored = _checked_codes(codes.reshape(shape), spec)
-        return cls(stored, np.array(packed, np.uint8), params, shape, float_dtype(dtype, "dtype"))
+        sizes = as_shape(shape)
+        _check_fit(params, sizes, float_dtype(dtype, "the tensor"))
+        return cls(_unpacked(as_array("packed", packed), params.spec, sizes), params, dtype)
 
     @property
     def codes(self) -> NDArray[Any]:
         """The codes, unpacked and read-only, in the data's shape."""
-        if self._codes is None:
-            whole = type(self).from_packed(self.packed, self._params, self._shape, self._dtype)
-            self._codes = whole.codes
-        return self._codes
+        if self._codes is not None:
+            return self._codes
+        codes = _read_only_view(_unpacked(self.packed, self.spec, self._shape))
+        if not self._shared:
+            self._codes = codes
+        return codes
 
     @property
     def packed(self) -> NDArray[np.uint8]:
         """The codes at ``spec.bits`` each, read-only: element 0 in the lowest bits of byte 0."""
-        if self._packed is None:
-            self._packed = _read_only(pack(self.codes, self.spec.bits))
-        return self._packed  # type: ignore[return-value]  # set above
+        if self._packed is not None:
+            return self._packed
+        packed = _read_only_view(pack(self.codes, self.spec.bits))
+        if not self._shared:
+            self._packed = packed
+        return packed
 
     @property
     def params(self) -> QuantParams:
@@ -152,7 +177,7 @@ class QuantizedTensor:
         >>> dt.quantize(np.array([0.4, 1.6]), dt.QuantParams.int8_symmetric()).dequantize()
         array([0., 2.])
         """
-        wanted = self._dtype if dtype is None else float_dtype(dtype, "dtype")
+        wanted = self._dtype if dtype is None else float_dtype(dtype, "the result")
         plan = Plan.select("dequantize", shape=self._shape, dtype=wanted, spec=self.spec)
         plan.check(self.codes, self._params, out)
         return cast("NDArray[Any]", plan.run(self.codes, self._params, out=out))
@@ -169,7 +194,7 @@ class QuantizedTensor:
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
         codes = self.codes[slices].copy()
-        return type(self)(codes, None, params, codes.shape, self._dtype)
+        return type(self).trusted(codes, params, codes.shape, self._dtype)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, QuantizedTensor):
@@ -182,15 +207,20 @@ class QuantizedTensor:
         )
 
     def __hash__(self) -> int:
+        if self._shared:
+            raise DtypeError("a tensor that shares the memory of out may change and has no hash: quantize without out")
         return hash((self._shape, self._dtype, self._params, self.codes.tobytes()))
+
+    def __reduce__(self) -> tuple[type["QuantizedTensor"], tuple[object, ...]]:
+        return type(self), (self.codes, self._params, self._dtype)
 
     def __len__(self) -> int:
         if not self._shape:
             raise ShapeError("a 0-d QuantizedTensor has no length")
-        return self._shape[0]
+        return int(self._shape[0])
 
     def __repr__(self) -> str:
-        ratio = self.size * self._dtype.itemsize / self.nbytes
+        ratio = self.size * self._dtype.itemsize / max(self.nbytes, 1)
         return (
             f"QuantizedTensor(shape={self._shape}, dtype={self._dtype}, spec={self.spec}, {self.nbytes:,} bytes, "
             f"{ratio:.1f}x smaller than {self._dtype})"
@@ -215,7 +245,7 @@ class QuantizedTensor:
             "dtype": self._dtype.name,
         }
         arrays = {"packed": self.packed, **compact(self._params)}
-        storage.write_atomic(path, storage.dumps(arrays, {"detent.QuantizedTensor": json.dumps(about)}))
+        storage.write_atomic(path, storage.dumps(arrays, {_METADATA: json.dumps(about)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "QuantizedTensor":
@@ -223,6 +253,15 @@ class QuantizedTensor:
 
         Raises:
             FileFormatError: truncated, oversized, duplicated, foreign or contradictory content.
+
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     foreign = pathlib.Path(folder, "x")
+        ...     _ = foreign.write_bytes(b"12345678")
+        ...     QuantizedTensor.load(foreign)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        detent.errors.FileFormatError: ...: a header of ... bytes is announced, 0 follow ...
         """
         arrays, metadata = storage.read(path)
         try:
@@ -232,36 +271,39 @@ class QuantizedTensor:
 
     @classmethod
     def _from_file(cls, arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> "QuantizedTensor":
-        if set(metadata) != {"detent.QuantizedTensor"}:
-            raise FileFormatError(f"expected the metadata key 'detent.QuantizedTensor', got {sorted(metadata)}")
-        about = json.loads(metadata["detent.QuantizedTensor"])
-        if not isinstance(about, dict) or set(about) != _KEYS:
+        if not has_keys(metadata, (_METADATA,)):
+            raise FileFormatError(f"expected the metadata key {_METADATA!r}, got {sorted(metadata)}")
+        about = json.loads(metadata[_METADATA], object_pairs_hook=unique_keys)
+        if not has_keys(about, _KEYS):
             raise FileFormatError(f"the metadata need exactly the keys {sorted(_KEYS)}")
-        if about["version"] != FILE_VERSION:
+        if type(about["version"]) is not int or about["version"] != FILE_VERSION:
             raise FileFormatError(f"this detent reads version {FILE_VERSION}, got {about['version']!r}: update detent")
-        shape = about["shape"]
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise FileFormatError(f"shape {shape!r} is no list of sizes")
-        if "packed" not in arrays:
-            raise FileFormatError(f"expected the array 'packed', got {sorted(arrays)}")
-        packed = arrays.pop("packed")
-        spec = QuantSpec.from_dict(about["spec"])
-        params = expand(spec, arrays, spec.granularity.tiling(tuple(shape)).scale_shape)
-        return cls.from_packed(packed, params, tuple(shape), float_dtype(about["dtype"], "dtype"))
+        if not isinstance(about["dtype"], str) or "packed" not in arrays:
+            raise FileFormatError(
+                f"expected a named dtype and the array 'packed', got {about['dtype']!r}, {sorted(arrays)}"
+            )
+        packed, spec, shape = arrays.pop("packed"), QuantSpec.from_dict(about["spec"]), as_shape(about["shape"])
+        needed = packed_size(prod(shape), spec.bits)
+        if packed.shape != (needed,):
+            raise FileFormatError(f"codes of shape {shape} take {needed} bytes, the file holds {packed.shape}")
+        params = expand(spec, arrays, spec.granularity.tiling(shape).scale_shape)
+        return cls.from_packed(packed, params, shape, about["dtype"])
 
 
-def _read_only(array: NDArray[Any] | None) -> NDArray[Any] | None:
-    if array is None:
-        return None
+def _read_only_view(array: NDArray[Any]) -> NDArray[Any]:
     view = array.view()
     view.setflags(write=False)
     return view
 
 
-def _check_fit(params: QuantParams, shape: tuple[int, ...]) -> None:
-    if not isinstance(params, QuantParams):
-        raise DtypeError(f"params must be a QuantParams, got {type(params).__name__}")
-    Plan.select("dequantize", shape=shape, dtype="float32", spec=params.spec).check_params(params)
+def _check_fit(params: QuantParams, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    check_is_params(params)
+    Plan.select("dequantize", shape=shape, dtype=dtype, spec=params.spec).check_params(params)
+
+
+def _unpacked(packed: NDArray[np.uint8], spec: QuantSpec, shape: tuple[int, ...]) -> NDArray[Any]:
+    codes = unpack(packed, spec.bits, prod(shape), signed=spec.format.is_integer and spec.format.signed)
+    return (codes.view(code_dtype(spec)) if spec.format.kind == "float" else codes).reshape(shape)
 
 
 def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
@@ -269,11 +311,16 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
     wanted = code_dtype(spec)
     if spec.format.kind == "float":
         if codes.dtype != wanted:
-            raise DtypeError(f"codes of {spec.format.name} have dtype {wanted}, got {codes.dtype}")
+            raise DtypeError(f"codes of {spec.format.name} have dtype {wanted}, got {codes.dtype}: use astype or view")
+        if codes.size and int(codes.view(np.uint8).max()) >> spec.bits:
+            raise ParamsError(f"codes of {spec.format.name} have {spec.bits} bits, some here have more set: mask them")
         return codes.copy()
     if codes.dtype.kind not in "iu":
         raise DtypeError(f"codes of {spec.format.name} are integers, got {codes.dtype}")
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, len(spec.format.levels) - 1)
     if codes.size and not (low <= int(codes.min()) and int(codes.max()) <= high):
-        raise ParamsError(f"codes of {spec} lie in [{low}, {high}], got [{codes.min()}, {codes.max()}]")
+        raise ParamsError(
+            f"codes of {spec} lie in [{low}, {high}], got [{codes.min()}, {codes.max()}]: clamp them, or give the spec "
+            "another qmin and qmax"
+        )
     return codes.astype(wanted)

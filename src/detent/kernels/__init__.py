@@ -9,8 +9,17 @@ from detent.kernels.registry import (
     Kernel,
     capabilities,
     find_kernel,
+    find_reduction,
     get_num_threads,
     set_num_threads,
 )
 
-__all__ = ["Capabilities", "Kernel", "capabilities", "find_kernel", "get_num_threads", "set_num_threads"]
+__all__ = [
+    "Capabilities",
+    "Kernel",
+    "capabilities",
+    "find_kernel",
+    "find_reduction",
+    "get_num_threads",
+    "set_num_threads",
+]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from detent.errors import DtypeError, UnsupportedError
+from detent._checks import as_integer
+from detent.errors import UnsupportedError
 from detent.kernels import reference
 
 __all__ = [
@@ -64,9 +65,19 @@ def find_kernel(operation: str) -> Kernel:
     >>> find_kernel("fake_quantize").operation
     'fake_quantize'
     """
-    if operation not in _REFERENCE:
+    if operation not in OPERATIONS:
         raise UnsupportedError(f"no kernel for operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
     return Kernel(operation, "reference", _REFERENCE[operation])
+
+
+def find_reduction(name: str) -> Callable[..., Any]:
+    """The kernel of a reduction, which needs no plan: "minmax" or "tree_sum".
+
+    >>> import numpy as np
+    >>> float(find_reduction("tree_sum")(np.ones(3)))
+    3.0
+    """
+    return _REFERENCE[name]
 
 
 class _Threads:
@@ -87,9 +98,7 @@ def set_num_threads(count: int) -> None:
     >>> get_num_threads()
     2
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise DtypeError(f"the number of threads is an integer of at least 1, got {count!r}")
-    _threads.count = count
+    _threads.count = as_integer("the number of threads", count, at_least=1)
 
 
 def get_num_threads() -> int:
@@ -136,5 +145,5 @@ def capabilities() -> Capabilities:
     >>> capabilities().kernels["quantize"]
     'reference'
     """
-    backends = {operation: find_kernel(operation).backend for operation in _REFERENCE}
-    return Capabilities(platform.machine(), get_num_threads(), MappingProxyType(backends))
+    backends = dict.fromkeys(_REFERENCE, "reference")
+    return Capabilities(platform.machine(), get_num_threads(), backends)

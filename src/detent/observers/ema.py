@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from detent.granularity import Granularity, PerTensor
 from detent.observers.observer import Bounds, Observer
@@ -44,11 +45,21 @@ class EMAMinMax(Observer):
         self.batches = 0
         return super().reset()
 
-    def _update(self, lo: Bounds, hi: Bounds) -> None:
-        self._lo, self._hi = self._blend(lo, hi, self.decay)
-        self.batches += 1
+    def observe(self, x: ArrayLike) -> Self:
+        """Take in one batch; a batch without elements counts for nothing.
 
-    def _blend(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
+        >>> EMAMinMax().observe([1.0]).observe([2.0]).batches
+        2
+        """
+        if np.size(x):
+            super().observe(x)
+            self.batches += 1
+        return self
+
+    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
+        return self._mixed(lo, hi, self.decay)
+
+    def _mixed(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
         """The kept part of the state plus the new part; sets that one side has not seen take the other's range."""
         if self._lo is None or self._hi is None:
             return lo, hi
@@ -56,9 +67,9 @@ class EMAMinMax(Observer):
         unseen, missing = self._lo > self._hi, lo > hi
         ends = []
         for old, new in ((self._lo, lo), (self._hi, hi)):
-            with np.errstate(invalid="ignore"):  # inf - inf of sets without values, not selected
-                blended = kept * old + added * new
-            ends.append(np.asarray(np.where(unseen, new, np.where(missing, old, blended)), np.float32))
+            with np.errstate(all="ignore"):  # inf - inf of sets without values, not selected
+                mixed = kept * old + added * new
+            ends.append(np.asarray(np.where(unseen, new, np.where(missing, old, mixed)), np.float32))
         return ends[0], ends[1]
 
     def merge(self, other: Self) -> Self:
@@ -73,7 +84,7 @@ class EMAMinMax(Observer):
         """
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
-            self._lo, self._hi = self._blend(other._lo.copy(), other._hi.copy(), self.decay**other.batches)
+            self._lo, self._hi = self._mixed(other._lo, other._hi, self.decay**other.batches)
         self.batches += other.batches
         self._absorb_counts(other)
         return self

@@ -19,9 +19,10 @@ class MinMax(Observer):
     Range(lo=array(-3.), hi=array(2.))
     """
 
-    def _update(self, lo: Bounds, hi: Bounds) -> None:
-        self._lo = lo if self._lo is None else np.asarray(np.minimum(self._lo, lo))
-        self._hi = hi if self._hi is None else np.asarray(np.maximum(self._hi, hi))
+    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
+        if self._lo is None or self._hi is None:
+            return lo, hi
+        return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
 
     def merge(self, other: Self) -> Self:
         """Take in what another MinMax has seen; commutative and associative.
@@ -32,6 +33,6 @@ class MinMax(Observer):
         """
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
-            self._update(other._lo.copy(), other._hi.copy())
+            self._lo, self._hi = self._blended(other._lo, other._hi)
         self._absorb_counts(other)
         return self

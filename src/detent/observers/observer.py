@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detent import storage
+from detent._checks import as_array, as_integer, first_index, has_keys, plain, read_only, unique_keys
+from detent._param_checks import check_scale_shape
 from detent.dtypes import float_array
-from detent.errors import DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
+from detent.errors import DtypeError, FileFormatError, NotCalibratedError, RangeError, ShapeError, StateError
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, get_granularity, granularity_from_dict
-from detent.kernels import find_kernel
+from detent.kernels import find_reduction
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
 
@@ -89,27 +91,43 @@ class Observer(ABC):
                 f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
             )
         finite = int(np.count_nonzero(np.isfinite(data)))
-        lo, hi = find_kernel("minmax").function(data, tiling)
-        with np.errstate(over="ignore"):  # float64 bounds beyond a float32 state become infinite, which range() refuses
-            self._update(np.asarray(lo, self.state_type), np.asarray(hi, self.state_type))
+        lo, hi = self._as_state(find_reduction("minmax")(data, tiling))
+        self._lo, self._hi = self._blended(lo, hi)
         self.count += finite
         self.nonfinite += data.size - finite
         self._double |= data.dtype == np.float64
         return self
 
+    def _as_state(self, ends: tuple[Bounds, Bounds]) -> tuple[Bounds, Bounds]:
+        """The bounds in the state's type, which must hold them; (inf, -inf) marks a set without finite values."""
+        with np.errstate(all="ignore"):
+            lo, hi = (np.asarray(end).astype(self.state_type) for end in ends)
+        lost = (np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)
+        if lost.any():
+            raise RangeError(
+                f"the range [{np.min(ends[0])}, {np.max(ends[1])}] is beyond the {self.state_type} that {self!r} "
+                "keeps: rescale the data or use MinMax"
+            )
+        return lo, hi
+
     @abstractmethod
-    def _update(self, lo: Bounds, hi: Bounds) -> None:
-        """Take in the range of one batch; a set without finite values has the range (inf, -inf)."""
+    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
+        """The state after a batch with these bounds; the observer itself stays as it is."""
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Take in what another observer of the same kind has seen."""
+        """Take in what another observer of the same kind has seen.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe([1.0]).merge(MinMax().observe([2.0])).count
+        2
+        """
 
     def _check_same_kind(self, other: object) -> None:
         if type(other) is not type(self):
             raise DtypeError(f"a {type(self).__name__} merges with its own kind, got {type(other).__name__}")
         if self._settings() != other._settings():
-            raise StateError(f"observers differ: {self!r} and {other!r}")
+            raise StateError(f"observers that merge have the same settings, got {self!r} and {other!r}")
         mine, theirs = self._lo, other._lo
         if mine is not None and theirs is not None and mine.shape != theirs.shape:
             raise ShapeError(f"observers hold ranges of shape {mine.shape} and {theirs.shape}: expected one shape")
@@ -124,17 +142,20 @@ class Observer(ABC):
 
         Raises:
             NotCalibratedError: nothing observed, or a set without finite values.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe([1.0, -2.0]).range()
+        Range(lo=array(-2.), hi=array(1.))
         """
         if self._lo is None or self._hi is None:
             raise NotCalibratedError(f"{self!r} has observed nothing: call observe(x) first")
         empty = self._lo > self._hi
         if empty.any():
-            first = tuple(int(i) for i in np.unravel_index(int(np.argmax(empty)), empty.shape))
             raise NotCalibratedError(
-                f"{self!r} has seen no finite value in {int(empty.sum())} of {empty.size} sets, the first is {first}, "
-                f"and {self.nonfinite} non-finite values in all"
+                f"{self!r} has seen no finite value in {int(empty.sum())} of {empty.size} sets, the first is "
+                f"{first_index(empty)}, and {self.nonfinite} non-finite values in all"
             )
-        return Range(_frozen(self._lo), _frozen(self._hi))
+        return Range(read_only(self._lo), read_only(self._hi))
 
     def params(self, spec: QuantSpec | Format | str) -> QuantParams:
         """Parameters of the observed range; the spec must have the observer's granularity.
@@ -180,19 +201,37 @@ class Observer(ABC):
         1
         """
         wanted = {"version", *self._counters()}
-        if set(state) not in (wanted, wanted | {"lo", "hi"}) or state["version"] != STATE_VERSION:
-            raise StateError(
-                f"expected the state of a {type(self).__name__} with keys {sorted(wanted)}, got {sorted(state)}"
-            )
-        for name in self._counters():
-            if isinstance(state[name], bool) or not isinstance(state[name], int) or state[name] < 0:
-                raise StateError(f"{name} is a count, got {state[name]!r}")
-        lo, hi = (None if name not in state else np.array(state[name], self.state_type) for name in ("lo", "hi"))
-        if lo is not None and hi is not None and (lo.shape != hi.shape or np.isnan(lo).any() or np.isnan(hi).any()):
-            raise StateError("lo and hi have one shape and no NaN")
-        self._lo, self._hi = lo, hi
-        self._load_counters(state)
+        if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | {"lo", "hi"}):
+            given = sorted(state) if isinstance(state, Mapping) else state
+            raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(wanted)}, got {given!r}")
+        if plain(state["version"]) != STATE_VERSION:
+            raise StateError(f"this detent reads observer state version {STATE_VERSION}, got {state['version']!r}")
+        counters = {
+            name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
+            for name in self._counters()
+        }
+        bounds = self._checked_bounds(state["lo"], state["hi"]) if "lo" in state else (None, None)
+        self._lo, self._hi = bounds
+        self._load_counters(counters)
         return self
+
+    def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:
+        low, high = as_array("lo", lo), as_array("hi", hi)
+        if low.dtype != self.state_type or high.dtype != self.state_type or low.shape != high.shape:
+            raise StateError(
+                f"lo and hi are {self.state_type} of one shape, got {low.dtype} of {low.shape} and {high.dtype} of "
+                f"{high.shape}"
+            )
+        try:
+            check_scale_shape(self.granularity, low.shape, "lo")
+        except ShapeError as error:
+            raise StateError(f"the state does not fit {self!r}: {error}") from error
+        unseen = (low == np.inf) & (high == -np.inf)
+        if not (unseen | (np.isfinite(low) & np.isfinite(high) & (low <= high))).all():
+            raise StateError(
+                f"lo and hi are finite and lo <= hi, or (inf, -inf) where unseen, got {low!r} and {high!r}"
+            )
+        return low.copy(), high.copy()
 
     def _load_counters(self, state: Mapping[str, int]) -> None:
         self.count, self.nonfinite, self._double = state["count"], state["nonfinite"], bool(state["double"])
@@ -224,13 +263,12 @@ class Observer(ABC):
         """
         arrays, metadata = storage.loads(data)
         try:
-            about = json.loads(metadata["detent.Observer"])
+            about = json.loads(metadata["detent.Observer"], object_pairs_hook=unique_keys)
+            if len(metadata) != 1 or not has_keys(about, ("kind", "settings", "state")):
+                raise FileFormatError(f"a {cls.__name__} is stored as kind, settings and state, got {metadata!r}")
             if about["kind"] != cls.__name__:
                 raise FileFormatError(f"these are the bytes of a {about['kind']}, expected a {cls.__name__}")
-            settings = {
-                **about["settings"],
-                "granularity": granularity_from_dict(about["settings"]["granularity"]),
-            }
+            settings = {**about["settings"], "granularity": granularity_from_dict(about["settings"]["granularity"])}
             return cls(**settings).load_state_dict({**about["state"], **arrays})
         except FileFormatError:
             raise
@@ -239,9 +277,3 @@ class Observer(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(granularity={self.granularity!r})"
-
-
-def _frozen(bounds: Bounds) -> Bounds:
-    copy = np.array(bounds)
-    copy.setflags(write=False)
-    return copy

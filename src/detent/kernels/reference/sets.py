@@ -48,7 +48,8 @@ def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], An
     if 0 in tiling.shape:
         nothing = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
         return xp.reshape(reduce(nothing), tiling.scale_shape)
-    return xp.reshape(_reduce_from(xp, values, tiling.block, reduce), tiling.scale_shape)
+    few = tiling.merged()
+    return xp.reshape(_reduce_from(xp, xp.reshape(values, few.shape), few.block, reduce), tiling.scale_shape)
 
 
 def _reduce_from(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,91 @@
+"""What every border checks alike: integers, shapes, arrays, unique keys; and where the first fault lies."""
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from detent.errors import DetentError, DtypeError, ShapeError, SpecError
+
+SIZE_LIMIT = 1 << 62
+
+
+def as_integer(
+    what: str,
+    value: object,
+    *,
+    at_least: int | None = None,
+    at_most: int | None = None,
+    error: type[DetentError] = SpecError,
+) -> int:
+    """The value as a Python integer inside the bounds; NumPy integers are integers, booleans are not."""
+    bounds = "" if at_least is None else f" of at least {at_least}"
+    if at_least is not None and at_most is not None:
+        bounds = f" in {at_least}..{at_most if at_most < 1 << 31 else f'2**{at_most.bit_length()}-1'}"
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]  # anything else is the error below
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool | np.bool_):
+        raise error(f"{what} must be an integer{bounds}, got {value!r}")
+    if (at_least is not None and found < at_least) or (at_most is not None and found > at_most):
+        raise error(f"{what} must be an integer{bounds}, got {found}")
+    return found
+
+
+def as_shape(shape: object, what: str = "shape", error: type[DetentError] = ShapeError) -> tuple[int, ...]:
+    """The sizes as a tuple of Python integers."""
+    if type(shape) is tuple and all(type(size) is int and 0 <= size < SIZE_LIMIT for size in shape):
+        return shape
+    if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
+        raise error(f"{what} must be a tuple of sizes such as (64, 256), got {shape!r}")
+    return tuple(
+        as_integer(f"a size of {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in shape
+    )
+
+
+def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
+    """The value as a NumPy array; ragged lists and masked arrays are refused."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise DtypeError(
+            f"{what} is a masked array, whose mask would be lost: fill it first, for example {what}.filled(0)"
+        )
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as fault:
+        raise DtypeError(f"{what} is no array of numbers: {fault}") from fault
+
+
+def plain(value: object) -> Any:  # noqa: ANN401 - whatever the array holds
+    """A NumPy scalar or 0-d array, which is what files make of numbers and strings, as the Python value it holds."""
+    return (
+        value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim) else value
+    )
+
+
+def read_only(values: NDArray[Any]) -> NDArray[Any]:
+    """A C-contiguous copy that cannot be written."""
+    copy = np.array(values, order="C", copy=True)
+    copy.setflags(write=False)
+    return copy
+
+
+def first_index(mask: NDArray[np.bool_]) -> tuple[int, ...]:
+    """The index of the first True in C order."""
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON pairs, none of which may come twice; for ``json.loads(object_pairs_hook=...)``."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the keys {sorted({name for name in names if names.count(name) > 1})} come more than once")
+    return found
+
+
+def has_keys(data: object, keys: Iterable[str]) -> bool:
+    """Whether the data are a mapping with exactly these keys."""
+    return isinstance(data, Mapping) and set(data) == set(keys)

@@ -1,0 +1,139 @@
+"""Metrics against float64 NumPy, and their sums against the documented order, written out slowly."""
+
+import math
+
+import numpy as np
+import pytest
+
+import detent as dt
+from detent import metrics
+
+SIZES = [0, 1, 2, 1023, 1024, 1025, 3000, 5 * 1024]
+
+
+def slow_sum(terms):
+    """Pad to blocks of 1024, fold the halves of each, pad their sums to a power of two, fold those."""
+
+    def fold(values):
+        while len(values) > 1:
+            half = len(values) // 2
+            values = [values[i] + values[half + i] for i in range(half)]
+        return values[0]
+
+    terms = [float(t) for t in terms]
+    terms += [0.0] * (-len(terms) % 1024)
+    sums = [fold(terms[i : i + 1024]) for i in range(0, len(terms), 1024)] or [0.0]
+    while len(sums) & (len(sums) - 1):
+        sums.append(0.0)
+    return fold(sums)
+
+
+def data(size):
+    """Numbers of very different magnitudes, so that another order of addition gives another sum."""
+    rng = np.random.default_rng(size)
+    x = rng.normal(size=size) * 10.0 ** rng.integers(-8, 8, size=size)
+    return x, x + rng.normal(size=size) * 10.0 ** rng.integers(-8, 4, size=size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_have_the_documented_order(size):
+    x, y = data(size)
+    count = max(size, 1)
+    assert metrics.mse(x, y) == slow_sum((x - y) ** 2) / count
+    assert metrics.mae(x, y) == slow_sum(abs(x - y)) / count
+    if size:
+        signal, noise = slow_sum(x * x), slow_sum((x - y) ** 2)
+        assert metrics.sqnr_db(x, y) == 10 * math.log10(signal / noise)
+        assert metrics.cosine(x, y) == slow_sum(x * y) / (math.sqrt(signal) * math.sqrt(slow_sum(y * y)))
+
+
+def test_the_order_matters_on_this_data():
+    x, _ = data(3000)
+    assert slow_sum(x) != sum(x.tolist())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_against_numpy(dtype):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(40, 50)).astype(dtype)
+    y = (x + rng.normal(size=x.shape) * 0.01).astype(dtype)
+    a, b = x.astype(np.float64), y.astype(np.float64)
+    assert metrics.mse(x, y) == pytest.approx(np.mean((a - b) ** 2), rel=1e-13)
+    assert metrics.mae(x, y) == pytest.approx(np.mean(abs(a - b)), rel=1e-13)
+    assert metrics.max_error(x, y) == np.max(abs(a - b))
+    assert metrics.sqnr_db(x, y) == pytest.approx(10 * np.log10(np.sum(a * a) / np.sum((a - b) ** 2)), rel=1e-13)
+    assert metrics.cosine(x, y) == pytest.approx(np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)), rel=1e-13)
+
+
+def test_errors_are_taken_in_float64():
+    x = np.array([65504.0, 1.0], np.float16)
+    y = np.array([-65504.0, 1.0], np.float16)
+    assert metrics.max_error(x, y) == 131008.0
+    assert metrics.mse(x, y) == 131008.0**2 / 2
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "sqnr", "cosine"),
+    [
+        ([], [], math.inf, 1.0),
+        ([0.0], [0.0], math.inf, 1.0),
+        ([1.0], [1.0], math.inf, 1.0),
+        ([0.0], [1.0], -math.inf, 0.0),
+        ([1.0], [0.0], 0.0, 0.0),
+        ([1.0], [-1.0], 10 * math.log10(0.25), -1.0),
+    ],
+)
+def test_limits(x, y, sqnr, cosine):
+    a, b = np.array(x, np.float64), np.array(y, np.float64)
+    assert metrics.sqnr_db(a, b) == sqnr
+    assert metrics.cosine(a, b) == cosine
+
+
+def test_a_ratio_too_small_for_a_float_is_minus_infinity():
+    assert metrics.sqnr_db(np.array([1e-160]), np.array([1e150])) == -math.inf
+
+
+def test_nothing_has_no_error():
+    nothing = np.zeros((0, 3), np.float32)
+    assert (metrics.mse(nothing, nothing), metrics.mae(nothing, nothing), metrics.max_error(nothing, nothing)) == (
+        0,
+        0,
+        0,
+    )
+    q = dt.quantize(nothing, dt.QuantParams.int8_symmetric())
+    assert metrics.clip_fraction(nothing, q.params) == 0
+    assert (metrics.code_usage(q), metrics.entropy_bits(q)) == (0, 0)
+
+
+@pytest.mark.parametrize("metric", [metrics.mse, metrics.mae, metrics.max_error, metrics.sqnr_db, metrics.cosine])
+def test_nan_shows(metric):
+    assert math.isnan(metric(np.array([1.0, math.nan]), np.array([1.0, 2.0])))
+
+
+def test_clip_fraction_counts_what_was_clamped():
+    params = dt.QuantParams("int8", 1.0)
+    x = np.array([0.0, 127.4, 127.6, -127.5, -128.0, np.inf, np.nan, 5.0], np.float32)
+    # -127.5 ties to -128, which is outside the narrow range
+    assert metrics.clip_fraction(x, params) == 5 / 8
+    assert metrics.clip_fraction(x, dt.QuantParams("int8/torch", 1.0)) == 3 / 8
+
+
+def test_clip_fraction_does_not_depend_on_the_conventions_mask():
+    x = np.array([0.0, 500.0], np.float32)
+    assert metrics.clip_fraction(x, dt.QuantParams("int8/rlx", 1.0)) == 0.5
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4/affine", "float4_e2m1fn", "nf4"])
+def test_code_usage_and_entropy(name):
+    params = dt.QuantParams(name, 1.0)
+    levels = params.spec.num_levels
+    bits = np.arange(16, dtype=np.uint8)
+    codes = np.arange(-7, 8) if name == "int4" else bits
+    if name == "float4_e2m1fn":
+        codes = bits.view(dt.quantize(np.zeros(1), params).codes.dtype)
+    every = dt.QuantizedTensor.from_codes(codes, params)
+    assert metrics.code_usage(every) == 1.0
+    assert metrics.entropy_bits(every) == pytest.approx(math.log2(levels))
+    half = dt.QuantizedTensor.from_codes(codes[:2].repeat([3, 1]), params)
+    assert metrics.code_usage(half) == 2 / levels
+    assert metrics.entropy_bits(half) == pytest.approx(2 - 0.75 * math.log2(3))

@@ -1,0 +1,63 @@
+"""Storage: what is written is what is read, by us and by the safetensors library."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from detent import storage
+
+ARRAYS = {
+    "empty": np.zeros((0, 3), np.float32),
+    "scalar": np.array(7, np.int64),
+    "strided": np.arange(12, dtype=np.float64).reshape(3, 4)[::2, ::-1],
+    **{
+        dtype: np.arange(5).astype(dtype)
+        for dtype in ("uint8", "int8", "int16", "int32", "int64", "float32", "float64")
+    },
+}
+METADATA = {"k": "v", "unicode ä": "\u2713 \U0001f600", "empty": ""}
+
+
+def same(found, expected):
+    return set(found) == set(expected) and all(
+        found[name].dtype == value.dtype and found[name].shape == value.shape and np.array_equal(found[name], value)
+        for name, value in expected.items()
+    )
+
+
+def test_round_trip():
+    arrays, metadata = storage.loads(storage.dumps(ARRAYS, METADATA))
+    assert same(arrays, ARRAYS)
+    assert metadata == METADATA
+
+
+def test_nothing_is_something():
+    assert storage.loads(storage.dumps({}, {})) == ({}, {})
+
+
+def test_equal_input_gives_equal_bytes():
+    assert storage.dumps(ARRAYS, METADATA) == storage.dumps(dict(reversed(ARRAYS.items())), METADATA)
+
+
+def test_arrays_are_read_only():
+    arrays, _ = storage.loads(storage.dumps(ARRAYS, {}))
+    assert not any(array.flags.writeable for array in arrays.values())
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    storage.write_atomic(tmp_path / "a", storage.dumps(ARRAYS, METADATA))
+    assert same(safetensors.numpy.load_file(tmp_path / "a"), ARRAYS)
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    arrays = {name: np.ascontiguousarray(value) for name, value in ARRAYS.items() if name != "scalar"}
+    safetensors.numpy.save_file(arrays, tmp_path / "a", metadata={"format": "np"})
+    found, metadata = storage.read(tmp_path / "a")
+    assert same(found, arrays)
+    assert metadata == {"format": "np"}
+
+
+@pytest.mark.parametrize("kind", [str, lambda path: path], ids=["text", "path"])
+def test_paths(kind, tmp_path):
+    storage.write_atomic(kind(tmp_path / "a"), storage.dumps({}, {"k": "v"}))
+    assert storage.read(kind(tmp_path / "a")) == ({}, {"k": "v"})
