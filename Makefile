@@ -51,7 +51,9 @@ clean: ## remove everything that make and the tools created
 
 # The stamp is written last: an environment without it was interrupted and is built anew, one that is merely
 # older than its inputs is brought up to date in place. No ensurepip: some systems ship Python without it.
-$(STAMP): pyproject.toml constraints.txt
+NATIVE := CMakeLists.txt $(shell find native -name '*.[ch]pp' 2>/dev/null)
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)
 	@rm -f $@
 	$(PYTHON) -m venv --without-pip $(VENV)

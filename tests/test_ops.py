@@ -61,6 +61,21 @@ def test_lists_and_scalars_are_float64():
     assert dt.fake_quantize(0.3, P).shape == ()
 
 
+@pytest.mark.parametrize(
+    ("convention", "multiplies"), [("onnx", False), ("torch", True), ("baracuda", True), ("rlx", False)]
+)
+def test_division_or_reciprocal(convention, multiplies):
+    """Next to ties the two disagree on many codes, elsewhere on almost none."""
+    scale = np.float32(0.0123)
+    ties = (np.arange(-120, 120, dtype=np.float32) + np.float32(0.5)) * scale
+    x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])
+    divided, multiplied = x / scale, x * (np.float32(1) / scale)
+    assert np.count_nonzero(np.round(divided) != np.round(multiplied)) > 50
+    spec = dt.QuantSpec("int8", convention=convention, rounding="half_even")
+    codes = dt.quantize(x, dt.QuantParams(spec, scale)).codes
+    assert np.array_equal(codes, np.round(multiplied if multiplies else divided))
+
+
 def test_raw_gradients():
     x, g = np.array([0.0, 500.0]), np.array([3.0, 3.0])
     assert dt.quantize_backward(g, x, P).tolist() == [6.0, 0.0]

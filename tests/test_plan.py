@@ -73,7 +73,7 @@ def test_plans_are_values():
 
 def test_what_a_plan_says_of_itself():
     plan = select(spec="int8/group2", dtype="bfloat16")
-    assert plan.sku == "quantize/bfloat16/int8/group2/symmetric/onnx/reference"
+    assert plan.sku == f"quantize/bfloat16/int8/group2/symmetric/onnx/{plan.kernel.backend}"
     assert plan.workspace_size == 0
     assert plan.precision_guarantee == dt.PrecisionGuarantee("float32", "float64", deterministic=True, bit_stable=True)
     assert select(dtype="float64").precision_guarantee.math == "float64"

@@ -64,7 +64,7 @@ from detent.formats import (
     uint16,
 )
 from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor, PerToken
-from detent.kernels import Capabilities, capabilities, get_num_threads, set_num_threads
+from detent.kernels import Capabilities, capabilities, get_num_threads, set_num_threads, use_kernels
 from detent.ops import (
     dequantize,
     dequantize_backward,
@@ -178,4 +178,5 @@ __all__ = [
     "uint14",
     "uint15",
     "uint16",
+    "use_kernels",
 ]

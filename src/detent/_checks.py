@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from detent.errors import DetentError, DtypeError, ShapeError, SpecError
+from detent.errors import DetentError, DtypeError, NaNError, ShapeError, SpecError
 
 SIZE_LIMIT = 1 << 62
 
@@ -89,3 +89,17 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def has_keys(data: object, keys: Iterable[str]) -> bool:
     """Whether the data are a mapping with exactly these keys."""
     return isinstance(data, Mapping) and set(data) == set(keys)
+
+
+def refuse_nan(name: str, x: NDArray[Any]) -> None:
+    """Raise if there is any NaN, with its count and first index."""
+    missing = np.isnan(x)
+    count = int(np.count_nonzero(missing))
+    if count:
+        first = first_index(missing)
+        raise NaNError(
+            f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: mend the data or choose "
+            "nan='zero_point' or nan='qmin'",
+            count,
+            first,
+        )

@@ -3,10 +3,10 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from detent._checks import as_array, first_index
-from detent.dtypes import FLOATS
+from detent.dtypes import FLOATS, float_dtype
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor
 from detent.spec import QuantSpec
@@ -144,3 +144,11 @@ def check_levels(
             raise ParamsError("scale must equal block_scale * tensor_scale in float32: use from_range or from_data")
     if spec.scale_format == "e8m0" and not (np.frexp(scale)[0] == POWER_OF_TWO).all():
         raise ParamsError(f"an e8m0 scale is a power of two, got {brief(scale)}: use from_range or from_data")
+
+
+def scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """The dtype if scales may have it."""
+    found = float_dtype(dtype, "the scale")
+    if found.itemsize < np.dtype(np.float32).itemsize:
+        raise DtypeError(f"a scale's dtype is float32 or float64, got {found}")
+    return found

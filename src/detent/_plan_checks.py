@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import as_integer, first_index
-from detent.errors import DtypeError, NaNError, OutError, ParamsError, SpecError
+from detent._checks import as_integer
+from detent.errors import DtypeError, OutError, ParamsError, SpecError
 from detent.params import QuantParams
 
 Array = NDArray[Any]
@@ -88,17 +88,3 @@ def _share_memory(a: Array, b: Array) -> bool:
         return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]  # the stubs know 0 and -1 only
     except np.exceptions.TooHardError:
         return True
-
-
-def refuse_nan(name: str, x: Array) -> None:
-    """Raise if there is any NaN, with its count and first index."""
-    missing = np.isnan(x)
-    count = int(np.count_nonzero(missing))
-    if count:
-        first = first_index(missing)
-        raise NaNError(
-            f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: mend the data or choose "
-            "nan='zero_point' or nan='qmin'",
-            count,
-            first,
-        )

@@ -13,7 +13,7 @@ and checks them again.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
@@ -32,8 +32,9 @@ from detent._param_checks import (
     check_scale_shape,
     check_scale_values,
     numbers,
+    scale_dtype,
 )
-from detent.dtypes import float_array, float_dtype
+from detent.dtypes import float_array
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import PerAxis, PerGroup, PerTensor
@@ -43,6 +44,7 @@ from detent.spec import QuantSpec, get_spec
 
 __all__ = ["QuantParams"]
 
+Pair: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -140,7 +142,7 @@ class QuantParams:
         if not low.size:
             raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
         check_scale_shape(spec.granularity, low.shape, "lo and hi")
-        found = derive(spec, low, high, _scale_dtype(dtype))
+        found = derive(spec, low, high, scale_dtype(dtype))
         return cls(spec, found.scale, found.zero_point, low, high, found.block_scale, found.tensor_scale)
 
     @classmethod
@@ -313,6 +315,17 @@ class QuantParams:
         zero_point_bits = 0 if self.spec.symmetric else self.spec.bits
         return count * (scale_bits + zero_point_bits) + (32 if self.spec.scale_format == "e4m3" else 0)
 
+    def compute_arrays(self, dtype: str) -> Pair:
+        """Scale and zero point as kernels take them: both in the compute type, made once.
+
+        >>> QuantParams.uint8_asymmetric().compute_arrays("float64")[1]
+        array(128.)
+        """
+        cache = self.__dict__.setdefault("_cache", {})
+        if dtype not in cache:
+            cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
+        return cast("Pair", cache[dtype])
+
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays, by field name; float8 block scales as their bits in uint8.
 
@@ -385,10 +398,3 @@ class QuantParams:
 
     def __repr__(self) -> str:
         return f"dt.QuantParams({self.spec!r}, scale={brief(self.scale)}, zero_point={brief(self.zero_point)})"
-
-
-def _scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    found = float_dtype(dtype, "the scale")
-    if found.itemsize < np.dtype(np.float32).itemsize:
-        raise DtypeError(f"a scale's dtype is float32 or float64, got {found}")
-    return found

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from detent._checks import as_array, as_shape
-from detent._plan_checks import check_is_params, check_narrowed, check_out, refuse_nan
-from detent.dtypes import FLOATS, code_dtype, compute_dtype, float_dtype
+from detent._plan_checks import check_is_params, check_narrowed, check_out
+from detent.dtypes import FLOATS, code_dtype, float_dtype
 from detent.errors import DetentError, DtypeError, OutError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import Format
 from detent.granularity import Tiling
-from detent.kernels import Kernel, find_kernel
-from detent.packing import pack, packed_size
+from detent.kernels import Kernel, Problem, Result, check_operation, current_kernels, find_kernel
+from detent.packing import packed_size
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
@@ -34,40 +34,29 @@ from detent.ste import Custom, Estimator, EstimatorLike, Identity, Tanh, get_est
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee"]
 
 Array = NDArray[Any]
-Result: TypeAlias = Array | tuple[Array, Array, Array]
 NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """What an operation reads beside the parameters, and what its kernel is told beside the arrays.
-
-    ``nan`` are its policies, the default first; ``options`` are keyword arguments of the kernel.
-    """
+    """What an operation reads beside the parameters, and its policies for NaN, the default first."""
 
     inputs: tuple[str, ...]
-    options: frozenset[str]
     nan: tuple[NaNPolicy, ...] = ("propagate",)
     codes_in: bool = False
     codes_out: bool = False
-
-    @property
-    def estimated(self) -> bool:
-        """Whether the result depends on an estimator."""
-        return "ste" in self.options
+    estimated: bool = False
 
 
-_FORWARD = frozenset({"spec", "step", "fill"})
-_BACKWARD = frozenset({"spec", "step", "ste"})
 _OPERATIONS: Mapping[str, _Operation] = MappingProxyType(
     {
-        "quantize": _Operation(("x",), _FORWARD, nan=("raise", "zero_point", "qmin"), codes_out=True),
-        "dequantize": _Operation(("codes",), frozenset({"spec", "dtype"}), codes_in=True),
-        "fake_quantize": _Operation(("x",), _FORWARD, nan=("propagate", "raise", "zero_point", "qmin")),
-        "quantize_backward": _Operation(("g", "x"), _BACKWARD),
-        "dequantize_backward": _Operation(("g",), frozenset()),
-        "fake_quantize_backward": _Operation(("g", "x"), _BACKWARD),
-        "fake_quantize_learned_backward": _Operation(("g", "x"), _BACKWARD | {"grad_scale"}),
+        "quantize": _Operation(("x",), nan=("raise", "zero_point", "qmin"), codes_out=True),
+        "dequantize": _Operation(("codes",), codes_in=True),
+        "fake_quantize": _Operation(("x",), nan=("propagate", "raise", "zero_point", "qmin")),
+        "quantize_backward": _Operation(("g", "x"), estimated=True),
+        "dequantize_backward": _Operation(("g",)),
+        "fake_quantize_backward": _Operation(("g", "x"), estimated=True),
+        "fake_quantize_learned_backward": _Operation(("g", "x"), estimated=True),
     }
 )
 LEARNED = "fake_quantize_learned_backward"
@@ -140,10 +129,11 @@ class Plan:
             ShapeError: the granularity does not fit the shape.
             DtypeError: not a float type.
 
-        >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku
-        'quantize/float32/int8/tensor/symmetric/onnx/reference'
+        >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku  # doctest: +ELLIPSIS
+        'quantize/float32/int8/tensor/symmetric/onnx/...'
         """
-        kernel, known = find_kernel(operation), _OPERATIONS[operation]
+        check_operation(operation)
+        known = _OPERATIONS[operation]
         spec = get_spec(spec)
         if ste is not None and not known.estimated:
             raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
@@ -155,7 +145,8 @@ class Plan:
             )
         # A callable may hold on to large arrays: its plan is not kept.
         make = _make.__wrapped__ if isinstance(estimator, Custom) else _make
-        return make(operation, as_shape(shape), float_dtype(dtype, "the data").name, spec, estimator, policy, kernel)
+        name = float_dtype(dtype, "the data").name
+        return make(operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
 
     @property
     def sku(self) -> str:
@@ -170,8 +161,11 @@ class Plan:
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
         """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
-        math = compute_dtype(FLOATS[self.dtype]).name
-        return PrecisionGuarantee(math, bit_stable=not isinstance(self.ste, Tanh))
+        return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
+
+    @property
+    def _compute(self) -> str:
+        return "float64" if self.dtype == "float64" else "float32"
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
         """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.
@@ -231,56 +225,33 @@ class Plan:
         >>> plan.run(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams.int8_symmetric())
         array([1., 0.])
         """
-        inputs, params = cast("list[Array]", list(operands[:-1])), cast("QuantParams", operands[-1])
-        if self.nan == "raise":
-            refuse_nan("x", inputs[0])
-        with np.errstate(all="ignore"):
-            if isinstance(self.ste, Custom):
-                result = self._custom(self.ste, inputs, params, step, grad_scale)
-            else:
-                result = self._compute(inputs, params, step, grad_scale)
-        return _deliver(result, out, self)
-
-    def _compute(self, inputs: list[Array], params: QuantParams, step: int, grad_scale: float | None) -> Result:
-        known = _OPERATIONS[self.operation]
-        shape = self.shape or (1,)  # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars
-        tiling = self.tiling if self.shape else self.spec.granularity.tiling(shape)
-        arrays = (
-            [_bit_patterns(array).reshape(shape) for array in inputs]
-            if known.codes_in
-            else [array.reshape(shape) for array in inputs]
-        )
-        numbers = [params.scale.astype(compute_dtype(FLOATS[self.dtype])), params.zero_point]
-        everything = {
-            "spec": self.spec,
-            "step": step,
-            "ste": self.ste,
-            "fill": self.nan if self.nan in {"zero_point", "qmin"} else None,
-            "grad_scale": grad_scale,
-            "dtype": FLOATS[self.dtype],
-        }
-        options = {name: everything[name] for name in known.options}
-        if self.operation == "dequantize_backward":
-            numbers.pop()
-        return cast("Result", self.kernel.function(*arrays, *numbers, tiling=tiling, **options))
+        *inputs, params = operands
+        scale, zero_point = params.compute_arrays(self._compute)  # type: ignore[union-attr]  # the last operand
+        if isinstance(self.ste, Custom):
+            return self._custom(self.ste, inputs, params, out, step, grad_scale)  # type: ignore[arg-type]  # as above
+        return self.kernel.run(inputs, scale, zero_point, out, step, grad_scale)  # type: ignore[arg-type]  # as above
 
     def _custom(
-        self, ste: Custom, inputs: list[Array], params: QuantParams, step: int, grad_scale: float | None
+        self,
+        ste: Custom,
+        inputs: list[Array],
+        params: QuantParams,
+        out: Array | None,
+        step: int,
+        grad_scale: float | None,
     ) -> Result:
         """A callable's gradient of x, beside the kernel's gradients of scale and zero point where asked for."""
         g, x = inputs
-        gx = np.array(as_array("the estimator's result", ste.function(g, x, params)))  # type: ignore[arg-type]  # any
+        gx = as_array("the estimator's result", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
             raise DtypeError(
                 f"the estimator must return {g.dtype} of shape {g.shape}, got {gx.dtype} of shape {gx.shape}"
             )
-        if self.operation == "fake_quantize_backward":
-            return gx
-        identity = replace(self, ste=Identity())
-        if self.operation == "quantize_backward":
-            return identity._compute([gx, x], params, step, grad_scale)
-        _, gs, gz = identity._compute(inputs, params, step, grad_scale)
-        return gx, gs, gz
+        passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
+        if self.operation != LEARNED:
+            return passed.run(gx, x, params, out=out, step=step)
+        _, gs, gz = passed.run(g, x, params, step=step, grad_scale=grad_scale)
+        return gx.copy(), gs, gz
 
     def _check_input(self, name: str, array: object) -> None:
         if not isinstance(array, np.ndarray):
@@ -331,26 +302,10 @@ def _make(
     spec: QuantSpec,
     ste: Estimator | None,
     nan: NaNPolicy,
-    kernel: Kernel,
+    kernels: str,
 ) -> Plan:
-    return Plan(operation, shape, dtype, spec, ste, nan, spec.granularity.tiling(shape), kernel)
-
-
-def _bit_patterns(codes: Array) -> Array:
-    """Codes of small floats as uint8; integers as they are."""
-    return codes if codes.dtype.kind in "iu" else codes.view(np.uint8)
-
-
-def _deliver(result: Result, out: Array | None, plan: Plan) -> Result:
-    """The result in the contract's dtype, and in the caller's array where there is one."""
-    if isinstance(result, tuple):
-        gx, gs, gz = result
-        return gx.reshape(plan.shape), np.asarray(gs), np.asarray(gz)
-    values = np.asarray(result).reshape(plan.shape)
-    if _OPERATIONS[plan.operation].codes_out and plan.spec.format.kind == "float":
-        values = values.view(code_dtype(plan.spec))
-    if out is None:
-        return values
-    packed = out.dtype != values.dtype or out.shape != values.shape
-    np.copyto(out, pack(values, plan.spec.bits) if packed else values)
-    return out
+    tiling = spec.granularity.tiling(shape)
+    problem = Problem(operation, tiling, dtype, spec, ste, nan)
+    # A callable is applied by the plan itself; its kernel lets the gradient pass.
+    runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
+    return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))

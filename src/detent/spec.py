@@ -99,6 +99,13 @@ class QuantSpec:
         narrow = self.format.is_integer and self.format.signed and self.symmetric and self.convention.narrow
         return -self.format.qmax if narrow else self.format.qmin
 
+    def __hash__(self) -> int:
+        """Computed once: plans are looked up by their spec on every call."""
+        if "_hash" not in self.__dict__:
+            parts = (self.format, self.granularity, self.symmetric, self.convention, self.rounding)
+            object.__setattr__(self, "_hash", hash((*parts, self.qmin, self.qmax, self.scale_format)))
+        return int(self.__dict__["_hash"])
+
     @property
     def bits(self) -> int:
         """The width of one code."""

@@ -29,31 +29,46 @@ def test_operations():
     assert sorted(registry.OPERATIONS) == OPERATIONS
 
 
+def problem(operation, spec="int8", ste=None):
+    return dt.Plan.select(operation, shape=(4,), dtype="float32", spec=spec, ste=ste)
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_has_a_kernel(name):
-    kernel = registry.find_kernel(name)
-    assert (kernel.operation, kernel.backend) == (name, "reference")
-    assert callable(kernel.function)
-    assert registry.find_kernel(name) == kernel
+def test_every_operation_has_a_reference_kernel(name):
+    with dt.use_kernels("reference"):
+        assert problem(name).kernel.backend == "reference"
 
 
-def test_capabilities_name_machine_threads_and_backends():
+def test_capabilities_name_machine_level_threads_and_backends():
     found = dt.capabilities()
     assert set(found.kernels) == {*OPERATIONS, "minmax", "tree_sum"}
     assert found.threads == dt.get_num_threads() >= 1
     text = str(found)
-    assert all(word in text for word in (found.machine, "threads", "reference", *OPERATIONS))
+    assert all(word in text for word in (found.machine, found.level, "threads", *OPERATIONS))
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.threads = 9
-    found.kernels["quantize"] = "other"
-    assert dt.capabilities().kernels["quantize"] == "reference"
+
+
+def test_capabilities_follow_the_choice():
+    with dt.use_kernels("reference"):
+        assert set(dt.capabilities().kernels.values()) == {"reference"}
 
 
 @pytest.mark.parametrize("name", ["minmax", "tree_sum"])
 def test_reductions_need_no_plan(name):
     assert callable(registry.find_reduction(name))
     with pytest.raises(dt.UnsupportedError, match="expected one of"):
-        registry.find_kernel(name)
+        problem(name)
+
+
+def test_native_alone_raises_where_there_is_no_kernel():
+    with dt.use_kernels("native"), pytest.raises(dt.UnsupportedError, match="use_kernels"):
+        problem("quantize", dt.QuantSpec("int8", rounding="stochastic(1)"))
+
+
+def test_kernels_of_another_name():
+    with pytest.raises(dt.SpecError, match="did you mean 'native'"), dt.use_kernels("natve"):
+        pass
 
 
 @pytest.mark.usefixtures("threads")
@@ -74,4 +89,4 @@ def test_bad_number_of_threads(bad):
 @pytest.mark.parametrize("name", ["transpose", "", None])
 def test_unknown_operation(name):
     with pytest.raises(dt.UnsupportedError, match="expected one of"):
-        registry.find_kernel(name)
+        problem(name)

@@ -47,6 +47,12 @@ TILINGS = (
 )
 
 
+# Hypothesis prints a dataclass field by field, class variables included: a Convention would print all presets, each of
+# which prints all presets. Specs and params print as the calls that make them.
+for _class in (dt.Convention, dt.QuantSpec, dt.QuantParams):
+    _class._repr_pretty_ = lambda self, printer, _cycle: printer.text(repr(self))
+
+
 def same_bits(a, b):
     """Whether two arrays agree in dtype, shape and every bit, the sign of zero included."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()

@@ -1,25 +1,33 @@
 """Kernels: the arithmetic behind every operation, on plain arrays and vocabulary values.
 
-Guarantees: the same input bits give the same output bits for any thread count, memory layout and array library; every
-fast kernel has a slow twin in ``reference`` and equals it bit for bit.
+Guarantees: the same input bits give the same output bits for any thread count, CPU level, memory layout and array
+library; every fast kernel has a slow twin in ``reference`` and equals it bit for bit.
 """
 
+from detent.kernels.problem import Kernel, Problem, Result
 from detent.kernels.registry import (
     Capabilities,
-    Kernel,
     capabilities,
+    check_operation,
+    current_kernels,
     find_kernel,
     find_reduction,
     get_num_threads,
     set_num_threads,
+    use_kernels,
 )
 
 __all__ = [
     "Capabilities",
     "Kernel",
+    "Problem",
+    "Result",
     "capabilities",
+    "check_operation",
+    "current_kernels",
     "find_kernel",
     "find_reduction",
     "get_num_threads",
     "set_num_threads",
+    "use_kernels",
 ]

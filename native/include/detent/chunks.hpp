@@ -1,0 +1,136 @@
+// Chunks: an array cut into pieces that fit the first cache, each with the scales and zero points of its elements.
+//
+// A chunk that lies in one set is uniform: one scale, one zero point. Any other has one of each per element, taken straight
+// from the parameters where they lie element by element, or spread into a buffer where sets are short.
+// Every chunk but the last of a range starts and ends at a multiple of 8 elements, so that packed codes fill whole bytes.
+// Internal linkage, as in half.hpp.
+#pragma once
+
+#include <type_traits>
+
+#include "detent/call.hpp"
+#include "detent/cursor.hpp"
+#include "detent/half.hpp"
+
+namespace {
+
+using detent::Call;
+using detent::Division;
+
+constexpr int64_t kChunk = 1024;
+constexpr int64_t kLong = 128;  // from this many elements on, a run is a chunk of its own
+
+template <class In>
+using compute_t = std::conditional_t<std::is_same_v<In, double>, double, float>;
+
+// The parameters of one chunk. `divisor` is what x is divided by, or multiplied with where the division is by reciprocal.
+template <class T>
+struct Params {
+  bool uniform;
+  T scale, divisor, zero;                 // where uniform
+  const T *scales, *divisors, *zeros;     // where not
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <class T>
+class Chunks {
+ public:
+  Chunks(const Call& call, int64_t begin)
+      : cursor_(call.layout, begin),
+        scale_(static_cast<const T*>(call.scale)),
+        zero_(static_cast<const T*>(call.zero)),
+        reciprocal_(call.division == Division::reciprocal),
+        by_element_(call.layout.block == 1) {}
+
+  // The parameters of the next elements; returns how many, at most `rest`.
+  int64_t next(int64_t rest, Params<T>& params) {
+    const int64_t run = cursor_.run();
+    if (run >= kLong || run >= rest) return one_set(least(run, rest), rest, params);
+    if (by_element_ && (cursor_.rest_of_row() >= kLong || cursor_.rest_of_row() >= rest)) {
+      return own_sets(least(cursor_.rest_of_row(), rest), rest, params);
+    }
+    return many_sets(rest, params);
+  }
+
+ private:
+  static int64_t whole_bytes(int64_t count, int64_t rest) {
+    count = least(count, kChunk);
+    return count < rest ? count / 8 * 8 : count;
+  }
+
+  int64_t one_set(int64_t count, int64_t rest, Params<T>& params) {
+    count = whole_bytes(count, rest);
+    const int64_t set = cursor_.set();
+    const T scale = scale_[set];
+    params = {true, scale, reciprocal_ ? T(1) / scale : scale, zero_[set], nullptr, nullptr, nullptr};
+    cursor_.advance(count);
+    return count;
+  }
+
+  int64_t own_sets(int64_t count, int64_t rest, Params<T>& params) {
+    count = whole_bytes(count, rest);
+    const int64_t set = cursor_.set();
+    params = {false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set};
+    cursor_.advance(count);
+    invert(count, params);
+    return count;
+  }
+
+  int64_t many_sets(int64_t rest, Params<T>& params) {
+    const int64_t count = least(rest, kChunk);
+    for (int64_t done = 0; done < count;) {
+      const int64_t set = cursor_.set();
+      int64_t part;
+      if (by_element_) {
+        part = least(cursor_.rest_of_row(), count - done);
+        for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale_[set + i];
+        for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero_[set + i];
+      } else {
+        part = least(cursor_.run(), count - done);
+        const T scale = scale_[set], zero = zero_[set];
+        for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale;
+        for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero;
+      }
+      cursor_.advance(part);
+      done += part;
+    }
+    params = {false, T(0), T(0), T(0), scales_, scales_, zeros_};
+    invert(count, params);
+    return count;
+  }
+
+  void invert(int64_t count, Params<T>& params) {
+    if (!reciprocal_) return;
+    for (int64_t i = 0; i < count; ++i) divisors_[i] = T(1) / params.scales[i];
+    params.divisors = divisors_;
+  }
+
+  Cursor cursor_;
+  const T* scale_;
+  const T* zero_;
+  bool reciprocal_, by_element_;
+  alignas(64) T scales_[kChunk];
+  alignas(64) T divisors_[kChunk];
+  alignas(64) T zeros_[kChunk];
+};
+
+// The next elements as the compute type: the array itself where it has that type, a widened copy where not.
+template <class In>
+inline const compute_t<In>* load(const In* in, int64_t count, compute_t<In>* buffer) {
+  if constexpr (std::is_same_v<In, compute_t<In>>) {
+    return in;
+  } else {
+    widen_all(in, buffer, count);
+    return buffer;
+  }
+}
+
+// The results in the data's type. A tiny value that rounds to zero is a positive zero.
+template <class In>
+inline void store(const compute_t<In>* y, In* out, int64_t count) {
+  narrow_all(y, out, count);
+  for (int64_t i = 0; i < count; ++i) out[i].bits = out[i].bits == 0x8000 ? 0 : out[i].bits;
+}
+
+}  // namespace

@@ -1,0 +1,117 @@
+// The gradient of x: g where the mask lets it pass and 0 elsewhere; weighed for HardTanh; over the scale for quantize.
+// Masks select bits and never multiply, because g may be infinite. NaN in x passes Identity only.
+#include <cstring>
+
+#include "detent/arithmetic.hpp"
+#include "detent/chunks.hpp"
+
+namespace {
+
+using detent::Grad;
+using detent::Mask;
+
+inline float select(bool pass, float g) { return pass ? g : 0.0f; }
+inline double select(bool pass, double g) { return pass ? g : 0.0; }
+inline f16 select(bool pass, f16 g) { return {static_cast<uint16_t>(pass ? g.bits : 0)}; }
+inline bf16 select(bool pass, bf16 g) { return {static_cast<uint16_t>(pass ? g.bits : 0)}; }
+
+// By code. Codes before clamping are whole numbers, so that exclusive bounds are inclusive ones a step further in.
+template <class Rule, class T, class G>
+void pass_codes(const Params<T>& p, const T* __restrict x, const G* __restrict g, G* __restrict y, int64_t count, T low,
+                T high) {
+  if (p.uniform) {
+    const T divisor = p.divisor, zero = p.zero;
+    for (int64_t i = 0; i < count; ++i) {
+      const T u = unclamped<Rule>(x[i], divisor, zero);
+      y[i] = select((u >= low) & (u <= high), g[i]);
+    }
+  } else {
+    const T *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
+    for (int64_t i = 0; i < count; ++i) {
+      const T u = unclamped<Rule>(x[i], divisors[i], zeros[i]);
+      y[i] = select((u >= low) & (u <= high), g[i]);
+    }
+  }
+}
+
+template <bool exclusive, class T, class G>
+void pass_values(const Params<T>& p, const T* __restrict x, const G* __restrict g, G* __restrict y, int64_t count, T qmin,
+                 T qmax) {
+  for (int64_t i = 0; i < count; ++i) {
+    const T scale = p.uniform ? p.scale : p.scales[i], zero = p.uniform ? p.zero : p.zeros[i];
+    const T low = (qmin - zero) * scale, high = (qmax - zero) * scale;
+    y[i] = select(exclusive ? (x[i] > low) & (x[i] < high) : (x[i] >= low) & (x[i] <= high), g[i]);
+  }
+}
+
+template <class T>
+void weigh(const Params<T>& p, const T* __restrict x, const T* __restrict g, T* __restrict y, int64_t count, double qmin,
+           double qmax) {
+  for (int64_t i = 0; i < count; ++i) {
+    const double scale = p.uniform ? p.scale : p.scales[i], zero = p.uniform ? p.zero : p.zeros[i];
+    const T center = static_cast<T>(((qmin + qmax) / 2 - zero) * scale);
+    const T half = static_cast<T>((qmax - qmin) / 2 * scale);
+    const T slope = T(1) - std::fabs((x[i] - center) / half);
+    y[i] = slope > T(0) ? g[i] * slope : T(0);  // NaN and 0 give 0
+  }
+}
+
+// The mask applied to gradients of type G: the data's own where they are only selected, else the compute type.
+template <class Rule, class T, class G>
+void apply(const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
+  const T step = call.exclusive ? T(1) : T(0);
+  switch (call.mask) {
+    case Mask::identity: std::memcpy(y, g, static_cast<size_t>(count) * sizeof(G)); return;
+    case Mask::code: return pass_codes<Rule>(p, x, g, y, count, T(call.qmin) + step, T(call.qmax) - step);
+    case Mask::value:
+      if (call.exclusive) return pass_values<true>(p, x, g, y, count, T(call.qmin), T(call.qmax));
+      return pass_values<false>(p, x, g, y, count, T(call.qmin), T(call.qmax));
+    case Mask::hard_tanh:
+      if constexpr (std::is_same_v<T, G>) return weigh(p, x, g, y, count, call.qmin, call.qmax);
+      return;
+  }
+}
+
+template <class T>
+void over_scale(const Params<T>& p, T* y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = y[i] / (p.uniform ? p.scale : p.scales[i]);
+}
+
+template <class Rule, class In>
+void run(const Call& call, int64_t begin, int64_t end) {
+  using T = compute_t<In>;
+  constexpr bool direct = std::is_same_v<In, T>;
+  const bool selects = call.grad == Grad::fake && call.mask != Mask::hard_tanh;
+  const In *in = static_cast<const In*>(call.x), *gradient = static_cast<const In*>(call.g);
+  In* out = static_cast<In*>(call.out);
+  Chunks<T> chunks(call, begin);
+  alignas(64) T wide_x[kChunk], wide_g[kChunk], result[kChunk];
+  Params<T> params;
+  for (int64_t at = begin; at < end;) {
+    const int64_t count = chunks.next(end - at, params);
+    const T* x = load(in + at, count, wide_x);
+    if (selects) {
+      apply<Rule>(call, params, x, gradient + at, out + at, count);
+    } else {
+      const T* g = load(gradient + at, count, wide_g);
+      T* y = result;
+      if constexpr (direct) y = out + at;
+      apply<Rule>(call, params, x, g, y, count);
+      if (call.grad == Grad::quantize) over_scale(params, y, count);
+      if constexpr (!direct) narrow_all(y, out + at, count);
+    }
+    at += count;
+  }
+}
+
+}  // namespace
+
+namespace detent::DETENT_LEVEL {
+
+void backward(const Call& call, int64_t begin, int64_t end) {
+  with_dtype(call, [&](auto in) {
+    with_rules(call, [&](auto rule) { run<decltype(rule), decltype(in)>(call, begin, end); });
+  });
+}
+
+}  // namespace detent::DETENT_LEVEL

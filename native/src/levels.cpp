@@ -1,0 +1,57 @@
+// The table of contents of the kernels: one row per CPU level.
+#include "detent/levels.hpp"
+
+#define DETENT_DECLARE(LEVEL)                                   \
+  namespace detent::LEVEL {                                     \
+  void quantize(const Call&, int64_t, int64_t);                 \
+  void dequantize(const Call&, int64_t, int64_t);               \
+  void fake_quantize(const Call&, int64_t, int64_t);            \
+  void backward(const Call&, int64_t, int64_t);                 \
+  void dequantize_backward(const Call&, int64_t, int64_t);      \
+  }
+#define DETENT_KERNELS(LEVEL) \
+  {LEVEL::quantize, LEVEL::dequantize, LEVEL::fake_quantize, LEVEL::backward, LEVEL::dequantize_backward}
+
+DETENT_DECLARE(baseline)
+#if defined(DETENT_X86_LEVELS)
+DETENT_DECLARE(v3)
+DETENT_DECLARE(v4)
+#endif
+
+namespace detent {
+namespace {
+
+bool always() { return true; }
+
+#if defined(DETENT_X86_LEVELS)
+bool has_v3() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+}
+
+bool has_v4() {
+  return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+}  // namespace
+
+const Level kLevels[] = {
+    {"baseline", always, DETENT_KERNELS(baseline)},
+#if defined(DETENT_X86_LEVELS)
+    {"x86-64-v3", has_v3, DETENT_KERNELS(v3)},
+    {"x86-64-v4", has_v4, DETENT_KERNELS(v4)},
+#endif
+};
+const int kLevelCount = static_cast<int>(sizeof kLevels / sizeof kLevels[0]);
+
+int best_level() {
+  int best = 0;
+  for (int i = 1; i < kLevelCount; ++i) {
+    if (kLevels[i].supported()) best = i;
+  }
+  return best;
+}
+
+}  // namespace detent
