@@ -24,7 +24,7 @@ using namespace detent;
 using Input = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 using Output = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
-enum class Operation : int { quantize, dequantize, fake_quantize, backward, dequantize_backward };
+enum class Operation : int { quantize, dequantize, fake_quantize, backward, dequantize_backward, minmax };
 
 // Below this many elements a second thread costs more than it saves.
 constexpr int64_t kSmall = 1 << 15;
@@ -59,6 +59,7 @@ void (*pick(const Kernels& kernels, Operation operation))(const Call&, int64_t, 
     case Operation::fake_quantize: return kernels.fake_quantize;
     case Operation::backward: return kernels.backward;
     case Operation::dequantize_backward: return kernels.dequantize_backward;
+    case Operation::minmax: return kernels.minmax;
   }
   throw std::invalid_argument("unknown operation");
 }
@@ -71,11 +72,13 @@ class Runner {
     if (level < 0 || level >= kLevelCount || !kLevels[level].supported()) throw std::invalid_argument("unsupported level");
     if (lead.size() > static_cast<size_t>(kMaxLead)) throw std::invalid_argument("too many axes");
     kernel_ = pick(kLevels[level].kernels, operation_);
+    if (cols < 0 || block < 1) throw std::invalid_argument("a layout has blocks of at least one element");
     Layout& layout = call_.layout;
     layout.cols = cols;
     layout.block = block;
     layout.size = cols;
     for (const auto& [size, width, stride] : lead) {
+      if (size < 0 || width < 1) throw std::invalid_argument("a layout has blocks of at least one element");
       layout.axis[layout.lead++] = {size, width, stride};
       layout.size *= size;
     }
@@ -108,7 +111,7 @@ class Runner {
     require("out", out, to_codes ? code_bytes() : data);
     Call call = call_;
     std::atomic<bool> saw_nan{false};
-    (from_codes ? call.codes_in : operation_ >= Operation::backward ? call.g : call.x) = first.data();
+    (from_codes ? call.codes_in : operation_ == Operation::fake_quantize || to_codes ? call.x : call.g) = first.data();
     if (operation_ == Operation::backward) call.x = second.data();
     call.scale = scale.data();
     call.zero = zero.data();
@@ -119,6 +122,27 @@ class Runner {
       run_all({&call, kernel_, 0}, thread_count.load(std::memory_order_relaxed));
     }
     return saw_nan.load();
+  }
+
+  // Takes the elements into the bounds of their sets; returns how many are not finite.
+  int64_t reduce(const Input& data, const Output& low, const Output& high) const {
+    const int64_t wide = call_.dtype == Dtype::f64 ? 8 : 4;
+    require("data", data, call_.layout.size * (call_.dtype == Dtype::f64 ? 8 : call_.dtype == Dtype::f32 ? 4 : 2));
+    require("low", low, sets_ * wide);
+    require("high", high, sets_ * wide);
+    Call call = call_;
+    std::atomic<int64_t> nonfinite{0};
+    call.x = data.data();
+    call.out = low.data();
+    call.high = high.data();
+    call.nonfinite = &nonfinite;
+    const int64_t rows = call.layout.size / (call.layout.cols ? call.layout.cols : 1);
+    call.shared = rows * ((call.layout.cols + call.layout.block - 1) / call.layout.block) != sets_;
+    {
+      nb::gil_scoped_release unlocked;
+      run_all({&call, kernel_, 0}, thread_count.load(std::memory_order_relaxed));
+    }
+    return nonfinite.load();
   }
 
  private:
@@ -154,5 +178,6 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", [](int count) { thread_count.store(count); });
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, int, int64_t, int64_t, const std::vector<std::tuple<int64_t, int64_t, int64_t>>&, int64_t, nb::dict>())
-      .def("run", &Runner::run);
+      .def("run", &Runner::run)
+      .def("reduce", &Runner::reduce);
 }

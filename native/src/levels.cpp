@@ -8,9 +8,10 @@
   void fake_quantize(const Call&, int64_t, int64_t);            \
   void backward(const Call&, int64_t, int64_t);                 \
   void dequantize_backward(const Call&, int64_t, int64_t);      \
+  void minmax(const Call&, int64_t, int64_t);                   \
   }
 #define DETENT_KERNELS(LEVEL) \
-  {LEVEL::quantize, LEVEL::dequantize, LEVEL::fake_quantize, LEVEL::backward, LEVEL::dequantize_backward}
+  {LEVEL::quantize, LEVEL::dequantize, LEVEL::fake_quantize, LEVEL::backward, LEVEL::dequantize_backward, LEVEL::minmax}
 
 DETENT_DECLARE(baseline)
 #if defined(DETENT_X86_LEVELS)

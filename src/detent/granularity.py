@@ -75,9 +75,10 @@ class Tiling:
             if size == grid == 1:
                 continue
             whole = grid == 1
-            axis = (size, size if whole else block, grid)
+            axis = (size, max(size, 1) if whole else block, grid)
             if axes and whole and axes[-1][2] == 1:
-                axis = (axes[-1][0] * size,) * 2 + (1,)
+                span = axes[-1][0] * size
+                axis = (span, max(span, 1), 1)
                 axes.pop()
             elif axes and block == axes[-1][1] == 1:
                 axis = (axes[-1][0] * size, 1, axes[-1][2] * grid)

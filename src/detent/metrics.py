@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from detent._plan_checks import check_is_params
 from detent.dtypes import float_array
 from detent.errors import DtypeError, ShapeError
-from detent.kernels import find_reduction
+from detent.kernels import tree_sum
 from detent.params import QuantParams
 from detent.plan import Plan
 from detent.tensor import QuantizedTensor
@@ -141,7 +141,7 @@ def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Float64, Float64]:
 
 def _sum(terms: Float64) -> float:
     with np.errstate(all="ignore"):
-        return float(find_reduction("tree_sum")(terms.reshape(-1)))
+        return float(tree_sum(terms.reshape(-1)))
 
 
 def _error(a: Float64, b: Float64) -> Float64:

@@ -38,7 +38,7 @@ from detent.dtypes import float_array
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import PerAxis, PerGroup, PerTensor
-from detent.kernels import find_reduction
+from detent.kernels import minmax
 from detent.scale_rule import derive
 from detent.spec import QuantSpec, get_spec
 
@@ -161,13 +161,12 @@ class QuantParams:
         tiling = spec.granularity.tiling(data.shape)
         if not data.size:
             raise RangeError(f"x of shape {data.shape} is empty: there is no range to take")
-        bad = ~np.isfinite(data)
-        if bad.any():
+        lo, hi, nonfinite = minmax(data, tiling)
+        if nonfinite:
             raise RangeError(
-                f"x holds {int(bad.sum())} non-finite values of {data.size}, the first at index {first_index(bad)}: "
-                "mend the data, or use detent.observers.MinMax, which skips and counts them"
+                f"x holds {nonfinite} non-finite values of {data.size}, the first at index "
+                f"{first_index(~np.isfinite(data))}: mend the data, or use detent.observers.MinMax, which skips them"
             )
-        lo, hi = find_reduction("minmax")(data, tiling)
         return cls.from_range(spec, lo, hi, dtype="float64" if data.dtype == np.float64 else "float32")
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":

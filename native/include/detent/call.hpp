@@ -41,8 +41,11 @@ struct Call {
   const void* zero = nullptr;   // the zero points as the compute type, one per set
   const void* codes_in = nullptr;
   void* out = nullptr;
+  void* high = nullptr;  // minmax: the upper bounds, beside the lower ones in out
+  bool shared = false;   // minmax: a set may have elements in several rows
 
-  std::atomic<bool>* saw_nan = nullptr;  // set where quantize met NaN
+  std::atomic<bool>* saw_nan = nullptr;       // set where NaN was met and looked for
+  std::atomic<int64_t>* nonfinite = nullptr;  // minmax: how many elements are not finite
 };
 
 // One table per CPU level. A kernel works on elements [begin, end) of the flat array; begin is a multiple of kGrain.
@@ -54,6 +57,7 @@ struct Kernels {
   void (*fake_quantize)(const Call&, int64_t begin, int64_t end);
   void (*backward)(const Call&, int64_t begin, int64_t end);            // of fake_quantize and quantize
   void (*dequantize_backward)(const Call&, int64_t begin, int64_t end);
+  void (*minmax)(const Call&, int64_t begin, int64_t end);
 };
 
 }  // namespace detent

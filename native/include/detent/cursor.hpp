@@ -10,32 +10,38 @@ using detent::Axis;
 using detent::kMaxLead;
 using detent::Layout;
 
-// The position of a kernel in an array: row by row, with the offset of the row's first set.
+// The position of a kernel in an array: row by row, with the set of the current element. Divides only when it is made.
 class Cursor {
  public:
-  Cursor(const Layout& layout, int64_t position) : layout_(layout), row_(position / layout.cols) {
-    col = position - row_ * layout.cols;
-    int64_t rest = row_;
-    offset = 0;
+  Cursor(const Layout& layout, int64_t position) : layout_(layout) {
+    int64_t row = layout.cols ? position / layout.cols : 0;
+    col = position - row * layout.cols;
     for (int i = layout.lead - 1; i >= 0; --i) {
       const Axis& axis = layout.axis[i];
-      index_[i] = rest % axis.size;
-      rest /= axis.size;
+      index_[i] = row % axis.size;
+      row /= axis.size;
       offset += index_[i] / axis.block * axis.stride;
     }
+    set_ = offset + col / layout.block;
+    left_ = layout.block - col % layout.block;
   }
 
   // The set of the current element, and how many elements from here on share it (at least 1).
-  int64_t set() const { return offset + col / layout_.block; }
-  int64_t run() const {
-    const int64_t end = (col / layout_.block + 1) * layout_.block;
-    return (end < layout_.cols ? end : layout_.cols) - col;
-  }
+  int64_t set() const { return set_; }
+  int64_t run() const { return left_ < rest_of_row() ? left_ : rest_of_row(); }
   int64_t rest_of_row() const { return layout_.cols - col; }
 
-  void advance(int64_t count) {  // never beyond the end of the row
+  // Forward by at most run() elements, or rest_of_row() where each element has a set of its own.
+  void advance(int64_t count) {
     col += count;
-    if (col == layout_.cols) next_row();
+    if (col == layout_.cols) {
+      next_row();
+    } else if (layout_.block == 1) {
+      set_ += count;
+    } else if ((left_ -= count) == 0) {
+      ++set_;
+      left_ = layout_.block;
+    }
   }
 
   int64_t col = 0;     // column of the current element
@@ -44,21 +50,24 @@ class Cursor {
  private:
   void next_row() {
     col = 0;
-    ++row_;
     for (int i = layout_.lead - 1; i >= 0; --i) {
       const Axis& axis = layout_.axis[i];
-      const int64_t before = index_[i] / axis.block;
+      const int64_t before = axis.block == 1 ? index_[i] : index_[i] / axis.block;
       if (++index_[i] < axis.size) {
-        offset += (index_[i] / axis.block - before) * axis.stride;
-        return;
+        const int64_t after = axis.block == 1 ? index_[i] : index_[i] / axis.block;
+        offset += (after - before) * axis.stride;
+        break;
       }
       offset -= before * axis.stride;
       index_[i] = 0;
     }
+    set_ = offset;
+    left_ = layout_.block;
   }
 
   const Layout& layout_;
-  int64_t row_ = 0;
+  int64_t set_ = 0;
+  int64_t left_ = 1;
   int64_t index_[kMaxLead] = {};
 };
 

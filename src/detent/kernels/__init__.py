@@ -11,9 +11,10 @@ from detent.kernels.registry import (
     check_operation,
     current_kernels,
     find_kernel,
-    find_reduction,
     get_num_threads,
+    minmax,
     set_num_threads,
+    tree_sum,
     use_kernels,
 )
 
@@ -26,8 +27,9 @@ __all__ = [
     "check_operation",
     "current_kernels",
     "find_kernel",
-    "find_reduction",
     "get_num_threads",
+    "minmax",
     "set_num_threads",
+    "tree_sum",
     "use_kernels",
 ]

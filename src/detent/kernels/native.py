@@ -5,6 +5,7 @@ C-contiguous are copied first; results are the reference's, bit for bit.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -30,7 +31,7 @@ except ImportError as error:  # the package works without it
 else:
     WHY_NOT = None
 
-__all__ = ["NativeKernel", "levels", "refusal", "set_level"]
+__all__ = ["NativeKernel", "levels", "minmax", "refusal", "set_level"]
 
 Array = NDArray[Any]
 MAX_LEAD = 8
@@ -42,6 +43,8 @@ _OPERATIONS = {
     "quantize_backward": 3,
     "dequantize_backward": 4,
 }
+_MINMAX = 5
+_RULES = ("division", "zero_point", "rounding", "fill", "mask", "grad", "find_nan", "exclusive", "is_signed", "codes")
 _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 _ROUNDINGS = {"half_even": 0, "half_away": 1, "floor": 2}
 _BYTES, _WORDS, _PACKED = range(3)
@@ -105,6 +108,29 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
+def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
+    """The smallest and largest finite element of each set and the number of other elements; None without a kernel.
+
+    >>> minmax(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ())) is None
+    True
+    """
+    few = tiling.merged()
+    if _native is None or x.dtype.name not in _DTYPES or len(few.shape) > MAX_LEAD or x.size >= SIZE_LIMIT:
+        return None
+    compute = np.float64 if x.dtype == np.float64 else np.float32
+    low, high = np.full(tiling.scale_shape, np.inf, compute), np.full(tiling.scale_shape, -np.inf, compute)
+    nonfinite = _reducer(few, x.dtype.name, _Level.index).reduce(_ready(x), low, high)
+    low += 0.0  # a negative zero becomes a positive one
+    high += 0.0
+    return low, high, int(nonfinite)
+
+
+@lru_cache(maxsize=1024)
+def _reducer(few: Tiling, dtype: str, level: int) -> Any:
+    rules = {**dict.fromkeys(_RULES, 0), "dtype": _DTYPES[dtype], "bits": BYTE, "qmin": 0.0, "qmax": 0.0}
+    return _make_runner(_MINMAX, level, few, rules)
+
+
 class NativeKernel:
     """A problem's C++ kernel.
 
@@ -160,8 +186,7 @@ class NativeKernel:
 
 def _runner(problem: Problem, codes: int) -> Any:
     """The extension's kernel for the problem, with codes as bytes, words or packed bits."""
-    few, spec, ste = problem.tiling.merged(), problem.spec, problem.ste
-    cols, block = (few.shape[-1], few.block[-1]) if few.shape else (1, 1)
+    spec, ste = problem.spec, problem.ste
     mask = 0 if ste is None or isinstance(ste, Identity) else 3 if isinstance(ste, HardTanh) else 1
     if isinstance(ste, Clipped) and ste.on == "value":
         mask = 2
@@ -181,9 +206,13 @@ def _runner(problem: Problem, codes: int) -> Any:
         "qmin": float(spec.qmin),
         "qmax": float(spec.qmax),
     }
-    return _native.Runner(  # type: ignore[union-attr]  # refusal() excludes a missing extension
-        _OPERATIONS[problem.operation], _Level.index, cols, min(block, max(cols, 1)), _lead(few), few.sets, dict(rules)
-    )
+    return _make_runner(_OPERATIONS[problem.operation], _Level.index, problem.tiling.merged(), rules)
+
+
+def _make_runner(operation: int, level: int, few: Tiling, rules: Mapping[str, float]) -> Any:
+    cols, block = (few.shape[-1], few.block[-1]) if few.shape else (1, 1)
+    make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
+    return make(operation, level, cols, min(block, max(cols, 1)), _lead(few), few.sets, dict(rules))
 
 
 def _lead(few: Tiling) -> list[tuple[int, int, int]]:

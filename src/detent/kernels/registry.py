@@ -5,16 +5,19 @@ same bits, so that the choice is a matter of speed alone.
 """
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from detent._checks import as_integer
 from detent.env import KERNEL_CHOICES, default_kernels, default_threads
 from detent.errors import SpecError, UnsupportedError, closest
-from detent.granularity import PerTensor
+from detent.granularity import PerTensor, Tiling
 from detent.kernels import native, reference
 from detent.kernels.problem import Kernel, Problem
 from detent.kernels.reference_kernel import REFERENCE, ReferenceKernel
@@ -27,14 +30,14 @@ __all__ = [
     "capabilities",
     "current_kernels",
     "find_kernel",
-    "find_reduction",
     "get_num_threads",
+    "minmax",
     "set_num_threads",
+    "tree_sum",
     "use_kernels",
 ]
 
 OPERATIONS: tuple[str, ...] = tuple(sorted(REFERENCE))
-_REDUCTIONS: Mapping[str, Callable[..., Any]] = {"minmax": reference.minmax, "tree_sum": reference.tree_sum}
 _INT8 = QuantSpec("int8")
 _choice: ContextVar[str | None] = ContextVar("detent_kernels", default=None)
 
@@ -73,7 +76,7 @@ def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
     Raises:
         UnsupportedError: there is no such operation, or no native kernel where one is asked for.
 
-    >>> from detent.granularity import PerTensor
+    >>> from detent.granularity import PerTensor, Tiling
     >>> problem = Problem("quantize", PerTensor().tiling((4,)), "float32", QuantSpec("int8"), None, "raise")
     >>> find_kernel(problem, "reference").backend
     'reference'
@@ -93,14 +96,32 @@ def check_operation(operation: str) -> None:
         raise UnsupportedError(f"no kernel for operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
 
 
-def find_reduction(name: str) -> Callable[..., Any]:
-    """The kernel of a reduction, which needs no plan: "minmax" or "tree_sum".
+def minmax(x: NDArray[Any], tiling: Tiling) -> tuple[NDArray[Any], NDArray[Any], int]:
+    """The smallest and largest finite element of each set in the compute type, and how many elements are not finite.
 
     >>> import numpy as np
-    >>> float(find_reduction("tree_sum")(np.ones(3)))
+    >>> from detent.granularity import PerTensor, Tiling
+    >>> minmax(np.array([1.0, -2.0, np.nan]), PerTensor().tiling((3,)))
+    (array(-2.), array(1.), 1)
+    """
+    choice = current_kernels()
+    found = None if choice == "reference" else native.minmax(x, tiling)
+    if found is not None:
+        return found
+    if choice == "native":
+        raise UnsupportedError(f"minmax of {x.dtype} data has no native kernel: use_kernels('auto') runs the reference")
+    lo, hi = reference.minmax(x, tiling)
+    return np.asarray(lo), np.asarray(hi), int(np.count_nonzero(~np.isfinite(x)))
+
+
+def tree_sum(terms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The sum along the last axis in the contract's order.
+
+    >>> import numpy as np
+    >>> float(tree_sum(np.ones(3)))
     3.0
     """
-    return _REDUCTIONS[name]
+    return np.asarray(reference.tree_sum(terms))
 
 
 class _Threads:
@@ -171,7 +192,8 @@ def capabilities() -> Capabilities:
         name: find_kernel(_sample(name), "reference" if choice == "reference" else "auto").backend
         for name in OPERATIONS
     }
-    backends |= dict.fromkeys(_REDUCTIONS, "reference")
+    backends |= {"minmax": "reference" if choice == "reference" or not native.levels() else "native"}
+    backends |= {"tree_sum": "reference"}
     samples = {
         "stochastic rounding": _sample("quantize", QuantSpec("int8", rounding="stochastic")),
         "float8_e4m3fn": _sample("quantize", QuantSpec("float8_e4m3fn")),

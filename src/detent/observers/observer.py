@@ -18,7 +18,7 @@ from detent.dtypes import float_array
 from detent.errors import DtypeError, FileFormatError, NotCalibratedError, RangeError, ShapeError, StateError
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, get_granularity, granularity_from_dict
-from detent.kernels import find_reduction
+from detent.kernels import minmax
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
 
@@ -90,11 +90,11 @@ class Observer(ABC):
                 f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
                 f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
             )
-        finite = int(np.count_nonzero(np.isfinite(data)))
-        lo, hi = self._as_state(find_reduction("minmax")(data, tiling))
+        low, high, nonfinite = minmax(data, tiling)
+        lo, hi = self._as_state((low, high))
         self._lo, self._hi = self._blended(lo, hi)
-        self.count += finite
-        self.nonfinite += data.size - finite
+        self.count += data.size - nonfinite
+        self.nonfinite += nonfinite
         self._double |= data.dtype == np.float64
         return self
 
