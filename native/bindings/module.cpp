@@ -93,6 +93,7 @@ class Runner {
     call_.exclusive = rule("exclusive") != 0;
     call_.find_nan = rule("find_nan") != 0;
     call_.is_signed = rule("is_signed") != 0;
+    call_.no_zero = rule("no_zero") != 0;
     call_.bits = rule("bits");
     call_.codes = static_cast<Codes>(rule("codes"));
     call_.qmin = nb::cast<double>(rules["qmin"]);

@@ -7,6 +7,7 @@ DETENT_NUM_THREADS   how many threads kernels may use; without it OMP_NUM_THREAD
 """
 
 import os
+from functools import cache
 
 from detent._checks import as_integer
 from detent.errors import SpecError, closest
@@ -16,8 +17,9 @@ __all__ = ["KERNEL_CHOICES", "default_kernels", "default_threads"]
 KERNEL_CHOICES = ("auto", "native", "reference")
 
 
+@cache
 def default_kernels() -> str:
-    """The kernels that DETENT_KERNELS asks for.
+    """The kernels that DETENT_KERNELS asks for, read once.
 
     >>> default_kernels() in KERNEL_CHOICES
     True

@@ -31,6 +31,7 @@ struct Call {
   bool find_nan = false;   // whether fake_quantize looks for NaN; quantize always does
   bool exclusive = false;  // bounds of the mask
   bool is_signed = true;   // of the codes
+  bool no_zero = false;    // every zero point is 0
   int bits = 8;
   Codes codes = Codes::bytes;
   double qmin = 0, qmax = 0;

@@ -41,7 +41,12 @@ class Chunks {
         scale_(static_cast<const T*>(call.scale)),
         zero_(static_cast<const T*>(call.zero)),
         reciprocal_(call.division == Division::reciprocal),
-        by_element_(call.layout.block == 1) {}
+        by_element_(call.layout.block == 1),
+        no_zero_(call.no_zero) {
+    if (no_zero_) {
+      for (int64_t i = 0; i < kChunk; ++i) zeros_[i] = T(0);
+    }
+  }
 
   // The parameters of the next elements; returns how many, at most `rest`.
   int64_t next(int64_t rest, Params<T>& params) {
@@ -85,12 +90,13 @@ class Chunks {
       if (by_element_) {
         part = least(cursor_.rest_of_row(), count - done);
         for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale_[set + i];
-        for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero_[set + i];
+        if (!no_zero_) {
+          for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero_[set + i];
+        }
       } else {
         part = least(cursor_.run(), count - done);
-        const T scale = scale_[set], zero = zero_[set];
-        for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale;
-        for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero;
+        spread(scale_[set], scales_ + done, part);
+        if (!no_zero_) spread(zero_[set], zeros_ + done, part);
       }
       cursor_.advance(part);
       done += part;
@@ -98,6 +104,15 @@ class Chunks {
     params = {false, T(0), T(0), T(0), scales_, scales_, zeros_};
     invert(count, params);
     return count;
+  }
+
+  // Short runs mostly have a multiple of 8 elements, for which the inner loop is a few stores.
+  static void spread(T value, T* out, int64_t count) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+      for (int j = 0; j < 8; ++j) out[i + j] = value;
+    }
+    for (; i < count; ++i) out[i] = value;
   }
 
   void invert(int64_t count, Params<T>& params) {
@@ -109,7 +124,7 @@ class Chunks {
   Cursor cursor_;
   const T* scale_;
   const T* zero_;
-  bool reciprocal_, by_element_;
+  bool reciprocal_, by_element_, no_zero_;
   alignas(64) T scales_[kChunk];
   alignas(64) T divisors_[kChunk];
   alignas(64) T zeros_[kChunk];

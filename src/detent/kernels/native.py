@@ -44,7 +44,19 @@ _OPERATIONS = {
     "dequantize_backward": 4,
 }
 _MINMAX = 5
-_RULES = ("division", "zero_point", "rounding", "fill", "mask", "grad", "find_nan", "exclusive", "is_signed", "codes")
+_RULES = (
+    "division",
+    "zero_point",
+    "rounding",
+    "fill",
+    "mask",
+    "grad",
+    "find_nan",
+    "exclusive",
+    "is_signed",
+    "no_zero",
+    "codes",
+)
 _DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 _ROUNDINGS = {"half_even": 0, "half_away": 1, "floor": 2}
 _BYTES, _WORDS, _PACKED = range(3)
@@ -201,6 +213,7 @@ def _runner(problem: Problem, codes: int) -> Any:
         "find_nan": int(problem.nan == "raise"),
         "exclusive": int(isinstance(ste, Clipped) and ste.bounds == "exclusive"),
         "is_signed": int(spec.format.signed),
+        "no_zero": int(spec.symmetric and spec.format.signed),
         "bits": spec.bits,
         "codes": codes,
         "qmin": float(spec.qmin),
