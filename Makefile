@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format bench docs clean
+.PHONY: help demo test test-all lint format sanitize bench bench-quick docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,9 +38,15 @@ format: $(STAMP) ## rewrite the sources in the house style
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: $(STAMP) ## measure speed against the memory system and the peers
-	@if [ -f benchmarks/run.py ]; then $(RUN) benchmarks/run.py; \
-	else echo "No benchmark yet: it arrives with the native kernels. Today's reference kernels are exact, not fast."; fi
+sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan; needs a compiler only
+	$(MAKE) -C native/tests
+
+bench: $(STAMP) ## check, then time detent and its peers; renew the README's table
+	$(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
+	$(RUN) benchmarks/render.py
+
+bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
+	$(RUN) benchmarks/run.py --quick
 
 docs: $(STAMP) ## execute every snippet and example, resolve every link
 	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
@@ -51,7 +57,7 @@ clean: ## remove everything that make and the tools created
 
 # The stamp is written last: an environment without it was interrupted and is built anew, one that is merely
 # older than its inputs is brought up to date in place. No ensurepip: some systems ship Python without it.
-NATIVE := CMakeLists.txt $(shell find native -name '*.[ch]pp' 2>/dev/null)
+NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings -name '*.[ch]pp' 2>/dev/null)
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)

@@ -77,6 +77,7 @@ def test_zero_points_use_the_stored_scale():
 
 def test_the_widest_range_does_not_overflow():
     assert ranged("uint8", -3e38, 3e38)[0] == F32(6e38 / 255)
+    assert ranged("uint8", -1.5e308, 1.5e308, dtype="float64")[0] == 1.5e308 / 255 * 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

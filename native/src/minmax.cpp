@@ -4,7 +4,6 @@
 // not depend on order, so that threads meet only where they share a set: there bounds are merged atomically.
 #include <atomic>
 #include <limits>
-#include <memory>
 
 #include "detent/arithmetic.hpp"
 #include "detent/chunks.hpp"
@@ -103,30 +102,33 @@ void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int6
   nonfinite += found;
 }
 
-// Sets of single elements along a row: bounds of a row are kept apart until a row with other sets comes.
+constexpr int64_t kWide = 4 * kChunk;
+
+// Sets of single elements along a row: bounds of rows that share their sets are kept apart until a row with other sets comes.
+// Rows too wide for that are merged a chunk at a time.
 template <class In>
 void run_by_element(const Call& call, int64_t begin, int64_t end, int64_t& nonfinite) {
   using T = compute_t<In>;
   const In* in = static_cast<const In*>(call.x);
   T *low = static_cast<T*>(call.out), *high = static_cast<T*>(call.high);
-  const int64_t cols = call.layout.cols;
-  const std::unique_ptr<T[]> own(new T[static_cast<size_t>(2 * cols)]);
-  T *lows = own.get(), *highs = own.get() + cols;
-  alignas(64) T wide[kChunk];
+  alignas(64) T wide[kChunk], lows[kWide], highs[kWide];
   Cursor cursor(call.layout, begin);
   for (int64_t at = begin; at < end;) {
-    const int64_t offset = cursor.offset;
-    for (int64_t i = 0; i < cols; ++i) {
+    const int64_t offset = cursor.offset, first = call.layout.cols <= kWide ? 0 : cursor.col;
+    const int64_t width = least(call.layout.cols - first, first || call.layout.cols > kWide ? kChunk : kWide);
+    for (int64_t i = 0; i < width; ++i) {
       lows[i] = std::numeric_limits<T>::infinity();
       highs[i] = -std::numeric_limits<T>::infinity();
     }
-    while (at < end && cursor.offset == offset) {
-      const int64_t count = least(least(cursor.rest_of_row(), end - at), kChunk);
-      take_row(load(in + at, count, wide), lows + cursor.col, highs + cursor.col, count, nonfinite);
+    do {
+      const int64_t start = cursor.col - first;
+      const int64_t count = least(least(width - start, end - at), kChunk);
+      take_row(load(in + at, count, wide), lows + start, highs + start, count, nonfinite);
       cursor.advance(count);
       at += count;
-    }
-    for (int64_t i = 0; i < cols; ++i) merge(low + offset + i, high + offset + i, Bounds<T>{lows[i], highs[i]}, true);
+    } while (at < end && cursor.offset == offset && call.layout.cols <= kWide);
+    T *to_low = low + offset + first, *to_high = high + offset + first;
+    for (int64_t i = 0; i < width; ++i) merge(to_low + i, to_high + i, Bounds<T>{lows[i], highs[i]}, true);
   }
 }
 

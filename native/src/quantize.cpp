@@ -9,7 +9,7 @@ using detent::Codes;
 using detent::Fill;
 
 // Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. Returns whether x holds NaN,
-// whose code is unspecified.
+// whose code is the lowest until it is filled.
 template <class Rule, class Code, class T>
 bool codes(const Params<T>& p, const T* __restrict x, Code* __restrict q, int64_t count, T low, T high) {
   int missing = 0;
@@ -18,14 +18,14 @@ bool codes(const Params<T>& p, const T* __restrict x, Code* __restrict q, int64_
     for (int64_t i = 0; i < count; ++i) {
       missing |= x[i] != x[i];
       const T code = clamped(unclamped<Rule>(x[i], divisor, zero), low, high);
-      q[i] = static_cast<Code>(static_cast<int32_t>(code));
+      q[i] = static_cast<Code>(static_cast<int32_t>(x[i] == x[i] ? code : low));
     }
   } else {
     const T *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
     for (int64_t i = 0; i < count; ++i) {
       missing |= x[i] != x[i];
       const T code = clamped(unclamped<Rule>(x[i], divisors[i], zeros[i]), low, high);
-      q[i] = static_cast<Code>(static_cast<int32_t>(code));
+      q[i] = static_cast<Code>(static_cast<int32_t>(x[i] == x[i] ? code : low));
     }
   }
   return missing != 0;

@@ -77,6 +77,12 @@ def first_index(mask: NDArray[np.bool_]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
 
 
+def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
+    """The index of the first NaN or infinity in C order."""
+    with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
+        return first_index(~np.isfinite(values))
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of JSON pairs, none of which may come twice; for ``json.loads(object_pairs_hook=...)``."""
     found = dict(pairs)
@@ -93,7 +99,8 @@ def has_keys(data: object, keys: Iterable[str]) -> bool:
 
 def refuse_nan(name: str, x: NDArray[Any]) -> None:
     """Raise if there is any NaN, with its count and first index."""
-    missing = np.isnan(x)
+    with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
+        missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
     if count:
         first = first_index(missing)

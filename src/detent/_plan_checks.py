@@ -84,6 +84,8 @@ def _overlaps_itself(out: Array) -> bool:
 
 
 def _share_memory(a: Array, b: Array) -> bool:
+    if not np.may_share_memory(a, b):
+        return False
     try:
         return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]  # the stubs know 0 and -1 only
     except np.exceptions.TooHardError:

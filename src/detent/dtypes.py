@@ -23,6 +23,7 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "float64": np.dtype("float64"),
     }
 )
+_KNOWN = frozenset(FLOATS.values())
 
 
 def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
@@ -31,11 +32,13 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     >>> float_dtype("bfloat16").itemsize
     2
     """
+    if isinstance(dtype, np.dtype) and dtype in _KNOWN:
+        return dtype
     found = FLOATS.get(dtype) if isinstance(dtype, str) else None
     if found is None and isinstance(dtype, np.dtype | type) and not isinstance(dtype, str):
         with suppress(TypeError):
             found = np.dtype(dtype)
-    if found is None or found not in FLOATS.values():
+    if found is None or found not in _KNOWN:
         given = dtype if found is None else found
         raise DtypeError(
             f"{name} has dtype {given}, expected float16, bfloat16, float32 or float64: convert it first, "
@@ -50,6 +53,8 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
     >>> float_array([0.5, 1.0])
     array([0.5, 1. ])
     """
+    if type(value) is np.ndarray and value.dtype in _KNOWN:
+        return value
     if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
         raise DtypeError(f"{name} must be a NumPy array, got {type(value).__name__}: convert it with np.asarray")
     array = as_array(name, value)

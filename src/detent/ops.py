@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from detent._plan_checks import as_factor, check_is_params, check_step
 from detent.dtypes import code_dtype, float_array
 from detent.errors import DtypeError
+from detent.kernels import current_kernels
 from detent.params import QuantParams
 from detent.plan import NaNPolicy, Plan
 from detent.ste import EstimatorLike
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+PLANS_PER_PARAMS = 64  # a plan is looked up faster by its params than by its spec
 
 
 def quantize(
@@ -38,8 +40,8 @@ def quantize(
     Args:
         x: float data.
         params: scales and zero points that fit x's shape.
-        out: where the codes go: an array of x's shape and the format's storage type, or a 1-D uint8 buffer of the
-            packed size. The returned tensor shares its memory and changes with it.
+        out: where the codes go: an array of x's shape and the format's storage type, or else a 1-D uint8 buffer of
+            the packed size. The returned tensor shares its memory and changes with it.
         nan: "raise", or the code NaN gets: "zero_point" or "qmin". Infinities saturate.
         step: the counter of stochastic rounding.
 
@@ -234,4 +236,13 @@ def _plan(
     nan: NaNPolicy | None = None,
 ) -> Plan:
     check_is_params(params)
-    return Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)
+    remembered: dict[object, Plan] = params.__dict__.setdefault("_plans", {})
+    key = (operation, data.shape, data.dtype, nan, current_kernels())
+    if ste is None and key in remembered:
+        return remembered[key]
+    plan = Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)
+    if ste is None:
+        if len(remembered) >= PLANS_PER_PARAMS:
+            remembered.clear()
+        remembered[key] = plan
+    return plan

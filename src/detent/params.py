@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from detent import _param_json
-from detent._checks import as_array, as_integer, first_index, read_only
+from detent._checks import as_array, as_integer, first_nonfinite, read_only
 from detent._param_checks import (
     as_scale,
     as_zero_point,
@@ -165,7 +165,7 @@ class QuantParams:
         if nonfinite:
             raise RangeError(
                 f"x holds {nonfinite} non-finite values of {data.size}, the first at index "
-                f"{first_index(~np.isfinite(data))}: mend the data, or use detent.observers.MinMax, which skips them"
+                f"{first_nonfinite(data)}: mend the data, or use detent.observers.MinMax, which skips them"
             )
         return cls.from_range(spec, lo, hi, dtype="float64" if data.dtype == np.float64 else "float32")
 

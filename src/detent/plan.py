@@ -11,7 +11,7 @@ The public operators of ``detent.ops`` are ``select``, ``check`` and ``run``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, cast
@@ -46,6 +46,11 @@ class _Operation:
     codes_in: bool = False
     codes_out: bool = False
     estimated: bool = False
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The operands of ``check``."""
+        return (*self.inputs, "params", "out")
 
 
 _OPERATIONS: Mapping[str, _Operation] = MappingProxyType(
@@ -191,7 +196,7 @@ class Plan:
         ...
         detent.errors.ShapeError: x has shape (4,), expected (3,): select a plan for this shape
         """
-        names = (*_OPERATIONS[self.operation].inputs, "params", "out")
+        names = _OPERATIONS[self.operation].names
         given = dict(zip(names, operands, strict=False))
         if not len(names) - 1 <= len(operands) <= len(names):
             raise DtypeError(
@@ -203,7 +208,7 @@ class Plan:
         self.check_params(given["params"])
         target = given.get("out") if out is None else out
         if target is not None:
-            check_out(target, self._accepted_outputs(), inputs)
+            check_out(target, self._accepted_outputs, inputs)
 
     def run(
         self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
@@ -253,11 +258,14 @@ class Plan:
         _, gs, gz = passed.run(g, x, params, step=step, grad_scale=grad_scale)
         return gx.copy(), gs, gz
 
+    @cached_property
+    def _input_dtype(self) -> np.dtype[Any]:
+        return code_dtype(self.spec) if _OPERATIONS[self.operation].codes_in else FLOATS[self.dtype]
+
     def _check_input(self, name: str, array: object) -> None:
         if not isinstance(array, np.ndarray):
             raise DtypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
-        codes_in = _OPERATIONS[self.operation].codes_in
-        wanted = code_dtype(self.spec) if codes_in else FLOATS[self.dtype]
+        wanted = self._input_dtype
         if array.dtype != wanted:
             raise DtypeError(f"{name} has dtype {array.dtype}, expected {wanted}: convert it, or select another plan")
         if array.shape != self.shape:
@@ -285,6 +293,7 @@ class Plan:
         if params.scale.dtype == np.float64 and self.dtype != "float64":
             check_narrowed(params.scale)
 
+    @cached_property
     def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
         if self.operation == LEARNED:
             raise OutError(f"{LEARNED} returns three arrays and takes no out: leave it out")

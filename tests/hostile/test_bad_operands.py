@@ -155,6 +155,19 @@ def of_packed(packed, shape=(3,), spec="int4"):
     row("layout", lambda: dt.packing.pack(Q.codes, 4, "low"), dt.SpecError, "'low'", "did you mean 'low_first'?"),
     row("layout of 3 bits", lambda: dt.packing.pack(Q.codes, 3, "split_half"), dt.ShapeError, "4-bit", "'low_first'"),
     row("count", lambda: dt.packing.unpack(Q.packed, 8, 13), dt.FileFormatError, "13 codes", "13 bytes", "(12,)"),
+    row(
+        "bits after the last code",
+        lambda: dt.packing.unpack(np.array([0xF1], np.uint8), 4, 1),
+        dt.FileFormatError,
+        "4 bits",
+        "not zero",
+    ),
+    row(
+        "codes after the last one",
+        lambda: dt.packing.unpack(np.array([0x1F], np.uint8), 4, 1, layout="high_first"),
+        dt.FileFormatError,
+        "not zero",
+    ),
     row("negative count", lambda: dt.packing.unpack(Q.packed[:0], 8, -1), dt.SpecError, "at least 0", "-1"),
 )
 def test_packing(call, error, words):

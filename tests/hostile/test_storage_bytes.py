@@ -72,6 +72,7 @@ HOSTILE = {
     "offsets negative": (file_of({"a": entry(0, 4) | {"data_offsets": [-4, 0]}}, b"abcd"), "[-4, 0]"),
     "offsets of floats": (file_of({"a": entry(0, 4) | {"data_offsets": [0.0, 4.0]}}, b"abcd"), "[0.0, 4.0]"),
     "size and offsets differ": (file_of({"a": entry(0, 4, [1], "F64")}, b"abcd"), "takes 8 bytes", "say 4"),
+    "offsets beyond the size": (file_of({"a": entry(0, 4, [2])}, b"abcd"), "takes 2 bytes", "say 4"),
     "a hole": (file_of({"a": entry(0, 2), "b": entry(3, 4)}, b"abcd"), "'b'", "a hole or an overlap"),
     "a hole at the start": (file_of({"a": entry(1, 4)}, b"abcd"), "'a'", "a hole or an overlap"),
     "an overlap": (file_of({"a": entry(0, 3), "b": entry(2, 4)}, b"abcd"), "'b'", "a hole or an overlap"),

@@ -1,0 +1,27 @@
+"""gguf-py, where it is installed: Q8_0 blocks of 32 codes and a float16 scale, turned back into float32.
+
+Its quantizers derive scales of their own and are not compared.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from case import Case, Contestant, SkippedError
+
+
+def enter(case: Case) -> Iterator[Contestant]:
+    """The contestant for a case."""
+    if case.operation != "dequantize Q8_0":
+        raise SkippedError("gguf: only Q8_0 blocks")
+    try:
+        from gguf import GGMLQuantizationType, quants  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise SkippedError("gguf: not installed") from error
+    scale = case.params().scale.astype(np.float16).reshape(-1, 1).view(np.uint8)
+    blocks = np.concatenate([scale, case.codes.reshape(-1, 32).view(np.uint8)], axis=1)
+    last: list[np.ndarray] = []
+
+    def run() -> None:
+        last[:] = [quants.dequantize(blocks, GGMLQuantizationType.Q8_0)]
+
+    yield Contestant("gguf", run, lambda: [last[0].reshape(case.shape)])

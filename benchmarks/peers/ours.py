@@ -1,0 +1,64 @@
+"""detent itself: a plan run into memory of the caller, on all threads and on one, and by other systems' rules."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from case import Array, Case, Contestant
+
+import detent as dt
+from detent.kernels import minmax
+
+THREADS = dt.get_num_threads()
+RULES = ("fake_quantize", "fake_quantize_backward")
+
+
+def enter(case: Case) -> Iterator[Contestant]:
+    """Our contestants for a case."""
+    run, answer = work(case)
+    several = THREADS > 1 and case.dtype == "float32"
+    yield Contestant("detent", run, answer, prepare=lambda: dt.set_num_threads(THREADS))
+    if several:
+        yield Contestant("detent, 1 thread", run, answer, prepare=lambda: dt.set_num_threads(1))
+    if case.operation in RULES and case.dtype == "float32":
+        run, answer = work(case, "torch")
+        yield Contestant("detent, torch's rules", run, answer, "torch", lambda: dt.set_num_threads(THREADS))
+
+
+def work(case: Case, convention: str = "onnx") -> tuple[Callable[[], object], Callable[[], list[Array]]]:
+    """What to time, and how to read its answer."""
+    if case.operation == "min-max":
+        return _minmax(case)
+    if case.operation == "observe + fake_quantize":
+        return _observe(case, convention)
+    operation = case.operation.split()[0]
+    params, out, inputs = case.params(convention), np.empty(case.shape, case.real), [case.x]
+    ste = None
+    if operation == "quantize":
+        out = np.empty(case.shape, np.int8) if case.bits == 8 else np.empty(case.size // 2, np.uint8)
+    elif operation == "dequantize":
+        inputs = [case.codes]
+    elif operation == "fake_quantize_backward":
+        inputs, ste = [case.g, case.x], dt.ste.Clipped()
+    plan = dt.Plan.select(operation, shape=case.shape, dtype=case.dtype, spec=case.spec(convention), ste=ste)
+    plan.check(*inputs, params, out=out)
+    return lambda: plan.run(*inputs, params, out=out), lambda: [out]
+
+
+def _minmax(case: Case) -> tuple[Callable[[], object], Callable[[], list[Array]]]:
+    x, tiling, last = case.x, case.tiling, []
+
+    def run() -> None:
+        last[:] = minmax(x, tiling)[:2]
+
+    return run, lambda: [np.asarray(end) for end in last]
+
+
+def _observe(case: Case, convention: str) -> tuple[Callable[[], object], Callable[[], list[Array]]]:
+    x, tiling, spec = case.x, case.tiling, case.spec(convention)
+    out = np.empty_like(x)
+    plan = dt.Plan.select("fake_quantize", shape=case.shape, dtype=case.dtype, spec=spec)
+
+    def run() -> None:
+        plan.run(x, dt.QuantParams.from_range(spec, *minmax(x, tiling)[:2]), out=out)
+
+    return run, lambda: [out]

@@ -1,0 +1,95 @@
+"""The README's speed table, made from the committed results and never typed.
+
+::
+
+    python benchmarks/render.py [--check]
+
+Rewrites what stands between the markers in README.md; with ``--check`` it only says whether that is up to date.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from budget import CALL_MICROSECONDS, TIMES_COPY, TORCH_FACTOR, TORCH_OPERATIONS, TORCH_SIZE
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+RESULT = ROOT / "benchmarks" / "results" / "latest.json"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SIZES = (2**20, 2**24)
+PEERS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
+
+
+def rendered(result: dict) -> str:
+    """The section between the markers, as Markdown."""
+    machine, versions = result["machine"], result["versions"]
+    found = {
+        (row["operation"], row["granularity"], row["size"], row["contestant"]): row
+        for row in result["rows"]
+        if row["dtype"] == "float32"
+    }
+    ours = [row for row in result["rows"] if row["contestant"] == "detent"]
+    calm = sum(row["undisturbed_samples"] for row in ours) / sum(row["samples"] for row in ours)
+    lines = [
+        f"{machine['cpu']} ({machine['level']}), {machine['threads']} threads, "
+        f"load average {machine['load_average']:g} at the start, "
+        f"{calm:.0%} of detent's samples undisturbed by other processes, {result['date']}; "
+        + ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch", "onnxruntime")),
+        "",
+        "| float32 | scales per | time / copy, 2^20 | time / copy, 2^24 | bar | GB/s, 2^24 | "
+        + " | ".join(f"{peer} / detent" for peer in PEERS)
+        + " |",
+        "|---|---|--:|--:|--:|--:|" + "--:|" * len(PEERS),
+    ]
+    pairs = dict.fromkeys((operation, granularity) for operation, granularity, _, _ in found)
+    lines += [_line(operation, granularity, found) for operation, granularity in pairs]
+    lines += ["", "| call on 1,000 elements | µs | bar |", "|---|--:|--:|"]
+    for row in result["calls"]:
+        bar = CALL_MICROSECONDS[row["call"]]
+        lines.append(f"| `{row['call']}` | {_judged(row['median_us'], bar)} | ≤ {bar:g} |")
+    return "\n".join(lines)
+
+
+def _line(operation: str, granularity: str, found: dict) -> str:
+    """One row: ratios to the copy at both sizes, and to the peers at a million elements."""
+    ours = {size: found.get((operation, granularity, size, "detent")) for size in SIZES}
+    bar = TIMES_COPY.get(operation)
+    ratios = [_judged(ours[size]["times_copy"], bar) if ours[size] else "" for size in SIZES]
+    speed = f"{ours[SIZES[1]]['gb_per_s']:.1f}" if ours[SIZES[1]] else ""
+    peers = []
+    for peer in PEERS:
+        theirs, our = found.get((operation, granularity, TORCH_SIZE, peer)), ours[TORCH_SIZE]
+        factor = theirs["median_us"] / our["median_us"] if theirs and our else None
+        least = TORCH_FACTOR if peer == "torch eager" and operation in TORCH_OPERATIONS else None
+        missed = factor is not None and least is not None and factor < least
+        peers.append("" if factor is None else f"{factor:.1f}x{' (missed)' if missed else ''}")
+    cells = [operation, granularity, *ratios, f"≤ {bar:g}" if bar else "", speed, *peers]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _judged(value: float, bar: float | None) -> str:
+    """A number, and a word where it misses its bar."""
+    return f"{value:.2f}" + (" (missed)" if bar is not None and value > bar else "")
+
+
+def placed(readme: str, section: str) -> str:
+    """The README with the section between its markers."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+
+
+def main() -> int:
+    """Bring the README up to date, or say that it is not."""
+    old = README.read_text(encoding="utf-8")
+    new = placed(old, rendered(json.loads(RESULT.read_text(encoding="utf-8"))))
+    if "--check" in sys.argv[1:]:
+        print("up to date" if new == old else "README.md: the speed table is stale, run benchmarks/render.py")
+        return int(new != old)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
