@@ -151,3 +151,34 @@ def test_code_usage_never_exceeds_one():
     codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
     q = dt.QuantizedTensor(codes, dt.QuantParams("float8_e4m3fn", 1.0))
     assert dt.metrics.code_usage(q) == 1.0
+
+
+def test_a_forward_that_fails_leaves_the_state():
+    fq = dt.FakeQuantize("int8")
+    fq(np.array([1e-38]))
+    before = fq.state_dict()
+    with pytest.raises(dt.ParamsError, match="float32"):
+        fq(np.array([2e-38], np.float32))
+    after = fq.state_dict()
+    assert {name: str(value) for name, value in after.items()} == {name: str(value) for name, value in before.items()}
+
+
+def test_ratios_at_the_ends_of_float64():
+    assert dt.metrics.cosine([1e-200], [1e-200]) == dt.metrics.cosine([1e200], [1e200]) == 1.0
+    assert round(dt.metrics.sqnr_db([1e200, 0.0], [1e200, 1e190]), 6) == 200.0
+    assert round(dt.metrics.sqnr_db([1e-200, 0.0], [1e-200, 1e-210]), 6) == 200.0
+
+
+def test_a_tensor_is_no_plain_array():
+    q = dt.quantize(X, dt.QuantParams.int8_symmetric())
+    with pytest.raises(dt.DtypeError, match="dequantize"):
+        np.asarray(q)
+    with pytest.raises(TypeError):
+        list(q)
+
+
+def test_a_convention_has_no_more_fields_than_it_shows():
+    import dataclasses
+
+    assert "onnx" not in {field.name for field in dataclasses.fields(dt.Convention)}
+    assert "onnx" not in dt.Convention.__dataclass_fields__

@@ -169,6 +169,7 @@ class Runner {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // plans are cached for the life of the process, and their runners with them
   m.doc() = "The native kernels of detent; use the functions of detent, which check their arguments.";
   m.def("levels", [] {
     std::vector<std::tuple<std::string, bool>> rows;

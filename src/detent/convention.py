@@ -12,7 +12,7 @@ A scale may differ from the system's own by one unit in the last place, because 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from detent._checks import has_keys
 from detent.errors import SpecError, closest
@@ -106,17 +106,18 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    onnx: ClassVar["Convention"]
-    torch: ClassVar["Convention"]
-    torch_fused: ClassVar["Convention"]
-    compressed_tensors: ClassVar["Convention"]
-    oxicuda: ClassVar["Convention"]
-    entrenar: ClassVar["Convention"]
-    torsh: ClassVar["Convention"]
-    rlx: ClassVar["Convention"]
-    baracuda: ClassVar["Convention"]
-    baracuda_channel: ClassVar["Convention"]
-    baracuda_token: ClassVar["Convention"]
+    if TYPE_CHECKING:  # set below; as annotations at run time they would count as fields to some tools
+        onnx: ClassVar["Convention"]
+        torch: ClassVar["Convention"]
+        torch_fused: ClassVar["Convention"]
+        compressed_tensors: ClassVar["Convention"]
+        oxicuda: ClassVar["Convention"]
+        entrenar: ClassVar["Convention"]
+        torsh: ClassVar["Convention"]
+        rlx: ClassVar["Convention"]
+        baracuda: ClassVar["Convention"]
+        baracuda_channel: ClassVar["Convention"]
+        baracuda_token: ClassVar["Convention"]
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():

@@ -61,7 +61,8 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     20.0
     """
     a, b = _pair(x, y)
-    signal, noise = _sum(_product(a, a)), _sum(_product(_error(a, b), _error(a, b)))
+    a, error = _near_one(a, _error(a, b))
+    signal, noise = _sum(_product(a, a)), _sum(_product(error, error))
     if noise == 0:
         return inf
     if isnan(signal) or isnan(noise) or (isinf(signal) and isinf(noise)):
@@ -77,6 +78,7 @@ def cosine(x: ArrayLike, y: ArrayLike) -> float:
     1.0
     """
     a, b = _pair(x, y)
+    (a,), (b,) = _near_one(a), _near_one(b)
     length = sqrt(_sum(_product(a, a))) * sqrt(_sum(_product(b, b)))
     if length:
         return _sum(_product(a, b)) / length
@@ -152,3 +154,12 @@ def _error(a: Float64, b: Float64) -> Float64:
 def _product(a: Float64, b: Float64) -> Float64:
     with np.errstate(all="ignore"):
         return a * b
+
+
+def _near_one(*arrays: Float64) -> tuple[Float64, ...]:
+    """The arrays times one power of two that brings their largest magnitude near 1: ratios keep every bit."""
+    largest = max((float(np.abs(array).max(initial=0.0)) for array in arrays), default=0.0)
+    if not 0.0 < largest < inf:
+        return arrays
+    with np.errstate(all="ignore"):
+        return tuple(np.asarray(np.ldexp(array, -int(np.frexp(largest)[1]))) for array in arrays)

@@ -14,6 +14,7 @@ the data of the last forward, not a copy.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -26,7 +27,7 @@ from detent._parameter_source import ParameterSource
 from detent._plan_checks import STEP_LIMIT
 from detent.convention import Convention, get_convention
 from detent.dtypes import float_array
-from detent.errors import NotCalibratedError, StateError
+from detent.errors import DetentError, NotCalibratedError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
 from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_learned_backward
 from detent.params import QuantParams
@@ -146,8 +147,13 @@ class FakeQuantize:
         if not self.enabled or not data.size:
             self._last = None
             return data.copy()
-        params = self._source.for_batch(data, training=self.training)
-        result = fake_quantize(data, params, step=self.step)
+        before = copy(self._source)
+        try:
+            params = self._source.for_batch(data, training=self.training)
+            result = fake_quantize(data, params, step=self.step)
+        except DetentError:
+            self._source = before
+            raise
         self._last = _Forward(data, params, self.step)
         if self.training and self.spec.rounding.kind == "stochastic":
             self.step = (self.step + 1) % STEP_LIMIT

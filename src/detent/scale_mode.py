@@ -51,7 +51,9 @@ class ScaleMode:
             raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             expected = EMA().to_json()
-            raise SpecError(f"not the JSON of a scale mode: {text!r}; expected for example {expected!r}") from error
+            raise SpecError(
+                f"not the JSON of a scale mode: {str(text)[:80]!r}; expected for example {expected!r}"
+            ) from error
 
 
 @dataclass(frozen=True)

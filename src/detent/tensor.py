@@ -214,6 +214,14 @@ class QuantizedTensor:
     def __reduce__(self) -> tuple[type["QuantizedTensor"], tuple[object, ...]]:
         return type(self), (self.codes, self._params, self._dtype)
 
+    __iter__ = None  # not a sequence of its rows: those are slices
+
+    def __array__(self, *args: object, **options: object) -> NDArray[Any]:
+        """Refused: an array of what, codes or values?"""
+        raise DtypeError(
+            "a QuantizedTensor is no plain array: use q.dequantize() for its values, q.codes for its codes"
+        )
+
     def __len__(self) -> int:
         if not self._shape:
             raise ShapeError("a 0-d QuantizedTensor has no length")

@@ -204,7 +204,8 @@ class Observer(ABC):
         if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | {"lo", "hi"}):
             given = sorted(state) if isinstance(state, Mapping) else state
             raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(wanted)}, got {given!r}")
-        if plain(state["version"]) != STATE_VERSION:
+        version = plain(state["version"])
+        if type(version) is not int or version != STATE_VERSION:
             raise StateError(f"this detent reads observer state version {STATE_VERSION}, got {state['version']!r}")
         counters = {
             name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
