@@ -41,12 +41,15 @@ format: $(STAMP) ## rewrite the sources in the house style
 sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan; needs a compiler only
 	$(MAKE) -C native/tests
 
+# Threads of other pools sleep between their turns instead of spinning on the cores of the next contestant.
+QUIET := OMP_WAIT_POLICY=PASSIVE
+
 bench: $(STAMP) ## check, then time detent and its peers; renew the README's table
-	$(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
+	$(QUIET) $(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
 	$(RUN) benchmarks/render.py
 
 bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
-	$(RUN) benchmarks/run.py --quick
+	$(QUIET) $(RUN) benchmarks/run.py --quick
 
 docs: $(STAMP) ## execute every snippet and example, resolve every link
 	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
