@@ -1,6 +1,6 @@
 """A tour in one screen: formats compared, one arithmetic, a gradient, a file. Run by `make demo`.
 
-Everything printed is also asserted. Nothing here measures speed: today's kernels are exact, not fast.
+Everything printed is also asserted. Nothing here measures speed: `make bench` does.
 """
 
 import tempfile

@@ -34,7 +34,7 @@ from detent._param_checks import (
     numbers,
     scale_dtype,
 )
-from detent.dtypes import float_array
+from detent.dtypes import compute_dtype, float_array
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import PerAxis, PerGroup, PerTensor
@@ -167,7 +167,7 @@ class QuantParams:
                 f"x holds {nonfinite} non-finite values of {data.size}, the first at index "
                 f"{first_nonfinite(data)}: mend the data, or use detent.observers.MinMax, which skips them"
             )
-        return cls.from_range(spec, lo, hi, dtype="float64" if data.dtype == np.float64 else "float32")
+        return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
         """New, calibrated parameters of the same spec; bounds are broadcast to the sets these parameters have.
@@ -183,9 +183,8 @@ class QuantParams:
             raise ShapeError(
                 f"bounds of shape {low.shape} do not fit {self.num_parameter_sets} sets of shape {self.scale.shape}"
             ) from None
-        dtype = "float64" if self.scale.dtype == np.float64 else "float32"
         low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
-        return type(self).from_range(self.spec, low, high, dtype=dtype)
+        return type(self).from_range(self.spec, low, high, dtype=self.scale.dtype)
 
     @classmethod
     def int8_symmetric(cls) -> "QuantParams":

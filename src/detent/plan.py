@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from detent._checks import as_array, as_shape
 from detent._plan_checks import check_is_params, check_narrowed, check_out
-from detent.dtypes import FLOATS, code_dtype, float_dtype
+from detent.dtypes import FLOATS, code_dtype, compute_dtype, float_dtype
 from detent.errors import DetentError, DtypeError, OutError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import Format
 from detent.granularity import Tiling
@@ -168,9 +168,9 @@ class Plan:
         """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
         return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
 
-    @property
+    @cached_property
     def _compute(self) -> str:
-        return "float64" if self.dtype == "float64" else "float32"
+        return str(compute_dtype(FLOATS[self.dtype]).name)
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
         """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.

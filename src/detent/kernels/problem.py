@@ -29,8 +29,8 @@ class Problem:
         nan: the policy for NaN.
 
     >>> from detent.granularity import PerTensor
-    >>> Problem("quantize", PerTensor().tiling((4,)), "float32", QuantSpec("int8"), None, "raise").compute
-    'float32'
+    >>> Problem("quantize", PerTensor().tiling((4,)), "float32", QuantSpec("int8"), None, "raise").tiling.sets
+    1
     """
 
     operation: str
@@ -39,11 +39,6 @@ class Problem:
     spec: QuantSpec
     ste: Estimator | None
     nan: Literal["raise", "propagate", "zero_point", "qmin"]
-
-    @property
-    def compute(self) -> str:
-        """The name of the compute type."""
-        return "float64" if self.dtype == "float64" else "float32"
 
 
 class Kernel(Protocol):
