@@ -2,47 +2,17 @@
 // Masks select bits and never multiply, because g may be infinite. NaN in x passes Identity only.
 #include <cstring>
 
-#include "detent/arithmetic.hpp"
-#include "detent/chunks.hpp"
+#include "detent/bits.hpp"
+#include "detent/mask.hpp"
 
 namespace {
 
 using detent::Grad;
-using detent::Mask;
 
 inline float select(bool pass, float g) { return pass ? g : 0.0f; }
 inline double select(bool pass, double g) { return pass ? g : 0.0; }
 inline f16 select(bool pass, f16 g) { return {static_cast<uint16_t>(pass ? g.bits : 0)}; }
 inline bf16 select(bool pass, bf16 g) { return {static_cast<uint16_t>(pass ? g.bits : 0)}; }
-
-// By code. Codes before clamping are whole numbers, so that exclusive bounds are inclusive ones a step further in.
-template <class Rule, class T, class G>
-void pass_codes(const Params<T>& p, const T* __restrict x, const G* __restrict g, G* __restrict y, int64_t count, T low,
-                T high) {
-  if (p.uniform) {
-    const T divisor = p.divisor, zero = p.zero;
-    for (int64_t i = 0; i < count; ++i) {
-      const T u = unclamped<Rule>(x[i], divisor, zero);
-      y[i] = select((u >= low) & (u <= high), g[i]);
-    }
-  } else {
-    const T *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
-    for (int64_t i = 0; i < count; ++i) {
-      const T u = unclamped<Rule>(x[i], divisors[i], zeros[i]);
-      y[i] = select((u >= low) & (u <= high), g[i]);
-    }
-  }
-}
-
-template <bool exclusive, class T, class G>
-void pass_values(const Params<T>& p, const T* __restrict x, const G* __restrict g, G* __restrict y, int64_t count, T qmin,
-                 T qmax) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T scale = p.uniform ? p.scale : p.scales[i], zero = p.uniform ? p.zero : p.zeros[i];
-    const T low = (qmin - zero) * scale, high = (qmax - zero) * scale;
-    y[i] = select(exclusive ? (x[i] > low) & (x[i] < high) : (x[i] >= low) & (x[i] <= high), g[i]);
-  }
-}
 
 template <class T>
 void weigh(const Params<T>& p, const T* __restrict x, const T* __restrict g, T* __restrict y, int64_t count, double qmin,
@@ -57,15 +27,16 @@ void weigh(const Params<T>& p, const T* __restrict x, const T* __restrict g, T* 
 }
 
 // The mask applied to gradients of type G: the data's own where they are only selected, else the compute type.
-template <class Rule, class T, class G>
-void apply(const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
-  const T step = call.exclusive ? T(1) : T(0);
+template <class Codec, class T, class G>
+void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
   switch (call.mask) {
     case Mask::identity: std::memcpy(y, g, static_cast<size_t>(count) * sizeof(G)); return;
-    case Mask::code: return pass_codes<Rule>(p, x, g, y, count, T(call.qmin) + step, T(call.qmax) - step);
-    case Mask::value:
-      if (call.exclusive) return pass_values<true>(p, x, g, y, count, T(call.qmin), T(call.qmax));
-      return pass_values<false>(p, x, g, y, count, T(call.qmin), T(call.qmax));
+    case Mask::code:
+    case Mask::value: {
+      const G* __restrict from = g;
+      G* __restrict to = y;
+      return with_mask(codec, call, p, x, count, [=](int64_t i, bool pass) { to[i] = select(pass, from[i]); });
+    }
     case Mask::hard_tanh:
       if constexpr (std::is_same_v<T, G>) return weigh(p, x, g, y, count, call.qmin, call.qmax);
       return;
@@ -77,8 +48,8 @@ void over_scale(const Params<T>& p, T* y, int64_t count) {
   for (int64_t i = 0; i < count; ++i) y[i] = y[i] / (p.uniform ? p.scale : p.scales[i]);
 }
 
-template <class Rule, class In>
-void run(const Call& call, int64_t begin, int64_t end) {
+template <class In, class Codec>
+void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;
   constexpr bool direct = std::is_same_v<In, T>;
   const bool selects = call.grad == Grad::fake && call.mask != Mask::hard_tanh;
@@ -91,16 +62,29 @@ void run(const Call& call, int64_t begin, int64_t end) {
     const int64_t count = chunks.next(end - at, params);
     const T* x = load(in + at, count, wide_x);
     if (selects) {
-      apply<Rule>(call, params, x, gradient + at, out + at, count);
+      apply(codec, call, params, x, gradient + at, out + at, count);
     } else {
       const T* g = load(gradient + at, count, wide_g);
       T* y = result;
       if constexpr (direct) y = out + at;
-      apply<Rule>(call, params, x, g, y, count);
+      apply(codec, call, params, x, g, y, count);
       if (call.grad == Grad::quantize) over_scale(params, y, count);
       if constexpr (!direct) narrow_all(y, out + at, count);
     }
     at += count;
+  }
+}
+
+// The gradient by a mask made in the forward pass.
+template <class In>
+void run_masked(const Call& call, int64_t begin, int64_t end) {
+  const In* g = static_cast<const In*>(call.g);
+  In* out = static_cast<In*>(call.out);
+  uint8_t pass[kChunk];
+  for (int64_t at = begin; at < end; at += kChunk) {
+    const int64_t count = least(kChunk, end - at);
+    unpack_bits(call.mask_in + at / 8, pass, count, 1, false);
+    for (int64_t i = 0; i < count; ++i) out[at + i] = select(pass[i] != 0, g[at + i]);
   }
 }
 
@@ -110,8 +94,13 @@ namespace detent::DETENT_LEVEL {
 
 void backward(const Call& call, int64_t begin, int64_t end) {
   with_dtype(call, [&](auto in) {
-    with_rules(call, [&](auto rule) { run<decltype(rule), decltype(in)>(call, begin, end); });
+    using In = decltype(in);
+    with_codec<compute_t<In>>(call, [&](auto codec) { run<In>(codec, call, begin, end); });
   });
+}
+
+void masked_backward(const Call& call, int64_t begin, int64_t end) {
+  with_dtype(call, [&](auto in) { run_masked<decltype(in)>(call, begin, end); });
 }
 
 }  // namespace detent::DETENT_LEVEL

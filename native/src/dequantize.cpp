@@ -1,4 +1,4 @@
-// y = (q - z) * s in the compute type, rounded to y's type; and its gradient, g * s.
+// y = (q - z) * s, or the code's level times s, in the compute type, rounded to y's type; and its gradient, g * s.
 #include "detent/arithmetic.hpp"
 #include "detent/bits.hpp"
 #include "detent/chunks.hpp"
@@ -6,6 +6,7 @@
 namespace {
 
 using detent::Codes;
+using detent::Kind;
 
 template <class Code, class T>
 void values(const Params<T>& p, const Code* __restrict q, T* __restrict y, int64_t count) {
@@ -16,6 +17,12 @@ void values(const Params<T>& p, const Code* __restrict q, T* __restrict y, int64
     const T *__restrict scales = p.scales, *__restrict zeros = p.zeros;
     for (int64_t i = 0; i < count; ++i) y[i] = (static_cast<T>(q[i]) - zeros[i]) * scales[i];
   }
+}
+
+// Formats other than integers: the level of each code.
+template <class T>
+void values(const T* __restrict levels, const Params<T>& p, const uint8_t* __restrict q, T* __restrict y, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) y[i] = levels[q[i]] * (p.uniform ? p.scale : p.scales[i]);
 }
 
 template <class Out, class Code>
@@ -41,8 +48,16 @@ void run(const Call& call, int64_t begin, int64_t end) {
     if (!packed) q = in + at;
     T* y = result;
     if constexpr (direct) y = out + at;
-    values(params, q, y, count);
-    if constexpr (!direct) store(y, out + at, count);
+    if constexpr (std::is_same_v<Code, uint8_t>) {
+      if (call.kind != Kind::integers) {
+        values(static_cast<const T*>(call.levels), params, q, y, count);
+      } else {
+        values(params, q, y, count);
+      }
+    } else {
+      values(params, q, y, count);
+    }
+    if constexpr (!direct) store(y, out + at, count, call.kind == Kind::small_floats);
     at += count;
   }
 }

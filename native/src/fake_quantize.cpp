@@ -1,24 +1,21 @@
-// y = (clamp(round(x / s) + z) - z) * s, rounded to x's type. NaN stays NaN unless a fill is asked for.
-#include "detent/arithmetic.hpp"
-#include "detent/chunks.hpp"
+// y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless a fill is asked for.
+#include <cstring>
+
+#include "detent/bits.hpp"
+#include "detent/mask.hpp"
 
 namespace {
 
 using detent::Fill;
 
-template <class Rule, class T>
-void values(const Params<T>& p, const T* __restrict x, T* __restrict y, int64_t count, T low, T high) {
+template <class Codec, class T>
+void values(const Codec codec, const Params<T>& p, const T* __restrict x, T* __restrict y, int64_t count) {
   if (p.uniform) {
     const T scale = p.scale, divisor = p.divisor, zero = p.zero;
-    for (int64_t i = 0; i < count; ++i) {
-      // + 0: a negative zero becomes a positive one
-      y[i] = (clamped(unclamped<Rule>(x[i], divisor, zero), low, high) - zero + T(0)) * scale;
-    }
+    for (int64_t i = 0; i < count; ++i) y[i] = codec.value(x[i], divisor, zero) * scale;
   } else {
     const T *__restrict scales = p.scales, *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
-    for (int64_t i = 0; i < count; ++i) {
-      y[i] = (clamped(unclamped<Rule>(x[i], divisors[i], zeros[i]), low, high) - zeros[i] + T(0)) * scales[i];
-    }
+    for (int64_t i = 0; i < count; ++i) y[i] = codec.value(x[i], divisors[i], zeros[i]) * scales[i];
   }
 }
 
@@ -31,6 +28,19 @@ void fill(const Call& call, const Params<T>& p, const T* x, T* y, int64_t count)
   }
 }
 
+// One bit per element: where a gradient will pass.
+template <class Codec, class T>
+void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
+  uint8_t pass[kChunk];
+  if (call.mask == Mask::identity) {
+    std::memset(pass, 1, static_cast<size_t>(count));
+  } else {
+    uint8_t* __restrict to = pass;
+    with_mask(codec, call, p, x, count, [=](int64_t i, bool inside) { to[i] = inside; });
+  }
+  pack_bits(pass, bits, count, 1);
+}
+
 template <class T>
 bool has_nan(const T* x, int64_t count) {
   int missing = 0;
@@ -38,13 +48,12 @@ bool has_nan(const T* x, int64_t count) {
   return missing != 0;
 }
 
-template <class Rule, class In>
-void run(const Call& call, int64_t begin, int64_t end) {
+template <class In, class Codec>
+void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;
   constexpr bool direct = std::is_same_v<In, T>;
   const In* in = static_cast<const In*>(call.x);
   In* out = static_cast<In*>(call.out);
-  const T low = T(call.qmin), high = T(call.qmax);
   Chunks<T> chunks(call, begin);
   alignas(64) T wide[kChunk], result[kChunk];
   Params<T> params;
@@ -53,10 +62,11 @@ void run(const Call& call, int64_t begin, int64_t end) {
     const T* x = load(in + at, count, wide);
     T* y = result;
     if constexpr (direct) y = out + at;
-    values<Rule>(params, x, y, count, low, high);
+    values(codec, params, x, y, count);
+    if (call.mask_bits) write_mask(codec, call, params, x, call.mask_bits + at / 8, count);
     if (call.find_nan && has_nan(x, count)) call.saw_nan->store(true, std::memory_order_relaxed);
     if (call.fill != Fill::none) fill(call, params, x, y, count);
-    if constexpr (!direct) store(y, out + at, count);
+    if constexpr (!direct) store(y, out + at, count, Codec::signed_zeros);
     at += count;
   }
 }
@@ -67,7 +77,8 @@ namespace detent::DETENT_LEVEL {
 
 void fake_quantize(const Call& call, int64_t begin, int64_t end) {
   with_dtype(call, [&](auto in) {
-    with_rules(call, [&](auto rule) { run<decltype(rule), decltype(in)>(call, begin, end); });
+    using In = decltype(in);
+    with_codec<compute_t<In>>(call, [&](auto codec) { run<In>(codec, call, begin, end); });
   });
 }
 

@@ -1,17 +1,15 @@
 // The table of contents of the kernels: one row per CPU level.
 #include "detent/levels.hpp"
 
-#define DETENT_DECLARE(LEVEL)                                   \
-  namespace detent::LEVEL {                                     \
-  void quantize(const Call&, int64_t, int64_t);                 \
-  void dequantize(const Call&, int64_t, int64_t);               \
-  void fake_quantize(const Call&, int64_t, int64_t);            \
-  void backward(const Call&, int64_t, int64_t);                 \
-  void dequantize_backward(const Call&, int64_t, int64_t);      \
-  void minmax(const Call&, int64_t, int64_t);                   \
+#define DETENT_DECLARE_ONE(NAME) void NAME(const Call&, int64_t, int64_t);
+#define DETENT_DECLARE(LEVEL)                \
+  namespace detent::LEVEL {                  \
+  DETENT_FOR_EACH_KERNEL(DETENT_DECLARE_ONE) \
+  constexpr Kernels table() {                \
+    return {DETENT_FOR_EACH_KERNEL(DETENT_LIST_ONE)}; \
+  }                                          \
   }
-#define DETENT_KERNELS(LEVEL) \
-  {LEVEL::quantize, LEVEL::dequantize, LEVEL::fake_quantize, LEVEL::backward, LEVEL::dequantize_backward, LEVEL::minmax}
+#define DETENT_LIST_ONE(NAME) NAME,
 
 DETENT_DECLARE(baseline)
 #if defined(DETENT_X86_LEVELS)
@@ -39,10 +37,10 @@ bool has_v4() {
 }  // namespace
 
 const Level kLevels[] = {
-    {"baseline", always, DETENT_KERNELS(baseline)},
+    {"baseline", always, baseline::table()},
 #if defined(DETENT_X86_LEVELS)
-    {"x86-64-v3", has_v3, DETENT_KERNELS(v3)},
-    {"x86-64-v4", has_v4, DETENT_KERNELS(v4)},
+    {"x86-64-v3", has_v3, v3::table()},
+    {"x86-64-v4", has_v4, v4::table()},
 #endif
 };
 const int kLevelCount = static_cast<int>(sizeof kLevels / sizeof kLevels[0]);

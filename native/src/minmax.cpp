@@ -1,75 +1,13 @@
 // The smallest and largest finite element of each set, and how many elements are not finite.
 //
-// call.out and call.high hold the bounds of every set, (inf, -inf) to begin with; call.nonfinite counts. Minimum and maximum do
+// call.low and call.high hold the bounds of every set, (inf, -inf) to begin with; call.nonfinite counts. Minimum and maximum do
 // not depend on order, so that threads meet only where they share a set: there bounds are merged atomically.
 #include <atomic>
-#include <limits>
 
 #include "detent/arithmetic.hpp"
-#include "detent/chunks.hpp"
+#include "detent/bounds.hpp"
 
 namespace {
-
-template <class T>
-struct Bounds {
-  T low = std::numeric_limits<T>::infinity();
-  T high = -std::numeric_limits<T>::infinity();
-};
-
-template <class T>
-inline void take(Bounds<T>& bounds, T low, T high) {
-  bounds.low = low < bounds.low ? low : bounds.low;
-  bounds.high = high > bounds.high ? high : bounds.high;
-}
-
-template <class T>
-inline bool finite(T x) {
-  return x - x == T(0);
-}
-
-// The bounds of the finite elements, and their number taken off. NaN loses every comparison; infinities are rare enough for
-// a second look, which a sum of zeros asks for: x - x is 0 unless x is not finite.
-template <int lanes, class T>
-Bounds<T> bounds_of(const T* __restrict x, int64_t count, int64_t& nonfinite) {
-  Bounds<T> all;
-  T low[lanes], high[lanes], zero[lanes];
-  for (int j = 0; j < lanes; ++j) {
-    low[j] = all.low;
-    high[j] = all.high;
-    zero[j] = T(0);
-  }
-  int64_t i = 0;
-  for (; i + lanes <= count; i += lanes) {
-    for (int j = 0; j < lanes; ++j) {
-      const T v = x[i + j];
-      low[j] = v < low[j] ? v : low[j];
-      high[j] = v > high[j] ? v : high[j];
-      zero[j] += v - v;
-    }
-  }
-  for (int width = lanes / 2; width; width /= 2) {
-    for (int j = 0; j < width; ++j) {
-      low[j] = low[j + width] < low[j] ? low[j + width] : low[j];
-      high[j] = high[j + width] > high[j] ? high[j + width] : high[j];
-      zero[j] += zero[j + width];
-    }
-  }
-  all = {low[0], high[0]};
-  for (; i < count; ++i) {
-    take(all, x[i], x[i]);
-    zero[0] += x[i] - x[i];
-  }
-  if (zero[0] == T(0)) return all;
-  all = Bounds<T>{};
-  for (i = 0; i < count; ++i) {
-    if (finite(x[i])) {
-      take(all, x[i], x[i]);
-    } else {
-      ++nonfinite;
-    }
-  }
-  return all;
-}
 
 template <class T>
 inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
@@ -110,7 +48,7 @@ template <class In>
 void run_by_element(const Call& call, int64_t begin, int64_t end, int64_t& nonfinite) {
   using T = compute_t<In>;
   const In* in = static_cast<const In*>(call.x);
-  T *low = static_cast<T*>(call.out), *high = static_cast<T*>(call.high);
+  T *low = static_cast<T*>(call.low), *high = static_cast<T*>(call.high);
   alignas(64) T wide[kChunk], lows[kWide], highs[kWide];
   Cursor cursor(call.layout, begin);
   for (int64_t at = begin; at < end;) {
@@ -136,19 +74,12 @@ template <class In>
 void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfinite) {
   using T = compute_t<In>;
   const In* in = static_cast<const In*>(call.x);
-  T *low = static_cast<T*>(call.out), *high = static_cast<T*>(call.high);
+  T *low = static_cast<T*>(call.low), *high = static_cast<T*>(call.high);
   alignas(64) T wide[kChunk];
   Cursor cursor(call.layout, begin);
   for (int64_t at = begin; at < end;) {
     const int64_t set = cursor.set(), run = least(cursor.run(), end - at);
-    Bounds<T> bounds;
-    for (int64_t done = 0; done < run;) {
-      const int64_t count = least(run - done, kChunk);
-      const T* x = load(in + at + done, count, wide);
-      const Bounds<T> part = bounds_of<32>(x, count, nonfinite);
-      take(bounds, part.low, part.high);
-      done += count;
-    }
+    const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
     // A run that ends inside this range belongs to it alone, where every set is one run.
     merge(low + set, high + set, bounds, call.shared || at == begin || at + run == end);
     cursor.advance(run);

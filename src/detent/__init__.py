@@ -10,6 +10,7 @@ state::
 
 from detent import convention, formats, granularity, metrics, observers, packing, rounding, ste
 from detent.convention import Convention, ZeroRange
+from detent.dynamic import fake_quantize_dynamic
 from detent.errors import (
     DetentError,
     DtypeError,
@@ -71,6 +72,8 @@ from detent.ops import (
     fake_quantize,
     fake_quantize_backward,
     fake_quantize_learned_backward,
+    fake_quantize_masked,
+    fake_quantize_masked_backward,
     quantize,
     quantize_backward,
 )
@@ -126,7 +129,10 @@ __all__ = [
     "dequantize_backward",
     "fake_quantize",
     "fake_quantize_backward",
+    "fake_quantize_dynamic",
     "fake_quantize_learned_backward",
+    "fake_quantize_masked",
+    "fake_quantize_masked_backward",
     "float4_e2m1fn",
     "float8_e4m3fn",
     "float8_e5m2",

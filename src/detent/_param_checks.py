@@ -114,6 +114,20 @@ def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
             raise ParamsError(f"{name} must be {wanted}, got {scale.flat[int(np.argmax(bad))]}{_where(bad)}")
 
 
+def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
+    """Raise unless every zero point is a code, and the symmetric one where the spec is."""
+    low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
+    if spec.symmetric:
+        low = high = spec.symmetric_zero_point
+    outside = (zero_point < low) | (zero_point > high)
+    if outside.any():
+        wanted = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
+        raise ParamsError(
+            f"a zero point of {spec} must be {wanted}, got {int(zero_point[outside].flat[0])} in "
+            f"{int(outside.sum())} of {outside.size} sets"
+        )
+
+
 def brief(values: NDArray[Any]) -> str:
     """The values in a few words, for a repr."""
     if values.ndim == 0:

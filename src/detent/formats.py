@@ -37,6 +37,7 @@ class Format:
         storage: the NumPy or ml_dtypes dtype of an unpacked code.
         onnx: the TensorProto name, or None where ONNX has no such type.
         magnitudes: for floats, the value of each code without its sign bit; for codebooks, of each code.
+        mantissa: for floats, how many of the bits are the fraction's.
 
     >>> import detent as dt
     >>> dt.int4, dt.int4.qmin, dt.int4.qmax, dt.int4.storage, dt.int4.onnx
@@ -54,6 +55,7 @@ class Format:
     storage: str
     onnx: str | None = None
     magnitudes: tuple[float, ...] = field(default=(), compare=False)
+    mantissa: int = field(default=0, compare=False)
 
     def __repr__(self) -> str:
         return f"dt.{self.name}"
@@ -114,7 +116,7 @@ def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[flo
 
     magnitudes = tuple(value(code) for code in range(finite)) + specials
     top = magnitudes[finite - 1]
-    return Format(name, "float", 1 + exponent + mantissa, True, -top, top, name, onnx, magnitudes)
+    return Format(name, "float", 1 + exponent + mantissa, True, -top, top, name, onnx, magnitudes, mantissa)
 
 
 _SIGNED = tuple(_integer(bits, signed=True) for bits in range(1, MAX_BITS + 1))

@@ -4,7 +4,8 @@ Sums have the contract's one order in float64 (docs/numerics.md, section 5), so 
 machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite.
 """
 
-from math import inf, isinf, isnan, log10, nan, sqrt
+from math import frexp, inf, isinf, isnan, log10, nan, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,14 +13,14 @@ from numpy.typing import ArrayLike, NDArray
 from detent._plan_checks import check_is_params
 from detent.dtypes import float_array
 from detent.errors import DtypeError, ShapeError
-from detent.kernels import tree_sum
+from detent.kernels import error_sum, largest_error, power_of_two, tree_sum
 from detent.params import QuantParams
 from detent.plan import Plan
 from detent.tensor import QuantizedTensor
 
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
 
-Float64 = NDArray[np.float64]
+Array = NDArray[Any]
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
@@ -29,7 +30,7 @@ def mse(x: ArrayLike, y: ArrayLike) -> float:
     2.0
     """
     a, b = _pair(x, y)
-    return _sum(_product(_error(a, b), _error(a, b))) / max(a.size, 1)
+    return error_sum("squared_error", a, b) / max(a.size, 1)
 
 
 def mae(x: ArrayLike, y: ArrayLike) -> float:
@@ -39,7 +40,7 @@ def mae(x: ArrayLike, y: ArrayLike) -> float:
     1.0
     """
     a, b = _pair(x, y)
-    return _sum(np.abs(_error(a, b))) / max(a.size, 1)
+    return error_sum("absolute_error", a, b) / max(a.size, 1)
 
 
 def max_error(x: ArrayLike, y: ArrayLike) -> float:
@@ -49,7 +50,7 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
     2.0
     """
     a, b = _pair(x, y)
-    return float(np.abs(_error(a, b)).max(initial=0.0))
+    return largest_error("absolute_error", a, b)
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
@@ -61,8 +62,8 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     20.0
     """
     a, b = _pair(x, y)
-    a, error = _near_one(a, _error(a, b))
-    signal, noise = _sum(_product(a, a)), _sum(_product(error, error))
+    factor = _to_one(max(largest_error("value", a, a), largest_error("absolute_error", a, b)))
+    signal, noise = error_sum("square", a, a, factor), error_sum("squared_error", a, b, factor)
     if noise == 0:
         return inf
     if isnan(signal) or isnan(noise) or (isinf(signal) and isinf(noise)):
@@ -78,10 +79,10 @@ def cosine(x: ArrayLike, y: ArrayLike) -> float:
     1.0
     """
     a, b = _pair(x, y)
-    (a,), (b,) = _near_one(a), _near_one(b)
-    length = sqrt(_sum(_product(a, a))) * sqrt(_sum(_product(b, b)))
+    first, second = _to_one(largest_error("value", a, a)), _to_one(largest_error("value", b, b))
+    length = sqrt(error_sum("square", a, a, first)) * sqrt(error_sum("square", b, b, second))
     if length:
-        return _sum(_product(a, b)) / length
+        return error_sum("product", a, b, first, second) / length
     return 1.0 if not a.any() and not b.any() else 0.0
 
 
@@ -120,7 +121,7 @@ def entropy_bits(q: QuantizedTensor) -> float:
     """
     counts = _histogram(q)
     share = counts / max(int(counts.sum()), 1)
-    return _sum(-share * np.log2(share)) + 0.0
+    return tree_sum(-share * np.log2(share)) + 0.0
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
@@ -134,32 +135,13 @@ def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
     return finite
 
 
-def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Float64, Float64]:
+def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     a, b = float_array(x, "x"), float_array(y, "y")
     if a.shape != b.shape:
         raise ShapeError(f"x has shape {a.shape} and y {b.shape}: expected one shape")
-    return a.astype(np.float64), b.astype(np.float64)
+    return a, b
 
 
-def _sum(terms: Float64) -> float:
-    with np.errstate(all="ignore"):
-        return float(tree_sum(terms.reshape(-1)))
-
-
-def _error(a: Float64, b: Float64) -> Float64:
-    with np.errstate(all="ignore"):
-        return a - b
-
-
-def _product(a: Float64, b: Float64) -> Float64:
-    with np.errstate(all="ignore"):
-        return a * b
-
-
-def _near_one(*arrays: Float64) -> tuple[Float64, ...]:
-    """The arrays times one power of two that brings their largest magnitude near 1: ratios keep every bit."""
-    largest = max((float(np.abs(array).max(initial=0.0)) for array in arrays), default=0.0)
-    if not 0.0 < largest < inf:
-        return arrays
-    with np.errstate(all="ignore"):
-        return tuple(np.asarray(np.ldexp(array, -int(np.frexp(largest)[1]))) for array in arrays)
+def _to_one(largest: float) -> tuple[float, float]:
+    """The power of two that brings the largest magnitude near 1, so that squares keep every bit of a ratio."""
+    return power_of_two(-frexp(largest)[1] if 0.0 < largest < inf else 0)

@@ -17,11 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 from detent._checks import as_array, as_integer
 from detent.errors import DtypeError, FileFormatError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import BYTE, MAX_BITS
+from detent.kernels import pack_bits, unpack_bits
 
 __all__ = ["LAYOUTS", "Layout", "pack", "packed_size", "unpack"]
 
 Bytes = NDArray[np.uint8]
-CHUNK = 1 << 18  # codes at a time, which bounds the scratch memory
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,14 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
     'e103'
     """
     order = _get_layout(layout, bits).order
-    words = _as_words(codes, bits)
-    words = np.pad(words, (0, -words.size % len(order))).reshape(-1, len(order))[:, list(order)].reshape(-1)
-    if bits == BYTE:
-        return words.astype(np.uint8)
-    if bits == MAX_BITS:
-        return words.view(np.uint8)
-    parts = [_pack_part(words[start : start + CHUNK], bits) for start in range(0, words.size, CHUNK)]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    flat = _checked(codes, bits)
+    if len(order) > 1:
+        flat = np.pad(flat, (0, -flat.size % len(order))).reshape(-1, len(order))[:, list(order)].reshape(-1)
+    return pack_bits(flat, bits)
 
 
-def _as_words(codes: ArrayLike, bits: int) -> NDArray[np.uint16]:
-    """The low bits of each code, in C order; every code must fit, read as signed or as unsigned."""
+def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
+    """The codes in C order as one- or two-byte integers; every code must fit, read as signed or as unsigned."""
     array = as_array("codes", codes)
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":
@@ -98,12 +94,8 @@ def _as_words(codes: ArrayLike, bits: int) -> NDArray[np.uint16]:
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
         raise ParamsError(f"codes in [{flat.min()}, {flat.max()}] do not fit {bits} bits: use more bits or clamp them")
-    return (flat.astype(np.int32) & ((1 << bits) - 1)).astype("<u2")
-
-
-def _pack_part(words: NDArray[np.uint16], bits: int) -> Bytes:
-    planes = (words[:, None] >> np.arange(bits, dtype=np.uint16)) & 1
-    return np.packbits(planes.astype(np.uint8).reshape(-1), bitorder="little")
+    wanted = 1 if bits <= BYTE else 2
+    return flat if flat.dtype.itemsize == wanted else flat.astype(np.int64).astype(f"u{wanted}")
 
 
 def unpack(
@@ -126,24 +118,15 @@ def unpack(
             f"{count} codes of {bits} bits take {expected} bytes of uint8, got {data.dtype} of shape {data.shape}"
         )
     padded = -(-count // len(order)) * len(order)
-    starts = range(0, padded, CHUNK)
-    parts = [_unpack_part(data[start * bits // BYTE :], min(CHUNK, padded - start), bits) for start in starts]
-    words = np.concatenate(parts) if parts else np.zeros(0, np.uint16)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:
         raise FileFormatError(f"the {-padded * bits % BYTE} bits after the last code are not zero")
-    inverse = np.argsort(order)
-    ordered = words.reshape(-1, len(order))[:, inverse].reshape(-1)
+    codes = unpack_bits(data, bits, padded, signed=signed)
+    if len(order) == 1:
+        return codes
+    ordered = codes.reshape(-1, len(order))[:, np.argsort(order)].reshape(-1)
     if ordered[count:].any():
         raise FileFormatError(f"the {padded - count} codes that fill the last block are not zero")
-    codes = ordered[:count].astype(np.int32)
-    if signed:
-        codes -= (codes >> (bits - 1)) << bits
-    return codes.astype(f"{'' if signed else 'u'}int{BYTE if bits <= BYTE else MAX_BITS}")
-
-
-def _unpack_part(data: Bytes, count: int, bits: int) -> NDArray[np.uint16]:
-    planes = np.unpackbits(data[: -(-count * bits // BYTE)], bitorder="little", count=count * bits)
-    return planes.reshape(count, bits) @ (1 << np.arange(bits, dtype=np.uint16))
+    return ordered[:count]
 
 
 def _get_layout(layout: str | Layout, bits: int) -> Layout:

@@ -19,31 +19,20 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from detent import _param_checks as checks
 from detent import _param_json
 from detent._checks import as_array, as_integer, first_nonfinite, read_only
-from detent._param_checks import (
-    as_scale,
-    as_zero_point,
-    bounds,
-    brief,
-    broadcast,
-    check_bounds,
-    check_levels,
-    check_scale_shape,
-    check_scale_values,
-    numbers,
-    scale_dtype,
-)
 from detent.dtypes import compute_dtype, float_array
 from detent.errors import DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import PerAxis, PerGroup, PerTensor
 from detent.kernels import minmax
-from detent.scale_rule import derive
+from detent.scale_rule import Parameters, derive
 from detent.spec import QuantSpec, get_spec
 
 __all__ = ["QuantParams"]
 
+Array: TypeAlias = NDArray[Any]
 Pair: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -89,19 +78,23 @@ class QuantParams:
     ) -> None:
         put = object.__setattr__
         put(self, "spec", get_spec(spec))
-        stored = as_scale("scale", scale)
+        stored = checks.as_scale("scale", scale)
         if isinstance(self.spec.granularity, PerTensor) and stored.size == 1:
             stored = stored.reshape(())
         put(self, "scale", read_only(stored))
-        put(self, "zero_point", read_only(as_zero_point(self.spec, zero_point, stored.shape)))
+        put(self, "zero_point", read_only(checks.as_zero_point(self.spec, zero_point, stored.shape)))
         for name, value in (("min_val", min_val), ("max_val", max_val)):
-            bound = None if value is None else broadcast(name, numbers(name, value).astype(np.float64), stored.shape)
+            bound = (
+                None
+                if value is None
+                else checks.broadcast(name, checks.numbers(name, value).astype(np.float64), stored.shape)
+            )
             put(self, name, None if bound is None else read_only(bound))
         block = None if block_scale is None else as_array("block_scale", block_scale)
         if block is not None and block.dtype != E4M3:
             raise DtypeError(f"block_scale holds {E4M3}, got {block.dtype}: use from_range or from_data")
         put(self, "block_scale", None if block is None else read_only(block))
-        tensor = None if tensor_scale is None else numbers("tensor_scale", tensor_scale).astype(np.float32)
+        tensor = None if tensor_scale is None else checks.numbers("tensor_scale", tensor_scale).astype(np.float32)
         put(self, "tensor_scale", None if tensor is None else read_only(tensor))
         self.validate()
 
@@ -133,17 +126,32 @@ class QuantParams:
         array(51, dtype=int32)
         """
         spec = get_spec(spec)
-        low, high = bounds(lo, hi)
+        low, high = checks.bounds(lo, hi)
         if shape is not None:
             scale_shape = spec.granularity.tiling(shape).scale_shape
-            low, high = broadcast("lo", low, scale_shape), broadcast("hi", high, scale_shape)
+            low, high = checks.broadcast("lo", low, scale_shape), checks.broadcast("hi", high, scale_shape)
         if isinstance(spec.granularity, PerTensor) and low.size == 1:
             low, high = low.reshape(()), high.reshape(())
         if not low.size:
             raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
-        check_scale_shape(spec.granularity, low.shape, "lo and hi")
-        found = derive(spec, low, high, scale_dtype(dtype))
-        return cls(spec, found.scale, found.zero_point, low, high, found.block_scale, found.tensor_scale)
+        checks.check_scale_shape(spec.granularity, low.shape, "lo and hi")
+        found = derive(spec, low, high, checks.scale_dtype(dtype))
+        return cls.trusted(spec, found, low, high)
+
+    @classmethod
+    def trusted(cls, spec: QuantSpec, found: Parameters, low: Array, high: Array) -> "QuantParams":
+        """What a scale rule has just made of a range; nothing is checked.
+
+        >>> lo, hi = np.array(-1.0), np.array(1.0)
+        >>> QuantParams.trusted(QuantSpec("int8"), Parameters(np.array(0.5), np.array(0, np.int32)), lo, hi).min_val
+        array(-1.)
+        """
+        made, ends = cls.__new__(cls), (low.astype(np.float64), high.astype(np.float64))
+        arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
+        frozen = (None if array is None else read_only(np.asarray(array)) for array in arrays)
+        for field, value in zip(fields(cls), (spec, *frozen), strict=True):
+            object.__setattr__(made, field.name, value)
+        return made
 
     @classmethod
     def from_data(cls, spec: QuantSpec | Format | str, x: ArrayLike) -> "QuantParams":
@@ -176,7 +184,7 @@ class QuantParams:
         >>> dt.QuantParams.int8_symmetric().from_statistics(-2.0, 2.0).max_val
         array(2.)
         """
-        low, high = bounds(lo, hi)
+        low, high = checks.bounds(lo, hi)
         try:
             shape = np.broadcast_shapes(low.shape, self.scale.shape)
         except ValueError:
@@ -240,23 +248,13 @@ class QuantParams:
 
         >>> QuantParams.int8_symmetric().validate()
         """
-        check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
-        check_scale_values("scale", self.scale)
-        zero_point, spec = self.zero_point, self.spec
-        low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
-        if spec.symmetric:
-            low = high = spec.symmetric_zero_point
-        outside = (zero_point < low) | (zero_point > high)
-        if outside.any():
-            wanted = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
-            raise ParamsError(
-                f"a zero point of {spec} must be {wanted}, got {int(zero_point[outside].flat[0])} in "
-                f"{int(outside.sum())} of {outside.size} sets"
-            )
+        checks.check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
+        checks.check_scale_values("scale", self.scale)
+        checks.check_zero_points(self.spec, self.zero_point)
         if self.min_val is not None or self.max_val is not None:
             ends = [end for end in (self.min_val, self.max_val) if end is not None]
-            check_bounds(ends[0], ends[-1])
-        check_levels(self.spec, self.scale, self.block_scale, self.tensor_scale)
+            checks.check_bounds(ends[0], ends[-1])
+        checks.check_levels(self.spec, self.scale, self.block_scale, self.tensor_scale)
 
     @property
     def num_parameter_sets(self) -> int:
@@ -395,4 +393,5 @@ class QuantParams:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"dt.QuantParams({self.spec!r}, scale={brief(self.scale)}, zero_point={brief(self.zero_point)})"
+        scale, zero_point = checks.brief(self.scale), checks.brief(self.zero_point)
+        return f"dt.QuantParams({self.spec!r}, scale={scale}, zero_point={zero_point})"

@@ -29,7 +29,7 @@ from detent.kernels import Kernel, Problem, Result, check_operation, current_ker
 from detent.packing import packed_size
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
-from detent.ste import Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
+from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
 
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee"]
 
@@ -43,7 +43,6 @@ class _Operation:
 
     inputs: tuple[str, ...]
     nan: tuple[NaNPolicy, ...] = ("propagate",)
-    codes_in: bool = False
     codes_out: bool = False
     estimated: bool = False
 
@@ -56,15 +55,18 @@ class _Operation:
 _OPERATIONS: Mapping[str, _Operation] = MappingProxyType(
     {
         "quantize": _Operation(("x",), nan=("raise", "zero_point", "qmin"), codes_out=True),
-        "dequantize": _Operation(("codes",), codes_in=True),
+        "dequantize": _Operation(("codes",)),
         "fake_quantize": _Operation(("x",), nan=("propagate", "raise", "zero_point", "qmin")),
         "quantize_backward": _Operation(("g", "x"), estimated=True),
         "dequantize_backward": _Operation(("g",)),
         "fake_quantize_backward": _Operation(("g", "x"), estimated=True),
+        "fake_quantize_masked": _Operation(("x",), estimated=True),
+        "fake_quantize_masked_backward": _Operation(("g", "mask")),
         "fake_quantize_learned_backward": _Operation(("g", "x"), estimated=True),
     }
 )
 LEARNED = "fake_quantize_learned_backward"
+MASKED = "fake_quantize_masked"
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,8 @@ class Plan:
         if ste is not None and not known.estimated:
             raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
         estimator = get_estimator(ste, spec.convention) if known.estimated else None
+        if operation == MASKED and not isinstance(estimator, Identity | Clipped):
+            raise SpecError(f"{estimator!r} weighs gradients, a mask only selects: use fake_quantize_backward")
         policy = known.nan[0] if nan is None else nan
         if policy not in known.nan:
             raise SpecError(
@@ -222,8 +226,8 @@ class Plan:
             grad_scale: the factor of learned gradients.
 
         Returns:
-            The result, ``out`` where it was given; the gradients of x, scale and zero point for
-            "fake_quantize_learned_backward".
+            The result, ``out`` where it was given; with the mask for "fake_quantize_masked"; the gradients of x, scale
+            and zero point for "fake_quantize_learned_backward".
 
         >>> import detent as dt, numpy as np
         >>> plan = dt.Plan.select("fake_quantize_backward", shape=(2,), dtype="float64", spec="int8", ste="clipped")
@@ -255,21 +259,29 @@ class Plan:
         passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
         if self.operation != LEARNED:
             return passed.run(gx, x, params, out=out, step=step)
-        _, gs, gz = passed.run(g, x, params, step=step, grad_scale=grad_scale)
-        return gx.copy(), gs, gz
+        _, *others = passed.run(g, x, params, step=step, grad_scale=grad_scale)
+        return gx.copy(), others[0], others[1]
 
     @cached_property
-    def _input_dtype(self) -> np.dtype[Any]:
-        return code_dtype(self.spec) if _OPERATIONS[self.operation].codes_in else FLOATS[self.dtype]
+    def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+        """For each input the (dtype, shape) pairs it may have, the usual one first; packed ones are uint8 buffers."""
+        byte: np.dtype[Any] = np.dtype("uint8")
+        count = prod(self.shape)
+        usual = [(FLOATS[self.dtype], self.shape)]
+        codes = [(code_dtype(self.spec), self.shape), (byte, (packed_size(count, self.spec.bits),))]
+        mask: list[tuple[np.dtype[Any], tuple[int, ...]]] = [(byte, (packed_size(count, 1),))]
+        return {"x": usual, "g": usual, "codes": codes, "mask": mask}
 
     def _check_input(self, name: str, array: object) -> None:
         if not isinstance(array, np.ndarray):
             raise DtypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
-        wanted = self._input_dtype
-        if array.dtype != wanted:
-            raise DtypeError(f"{name} has dtype {array.dtype}, expected {wanted}: convert it, or select another plan")
-        if array.shape != self.shape:
-            raise ShapeError(f"{name} has shape {array.shape}, expected {self.shape}: select a plan for this shape")
+        accepted = self._accepted_inputs[name]
+        if (array.dtype, array.shape) in accepted:
+            return
+        dtype, shape = accepted[0]
+        if array.dtype != dtype:
+            raise DtypeError(f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select another plan")
+        raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
 
     def check_params(self, params: object) -> None:
         """Raise unless the parameters fit the plan's spec and shape.

@@ -179,8 +179,9 @@ class QuantizedTensor:
         """
         wanted = self._dtype if dtype is None else float_dtype(dtype, "the result")
         plan = Plan.select("dequantize", shape=self._shape, dtype=wanted, spec=self.spec)
-        plan.check(self.codes, self._params, out)
-        return cast("NDArray[Any]", plan.run(self.codes, self._params, out=out))
+        codes = self.packed if self._codes is None else self._codes
+        plan.check(codes, self._params, out)
+        return cast("NDArray[Any]", plan.run(codes, self._params, out=out))
 
     def __getitem__(self, index: Index) -> "QuantizedTensor":
         """A part of the tensor, by slices; no group or block may be cut.

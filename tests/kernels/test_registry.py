@@ -1,11 +1,18 @@
 """The registry: which kernel runs what, and what the installation says of itself."""
 
 import dataclasses
+import subprocess
+import sys
+from itertools import product
 
 import pytest
 
 import detent as dt
+from detent import kernels
+from detent.convention import PRESETS
 from detent.kernels import registry
+from detent.kernels.abilities import PARTS
+from detent.kernels.rules import DTYPES
 
 OPERATIONS = [
     "dequantize",
@@ -13,6 +20,8 @@ OPERATIONS = [
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_learned_backward",
+    "fake_quantize_masked",
+    "fake_quantize_masked_backward",
     "quantize",
     "quantize_backward",
 ]
@@ -41,7 +50,8 @@ def test_every_operation_has_a_reference_kernel(name):
 
 def test_capabilities_name_machine_level_threads_and_backends():
     found = dt.capabilities()
-    assert set(found.kernels) == {*OPERATIONS, "minmax", "tree_sum"}
+    assert set(found.kernels) == {*OPERATIONS, *PARTS}
+    assert set(found.table) == set(product(OPERATIONS, DTYPES, PRESETS))
     assert found.threads == dt.get_num_threads() >= 1
     text = str(found)
     assert all(word in text for word in (found.machine, found.level, "threads", *OPERATIONS))
@@ -54,9 +64,16 @@ def test_capabilities_follow_the_choice():
         assert set(dt.capabilities().kernels.values()) == {"reference"}
 
 
+def test_python_m_detent_prints_them():
+    run = [sys.executable, "-m", "detent"]
+    text = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert text.startswith(f"detent   {dt.__version__}\n")
+    assert all(name in text for name in (*OPERATIONS, *PARTS, *PRESETS, *DTYPES))
+
+
 @pytest.mark.parametrize("name", ["minmax", "tree_sum"])
 def test_reductions_have_no_plan(name):
-    assert callable(getattr(registry, name))
+    assert callable(getattr(kernels, name))
     with pytest.raises(dt.UnsupportedError, match="expected one of"):
         problem(name)
 

@@ -15,6 +15,23 @@ enum class Rounding : int { half_even, half_away, floor };
 enum class Fill : int { none, zero_point, qmin };          // the code NaN gets
 enum class Mask : int { identity, code, value, hard_tanh };  // where the gradient passes
 enum class Grad : int { fake, quantize };                  // quantize: divided by the scale
+enum class Kind : int { integers, small_floats, codebook };  // of the format
+
+// What error_sums adds up; squares and products are of values times their factor.
+enum class Term : int { value, square, squared_error, absolute_error, product };
+
+// From a range to a scale and zero point; the kinds are those of a convention, and its zero-range rule.
+enum class Symmetric : int { affine, qmax, half_span, tight };
+enum class ZeroRange : int { unit, unit_at_qmin, eps, width, error };
+
+struct ScaleRule {
+  Symmetric symmetric = Symmetric::affine;
+  ZeroRange zero_range = ZeroRange::unit;
+  double floor = 0;        // eps, width
+  double zero_point = 0;   // where symmetric
+  bool include_zero = true;
+  bool half_away = false;  // how zero points round
+};
 
 // How codes lie in memory: one per byte, one per two bytes, or packed at `bits` each.
 enum class Codes : int { bytes, words, packed };
@@ -36,29 +53,61 @@ struct Call {
   Codes codes = Codes::bytes;
   double qmin = 0, qmax = 0;
 
+  Kind kind = Kind::integers;
+  int mantissa = 0, min_exponent = 0;  // small floats: bits of the mantissa, exponent of the smallest normal number
+  double largest = 0;                  // small floats: the largest finite value
+  const void* levels = nullptr;        // other formats than integers: the value of each of 256 codes, compute type
+  const void* bounds = nullptr;        // codebooks: what a ratio must exceed to get the next code, compute type
+
   const void* x = nullptr;
   const void* g = nullptr;
   const void* scale = nullptr;  // compute type (double for f64, else float), one per set
   const void* zero = nullptr;   // the zero points as the compute type, one per set
   const void* codes_in = nullptr;
   void* out = nullptr;
-  void* high = nullptr;  // minmax: the upper bounds, beside the lower ones in out
+
+  void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type
+  void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
+
+  uint8_t* mask_bits = nullptr;          // fake_quantize: where the mask goes, one bit per element; null for none
+  const uint8_t* mask_in = nullptr;      // masked_backward: the mask
+
+  // Sums: `blocks` per set, one per kLeaf elements; high_sums are those of the zero points, null for none.
+  double* sums = nullptr;
+  double* high_sums = nullptr;
+  double* scratch = nullptr;  // learned: 2 * kLeaf * tile numbers for each part of `step` pieces
+  int64_t blocks = 1, tile = 1, step = 1;
+  Term term = Term::value;
+  Dtype second_dtype = Dtype::f32;          // error_sums: of g
+  double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: of x (or the error), and of g
+
+  ScaleRule rule;             // observe, derive: from bounds
+  void* scale_out = nullptr;  // to scales and zero points
+  void* zero_out = nullptr;
+  std::atomic<bool>* refused = nullptr;  // set where a range gives no parameters
 
   std::atomic<bool>* saw_nan = nullptr;       // set where NaN was met and looked for
   std::atomic<int64_t>* nonfinite = nullptr;  // minmax: how many elements are not finite
 };
 
-// One table per CPU level. A kernel works on elements [begin, end) of the flat array; begin is a multiple of kGrain.
 constexpr int64_t kGrain = 4096;
+constexpr int64_t kLeaf = 1024;  // elements of a block of a sum
+constexpr int64_t kTile = 16;    // sets of single columns that are summed together
+
+// One table per CPU level. A kernel works on elements [begin, end) of the flat array, begin a multiple of kGrain; those that
+// sum on pieces, blocks or sets, as they say.
+#define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
+  ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
+  ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)  \
+  ROW(pack) ROW(unpack)
+
+using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 
 struct Kernels {
-  void (*quantize)(const Call&, int64_t begin, int64_t end);
-  void (*dequantize)(const Call&, int64_t begin, int64_t end);
-  void (*fake_quantize)(const Call&, int64_t begin, int64_t end);
-  void (*backward)(const Call&, int64_t begin, int64_t end);            // of fake_quantize and quantize
-  void (*dequantize_backward)(const Call&, int64_t begin, int64_t end);
-  void (*minmax)(const Call&, int64_t begin, int64_t end);
+#define DETENT_FIELD(NAME) Kernel NAME;
+  DETENT_FOR_EACH_KERNEL(DETENT_FIELD)
+#undef DETENT_FIELD
 };
 
 }  // namespace detent

@@ -141,10 +141,11 @@ inline const compute_t<In>* load(const In* in, int64_t count, compute_t<In>* buf
   }
 }
 
-// The results in the data's type. A tiny value that rounds to zero is a positive zero.
+// The results in the data's type. Where zeros have no sign, a tiny value that rounds to zero is a positive zero.
 template <class In>
-inline void store(const compute_t<In>* y, In* out, int64_t count) {
+inline void store(const compute_t<In>* y, In* out, int64_t count, bool signed_zeros) {
   narrow_all(y, out, count);
+  if (signed_zeros) return;
   for (int64_t i = 0; i < count; ++i) out[i].bits = out[i].bits == 0x8000 ? 0 : out[i].bits;
 }
 

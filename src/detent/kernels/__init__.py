@@ -4,19 +4,13 @@ Guarantees: the same input bits give the same output bits for any thread count, 
 library; every fast kernel has a slow twin in ``reference`` and equals it bit for bit.
 """
 
+from detent.kernels.abilities import Capabilities, capabilities
+from detent.kernels.bits import pack_bits, unpack_bits
+from detent.kernels.choice import current_kernels, use_kernels
 from detent.kernels.problem import Kernel, Problem, Result
-from detent.kernels.registry import (
-    Capabilities,
-    capabilities,
-    check_operation,
-    current_kernels,
-    find_kernel,
-    get_num_threads,
-    minmax,
-    set_num_threads,
-    tree_sum,
-    use_kernels,
-)
+from detent.kernels.reductions import error_sum, largest_error, minmax, observe, tree_sum
+from detent.kernels.reference import power_of_two
+from detent.kernels.registry import check_operation, find_kernel, get_num_threads, set_num_threads
 
 __all__ = [
     "Capabilities",
@@ -26,10 +20,16 @@ __all__ = [
     "capabilities",
     "check_operation",
     "current_kernels",
+    "error_sum",
     "find_kernel",
     "get_num_threads",
+    "largest_error",
     "minmax",
+    "observe",
+    "pack_bits",
+    "power_of_two",
     "set_num_threads",
     "tree_sum",
+    "unpack_bits",
     "use_kernels",
 ]

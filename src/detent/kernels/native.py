@@ -1,25 +1,25 @@
 """The native backend: C++ kernels, one table per CPU level, behind ``detent._native``.
 
 A kernel is made for one problem: rules and layout are decided here once, and a run passes pointers. Arrays that are not
-C-contiguous are copied first; results are the reference's, bit for bit.
+C-contiguous are copied first; results are the reference's, bit for bit. Functions that reduce or pack return None where
+there is no native kernel for their arguments.
 """
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from math import prod
 from types import ModuleType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import SIZE_LIMIT, refuse_nan
-from detent.formats import BYTE, MAX_BITS
+from detent._checks import SIZE_LIMIT
 from detent.granularity import Tiling
-from detent.kernels.problem import Problem, Result
-from detent.packing import pack
+from detent.kernels.problem import Problem
+from detent.kernels.reference import Factor, Term
+from detent.kernels.rules import DTYPES, ROUNDINGS, TERMS, layout_of, plain_rules, problem_rules, scale_rules
+from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
 
 _native: ModuleType | None
@@ -31,36 +31,39 @@ except ImportError as error:  # the package works without it
 else:
     WHY_NOT = None
 
-__all__ = ["NativeKernel", "levels", "minmax", "refusal", "set_level"]
+__all__ = [
+    "current_level",
+    "derive",
+    "error_sum",
+    "largest_error",
+    "levels",
+    "make_runner",
+    "minmax",
+    "observe",
+    "pack",
+    "ready",
+    "refusal",
+    "set_level",
+    "set_num_threads",
+    "unpack",
+]
 
 Array = NDArray[Any]
 MAX_LEAD = 8
-_OPERATIONS = {
-    "quantize": 0,
-    "dequantize": 1,
-    "fake_quantize": 2,
-    "fake_quantize_backward": 3,
-    "quantize_backward": 3,
-    "dequantize_backward": 4,
-}
-_MINMAX = 5
-_RULES = (
-    "division",
-    "zero_point",
-    "rounding",
-    "fill",
-    "mask",
-    "grad",
-    "find_nan",
-    "exclusive",
-    "is_signed",
-    "no_zero",
-    "codes",
+OPERATIONS = frozenset(
+    {
+        "quantize",
+        "dequantize",
+        "fake_quantize",
+        "fake_quantize_masked",
+        "quantize_backward",
+        "dequantize_backward",
+        "fake_quantize_backward",
+        "fake_quantize_masked_backward",
+        "fake_quantize_learned_backward",
+    }
 )
-_DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
-_ROUNDINGS = {"half_even": 0, "half_away": 1, "floor": 2}
-_BYTES, _WORDS, _PACKED = range(3)
-_DENSE = {BYTE: _BYTES, MAX_BITS: _WORDS}
+_NO_FORMAT = frozenset({"dequantize_backward", "fake_quantize_masked_backward"})
 
 
 def levels() -> dict[str, bool]:
@@ -85,12 +88,20 @@ def set_level(name: str) -> None:
 
 
 def current_level() -> str:
-    """The CPU level that new kernels run at; "none" without native kernels."""
+    """The CPU level that new kernels run at; "none" without native kernels.
+
+    >>> current_level() in (*levels(), "none")
+    True
+    """
     return list(levels())[_Level.index] if levels() else "none"
 
 
 def set_num_threads(count: int) -> None:
-    """Let native kernels use that many threads."""
+    """Let native kernels use that many threads.
+
+    >>> from detent.kernels import get_num_threads
+    >>> set_num_threads(get_num_threads())
+    """
     if _native is not None:
         _native.set_num_threads(count)
 
@@ -99,148 +110,168 @@ def refusal(problem: Problem) -> str | None:
     """Why there is no native kernel for the problem, or None where there is one.
 
     >>> from detent.granularity import PerTensor
-    >>> from detent.spec import QuantSpec
     >>> spec = QuantSpec("int8", rounding="stochastic(1)")
     >>> "stochastic" in refusal(Problem("quantize", PerTensor().tiling((4,)), "float32", spec, None, "raise"))
     True
     """
     if WHY_NOT is not None:
         return WHY_NOT
-    if problem.operation not in _OPERATIONS:
+    if problem.operation not in OPERATIONS:
         return f"{problem.operation} has no native kernel"
-    if problem.operation != "dequantize_backward":
-        if not problem.spec.format.is_integer:
-            return f"{problem.spec.format.name} has no native kernel"
-        if problem.spec.rounding.kind not in _ROUNDINGS:
+    if problem.operation not in _NO_FORMAT:
+        if problem.spec.format.is_integer and problem.spec.rounding.kind not in ROUNDINGS:
             return f"{problem.spec.rounding.kind} rounding has no native kernel"
         if problem.ste is not None and not isinstance(problem.ste, Identity | Clipped | HardTanh):
             return f"{type(problem.ste).__name__} has no native kernel"
-    if len(problem.tiling.merged().shape) > MAX_LEAD or prod(problem.tiling.shape) >= SIZE_LIMIT:
+    if not _fits(problem.tiling):
         return f"an array of shape {problem.tiling.shape} is too large for the native kernels"
     return None
 
 
+def _fits(tiling: Tiling) -> bool:
+    return len(tiling.merged().shape) <= MAX_LEAD and prod(tiling.shape) < SIZE_LIMIT
+
+
+def make_runner(problem: Problem, codes: int) -> Any:
+    """The extension's kernels for the problem, with codes as bytes, words or packed bits.
+
+    >>> make_runner.__name__
+    'make_runner'
+    """
+    return _runner(problem.tiling, problem_rules(problem, codes))
+
+
+def _runner(tiling: Tiling, rules: dict[str, Any]) -> Any:
+    make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
+    return make(_Level.index, *layout_of(tiling), rules)
+
+
+def ready(array: Array) -> Array:
+    """The array as the extension takes it: C-contiguous, and of a type that every array library knows.
+
+    >>> import ml_dtypes
+    >>> ready(np.zeros((2, 2), ml_dtypes.bfloat16).T).dtype
+    dtype('uint16')
+    """
+    known = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    if known.dtype.isbuiltin == 1:
+        return known
+    return known.view(f"u{known.dtype.itemsize}")  # one of ml_dtypes
+
+
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
-    """The smallest and largest finite element of each set and the number of other elements; None without a kernel.
+    """The smallest and largest finite element of each set and the number of other elements.
 
     >>> minmax(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ())) is None
     True
     """
-    few = tiling.merged()
-    if _native is None or x.dtype.name not in _DTYPES or len(few.shape) > MAX_LEAD or x.size >= SIZE_LIMIT:
+    if _native is None or x.dtype.name not in DTYPES or not _fits(tiling):
         return None
-    compute = np.float64 if x.dtype == np.float64 else np.float32
-    low, high = np.full(tiling.scale_shape, np.inf, compute), np.full(tiling.scale_shape, -np.inf, compute)
-    nonfinite = _reducer(few, x.dtype.name, _Level.index).reduce(_ready(x), low, high)
+    low, high = _empty_bounds(tiling, x.dtype)
+    nonfinite = _reducer(tiling, x.dtype.name, _Level.index).minmax(ready(x), low, high)
     low += 0.0  # a negative zero becomes a positive one
     high += 0.0
     return low, high, int(nonfinite)
 
 
+def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    compute = np.float64 if dtype == np.float64 else np.float32
+    return np.full(tiling.scale_shape, np.inf, compute), np.full(tiling.scale_shape, -np.inf, compute)
+
+
 @lru_cache(maxsize=1024)
-def _reducer(few: Tiling, dtype: str, level: int) -> Any:
-    rules = {**dict.fromkeys(_RULES, 0), "dtype": _DTYPES[dtype], "bits": BYTE, "qmin": 0.0, "qmax": 0.0}
-    return _make_runner(_MINMAX, level, few, rules)
+def _reducer(tiling: Tiling, dtype: str, level: int) -> Any:  # noqa: ARG001 - the level of the key
+    return _runner(tiling, plain_rules(dtype))
 
 
-class NativeKernel:
-    """A problem's C++ kernel.
+def derive(spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, Array] | None:
+    """Scale and zero point of each range, in the bounds' type; None also where a range gives none.
 
-    >>> NativeKernel.backend
-    'native'
+    >>> derive(QuantSpec("int8"), np.array([1.0], np.float32), np.array([-1.0], np.float32)) is None
+    True
     """
-
-    backend = "native"
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        form = problem.spec.format
-        to_codes = problem.operation == "quantize"
-        self._result = np.dtype(form.storage) if to_codes else _float(problem.dtype)
-        self._runner = _runner(problem, _BYTES if form.bits <= BYTE else _WORDS)
-        # Codes of 9 to 15 bits are packed in Python; all others by the kernel, 8 and 16 bits as they are.
-        packs = to_codes and (form.bits <= BYTE or form.bits in _DENSE)
-        self._packer = _runner(problem, _DENSE.get(form.bits, _PACKED)) if packs else None
-
-    def run(
-        self,
-        inputs: Sequence[Array],
-        scale: Array,
-        zero_point: Array,
-        out: Array | None,
-        step: int,  # noqa: ARG002 - no native kernel rounds stochastically
-        grad_scale: float | None,  # noqa: ARG002 - nor learns
-    ) -> Result:
-        """Run on checked arrays.
-
-        >>> NativeKernel.backend
-        'native'
-        """
-        shape = self.problem.tiling.shape
-        packed = out is not None and (out.shape != shape or out.dtype != self._result)
-        runner = self._packer if packed else self._runner
-        if runner is None:
-            codes = self.run(inputs, scale, zero_point, None, 0, None)
-            np.copyto(out, pack(codes, self.problem.spec.bits))  # type: ignore[arg-type]  # out is given, codes are one
-            return out  # type: ignore[return-value]  # out is given
-        target = out
-        if target is None or not target.flags.c_contiguous:
-            target = np.empty(shape if out is None else out.shape, self._result if out is None else out.dtype)
-        first = _ready(inputs[0])
-        second = first if len(inputs) == 1 else _ready(inputs[1])
-        if runner.run(first, second, scale, zero_point, _ready(target)) and self.problem.nan == "raise":
-            refuse_nan("x", inputs[0])
-        if out is None or target is out:
-            return target
-        np.copyto(out, target)
-        return out
+    if _native is None or spec.scale_format != "float":
+        return None
+    scale, zero_point = np.empty_like(lo), np.empty_like(lo)
+    tiling = Tiling((lo.size,), (1,), (lo.size,), (lo.size,))
+    return (scale, zero_point) if _deriver(spec, tiling, lo.dtype.name).derive(lo, hi, scale, zero_point) else None
 
 
-def _runner(problem: Problem, codes: int) -> Any:
-    """The extension's kernel for the problem, with codes as bytes, words or packed bits."""
-    spec, ste = problem.spec, problem.ste
-    mask = 0 if ste is None or isinstance(ste, Identity) else 3 if isinstance(ste, HardTanh) else 1
-    if isinstance(ste, Clipped) and ste.on == "value":
-        mask = 2
-    rules: Mapping[str, float] = {
-        "dtype": _DTYPES[problem.dtype],
-        "division": int(spec.convention.division == "reciprocal"),
-        "zero_point": int(spec.convention.zero_point == "before_round"),
-        "rounding": _ROUNDINGS.get(spec.rounding.kind, 0),
-        "fill": {"zero_point": 1, "qmin": 2}.get(problem.nan, 0),
-        "mask": mask,
-        "grad": int(problem.operation == "quantize_backward"),
-        "find_nan": int(problem.nan == "raise"),
-        "exclusive": int(isinstance(ste, Clipped) and ste.bounds == "exclusive"),
-        "is_signed": int(spec.format.signed),
-        "no_zero": int(spec.symmetric and spec.format.signed),
-        "bits": spec.bits,
-        "codes": codes,
-        "qmin": float(spec.qmin),
-        "qmax": float(spec.qmax),
-    }
-    return _make_runner(_OPERATIONS[problem.operation], _Level.index, problem.tiling.merged(), rules)
+@lru_cache(maxsize=1024)
+def _deriver(spec: QuantSpec, tiling: Tiling, dtype: str) -> Any:
+    return _runner(tiling, plain_rules(dtype) | scale_rules(spec))
 
 
-def _make_runner(operation: int, level: int, few: Tiling, rules: Mapping[str, float]) -> Any:
-    cols, block = (few.shape[-1], few.block[-1]) if few.shape else (1, 1)
-    make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
-    return make(operation, level, cols, min(block, max(cols, 1)), _lead(few), few.sets, dict(rules))
+def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
+    """Fake quantize x into ``out`` by its own range: lo, hi, scale, zero point, and how many elements are not finite.
+
+    None where there is no kernel, and where the range of a set gives no parameters.
+
+    >>> from detent.granularity import PerTensor
+    >>> from detent.spec import mxfp8
+    >>> problem = Problem("fake_quantize", PerTensor().tiling((2,)), "float32", mxfp8, None, "propagate")
+    >>> observe(problem, np.zeros(2, np.float32), np.zeros(2, np.float32)) is None
+    True
+    """
+    if refusal(problem) is not None or problem.spec.scale_format != "float" or not out.flags.c_contiguous:
+        return None
+    low, high = _empty_bounds(problem.tiling, x.dtype)
+    scale, zero_point = np.empty_like(low), np.empty_like(low)
+    runner = _observer(problem, _Level.index)
+    nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
+    return (low, high, scale, zero_point, int(nonfinite)) if good else None
 
 
-def _lead(few: Tiling) -> list[tuple[int, int, int]]:
-    """Size, block and stride in sets of every axis but the last."""
-    return [
-        (size, block, prod(few.grid[axis + 1 :]))
-        for axis, (size, block) in enumerate(zip(few.shape[:-1], few.block[:-1], strict=True))
-    ]
+@lru_cache(maxsize=1024)
+def _observer(problem: Problem, level: int) -> Any:  # noqa: ARG001 - the level of the key
+    return _runner(problem.tiling, problem_rules(problem) | scale_rules(problem.spec))
 
 
-def _float(name: str) -> np.dtype[Any]:
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+def error_sum(term: Term, x: Array, y: Array, factor: Factor, second_factor: Factor) -> float | None:
+    """The reference's ``error_sum``.
+
+    >>> error_sum("value", np.zeros(2, np.complex64), np.zeros(2), (1.0, 1.0), (1.0, 1.0)) is None
+    True
+    """
+    if _native is None or x.dtype.name not in DTYPES or y.dtype.name not in DTYPES:
+        return None
+    pair = (ready(x), DTYPES[x.dtype.name], ready(y), DTYPES[y.dtype.name])
+    return float(_native.error_sum(_Level.index, TERMS[term], x.size, *pair, factor, second_factor))
 
 
-def _ready(array: Array) -> Array:
-    """The array as the extension takes it: C-contiguous, and of a type that every array library knows."""
-    ready = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-    return ready.view(np.uint16) if ready.dtype == ml_dtypes.bfloat16 else ready
+def largest_error(term: Term, x: Array, y: Array) -> float | None:
+    """The reference's ``largest_error``.
+
+    >>> largest_error("value", np.zeros(2, np.complex64), np.zeros(2)) is None
+    True
+    """
+    if _native is None or x.dtype.name not in DTYPES or y.dtype.name not in DTYPES:
+        return None
+    pair = (ready(x), DTYPES[x.dtype.name], ready(y), DTYPES[y.dtype.name])
+    return float(_native.largest_error(_Level.index, TERMS[term], x.size, *pair))
+
+
+def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
+    """One-byte codes at ``bits`` each.
+
+    >>> pack(np.zeros(2, np.uint16), 9) is None
+    True
+    """
+    if _native is None or codes.dtype.itemsize != 1:
+        return None
+    packed = np.empty(-(-codes.size * bits // 8), np.uint8)
+    _native.repack(True, _Level.index, codes.size, bits, False, ready(codes), packed)
+    return packed
+
+
+def unpack(packed: NDArray[np.uint8], bits: int, count: int, *, signed: bool) -> Array | None:
+    """The codes of up to 8 bits of a byte string.
+
+    >>> unpack(np.zeros(2, np.uint8), 9, 1, signed=False) is None
+    True
+    """
+    if _native is None or bits > 8:  # a byte
+        return None
+    codes = np.empty(count, np.int8 if signed else np.uint8)
+    _native.repack(False, _Level.index, count, bits, signed, ready(packed), codes)
+    return codes

@@ -13,7 +13,7 @@ from detent.ste import Estimator
 __all__ = ["Kernel", "Problem", "Result"]
 
 Array = NDArray[Any]
-Result: TypeAlias = Array | tuple[Array, Array, Array]
+Result: TypeAlias = Array | tuple[Array, Array] | tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The reference backend: NumPy arrays through the reference functions, for every problem there is."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -10,27 +11,32 @@ from numpy.typing import NDArray
 
 from detent._checks import refuse_nan
 from detent.kernels import reference
+from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.problem import Problem, Result
-from detent.packing import pack
 
 __all__ = ["REFERENCE", "ReferenceKernel"]
 
 Array = NDArray[Any]
-_FORWARD = frozenset({"spec", "step", "fill"})
-_BACKWARD = frozenset({"spec", "step", "ste"})
+_FORWARD = frozenset({"tiling", "spec", "step", "fill"})
+_BACKWARD = frozenset({"tiling", "spec", "step", "ste"})
 
-# Each operation's function, and the keyword arguments it takes beside the tiling.
+# Each operation's function, and the keyword arguments it takes.
 REFERENCE: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = MappingProxyType(
     {
         "quantize": (reference.quantize, _FORWARD),
-        "dequantize": (reference.dequantize, frozenset({"spec", "dtype"})),
+        "dequantize": (reference.dequantize, frozenset({"tiling", "spec", "dtype"})),
         "fake_quantize": (reference.fake_quantize, _FORWARD),
         "quantize_backward": (reference.quantize_backward, _BACKWARD),
-        "dequantize_backward": (reference.dequantize_backward, frozenset()),
+        "dequantize_backward": (reference.dequantize_backward, frozenset({"tiling"})),
         "fake_quantize_backward": (reference.fake_quantize_backward, _BACKWARD),
+        "fake_quantize_masked": (reference.fake_quantize_masked, _BACKWARD),
+        "fake_quantize_masked_backward": (reference.masked_backward, frozenset()),
         "fake_quantize_learned_backward": (reference.fake_quantize_learned_backward, _BACKWARD | {"grad_scale"}),
     }
 )
+
+# How many of scale and zero point an operation takes, where it is not both.
+_NUMBERS: Mapping[str, int] = MappingProxyType({"dequantize_backward": 1, "fake_quantize_masked_backward": 0})
 
 
 class ReferenceKernel:
@@ -70,8 +76,9 @@ class ReferenceKernel:
         problem = self.problem
         if problem.nan == "raise":
             refuse_nan("x", inputs[0])
-        arrays = [_bit_patterns(array).reshape(self._shape) for array in inputs]
+        arrays = [self._operand(array) for array in inputs]
         everything = {
+            "tiling": self._tiling,
             "spec": problem.spec,
             "step": step,
             "ste": problem.ste,
@@ -80,30 +87,43 @@ class ReferenceKernel:
             "dtype": _dtype(problem.dtype),
         }
         options = {name: everything[name] for name in self._wanted}
-        numbers = (scale,) if problem.operation == "dequantize_backward" else (scale, zero_point)
+        numbers = (scale, zero_point)[: _NUMBERS.get(problem.operation, 2)]
         with np.errstate(all="ignore"):
-            result = self._function(*arrays, *numbers, tiling=self._tiling, **options)
-        if isinstance(result, tuple):
-            gx, gs, gz = result
-            return gx.reshape(problem.tiling.shape), np.asarray(gs), np.asarray(gz)
-        return self._deliver(np.asarray(result).reshape(problem.tiling.shape), out)
+            result = self._function(*arrays, *numbers, **options)
+        if not isinstance(result, tuple):
+            return self._deliver(result, out)
+        if problem.operation == "fake_quantize_masked":
+            y, mask = result
+            return self._deliver(y, out), np.packbits(mask.reshape(-1), bitorder="little")
+        gx, gs, gz = result
+        return gx.reshape(problem.tiling.shape), np.asarray(gs), np.asarray(gz)
 
-    def _deliver(self, values: Array, out: Array | None) -> Array:
+    def _operand(self, array: Array) -> Array:
+        """An input in the data's shape: packed codes unpacked, packed masks as booleans."""
+        spec, shape = self.problem.spec, self.problem.tiling.shape
+        if self.problem.operation == "dequantize":
+            stored = _dtype(spec.format.storage)
+            if array.shape != shape or array.dtype != stored:
+                signed = spec.format.is_integer and spec.format.signed
+                array = unpack_bits(array, spec.bits, prod(shape), signed=signed)
+        elif self.problem.operation == "fake_quantize_masked_backward" and array.dtype == np.uint8:
+            array = np.unpackbits(array, count=prod(shape), bitorder="little").astype(np.bool_)
+        # One-byte floats are codes: their bits.
+        bits = array.view(np.uint8) if array.dtype.itemsize == 1 and array.dtype.kind not in "iub" else array
+        return bits.reshape(self._shape)
+
+    def _deliver(self, result: Array, out: Array | None) -> Array:
         """The result in the format's storage type, and in the caller's array where there is one, packed if that is."""
+        values = np.asarray(result).reshape(self.problem.tiling.shape)
         form = self.problem.spec.format
         if self.problem.operation == "quantize" and form.kind == "float":
             values = values.view(_dtype(form.storage))
         if out is None:
             return values
         packed = out.dtype != values.dtype or out.shape != values.shape
-        np.copyto(out, pack(values, form.bits) if packed else values)
+        np.copyto(out, pack_bits(np.ascontiguousarray(values).reshape(-1), form.bits) if packed else values)
         return out
 
 
 def _dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, None) or name)
-
-
-def _bit_patterns(array: Array) -> Array:
-    """One-byte floats, which are codes, as uint8; anything else as it is."""
-    return array.view(np.uint8) if array.dtype.itemsize == 1 and array.dtype.kind not in "iu" else array

@@ -9,18 +9,29 @@ from detent.kernels.reference.backward import (
     dequantize_backward,
     fake_quantize_backward,
     fake_quantize_learned_backward,
+    fake_quantize_masked,
+    masked_backward,
     quantize_backward,
 )
+from detent.kernels.reference.errors import ONE, Factor, Term, error_sum, largest_error, power_of_two
 from detent.kernels.reference.forward import dequantize, fake_quantize, quantize
 from detent.kernels.reference.sets import minmax, tree_sum
 
 __all__ = [
+    "ONE",
+    "Factor",
+    "Term",
     "dequantize",
     "dequantize_backward",
+    "error_sum",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_learned_backward",
+    "fake_quantize_masked",
+    "largest_error",
+    "masked_backward",
     "minmax",
+    "power_of_two",
     "quantize",
     "quantize_backward",
     "tree_sum",

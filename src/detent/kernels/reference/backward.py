@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 from detent.errors import UnsupportedError
 from detent.granularity import Tiling
 from detent.kernels.reference.elements import code_values, compute_type, in_range, ratio, unclamped
-from detent.kernels.reference.forward import spread_params
+from detent.kernels.reference.forward import fake_quantize, spread_params
 from detent.kernels.reference.sets import counts, spread, sum_sets
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Estimator, HardTanh, Identity, Tanh
@@ -21,6 +21,8 @@ __all__ = [
     "dequantize_backward",
     "fake_quantize_backward",
     "fake_quantize_learned_backward",
+    "fake_quantize_masked",
+    "masked_backward",
     "quantize_backward",
 ]
 
@@ -54,6 +56,36 @@ def fake_quantize_backward(
         return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
     factor = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
     return xp.astype(_weigh(xp, g, factor), x.dtype)
+
+
+def fake_quantize_masked(
+    x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
+) -> tuple[Any, Any]:
+    """Fake quantized x, and where its gradient will pass, as booleans; for estimators that select.
+
+    >>> import numpy as np
+    >>> spec, x = QuantSpec("int8"), np.array([1.0, 127.5, np.nan])
+    >>> tiling = spec.granularity.tiling((3,))
+    >>> fake_quantize_masked(x, np.array(1.0), np.array(0.0), spec=spec, tiling=tiling, ste=Clipped())
+    (array([  1., 127.,  nan]), array([ True, False, False]))
+    """
+    xp = array_namespace(x)
+    y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
+    if not isinstance(ste, Clipped):
+        return y, xp.ones(x.shape, dtype=xp.bool, device=x.device)
+    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    return y, _clip_mask(xp, spec, ste, xp.astype(x, s.dtype), s, z, step)
+
+
+def masked_backward(g: Any, mask: Any) -> Any:
+    """The gradient of x by a mask that was made in the forward pass.
+
+    >>> import numpy as np
+    >>> masked_backward(np.array([1.0, np.inf]), np.array([True, False]))
+    array([1., 0.])
+    """
+    xp = array_namespace(g)
+    return xp.where(mask, g, xp.zeros_like(g))
 
 
 def quantize_backward(

@@ -23,6 +23,7 @@ from detent.rounding import Rounding
 from detent.spec import QuantSpec
 
 __all__ = [
+    "boundaries",
     "code_values",
     "compute_type",
     "encode",
@@ -114,11 +115,15 @@ def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _boundaries(form: Format, dtype: str) -> tuple[float, ...]:
+def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     """Bounds b such that a number t of that dtype encodes to the count of ``b < t``.
 
     A codebook's midpoint goes down; a float's midpoint goes to the even code, so that above an odd code the bound is
     the number just below the midpoint. Midpoints that are no number of the dtype are replaced by the next one below.
+
+    >>> from detent.formats import float4_e2m1fn
+    >>> boundaries(float4_e2m1fn, "float32")[0]
+    0.25
     """
     levels = form.finite_levels
     bounds = []
@@ -140,7 +145,7 @@ def encode(xp: Any, form: Format, t: Any) -> Any:
     array([ 0,  2, 15])
     """
     is_float = form.kind == "float"
-    bounds = _boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
+    bounds = boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
     flat = xp.reshape(xp.abs(t) if is_float else t, (-1,))
     code = xp.searchsorted(xp.asarray(bounds, dtype=t.dtype, device=t.device), flat, side="left")
     code = xp.reshape(xp.astype(code, xp.int64), t.shape)

@@ -1,0 +1,285 @@
+#include "runner.hpp"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <stdexcept>
+
+#include "launch.hpp"
+
+namespace detent {
+
+int64_t item_size(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
+const Kernels& kernels_of(int level) {
+  if (level < 0 || level >= kLevelCount || !kLevels[level].supported()) throw std::invalid_argument("unsupported level");
+  return kLevels[level].kernels;
+}
+
+void require_bytes(const char* name, size_t given, int64_t expected) {
+  if (static_cast<int64_t>(given) != expected) {
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(given) + " bytes, expected " +
+                                std::to_string(expected));
+  }
+}
+
+Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t sets, const nb::dict& rules)
+    : kernels_(kernels_of(level)), sets_(sets) {
+  if (lead.size() > static_cast<size_t>(kMaxLead)) throw std::invalid_argument("too many axes");
+  if (cols < 0 || block < 1) throw std::invalid_argument("a layout has blocks of at least one element");
+  Layout& layout = call_.layout;
+  layout.cols = cols;
+  layout.block = block;
+  layout.size = cols;
+  int64_t rows = 1, grid = ceil_div(cols, block);
+  for (const auto& [size, width, stride] : lead) {
+    if (size < 0 || width < 1) throw std::invalid_argument("a layout has blocks of at least one element");
+    layout.axis[layout.lead++] = {size, width, stride};
+    layout.size *= size;
+    rows *= size;
+    grid *= ceil_div(size, width);
+  }
+  if (layout.size && grid != sets) throw std::invalid_argument("a layout has as many sets as its blocks make");
+  shared_ = rows * ceil_div(cols, block) != sets;
+  const auto whole = [&](const char* name) { return nb::cast<int>(rules[name]); };
+  const auto real = [&](const char* name) { return nb::cast<double>(rules[name]); };
+  call_.dtype = static_cast<Dtype>(whole("dtype"));
+  call_.division = static_cast<Division>(whole("division"));
+  call_.zero_point = static_cast<ZeroPoint>(whole("zero_point"));
+  call_.rounding = static_cast<Rounding>(whole("rounding"));
+  call_.fill = static_cast<Fill>(whole("fill"));
+  call_.mask = static_cast<Mask>(whole("mask"));
+  call_.grad = static_cast<Grad>(whole("grad"));
+  call_.find_nan = whole("find_nan") != 0;
+  call_.exclusive = whole("exclusive") != 0;
+  call_.is_signed = whole("is_signed") != 0;
+  call_.no_zero = whole("no_zero") != 0;
+  call_.bits = whole("bits");
+  call_.codes = static_cast<Codes>(whole("codes"));
+  call_.qmin = real("qmin");
+  call_.qmax = real("qmax");
+  call_.kind = static_cast<Kind>(whole("kind"));
+  call_.mantissa = whole("mantissa");
+  call_.min_exponent = whole("min_exponent");
+  call_.largest = real("largest");
+  call_.rule.symmetric = static_cast<Symmetric>(whole("symmetric"));
+  call_.rule.zero_range = static_cast<ZeroRange>(whole("zero_range"));
+  call_.rule.floor = real("floor");
+  call_.rule.zero_point = real("symmetric_zero_point");
+  call_.rule.include_zero = whole("include_zero") != 0;
+  call_.rule.half_away = whole("half_away") != 0;
+  wide_levels_ = nb::cast<std::vector<double>>(rules["levels"]);
+  wide_bounds_ = nb::cast<std::vector<double>>(rules["bounds"]);
+  wide_levels_.resize(256);  // a table for every byte
+  wide_bounds_.resize(15, std::numeric_limits<double>::infinity());
+  levels_.assign(wide_levels_.begin(), wide_levels_.end());
+  bounds_.assign(wide_bounds_.begin(), wide_bounds_.end());
+  const bool wide = call_.dtype == Dtype::f64;
+  call_.levels = wide ? static_cast<const void*>(wide_levels_.data()) : levels_.data();
+  call_.bounds = wide ? static_cast<const void*>(wide_bounds_.data()) : bounds_.data();
+}
+
+int64_t Runner::code_bytes() const {
+  const int64_t size = call_.layout.size;
+  return call_.codes == Codes::packed ? (size * call_.bits + 7) / 8 : call_.codes == Codes::words ? 2 * size : size;
+}
+
+bool Runner::run(Call& call, Kernel kernel, const Input& scale, const Input& zero) const {
+  require_bytes("scale", scale.nbytes(), set_bytes());
+  require_bytes("zero point", zero.nbytes(), set_bytes());
+  std::atomic<bool> saw_nan{false};
+  call.scale = scale.data();
+  call.zero = zero.data();
+  call.saw_nan = &saw_nan;
+  nb::gil_scoped_release unlocked;
+  launch(call, kernel, call.layout.size, kGrain, call.layout.size);
+  return saw_nan.load();
+}
+
+bool Runner::quantize(const Input& x, const Input& scale, const Input& zero, const Output& codes) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", codes.nbytes(), code_bytes());
+  Call call = call_;
+  call.x = x.data();
+  call.out = codes.data();
+  return run(call, kernels_.quantize, scale, zero);
+}
+
+bool Runner::dequantize(const Input& codes, const Input& scale, const Input& zero, const Output& out) const {
+  require_bytes("codes", codes.nbytes(), code_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  Call call = call_;
+  call.codes_in = codes.data();
+  call.out = out.data();
+  return run(call, kernels_.dequantize, scale, zero);
+}
+
+bool Runner::fake_quantize(const Input& x, const Input& scale, const Input& zero, const Output& out) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  Call call = call_;
+  call.x = x.data();
+  call.out = out.data();
+  return run(call, kernels_.fake_quantize, scale, zero);
+}
+
+bool Runner::fake_quantize_masked(const Input& x, const Input& scale, const Input& zero, const Output& out,
+                                  const Output& mask) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  require_bytes("mask", mask.nbytes(), ceil_div(call_.layout.size, 8));
+  Call call = call_;
+  call.x = x.data();
+  call.out = out.data();
+  call.mask_bits = static_cast<uint8_t*>(mask.data());
+  return run(call, kernels_.fake_quantize, scale, zero);
+}
+
+bool Runner::backward(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& out) const {
+  require_bytes("g", g.nbytes(), data_bytes());
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  Call call = call_;
+  call.g = g.data();
+  call.x = x.data();
+  call.out = out.data();
+  return run(call, kernels_.backward, scale, zero);
+}
+
+bool Runner::dequantize_backward(const Input& g, const Input& scale, const Input& zero, const Output& out) const {
+  require_bytes("g", g.nbytes(), data_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  Call call = call_;
+  call.g = g.data();
+  call.out = out.data();
+  return run(call, kernels_.dequantize_backward, scale, zero);
+}
+
+void Runner::masked_backward(const Input& g, const Input& mask, const Output& out) const {
+  require_bytes("g", g.nbytes(), data_bytes());
+  require_bytes("mask", mask.nbytes(), ceil_div(call_.layout.size, 8));
+  require_bytes("out", out.nbytes(), data_bytes());
+  Call call = call_;
+  call.g = g.data();
+  call.mask_in = static_cast<const uint8_t*>(mask.data());
+  call.out = out.data();
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels_.masked_backward, call.layout.size, kGrain, call.layout.size);
+}
+
+void Runner::learned(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& of_scale,
+                     const Output& of_zero) const {
+  require_bytes("g", g.nbytes(), data_bytes());
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("scale", scale.nbytes(), set_bytes());
+  require_bytes("zero point", zero.nbytes(), set_bytes());
+  require_bytes("the scale's gradient", of_scale.nbytes(), 8 * sets_);
+  require_bytes("the zero point's gradient", of_zero.nbytes(), 8 * sets_);
+  Call call = call_;
+  const Layout& layout = call.layout;
+  if (!layout.size) return;
+  call.x = x.data();
+  call.g = g.data();
+  call.scale = scale.data();
+  call.zero = zero.data();
+  call.exclusive = false;  // learned parameters know one mask
+  // The largest set decides how many blocks each has room for; single columns are summed side by side.
+  const bool columns = layout.block == 1 && layout.cols > 1;
+  int64_t most = layout.block < layout.cols ? layout.block : layout.cols;
+  int64_t boxes = ceil_div(layout.cols, columns ? kTile : layout.block);
+  for (int i = 0; i < layout.lead; ++i) {
+    const Axis& axis = layout.axis[i];
+    most *= axis.block < axis.size ? axis.block : axis.size;
+    boxes *= ceil_div(axis.size, axis.block);
+  }
+  call.blocks = ceil_div(most, kLeaf);
+  call.tile = columns ? kTile : 1;
+  const bool integers = call.kind == Kind::integers, direct = call.blocks == 1;
+  nb::gil_scoped_release unlocked;
+  std::vector<double> sums(direct ? 0 : static_cast<size_t>(sets_ * call.blocks));
+  std::vector<double> high_sums(direct || !integers ? 0 : static_cast<size_t>(sets_ * call.blocks));
+  call.sums = direct ? static_cast<double*>(of_scale.data()) : sums.data();
+  call.high_sums = !integers ? nullptr : direct ? static_cast<double*>(of_zero.data()) : high_sums.data();
+  const int threads = threads_for(layout.size);
+  const int64_t pieces = boxes * call.blocks;
+  call.step = step_for(pieces, 1, threads);
+  std::vector<double> scratch(static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
+  call.scratch = scratch.data();
+  launch_parts(call, kernels_.learned, pieces, call.step, threads);
+  if (direct) return;
+  launch(call, kernels_.fold_sums, sets_, 1, sets_ * call.blocks);
+  for (int64_t set = 0; set < sets_; ++set) {
+    static_cast<double*>(of_scale.data())[set] = sums[static_cast<size_t>(set * call.blocks)];
+    if (integers) static_cast<double*>(of_zero.data())[set] = high_sums[static_cast<size_t>(set * call.blocks)];
+  }
+}
+
+int64_t Runner::minmax(const Input& x, const Output& low, const Output& high) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("low", low.nbytes(), set_bytes());
+  require_bytes("high", high.nbytes(), set_bytes());
+  Call call = call_;
+  std::atomic<int64_t> nonfinite{0};
+  call.x = x.data();
+  call.low = low.data();
+  call.high = high.data();
+  call.nonfinite = &nonfinite;
+  call.shared = shared_;
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels_.minmax, call.layout.size, kGrain, call.layout.size);
+  return nonfinite.load();
+}
+
+bool Runner::derive(const Input& low, const Input& high, const Output& scale, const Output& zero) const {
+  for (const auto& [name, bytes] : {std::pair{"low", low.nbytes()}, std::pair{"high", high.nbytes()},
+                                    std::pair{"scale", scale.nbytes()}, std::pair{"zero point", zero.nbytes()}}) {
+    require_bytes(name, bytes, set_bytes());
+  }
+  Call call = call_;
+  std::atomic<bool> refused{false};
+  call.low = const_cast<void*>(low.data());  // only read by this kernel
+  call.high = const_cast<void*>(high.data());
+  call.scale_out = scale.data();
+  call.zero_out = zero.data();
+  call.refused = &refused;
+  nb::gil_scoped_release unlocked;
+  launch(call, kernels_.derive, sets_, 1, sets_);
+  return !refused.load();
+}
+
+std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, const Output& high, const Output& scale,
+                                          const Output& zero, const Output& out) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("out", out.nbytes(), data_bytes());
+  for (const auto& [name, bytes] : {std::pair{"low", low.nbytes()}, std::pair{"high", high.nbytes()},
+                                    std::pair{"scale", scale.nbytes()}, std::pair{"zero point", zero.nbytes()}}) {
+    require_bytes(name, bytes, set_bytes());
+  }
+  Call call = call_;
+  std::atomic<int64_t> nonfinite{0};
+  std::atomic<bool> refused{false}, saw_nan{false};
+  call.x = x.data();
+  call.out = out.data();
+  call.low = low.data();
+  call.high = high.data();
+  call.scale = call.scale_out = scale.data();
+  call.zero = call.zero_out = zero.data();
+  call.nonfinite = &nonfinite;
+  call.refused = &refused;
+  call.saw_nan = &saw_nan;
+  call.shared = shared_;
+  const int64_t size = call.layout.size;
+  constexpr int64_t kResident = 1 << 15;  // elements of a set that are still in the cache when it is read again
+  nb::gil_scoped_release unlocked;
+  if (!shared_ && call.layout.block <= kResident && sets_ >= 4 * threads_for(size)) {
+    launch(call, kernels_.observe, sets_, 1, size);
+  } else {
+    launch(call, kernels_.minmax, size, kGrain, size);
+    launch(call, kernels_.derive, sets_, 1, sets_);
+    if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size);
+  }
+  return {nonfinite.load(), !refused.load()};
+}
+
+}  // namespace detent

@@ -1,0 +1,146 @@
+"""NativeKernel: a problem's C++ kernel behind the protocol that plans run."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import sqrt
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from detent._checks import refuse_nan
+from detent.formats import BYTE, MAX_BITS
+from detent.kernels.bits import pack_bits, unpack_bits
+from detent.kernels.native import make_runner, ready
+from detent.kernels.problem import Problem, Result
+from detent.kernels.reference.sets import counts
+from detent.kernels.rules import BYTES, PACKED, WORDS
+
+__all__ = ["NativeKernel"]
+
+Array = NDArray[Any]
+_Launch: TypeAlias = Callable[[Sequence[Array], Array, Array, Array], Result]
+
+
+class NativeKernel:
+    """A problem's C++ kernel.
+
+    >>> NativeKernel.backend
+    'native'
+    """
+
+    backend = "native"
+
+    def __init__(self, problem: Problem) -> None:
+        form = problem.spec.format
+        self.problem = problem
+        self._shape = problem.tiling.shape
+        self._codes = np.dtype(getattr(ml_dtypes, form.storage, None) or form.storage)
+        float_type = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
+        self._result = self._codes if problem.operation == "quantize" else float_type
+        self._runner = make_runner(problem, BYTES if form.bits <= BYTE else WORDS)
+        # Codes of 9 to 15 bits are packed in Python; all others by the kernel, 8 and 16 bits as they are.
+        self._packed = None
+        if form.bits <= BYTE or form.bits == MAX_BITS:
+            self._packed = self._runner if form.bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
+        kernels: dict[str, _Launch] = {
+            "quantize": self._quantize,
+            "dequantize": self._dequantize,
+            "fake_quantize": self._fake_quantize,
+            "fake_quantize_masked": self._fake_quantize_masked,
+            "dequantize_backward": self._dequantize_backward,
+            "fake_quantize_masked_backward": self._masked_backward,
+        }
+        self._launch = kernels.get(problem.operation, self._backward)
+        self._is_learned = problem.operation == "fake_quantize_learned_backward"
+
+    def run(
+        self,
+        inputs: Sequence[Array],
+        scale: Array,
+        zero_point: Array,
+        out: Array | None,
+        step: int,  # noqa: ARG002 - no native kernel rounds stochastically
+        grad_scale: float | None,
+    ) -> Result:
+        """Run on checked arrays.
+
+        >>> NativeKernel.backend
+        'native'
+        """
+        if self._is_learned:
+            return self._learned_backward(inputs, scale, zero_point, grad_scale)
+        if out is None:
+            return self._launch(inputs, scale, zero_point, np.empty(self._shape, self._result))
+        if out.flags.c_contiguous:
+            return self._launch(inputs, scale, zero_point, out)
+        result = self._launch(inputs, scale, zero_point, np.empty(out.shape, out.dtype))
+        np.copyto(out, result[0] if isinstance(result, tuple) else result)
+        return (out, *result[1:]) if isinstance(result, tuple) else out
+
+    def _quantize(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:
+        runner = self._runner
+        if out.shape != self._shape or out.dtype != self._result:
+            if self._packed is None:
+                codes = self._quantize(inputs, scale, zero_point, np.empty(self._shape, self._result))
+                np.copyto(out, pack_bits(codes.reshape(-1), self.problem.spec.bits))
+                return out
+            runner = self._packed
+        if runner.quantize(ready(inputs[0]), scale, zero_point, ready(out)) and self.problem.nan == "raise":
+            refuse_nan("x", inputs[0])
+        return out
+
+    def _dequantize(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:
+        codes, runner = inputs[0], self._runner
+        if codes.shape != self._shape or codes.dtype != self._codes:
+            if self._packed is None:
+                spec = self.problem.spec
+                codes = unpack_bits(codes, spec.bits, out.size, signed=spec.format.signed)
+            else:
+                runner = self._packed
+        runner.dequantize(ready(codes), scale, zero_point, ready(out))
+        return out
+
+    def _fake_quantize(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:
+        if self._runner.fake_quantize(ready(inputs[0]), scale, zero_point, ready(out)) and self.problem.nan == "raise":
+            refuse_nan("x", inputs[0])
+        return out
+
+    def _fake_quantize_masked(
+        self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array
+    ) -> tuple[Array, Array]:
+        mask = np.empty(-(-out.size // BYTE), np.uint8)
+        self._runner.fake_quantize_masked(ready(inputs[0]), scale, zero_point, ready(out), mask)
+        return out, mask
+
+    def _backward(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:
+        self._runner.backward(ready(inputs[0]), ready(inputs[1]), scale, zero_point, ready(out))
+        return out
+
+    def _dequantize_backward(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:
+        self._runner.dequantize_backward(ready(inputs[0]), scale, zero_point, ready(out))
+        return out
+
+    def _masked_backward(self, inputs: Sequence[Array], scale: Array, zero_point: Array, out: Array) -> Array:  # noqa: ARG002
+        self._runner.masked_backward(ready(inputs[0]), ready(inputs[1]), ready(out))
+        return out
+
+    def _learned_backward(
+        self, inputs: Sequence[Array], scale: Array, zero_point: Array, grad_scale: float | None
+    ) -> tuple[Array, Array, Array]:
+        gx = self._backward(inputs, scale, zero_point, np.empty(self._shape, self._result))
+        of_scale, of_zero_point = np.zeros(scale.shape), np.zeros(scale.shape)
+        self._runner.learned(ready(inputs[0]), ready(inputs[1]), scale, zero_point, of_scale, of_zero_point)
+        factor = self._default_factor if grad_scale is None else grad_scale
+        with np.errstate(all="ignore"):
+            gs, gz = ((sums * factor).astype(scale.dtype) for sums in (of_scale, of_zero_point))
+        return gx, np.asarray(gs), np.asarray(gz) if self.problem.spec.format.is_integer else np.zeros_like(scale)
+
+    @cached_property
+    def _default_factor(self) -> Array:
+        """Per set ``1 / sqrt(N * max(|qmax|, 1))`` with N its number of elements."""
+        weight, sizes = max(abs(self.problem.spec.qmax), 1), np.asarray(counts(self.problem.tiling))
+        different, which = np.unique(sizes, return_inverse=True)
+        factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])
+        return np.asarray(factors[which].reshape(self.problem.tiling.scale_shape))
