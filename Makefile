@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format sanitize bench bench-quick docs clean
+.PHONY: help demo test test-all lint format sanitize bench bench-quick docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,8 +25,10 @@ demo: $(STAMP) ## run the quickstart and print its result
 test: lint ## lint, then every quick test: doctests, tests, docs snippets, examples
 	$(PYTEST) -n $(JOBS) -m "not slow"
 
-test-all: lint ## the same with the slow tests and many more generated examples
+# The second run is for machines without a compiler; the tests that it leaves out choose their kernels themselves.
+test-all: lint ## the same with the slow tests and many more generated examples, then on the reference kernels
 	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
+	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) -m "not slow" --ignore=tests/kernels/native
 
 lint: $(STAMP) ## style (ruff), types (mypy --strict), layers (import-linter)
 	$(RUN) -m ruff check .
@@ -54,6 +56,10 @@ bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes 
 docs: $(STAMP) ## execute every snippet and example, resolve every link
 	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
 
+# Asking for CMake by name rules out the wheel without native kernels that a failing compiler leads to otherwise.
+wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into dist/
+	$(RUN) -m build -Cwheel.cmake=true
+
 clean: ## remove everything that make and the tools created
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -62,9 +68,12 @@ clean: ## remove everything that make and the tools created
 # older than its inputs is brought up to date in place. No ensurepip: some systems ship Python without it.
 NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings -name '*.[ch]pp' 2>/dev/null)
 
+# Where there is a compiler, kernels that do not compile are an error and no reason to fall back to the reference.
+NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
+
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)
 	@rm -f $@
 	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt pip -e '.[dev]'
+	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt $(NATIVELY) pip -e '.[dev]'
 	@touch $@

@@ -54,11 +54,5 @@ def _minmax(case: Case) -> tuple[Callable[[], object], Callable[[], list[Array]]
 
 
 def _observe(case: Case, convention: str) -> tuple[Callable[[], object], Callable[[], list[Array]]]:
-    x, tiling, spec = case.x, case.tiling, case.spec(convention)
-    out = np.empty_like(x)
-    plan = dt.Plan.select("fake_quantize", shape=case.shape, dtype=case.dtype, spec=spec)
-
-    def run() -> None:
-        plan.run(x, dt.QuantParams.from_range(spec, *minmax(x, tiling)[:2]), out=out)
-
-    return run, lambda: [out]
+    x, spec, out = case.x, case.spec(convention), np.empty_like(case.x)
+    return lambda: dt.fake_quantize_dynamic(x, spec, out=out), lambda: [out]

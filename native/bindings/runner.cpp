@@ -3,6 +3,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -232,14 +233,15 @@ int64_t Runner::minmax(const Input& x, const Output& low, const Output& high) co
 }
 
 bool Runner::derive(const Input& low, const Input& high, const Output& scale, const Output& zero) const {
-  for (const auto& [name, bytes] : {std::pair{"low", low.nbytes()}, std::pair{"high", high.nbytes()},
-                                    std::pair{"scale", scale.nbytes()}, std::pair{"zero point", zero.nbytes()}}) {
-    require_bytes(name, bytes, set_bytes());
-  }
+  require_bytes("low", low.nbytes(), 8 * sets_);
+  require_bytes("high", high.nbytes(), 8 * sets_);
+  require_bytes("scale", scale.nbytes(), set_bytes());
+  require_bytes("zero point", zero.nbytes(), set_bytes());
   Call call = call_;
   std::atomic<bool> refused{false};
   call.low = const_cast<void*>(low.data());  // only read by this kernel
   call.high = const_cast<void*>(high.data());
+  call.wide_bounds = true;
   call.scale_out = scale.data();
   call.zero_out = zero.data();
   call.refused = &refused;
@@ -275,6 +277,14 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   if (!shared_ && call.layout.block <= kResident && sets_ >= 4 * threads_for(size)) {
     launch(call, kernels_.observe, sets_, 1, size);
   } else {
+    for (auto [array, value] : {std::pair{low.data(), std::numeric_limits<double>::infinity()},
+                                std::pair{high.data(), -std::numeric_limits<double>::infinity()}}) {
+      if (call.dtype == Dtype::f64) {
+        std::fill_n(static_cast<double*>(array), sets_, value);
+      } else {
+        std::fill_n(static_cast<float*>(array), sets_, static_cast<float>(value));
+      }
+    }
     launch(call, kernels_.minmax, size, kGrain, size);
     launch(call, kernels_.derive, sets_, 1, sets_);
     if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size);

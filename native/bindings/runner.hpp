@@ -46,7 +46,7 @@ class Runner {
   // Takes the elements into the bounds of their sets; returns how many are not finite.
   int64_t minmax(const Input& x, const Output& low, const Output& high) const;
 
-  // Scales and zero points of bounds; returns whether all ranges gave some.
+  // Scales and zero points of bounds in double; returns whether all ranges gave some.
   bool derive(const Input& low, const Input& high, const Output& scale, const Output& zero) const;
 
   // minmax, derive and fake_quantize in one; returns how many elements are not finite, and whether all is well. Where not,

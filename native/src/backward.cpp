@@ -15,28 +15,23 @@ inline f16 select(bool pass, f16 g) { return {static_cast<uint16_t>(pass ? g.bit
 inline bf16 select(bool pass, bf16 g) { return {static_cast<uint16_t>(pass ? g.bits : 0)}; }
 
 template <class T>
-void weigh(const Params<T>& p, const T* __restrict x, const T* __restrict g, T* __restrict y, int64_t count, double qmin,
-           double qmax) {
-  for (int64_t i = 0; i < count; ++i) {
-    const double scale = p.uniform ? p.scale : p.scales[i], zero = p.uniform ? p.zero : p.zeros[i];
-    const T center = static_cast<T>(((qmin + qmax) / 2 - zero) * scale);
-    const T half = static_cast<T>((qmax - qmin) / 2 * scale);
+DETENT_LOOP void weigh(const Params<T>& p, const T* x, const T* g, T* y, int64_t count, double qmin, double qmax) {
+  each(p, count, [=](int64_t i, T scale, T, T zero) {
+    const double step = scale, middle = (qmin + qmax) / 2 - static_cast<double>(zero);
+    const T center = static_cast<T>(middle * step), half = static_cast<T>((qmax - qmin) / 2 * step);
     const T slope = T(1) - std::fabs((x[i] - center) / half);
     y[i] = slope > T(0) ? g[i] * slope : T(0);  // NaN and 0 give 0
-  }
+  });
 }
 
 // The mask applied to gradients of type G: the data's own where they are only selected, else the compute type.
 template <class Codec, class T, class G>
-void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
+DETENT_LOOP void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
   switch (call.mask) {
     case Mask::identity: std::memcpy(y, g, static_cast<size_t>(count) * sizeof(G)); return;
     case Mask::code:
-    case Mask::value: {
-      const G* __restrict from = g;
-      G* __restrict to = y;
-      return with_mask(codec, call, p, x, count, [=](int64_t i, bool pass) { to[i] = select(pass, from[i]); });
-    }
+    case Mask::value:
+      return with_mask(codec, call, p, x, count, [=](int64_t i, bool pass) { y[i] = select(pass, g[i]); });
     case Mask::hard_tanh:
       if constexpr (std::is_same_v<T, G>) return weigh(p, x, g, y, count, call.qmin, call.qmax);
       return;
@@ -44,8 +39,8 @@ void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x,
 }
 
 template <class T>
-void over_scale(const Params<T>& p, T* y, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) y[i] = y[i] / (p.uniform ? p.scale : p.scales[i]);
+DETENT_LOOP void over_scale(const Params<T>& p, T* y, int64_t count) {
+  each(p, count, [=](int64_t i, T scale, T, T) { y[i] = y[i] / scale; });
 }
 
 template <class In, class Codec>

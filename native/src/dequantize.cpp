@@ -9,20 +9,14 @@ using detent::Codes;
 using detent::Kind;
 
 template <class Code, class T>
-void values(const Params<T>& p, const Code* __restrict q, T* __restrict y, int64_t count) {
-  if (p.uniform) {
-    const T scale = p.scale, zero = p.zero;
-    for (int64_t i = 0; i < count; ++i) y[i] = (static_cast<T>(q[i]) - zero) * scale;
-  } else {
-    const T *__restrict scales = p.scales, *__restrict zeros = p.zeros;
-    for (int64_t i = 0; i < count; ++i) y[i] = (static_cast<T>(q[i]) - zeros[i]) * scales[i];
-  }
+DETENT_LOOP void values(const Params<T>& p, const Code* q, T* y, int64_t count) {
+  each(p, count, [=](int64_t i, T scale, T, T zero) { y[i] = (static_cast<T>(q[i]) - zero) * scale; });
 }
 
 // Formats other than integers: the level of each code.
 template <class T>
-void values(const T* __restrict levels, const Params<T>& p, const uint8_t* __restrict q, T* __restrict y, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) y[i] = levels[q[i]] * (p.uniform ? p.scale : p.scales[i]);
+DETENT_LOOP void values(const T* levels, const Params<T>& p, const uint8_t* q, T* y, int64_t count) {
+  each(p, count, [=](int64_t i, T scale, T, T) { y[i] = levels[q[i]] * scale; });
 }
 
 template <class Out, class Code>
@@ -73,10 +67,10 @@ void run_backward(const Call& call, int64_t begin, int64_t end) {
   Params<T> p;
   for (int64_t at = begin; at < end;) {
     const int64_t count = chunks.next(end - at, p);
-    const T* __restrict g = load(in + at, count, wide);
-    T* __restrict y = result;
+    const T* g = load(in + at, count, wide);
+    T* y = result;
     if constexpr (direct) y = out + at;
-    for (int64_t i = 0; i < count; ++i) y[i] = g[i] * (p.uniform ? p.scale : p.scales[i]);
+    each(p, count, [=](int64_t i, T scale, T, T) { y[i] = g[i] * scale; });
     if constexpr (!direct) narrow_all(y, out + at, count);
     at += count;
   }

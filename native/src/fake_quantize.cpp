@@ -9,33 +9,27 @@ namespace {
 using detent::Fill;
 
 template <class Codec, class T>
-void values(const Codec codec, const Params<T>& p, const T* __restrict x, T* __restrict y, int64_t count) {
-  if (p.uniform) {
-    const T scale = p.scale, divisor = p.divisor, zero = p.zero;
-    for (int64_t i = 0; i < count; ++i) y[i] = codec.value(x[i], divisor, zero) * scale;
-  } else {
-    const T *__restrict scales = p.scales, *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
-    for (int64_t i = 0; i < count; ++i) y[i] = codec.value(x[i], divisors[i], zeros[i]) * scales[i];
-  }
+DETENT_LOOP void values(const Codec codec, const Params<T>& p, const T* x, T* y, int64_t count) {
+  each(p, count, [=](int64_t i, T scale, T divisor, T zero) { y[i] = codec.value(x[i], divisor, zero) * scale; });
 }
 
 template <class T>
-void fill(const Call& call, const Params<T>& p, const T* x, T* y, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    const T scale = p.uniform ? p.scale : p.scales[i], zero = p.uniform ? p.zero : p.zeros[i];
-    const T value = call.fill == Fill::qmin ? (T(call.qmin) - zero) * scale : T(0);
-    y[i] = x[i] != x[i] ? value : y[i];
-  }
+DETENT_LOOP void fill(const Call& call, const Params<T>& p, const T* x, T* y, int64_t count) {
+  const bool lowest = call.fill == Fill::qmin;
+  const T qmin = T(call.qmin);
+  each(p, count, [=](int64_t i, T scale, T, T zero) {
+    y[i] = x[i] != x[i] ? (lowest ? (qmin - zero) * scale : T(0)) : y[i];
+  });
 }
 
 // One bit per element: where a gradient will pass.
 template <class Codec, class T>
-void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
+DETENT_LOOP void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
   uint8_t pass[kChunk];
   if (call.mask == Mask::identity) {
     std::memset(pass, 1, static_cast<size_t>(count));
   } else {
-    uint8_t* __restrict to = pass;
+    uint8_t* to = pass;
     with_mask(codec, call, p, x, count, [=](int64_t i, bool inside) { to[i] = inside; });
   }
   pack_bits(pass, bits, count, 1);

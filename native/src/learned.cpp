@@ -10,7 +10,7 @@ namespace {
 
 // One run of elements with the parameters of one set, or of one set each.
 template <bool uniform, class Codec, class T>
-void terms(const Codec codec, bool reciprocal, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
+DETENT_LOOP void terms(const Codec codec, bool reciprocal, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
            const T* __restrict g, double* __restrict of_scale, double* __restrict of_zero, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const T scale = scales[uniform ? 0 : i], zero = zeros[uniform ? 0 : i];

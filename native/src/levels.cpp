@@ -1,6 +1,10 @@
 // The table of contents of the kernels: one row per CPU level.
 #include "detent/levels.hpp"
 
+#if defined(DETENT_X86_LEVELS)
+#include <cpuid.h>
+#endif
+
 #define DETENT_DECLARE_ONE(NAME) void NAME(const Call&, int64_t, int64_t);
 #define DETENT_DECLARE(LEVEL)                \
   namespace detent::LEVEL {                  \
@@ -23,9 +27,15 @@ namespace {
 bool always() { return true; }
 
 #if defined(DETENT_X86_LEVELS)
+// Not every Clang knows the name for __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
 bool has_v3() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-         __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("bmi2") && has_f16c();
 }
 
 bool has_v4() {

@@ -28,7 +28,7 @@ inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
 // One element per set along the row: the row's bounds are taken element by element.
 template <class T>
 void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int64_t count, int64_t& nonfinite) {
-  int64_t found = 0;
+  int found = 0;  // as wide as the data: a row is at most kChunk long
   for (int64_t i = 0; i < count; ++i) {
     const T v = x[i];
     const bool good = finite(v);
@@ -79,6 +79,16 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
   Cursor cursor(call.layout, begin);
   for (int64_t at = begin; at < end;) {
     const int64_t set = cursor.set(), run = least(cursor.run(), end - at);
+    if (!call.shared && run <= kShort) {
+      // Whole groups belong to this range alone.
+      const int64_t groups = least(cursor.whole_blocks(end - at), kChunk / call.layout.block);
+      if (groups > 1) {
+        bounds_of_groups(load(in + at, groups * run, wide), groups, run, low + set, high + set, nonfinite);
+        cursor.advance_blocks(groups);
+        at += groups * run;
+        continue;
+      }
+    }
     const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
     // A run that ends inside this range belongs to it alone, where every set is one run.
     merge(low + set, high + set, bounds, call.shared || at == begin || at + run == end);

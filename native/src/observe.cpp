@@ -7,24 +7,40 @@
 
 namespace {
 
-template <class T, Symmetric kind>
+// T is the type of scales and zero points, B that of the bounds.
+template <class T, class B, Symmetric kind, bool half_away = false>
 bool derive_sets(const Call& call, int64_t begin, int64_t end) {
-  const Deriver<kind> derive(call);
-  const T *__restrict low = static_cast<const T*>(call.low), *__restrict high = static_cast<const T*>(call.high);
-  T *__restrict scale = static_cast<T*>(call.scale_out), *__restrict zero = static_cast<T*>(call.zero_out);
-  int good = 1;
-  for (int64_t i = begin; i < end; ++i) good &= derive(low[i], high[i], scale[i], zero[i]);
-  return good != 0;
+  constexpr int64_t kBatch = 128;
+  const Deriver<kind, half_away> deriver(call);
+  const B *low = static_cast<const B*>(call.low), *high = static_cast<const B*>(call.high);
+  T *scale = static_cast<T*>(call.scale_out), *zero = static_cast<T*>(call.zero_out);
+  double scales[kBatch], zeros[kBatch], faults[kBatch];
+  bool good = true;
+  for (int64_t at = begin; at < end; at += kBatch) {
+    const int64_t count = least(kBatch, end - at);
+    DETENT_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) {
+      const double lowest = static_cast<double>(low[at + i]), highest = static_cast<double>(high[at + i]);
+      faults[i] = deriver.template derive<T>(lowest, highest, scales[i], zeros[i]);
+    }
+    for (int64_t i = 0; i < count; ++i) good &= faults[i] == 0;
+    narrow_all(scales, scale + at, count);
+    narrow_all(zeros, zero + at, count);
+  }
+  return good;
 }
 
-template <class T>
+template <class T, class B>
 void derive_all(const Call& call, int64_t begin, int64_t end) {
   bool good = false;
   switch (call.rule.symmetric) {
-    case Symmetric::affine: good = derive_sets<T, Symmetric::affine>(call, begin, end); break;
-    case Symmetric::qmax: good = derive_sets<T, Symmetric::qmax>(call, begin, end); break;
-    case Symmetric::half_span: good = derive_sets<T, Symmetric::half_span>(call, begin, end); break;
-    case Symmetric::tight: good = derive_sets<T, Symmetric::tight>(call, begin, end); break;
+    case Symmetric::affine:
+      good = call.rule.half_away ? derive_sets<T, B, Symmetric::affine, true>(call, begin, end)
+                                 : derive_sets<T, B, Symmetric::affine>(call, begin, end);
+      break;
+    case Symmetric::qmax: good = derive_sets<T, B, Symmetric::qmax>(call, begin, end); break;
+    case Symmetric::half_span: good = derive_sets<T, B, Symmetric::half_span>(call, begin, end); break;
+    case Symmetric::tight: good = derive_sets<T, B, Symmetric::tight>(call, begin, end); break;
   }
   if (!good) call.refused->store(true, std::memory_order_relaxed);
 }
@@ -44,13 +60,21 @@ void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin,
     const int64_t first = set, start = at;
     do {
       const int64_t run = least(layout.block, layout.cols - column * layout.block);
-      const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
-      low[set] = bounds.low + T(0);
-      high[set] = bounds.high + T(0);
-      at += run;
-      column = column + 1 == across ? 0 : column + 1;
-    } while (++set < end && at - start + layout.block <= kStage);
-    derive_all<T>(call, first, set);
+      const int64_t whole = least(least(layout.cols / layout.block - column, end - set), kChunk / layout.block);
+      int64_t groups = 1;
+      if (whole > 1) {
+        groups = whole;
+        bounds_of_groups(load(in + at, groups * run, wide), groups, run, low + set, high + set, nonfinite);
+      } else {
+        const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
+        low[set] = bounds.low;
+        high[set] = bounds.high;
+      }
+      at += groups * run;
+      set += groups;
+      column = column + groups == across ? 0 : column + groups;
+    } while (set < end && at - start + layout.block <= kStage);
+    derive_all<T, T>(call, first, set);
     fake_quantize(call, start, at);
   }
   if (nonfinite) call.nonfinite->fetch_add(nonfinite, std::memory_order_relaxed);
@@ -63,8 +87,9 @@ namespace detent::DETENT_LEVEL {
 void fake_quantize(const Call&, int64_t, int64_t);
 
 void derive(const Call& call, int64_t begin, int64_t end) {
-  if (call.dtype == Dtype::f64) return derive_all<double>(call, begin, end);
-  return derive_all<float>(call, begin, end);
+  if (call.dtype == Dtype::f64) return derive_all<double, double>(call, begin, end);
+  if (call.wide_bounds) return derive_all<float, double>(call, begin, end);
+  return derive_all<float, float>(call, begin, end);
 }
 
 void observe(const Call& call, int64_t begin, int64_t end) {

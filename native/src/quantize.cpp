@@ -11,28 +11,19 @@ using detent::Fill;
 // Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. Returns whether x holds NaN,
 // whose code is any until it is filled.
 template <class Codec, class Code, class T>
-bool codes(const Codec codec, const Params<T>& p, const T* __restrict x, Code* __restrict q, int64_t count) {
+DETENT_LOOP bool codes(const Codec codec, const Params<T>& p, const T* x, Code* q, int64_t count) {
   int missing = 0;
-  if (p.uniform) {
-    const T divisor = p.divisor, zero = p.zero;
-    for (int64_t i = 0; i < count; ++i) {
-      missing |= x[i] != x[i];
-      q[i] = static_cast<Code>(codec.code(x[i], divisor, zero));
-    }
-  } else {
-    const T *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
-    for (int64_t i = 0; i < count; ++i) {
-      missing |= x[i] != x[i];
-      q[i] = static_cast<Code>(codec.code(x[i], divisors[i], zeros[i]));
-    }
-  }
+  each(p, count, [&, x, q](int64_t i, T, T divisor, T zero) {
+    missing |= x[i] != x[i];
+    q[i] = static_cast<Code>(codec.code(x[i], divisor, zero));
+  });
   return missing != 0;
 }
 
 template <class Codec, class Code, class T>
-void fill(const Codec& codec, bool lowest, const Params<T>& p, const T* x, Code* q, int64_t count) {
+DETENT_LOOP void fill(const Codec& codec, bool lowest, const Params<T>& p, const T* x, Code* q, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    if (x[i] != x[i]) q[i] = static_cast<Code>(codec.fill_code(lowest, p.uniform ? p.zero : p.zeros[i]));
+    if (x[i] != x[i]) q[i] = static_cast<Code>(codec.fill_code(lowest, zero_at(p, i)));
   }
 }
 

@@ -56,8 +56,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"{int((low > high).sum())} of {low.size} sets of x have no finite value, {nonfinite} elements are not "
-            "finite: mend the data"
+            f"{int((low > high).sum())} of {low.size} sets of x have no finite value, {nonfinite} non-finite values in "
+            "all: mend the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = Plan.select("fake_quantize", shape=data.shape, dtype=data.dtype, spec=spec)

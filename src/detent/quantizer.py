@@ -27,6 +27,7 @@ from detent._parameter_source import ParameterSource
 from detent._plan_checks import STEP_LIMIT
 from detent.convention import Convention, get_convention
 from detent.dtypes import float_array
+from detent.dynamic import fake_quantize_dynamic
 from detent.errors import DetentError, NotCalibratedError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
 from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_learned_backward
@@ -149,8 +150,12 @@ class FakeQuantize:
             return data.copy()
         before = copy(self._source)
         try:
-            params = self._source.for_batch(data, training=self.training)
-            result = fake_quantize(data, params, step=self.step)
+            if isinstance(self.mode, PerBatch) and self.spec.rounding.kind != "stochastic":
+                result, params = fake_quantize_dynamic(data, self.spec)
+                self._source.params = params
+            else:
+                params = self._source.for_batch(data, training=self.training)
+                result = fake_quantize(data, params, step=self.step)
         except DetentError:
             self._source = before
             raise

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from detent import kernels
 from detent.errors import RangeError
 from detent.formats import float8_e4m3fn
 from detent.kernels.reference.elements import encode, round_with
@@ -54,7 +55,10 @@ def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parame
     >>> derive(QuantSpec("uint8"), np.float64(-1.0), np.float64(4.0), np.dtype("float32")).zero_point
     array(51, dtype=int32)
     """
-    with np.errstate(all="ignore"):
+    found = kernels.derive(spec, lo, hi, dtype)
+    if found is not None:
+        return Parameters(found[0], found[1].astype(np.int32))
+    with np.errstate(all="ignore"):  # other scale formats, and whatever raises
         return _derive(spec, lo, hi, dtype)
 
 

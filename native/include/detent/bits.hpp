@@ -54,8 +54,22 @@ inline void with_bits(int bits, Body body) {
   }
 }
 
+// Pairs of nibbles, an even number of them: plain enough for vector code.
+inline void pack_nibbles(const uint8_t* __restrict in, uint8_t* __restrict out, int64_t count) {
+  for (int64_t i = 0; i < count / 2; ++i) {
+    uint16_t pair;
+    std::memcpy(&pair, in + 2 * i, 2);
+    out[i] = static_cast<uint8_t>((pair & 0xF) | (pair >> 4 & 0xF0));
+  }
+}
+
 // count bytes -> ceil(count * bits / 8) bytes; the tail is padded with zeros.
 inline void pack_bits(const uint8_t* in, uint8_t* out, int64_t count, int width) {
+  if (width == 4) {
+    pack_nibbles(in, out, count);
+    if (count % 2) out[count / 2] = in[count - 1] & 0xF;
+    return;
+  }
   with_bits(width, [&](auto constant) {
     constexpr int bits = decltype(constant)::value;
     int64_t i = 0;

@@ -83,6 +83,7 @@ struct Call {
   double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: of x (or the error), and of g
 
   ScaleRule rule;             // observe, derive: from bounds
+  bool wide_bounds = false;   // derive: low and high are double, whatever the compute type
   void* scale_out = nullptr;  // to scales and zero points
   void* zero_out = nullptr;
   std::atomic<bool>* refused = nullptr;  // set where a range gives no parameters

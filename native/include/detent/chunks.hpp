@@ -1,7 +1,8 @@
 // Chunks: an array cut into pieces that fit the first cache, each with the scales and zero points of its elements.
 //
-// A chunk that lies in one set is uniform: one scale, one zero point. Any other has one of each per element, taken straight
-// from the parameters where they lie element by element, or spread into a buffer where sets are short.
+// A chunk that lies in one set is uniform: one scale, one zero point. One that is made of equal short sets is grouped. Any
+// other has one of each per element, taken straight from the parameters where they lie element by element, or spread into a
+// buffer where sets are short.
 // Every chunk but the last of a range starts and ends at a multiple of 8 elements, so that packed codes fill whole bytes.
 // Internal linkage, as in half.hpp.
 #pragma once
@@ -18,18 +19,70 @@ using detent::Call;
 using detent::Division;
 
 constexpr int64_t kChunk = 1024;
-constexpr int64_t kLong = 128;  // from this many elements on, a run is a chunk of its own
+constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own
+constexpr int64_t kGroup = 256;  // up to this many elements, equal sets share a chunk
 
 template <class In>
 using compute_t = std::conditional_t<std::is_same_v<In, double>, double, float>;
 
+enum class Spread { uniform, grouped, by_element };
+
 // The parameters of one chunk. `divisor` is what x is divided by, or multiplied with where the division is by reciprocal.
 template <class T>
 struct Params {
-  bool uniform;
-  T scale, divisor, zero;                 // where uniform
-  const T *scales, *divisors, *zeros;     // where not
+  Spread spread;
+  T scale, divisor, zero;              // where uniform
+  const T *scales, *divisors, *zeros;  // where not: per group, or per element
+  int64_t group;                       // elements of a group, a multiple of kStride
 };
+
+// Tells the compiler that the iterations of the next loop do not depend on one another.
+#if defined(__clang__)
+#define DETENT_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__)
+#define DETENT_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define DETENT_INDEPENDENT
+#endif
+
+// A loop that is compiled once for all who call it. They hand over a whole chunk, so that the call costs nothing.
+#if defined(__GNUC__)
+#define DETENT_LOOP __attribute__((noinline))
+#else
+#define DETENT_LOOP
+#endif
+
+constexpr int kStride = 16;  // short groups are worked on in strides of this many elements
+
+// Calls body(i, scale, divisor, zero) for every element of a chunk, in loops that become vector code where body is plain
+// arithmetic on arrays at i. Arrays are the same or do not overlap.
+template <class T, class Body>
+inline void each(const Params<T>& p, int64_t count, Body body) {
+  if (p.spread == Spread::uniform) {
+    const T scale = p.scale, divisor = p.divisor, zero = p.zero;
+    DETENT_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) body(i, scale, divisor, zero);
+  } else if (p.spread == Spread::grouped) {
+    const int64_t group = p.group;
+    for (int64_t at = 0, set = 0; at < count; at += group, ++set) {
+      const T scale = p.scales[set], divisor = p.divisors[set], zero = p.zeros[set];
+      for (int64_t i = at; i < at + group; i += kStride) {
+        DETENT_INDEPENDENT
+        for (int j = 0; j < kStride; ++j) body(i + j, scale, divisor, zero);
+      }
+    }
+  } else {
+    const T *__restrict scales = p.scales, *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
+    DETENT_INDEPENDENT
+    for (int64_t i = 0; i < count; ++i) body(i, scales[i], divisors[i], zeros[i]);
+  }
+}
+
+// The zero point of one element, where there is no hurry.
+template <class T>
+inline T zero_at(const Params<T>& p, int64_t i) {
+  return p.spread == Spread::uniform ? p.zero : p.zeros[p.spread == Spread::grouped ? i / p.group : i];
+}
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -42,6 +95,7 @@ class Chunks {
         zero_(static_cast<const T*>(call.zero)),
         reciprocal_(call.division == Division::reciprocal),
         by_element_(call.layout.block == 1),
+        groups_(call.layout.block % kStride == 0),
         no_zero_(call.no_zero) {
     if (no_zero_) {
       for (int64_t i = 0; i < kChunk; ++i) zeros_[i] = T(0);
@@ -51,6 +105,10 @@ class Chunks {
   // The parameters of the next elements; returns how many, at most `rest`.
   int64_t next(int64_t rest, Params<T>& params) {
     const int64_t run = cursor_.run();
+    if (groups_ && run <= kGroup) {
+      const int64_t groups = cursor_.whole_blocks(rest);
+      if (groups > 1) return equal_sets(groups, params);
+    }
     if (run >= kLong || run >= rest) return one_set(least(run, rest), rest, params);
     if (by_element_ && (cursor_.rest_of_row() >= kLong || cursor_.rest_of_row() >= rest)) {
       return own_sets(least(cursor_.rest_of_row(), rest), rest, params);
@@ -68,15 +126,24 @@ class Chunks {
     count = whole_bytes(count, rest);
     const int64_t set = cursor_.set();
     const T scale = scale_[set];
-    params = {true, scale, reciprocal_ ? T(1) / scale : scale, zero_[set], nullptr, nullptr, nullptr};
+    params = {Spread::uniform, scale, reciprocal_ ? T(1) / scale : scale, zero_[set], nullptr, nullptr, nullptr, 0};
     cursor_.advance(count);
     return count;
+  }
+
+  int64_t equal_sets(int64_t groups, Params<T>& params) {
+    const int64_t block = cursor_.run(), set = cursor_.set();
+    groups = least(groups, kChunk / block);
+    params = {Spread::grouped, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, block};
+    cursor_.advance_blocks(groups);
+    invert(groups, params);
+    return groups * block;
   }
 
   int64_t own_sets(int64_t count, int64_t rest, Params<T>& params) {
     count = whole_bytes(count, rest);
     const int64_t set = cursor_.set();
-    params = {false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set};
+    params = {Spread::by_element, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, 0};
     cursor_.advance(count);
     invert(count, params);
     return count;
@@ -101,7 +168,7 @@ class Chunks {
       cursor_.advance(part);
       done += part;
     }
-    params = {false, T(0), T(0), T(0), scales_, scales_, zeros_};
+    params = {Spread::by_element, T(0), T(0), T(0), scales_, scales_, zeros_, 0};
     invert(count, params);
     return count;
   }
@@ -124,7 +191,7 @@ class Chunks {
   Cursor cursor_;
   const T* scale_;
   const T* zero_;
-  bool reciprocal_, by_element_, no_zero_;
+  bool reciprocal_, by_element_, groups_, no_zero_;
   alignas(64) T scales_[kChunk];
   alignas(64) T divisors_[kChunk];
   alignas(64) T zeros_[kChunk];

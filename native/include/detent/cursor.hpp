@@ -44,6 +44,19 @@ class Cursor {
     }
   }
 
+  // How many whole blocks begin here and end within `rest` elements of this row; 0 inside a block.
+  int64_t whole_blocks(int64_t rest) const {
+    if (left_ != layout_.block) return 0;
+    return (rest < rest_of_row() ? rest : rest_of_row()) / layout_.block;
+  }
+
+  // Forward by so many blocks, from the start of one.
+  void advance_blocks(int64_t blocks) {
+    col += blocks * layout_.block;
+    set_ += blocks;
+    if (col == layout_.cols) next_row();
+  }
+
   int64_t col = 0;     // column of the current element
   int64_t offset = 0;  // first set of the current row
 

@@ -45,6 +45,7 @@ inline float widen(f16 x) {
 
 inline void narrow(float x, float& out) { out = x; }
 inline void narrow(double x, double& out) { out = x; }
+inline void narrow(double x, float& out) { out = static_cast<float>(x); }
 inline void narrow(float x, bf16& out) {
   const uint32_t bits = bits_of(x);
   const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;

@@ -17,56 +17,61 @@ using detent::ZeroRange;
 inline double larger(double a, double b) { return a > b ? a : b; }
 inline double smaller(double a, double b) { return a < b ? a : b; }
 
-template <Symmetric kind>
+// What is decided by the rule alone is decided once: the loop over sets has no branches.
+template <Symmetric kind, bool half_away>
 struct Deriver {
-  explicit Deriver(const Call& call) : rule(call.rule), qmin(call.qmin), qmax(call.qmax) {
-    below = qmin - rule.zero_point;
-    above = qmax - rule.zero_point;
+  explicit Deriver(const Call& call) : qmin(call.qmin), qmax(call.qmax), zero_point(call.rule.zero_point) {
+    const ScaleRule& rule = call.rule;
+    const double infinity = std::numeric_limits<double>::infinity();
+    below = qmin - zero_point;
+    above = qmax - zero_point;
     divisor = kind == Symmetric::affine || kind == Symmetric::half_span ? qmax - qmin : above;
     if (kind == Symmetric::half_span) divisor /= 2;
+    lowest = rule.include_zero ? 0.0 : infinity;
+    highest = rule.include_zero ? 0.0 : -infinity;
+    floor = rule.zero_range == ZeroRange::width ? rule.floor / divisor : rule.zero_range == ZeroRange::eps ? rule.floor : 0.0;
     at_zero = rule.zero_range == ZeroRange::unit_at_qmin ? qmin : smaller(larger(0.0, qmin), qmax);
-    floor = rule.zero_range == ZeroRange::width ? rule.floor / divisor : rule.floor;
-    floors = rule.zero_range == ZeroRange::eps || rule.zero_range == ZeroRange::width;
+    refused = rule.zero_range == ZeroRange::error ? 0.0 : -1.0;
   }
 
   double exact(double low, double high) const {
     if constexpr (kind == Symmetric::affine) {
-      const double lowest = rule.include_zero ? smaller(low, 0.0) : low;
-      const double highest = rule.include_zero ? larger(high, 0.0) : high;
-      return highest / divisor - lowest / divisor;
+      return larger(high, highest) / divisor - smaller(low, lowest) / divisor;
     } else if constexpr (kind == Symmetric::tight) {
-      const double ends = below != 0 ? larger(low / below, high / above) : high / above;
-      return larger(ends, 0.0);
+      const double top = high / above;
+      return below != 0 ? larger(low / below, top) : top;
     } else {
       return larger(std::fabs(low), std::fabs(high)) / divisor;
     }
   }
 
-  // Returns whether the range gives parameters.
+  // The scale, a number of type T, and the zero point; returns 0 where the range gives parameters. All in double and in sums
+  // instead of logic, of which compilers make no vector code.
   template <class T>
-  bool operator()(T low, T high, T& scale, T& zero) const {
-    const double raw = exact(static_cast<double>(low), static_cast<double>(high));
-    const bool empty = (raw == 0) & !floors;
-    const double wanted = empty ? 1.0 : floors ? larger(raw, floor) : raw;
-    const T rounded = static_cast<T>(wanted);
-    scale = rounded > std::numeric_limits<T>::min() ? rounded : std::numeric_limits<T>::min();
+  double derive(double low, double high, double& scale, double& zero) const {
+    const double floored = larger(exact(low, high), floor);
+    const bool empty = floored == 0;
+    const double rounded = static_cast<double>(static_cast<T>(empty ? 1.0 : floored));
+    scale = larger(rounded, static_cast<double>(std::numeric_limits<T>::min()));
     if constexpr (kind == Symmetric::affine) {
-      const double lowest = rule.include_zero ? smaller(static_cast<double>(low), 0.0) : static_cast<double>(low);
-      const double place = qmin - lowest / static_cast<double>(scale);
-      const double size = std::fabs(place), whole = std::floor(size);
-      const double away = whole + (size - whole >= 0.5 ? 1.0 : 0.0);
-      const double nearest = rule.half_away ? (place < 0 ? -away : away) : std::rint(place);
-      zero = static_cast<T>(empty ? at_zero : smaller(larger(nearest, qmin), qmax)) + T(0);
+      const double place = qmin - smaller(low, lowest) / scale;
+      const double inside = smaller(larger(nearest(place), qmin), qmax);
+      zero = (empty ? at_zero : inside) + 0.0;
     } else {
-      zero = static_cast<T>(rule.zero_point);
+      zero = zero_point;
     }
-    const bool refused = empty & (rule.zero_range == ZeroRange::error);
-    return (low <= high) & (scale <= std::numeric_limits<T>::max()) & !refused;
+    const double limit = static_cast<double>(std::numeric_limits<T>::max());
+    return (low <= high ? 0.0 : 1.0) + (scale <= limit ? 0.0 : 1.0) + (floored != refused ? 0.0 : 1.0);
   }
 
-  ScaleRule rule;
-  double qmin, qmax, below, above, divisor, at_zero, floor;
-  bool floors;
+  static double nearest(double place) {
+    if constexpr (!half_away) return std::rint(place);
+    const double size = std::fabs(place), whole = std::floor(size);
+    const double away = whole + (size - whole >= 0.5 ? 1.0 : 0.0);
+    return place < 0 ? -away : away;
+  }
+
+  double qmin, qmax, zero_point, below, above, divisor, lowest, highest, floor, at_zero, refused;
 };
 
 }  // namespace

@@ -8,7 +8,7 @@ from detent.kernels.abilities import Capabilities, capabilities
 from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.choice import current_kernels, use_kernels
 from detent.kernels.problem import Kernel, Problem, Result
-from detent.kernels.reductions import error_sum, largest_error, minmax, observe, tree_sum
+from detent.kernels.reductions import derive, error_sum, largest_error, minmax, observe, tree_sum
 from detent.kernels.reference import power_of_two
 from detent.kernels.registry import check_operation, find_kernel, get_num_threads, set_num_threads
 
@@ -20,6 +20,7 @@ __all__ = [
     "capabilities",
     "check_operation",
     "current_kernels",
+    "derive",
     "error_sum",
     "find_kernel",
     "get_num_threads",

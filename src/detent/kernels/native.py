@@ -184,21 +184,22 @@ def _reducer(tiling: Tiling, dtype: str, level: int) -> Any:  # noqa: ARG001 - t
     return _runner(tiling, plain_rules(dtype))
 
 
-def derive(spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range, in the bounds' type; None also where a range gives none.
+def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
+    """Scale and zero point of each range of float64 bounds, both in that dtype; None also where a range gives none.
 
-    >>> derive(QuantSpec("int8"), np.array([1.0], np.float32), np.array([-1.0], np.float32)) is None
+    >>> derive(QuantSpec("int8"), np.array(1.0), np.array(-1.0), np.dtype("float32")) is None
     True
     """
     if _native is None or spec.scale_format != "float":
         return None
-    scale, zero_point = np.empty_like(lo), np.empty_like(lo)
-    tiling = Tiling((lo.size,), (1,), (lo.size,), (lo.size,))
-    return (scale, zero_point) if _deriver(spec, tiling, lo.dtype.name).derive(lo, hi, scale, zero_point) else None
+    scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
+    runner = _deriver(spec, lo.size, dtype.name)
+    return (scale, zero_point) if runner.derive(ready(lo), ready(hi), scale, zero_point) else None
 
 
 @lru_cache(maxsize=1024)
-def _deriver(spec: QuantSpec, tiling: Tiling, dtype: str) -> Any:
+def _deriver(spec: QuantSpec, sets: int, dtype: str) -> Any:
+    tiling = Tiling((sets,), (1,), (sets,), (sets,))
     return _runner(tiling, plain_rules(dtype) | scale_rules(spec))
 
 
@@ -215,10 +216,13 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not out.flags.c_contiguous:
         return None
-    low, high = _empty_bounds(problem.tiling, x.dtype)
-    scale, zero_point = np.empty_like(low), np.empty_like(low)
+    compute = np.float64 if x.dtype == np.float64 else np.float32
+    parts = np.empty((4, *problem.tiling.scale_shape), compute)
+    low, high, scale, zero_point = (parts[i, ...] for i in range(4))
     runner = _observer(problem, _Level.index)
     nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
+    low += 0.0  # a negative zero becomes a positive one
+    high += 0.0
     return (low, high, scale, zero_point, int(nonfinite)) if good else None
 
 

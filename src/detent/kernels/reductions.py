@@ -11,8 +11,9 @@ from detent.kernels import native, reference
 from detent.kernels.choice import current_kernels
 from detent.kernels.problem import Problem
 from detent.kernels.reference import ONE, Factor, Term
+from detent.spec import QuantSpec
 
-__all__ = ["error_sum", "largest_error", "minmax", "observe", "tree_sum"]
+__all__ = ["derive", "error_sum", "largest_error", "minmax", "observe", "tree_sum"]
 
 Array = NDArray[Any]
 
@@ -86,13 +87,22 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     a range gives no parameters.
 
     >>> from detent.granularity import PerTensor
-    >>> from detent.spec import QuantSpec
     >>> problem = Problem("fake_quantize", PerTensor().tiling((2,)), "float32", QuantSpec("int8"), None, "propagate")
     >>> x, y = np.array([0.6, 127.0], np.float32), np.empty(2, np.float32)
     >>> observe(problem, x, y) is None or y.tolist() == [1.0, 127.0]
     True
     """
     return None if current_kernels() == "reference" else native.observe(problem, x, out)
+
+
+def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
+    """Scale and zero point of each range of float64 bounds by a native kernel; None where only the scale rule can.
+
+    >>> found = derive(QuantSpec("uint8"), np.array(-1.0), np.array(4.0), np.dtype("float32"))
+    >>> found is None or found[1] == 51
+    True
+    """
+    return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 
 def _refuse_if(refused: bool, what: str) -> None:
