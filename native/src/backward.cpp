@@ -50,7 +50,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   const bool selects = call.grad == Grad::fake && call.mask != Mask::hard_tanh;
   const In *in = static_cast<const In*>(call.x), *gradient = static_cast<const In*>(call.g);
   In* out = static_cast<In*>(call.out);
-  Chunks<T> chunks(call, begin);
+  Chunks<T> chunks(call, begin, direct ? kLongChunk : kChunk);
   alignas(64) T wide_x[kChunk], wide_g[kChunk], result[kChunk];
   Params<T> params;
   for (int64_t at = begin; at < end;) {

@@ -48,7 +48,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   constexpr bool direct = std::is_same_v<In, T>;
   const In* in = static_cast<const In*>(call.x);
   In* out = static_cast<In*>(call.out);
-  Chunks<T> chunks(call, begin);
+  Chunks<T> chunks(call, begin, direct && !call.mask_bits ? kLongChunk : kChunk);
   alignas(64) T wide[kChunk], result[kChunk];
   Params<T> params;
   for (int64_t at = begin; at < end;) {

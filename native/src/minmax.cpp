@@ -40,7 +40,60 @@ void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int6
   nonfinite += found;
 }
 
+// Four rows of the same sets, one below the other. Returns whether all is finite; where not, the bounds are any.
+template <class T>
+bool take_four_rows(const T* x, T* __restrict low, T* __restrict high, int64_t cols) {
+  int bad = 0;
+  for (int64_t i = 0; i < cols; ++i) {
+    const T a = x[i], b = x[cols + i], c = x[2 * cols + i], d = x[3 * cols + i];
+    const T ab = a < b ? a : b, cd = c < d ? c : d, below = ab < cd ? ab : cd;
+    const T over_ab = a > b ? a : b, over_cd = c > d ? c : d, above = over_ab > over_cd ? over_ab : over_cd;
+    low[i] = below < low[i] ? below : low[i];
+    high[i] = above > high[i] ? above : high[i];
+    bad |= (a - a) + (b - b) + ((c - c) + (d - d)) != T(0);
+  }
+  return bad == 0;
+}
+
 constexpr int64_t kWide = 4 * kChunk;
+
+// Takes rows of the same sets into lows and highs, from the cursor's on up to `end`; returns where it stopped, or -1 where it
+// was not careful and met something that is not finite.
+template <class In>
+int64_t take_rows(const Call& call, int64_t at, int64_t end, bool careful, compute_t<In>* lows, compute_t<In>* highs,
+                  int64_t& nonfinite) {
+  using T = compute_t<In>;
+  const In* in = static_cast<const In*>(call.x);
+  const int64_t cols = call.layout.cols;
+  alignas(64) T wide[kChunk];
+  Cursor cursor(call.layout, at);
+  const int64_t offset = cursor.offset;
+  do {
+    if constexpr (std::is_same_v<In, T>) {
+      if (!careful && cursor.col == 0) {
+        const int64_t rows = least(cursor.equal_rows(), (end - at) / cols) / 4 * 4;
+        for (int64_t row = 0; row < rows; row += 4, at += 4 * cols) {
+          if (!take_four_rows(in + at, lows, highs, cols)) return -1;
+          for (int i = 0; i < 4; ++i) cursor.advance(cols);
+        }
+        if (rows) continue;
+      }
+    }
+    const int64_t count = least(least(cols - cursor.col, end - at), kChunk);
+    take_row(load(in + at, count, wide), lows + cursor.col, highs + cursor.col, count, nonfinite);
+    cursor.advance(count);
+    at += count;
+  } while (at < end && cursor.offset == offset);
+  return at;
+}
+
+template <class T>
+void clear(T* lows, T* highs, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    lows[i] = std::numeric_limits<T>::infinity();
+    highs[i] = -std::numeric_limits<T>::infinity();
+  }
+}
 
 // Sets of single elements along a row: bounds of rows that share their sets are kept apart until a row with other sets comes.
 // Rows too wide for that are merged a chunk at a time.
@@ -50,23 +103,28 @@ void run_by_element(const Call& call, int64_t begin, int64_t end, int64_t& nonfi
   const In* in = static_cast<const In*>(call.x);
   T *low = static_cast<T*>(call.low), *high = static_cast<T*>(call.high);
   alignas(64) T wide[kChunk], lows[kWide], highs[kWide];
-  Cursor cursor(call.layout, begin);
   for (int64_t at = begin; at < end;) {
-    const int64_t offset = cursor.offset, first = call.layout.cols <= kWide ? 0 : cursor.col;
-    const int64_t width = least(call.layout.cols - first, first || call.layout.cols > kWide ? kChunk : kWide);
-    for (int64_t i = 0; i < width; ++i) {
-      lows[i] = std::numeric_limits<T>::infinity();
-      highs[i] = -std::numeric_limits<T>::infinity();
+    const Cursor cursor(call.layout, at);
+    int64_t set = cursor.offset, width = call.layout.cols, next;
+    if (width <= kWide) {
+      clear(lows, highs, width);
+      int64_t found = 0;
+      next = take_rows<In>(call, at, end, false, lows, highs, found);
+      if (next < 0) {
+        clear(lows, highs, width);
+        found = 0;
+        next = take_rows<In>(call, at, end, true, lows, highs, found);
+      }
+      nonfinite += found;
+    } else {
+      set += cursor.col;
+      width = least(least(width - cursor.col, end - at), kChunk);
+      clear(lows, highs, width);
+      take_row(load(in + at, width, wide), lows, highs, width, nonfinite);
+      next = at + width;
     }
-    do {
-      const int64_t start = cursor.col - first;
-      const int64_t count = least(least(width - start, end - at), kChunk);
-      take_row(load(in + at, count, wide), lows + start, highs + start, count, nonfinite);
-      cursor.advance(count);
-      at += count;
-    } while (at < end && cursor.offset == offset && call.layout.cols <= kWide);
-    T *to_low = low + offset + first, *to_high = high + offset + first;
-    for (int64_t i = 0; i < width; ++i) merge(to_low + i, to_high + i, Bounds<T>{lows[i], highs[i]}, true);
+    for (int64_t i = 0; i < width; ++i) merge(low + set + i, high + set + i, Bounds<T>{lows[i], highs[i]}, true);
+    at = next;
   }
 }
 
@@ -81,7 +139,7 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
     const int64_t set = cursor.set(), run = least(cursor.run(), end - at);
     if (!call.shared && run <= kShort) {
       // Whole groups belong to this range alone.
-      const int64_t groups = least(cursor.whole_blocks(end - at), kChunk / call.layout.block);
+      const int64_t groups = least(cursor.whole_blocks(end - at), kGroups<In> / call.layout.block);
       if (groups > 1) {
         bounds_of_groups(load(in + at, groups * run, wide), groups, run, low + set, high + set, nonfinite);
         cursor.advance_blocks(groups);

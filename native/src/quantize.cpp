@@ -34,7 +34,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   const bool packed = call.codes == Codes::packed;
   uint8_t* bytes = static_cast<uint8_t*>(call.out);
   Code* out = static_cast<Code*>(call.out);
-  Chunks<T> chunks(call, begin);
+  Chunks<T> chunks(call, begin, std::is_same_v<In, T> && !packed ? kLongChunk : kChunk);
   alignas(64) T wide[kChunk];
   alignas(64) Code buffer[kChunk];
   Params<T> params;

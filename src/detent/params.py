@@ -140,16 +140,18 @@ class QuantParams:
 
     @classmethod
     def trusted(cls, spec: QuantSpec, found: Parameters, low: Array, high: Array) -> "QuantParams":
-        """What a scale rule has just made of a range; nothing is checked.
+        """What a scale rule has just made of a range; nothing is checked or copied.
 
         >>> lo, hi = np.array(-1.0), np.array(1.0)
         >>> QuantParams.trusted(QuantSpec("int8"), Parameters(np.array(0.5), np.array(0, np.int32)), lo, hi).min_val
         array(-1.)
         """
-        made, ends = cls.__new__(cls), (low.astype(np.float64), high.astype(np.float64))
+        made, ends = cls.__new__(cls), (low.astype(np.float64, "C"), high.astype(np.float64, "C"))
         arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
-        frozen = (None if array is None else read_only(np.asarray(array)) for array in arrays)
-        for field, value in zip(fields(cls), (spec, *frozen), strict=True):
+        ordered = (None if array is None else np.asarray(array, order="C") for array in arrays)
+        for field, value in zip(fields(cls), (spec, *ordered), strict=True):
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
             object.__setattr__(made, field.name, value)
         return made
 

@@ -159,9 +159,14 @@ void bounds_of_groups(const T* x, int64_t groups, int64_t size, T* low, T* high,
   }
 }
 
+// How many short groups are taken at once: as many as fit the buffer where numbers are widened first.
+template <class In>
+constexpr int64_t kGroups = std::is_same_v<In, compute_t<In>> ? kLongChunk : kChunk;
+
 // The bounds of a run of any length.
 template <class In>
 Bounds<compute_t<In>> bounds_of_run(const In* in, int64_t run, compute_t<In>* buffer, int64_t& nonfinite) {
+  if constexpr (std::is_same_v<In, compute_t<In>>) return bounds_of<32>(in, run, nonfinite);
   Bounds<compute_t<In>> bounds;
   for (int64_t done = 0; done < run;) {
     const int64_t count = least(run - done, kChunk);

@@ -3,6 +3,7 @@
 // A chunk that lies in one set is uniform: one scale, one zero point. One that is made of equal short sets is grouped. Any
 // other has one of each per element, taken straight from the parameters where they lie element by element, or spread into a
 // buffer where sets are short.
+// Who needs no buffer of a chunk's size may ask for chunks beyond kChunk, which come where the parameters need none either.
 // Every chunk but the last of a range starts and ends at a multiple of 8 elements, so that packed codes fill whole bytes.
 // Internal linkage, as in half.hpp.
 #pragma once
@@ -19,6 +20,7 @@ using detent::Call;
 using detent::Division;
 
 constexpr int64_t kChunk = 1024;
+constexpr int64_t kLongChunk = 16 * kChunk;
 constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own
 constexpr int64_t kGroup = 256;  // up to this many elements, equal sets share a chunk
 
@@ -89,8 +91,9 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 template <class T>
 class Chunks {
  public:
-  Chunks(const Call& call, int64_t begin)
+  Chunks(const Call& call, int64_t begin, int64_t limit = kChunk)
       : cursor_(call.layout, begin),
+        limit_(limit),
         scale_(static_cast<const T*>(call.scale)),
         zero_(static_cast<const T*>(call.zero)),
         reciprocal_(call.division == Division::reciprocal),
@@ -117,13 +120,13 @@ class Chunks {
   }
 
  private:
-  static int64_t whole_bytes(int64_t count, int64_t rest) {
-    count = least(count, kChunk);
+  static int64_t whole_bytes(int64_t count, int64_t limit, int64_t rest) {
+    count = least(count, limit);
     return count < rest ? count / 8 * 8 : count;
   }
 
   int64_t one_set(int64_t count, int64_t rest, Params<T>& params) {
-    count = whole_bytes(count, rest);
+    count = whole_bytes(count, limit_, rest);
     const int64_t set = cursor_.set();
     const T scale = scale_[set];
     params = {Spread::uniform, scale, reciprocal_ ? T(1) / scale : scale, zero_[set], nullptr, nullptr, nullptr, 0};
@@ -133,7 +136,7 @@ class Chunks {
 
   int64_t equal_sets(int64_t groups, Params<T>& params) {
     const int64_t block = cursor_.run(), set = cursor_.set();
-    groups = least(groups, kChunk / block);
+    groups = least(groups, (reciprocal_ ? kChunk : limit_) / block);
     params = {Spread::grouped, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, block};
     cursor_.advance_blocks(groups);
     invert(groups, params);
@@ -141,7 +144,7 @@ class Chunks {
   }
 
   int64_t own_sets(int64_t count, int64_t rest, Params<T>& params) {
-    count = whole_bytes(count, rest);
+    count = whole_bytes(count, reciprocal_ ? kChunk : limit_, rest);
     const int64_t set = cursor_.set();
     params = {Spread::by_element, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, 0};
     cursor_.advance(count);
@@ -189,6 +192,7 @@ class Chunks {
   }
 
   Cursor cursor_;
+  int64_t limit_;
   const T* scale_;
   const T* zero_;
   bool reciprocal_, by_element_, groups_, no_zero_;

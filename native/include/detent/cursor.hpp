@@ -50,6 +50,14 @@ class Cursor {
     return (rest < rest_of_row() ? rest : rest_of_row()) / layout_.block;
   }
 
+  // How many rows from this one on have the same sets.
+  int64_t equal_rows() const {
+    if (layout_.lead == 0) return 1;
+    const Axis& axis = layout_.axis[layout_.lead - 1];
+    const int64_t index = index_[layout_.lead - 1], in_block = axis.block - index % axis.block;
+    return in_block < axis.size - index ? in_block : axis.size - index;
+  }
+
   // Forward by so many blocks, from the start of one.
   void advance_blocks(int64_t blocks) {
     col += blocks * layout_.block;

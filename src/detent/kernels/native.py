@@ -50,6 +50,7 @@ __all__ = [
 
 Array = NDArray[Any]
 MAX_LEAD = 8
+MAX_LEVELS = 16
 OPERATIONS = frozenset(
     {
         "quantize",
@@ -119,6 +120,8 @@ def refusal(problem: Problem) -> str | None:
     if problem.operation not in OPERATIONS:
         return f"{problem.operation} has no native kernel"
     if problem.operation not in _NO_FORMAT:
+        if problem.spec.format.kind == "codebook" and len(problem.spec.format.levels) > MAX_LEVELS:
+            return f"a codebook of more than {MAX_LEVELS} levels has no native kernel"
         if problem.spec.format.is_integer and problem.spec.rounding.kind not in ROUNDINGS:
             return f"{problem.spec.rounding.kind} rounding has no native kernel"
         if problem.ste is not None and not isinstance(problem.ste, Identity | Clipped | HardTanh):
