@@ -32,7 +32,7 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // `grain`: several parts a thread, for machines with uneven cores.
 inline int threads_for(int64_t elements) { return elements < kSmall ? 1 : thread_count.load(std::memory_order_relaxed); }
 inline int64_t step_for(int64_t count, int64_t grain, int threads) {
-  const int64_t parts = threads == 1 ? 1 : 4 * threads;
+  const int64_t parts = threads == 1 ? 1 : int64_t{4} * threads;
   const int64_t step = ceil_div(ceil_div(count, parts), grain) * grain;
   return step ? step : grain;
 }

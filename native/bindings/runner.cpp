@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 
 #include "launch.hpp"
@@ -37,10 +38,14 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
   for (const auto& [size, width, stride] : lead) {
     if (size < 0 || width < 1) throw std::invalid_argument("a layout has blocks of at least one element");
     layout.axis[layout.lead++] = {size, width, stride};
+    if (layout.size && size > std::numeric_limits<int64_t>::max() / layout.size) throw std::invalid_argument("too large");
     layout.size *= size;
     rows *= size;
     grid *= ceil_div(size, width);
   }
+  // Sizes in bytes, and in bits, must be numbers too.
+  constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 64;
+  if (layout.size > kLargest || sets > kLargest) throw std::invalid_argument("a layout of more elements than memory has");
   if (layout.size && grid != sets) throw std::invalid_argument("a layout has as many sets as its blocks make");
   shared_ = rows * ceil_div(cols, block) != sets;
   const auto whole = [&](const char* name) { return nb::cast<int>(rules[name]); };
@@ -70,6 +75,7 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
   call_.rule.zero_point = real("symmetric_zero_point");
   call_.rule.include_zero = whole("include_zero") != 0;
   call_.rule.half_away = whole("half_away") != 0;
+  if (call_.kind == Kind::integers) return;
   wide_levels_ = nb::cast<std::vector<double>>(rules["levels"]);
   wide_bounds_ = nb::cast<std::vector<double>>(rules["bounds"]);
   wide_levels_.resize(256);  // a table for every byte
@@ -204,9 +210,10 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.high_sums = !integers ? nullptr : direct ? static_cast<double*>(of_zero.data()) : high_sums.data();
   const int threads = threads_for(layout.size);
   const int64_t pieces = boxes * call.blocks;
-  call.step = step_for(pieces, 1, threads);
-  std::vector<double> scratch(static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
-  call.scratch = scratch.data();
+  call.step = ceil_div(pieces, threads);  // one part a thread: each has scratch of its own
+  const auto scratch = std::make_unique_for_overwrite<double[]>(
+      static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
+  call.scratch = scratch.get();
   launch_parts(call, kernels_.learned, pieces, call.step, threads);
   if (direct) return;
   launch(call, kernels_.fold_sums, sets_, 1, sets_ * call.blocks);
@@ -274,7 +281,7 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   const int64_t size = call.layout.size;
   constexpr int64_t kResident = 1 << 15;  // elements of a set that are still in the cache when it is read again
   nb::gil_scoped_release unlocked;
-  if (!shared_ && call.layout.block <= kResident && sets_ >= 4 * threads_for(size)) {
+  if (!shared_ && call.layout.block <= kResident && sets_ >= int64_t{4} * threads_for(size)) {
     launch(call, kernels_.observe, sets_, 1, size);
   } else {
     for (auto [array, value] : {std::pair{low.data(), std::numeric_limits<double>::infinity()},

@@ -43,7 +43,7 @@ class Runner {
   void learned(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& of_scale,
                const Output& of_zero) const;
 
-  // Takes the elements into the bounds of their sets; returns how many are not finite.
+  // The bounds of each set, which must be (inf, -inf) before; returns how many elements are not finite.
   int64_t minmax(const Input& x, const Output& low, const Output& high) const;
 
   // Scales and zero points of bounds in double; returns whether all ranges gave some.

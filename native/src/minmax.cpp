@@ -9,6 +9,33 @@
 
 namespace {
 
+// A number that several threads may change. std::atomic_ref, which some libraries still lack.
+template <class T>
+class Shared {
+ public:
+  explicit Shared(T& value) : value_(value) {}
+
+#if defined(__GNUC__)
+  T load() const {
+    T seen;
+    __atomic_load(&value_, &seen, __ATOMIC_RELAXED);
+    return seen;
+  }
+  // Whether it was still `seen` and is now `wanted`; if not, seen is what it is.
+  bool exchange(T& seen, T wanted) {
+    return __atomic_compare_exchange(&value_, &seen, &wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
+#else
+  T load() const { return std::atomic_ref<T>(value_).load(std::memory_order_relaxed); }
+  bool exchange(T& seen, T wanted) {
+    return std::atomic_ref<T>(value_).compare_exchange_weak(seen, wanted, std::memory_order_relaxed);
+  }
+#endif
+
+ private:
+  T& value_;
+};
+
 template <class T>
 inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
   if (!shared) {
@@ -16,12 +43,12 @@ inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
     *high = bounds.high > *high ? bounds.high : *high;
     return;
   }
-  std::atomic_ref<T> shared_low(*low), shared_high(*high);
-  T seen = shared_low.load(std::memory_order_relaxed);
-  while (bounds.low < seen && !shared_low.compare_exchange_weak(seen, bounds.low, std::memory_order_relaxed)) {
+  Shared<T> shared_low(*low), shared_high(*high);
+  T seen = shared_low.load();
+  while (bounds.low < seen && !shared_low.exchange(seen, bounds.low)) {
   }
-  seen = shared_high.load(std::memory_order_relaxed);
-  while (bounds.high > seen && !shared_high.compare_exchange_weak(seen, bounds.high, std::memory_order_relaxed)) {
+  seen = shared_high.load();
+  while (bounds.high > seen && !shared_high.exchange(seen, bounds.high)) {
   }
 }
 

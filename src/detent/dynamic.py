@@ -34,7 +34,7 @@ def fake_quantize_dynamic(
         out: where the values go.
 
     Raises:
-        RangeError: x is empty, or a set has no finite value.
+        RangeError: x is empty, or a set has no finite value; what is in ``out`` is then undefined.
 
     >>> import detent as dt, numpy as np
     >>> y, params = dt.fake_quantize_dynamic(np.array([[127.0, 0.6], [1.0, -0.25]]), "int8/token")

@@ -9,12 +9,12 @@ DETENT_NUM_THREADS   how many threads kernels may use; without it OMP_NUM_THREAD
 import os
 from functools import cache
 
-from detent._checks import as_integer
 from detent.errors import SpecError, closest
 
-__all__ = ["KERNEL_CHOICES", "default_kernels", "default_threads"]
+__all__ = ["KERNEL_CHOICES", "MAX_THREADS", "default_kernels", "default_threads"]
 
 KERNEL_CHOICES = ("auto", "native", "reference")
+MAX_THREADS = 1024
 
 
 @cache
@@ -39,9 +39,10 @@ def default_threads() -> int:
     """
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
-        if text.isascii() and text.isdigit():
-            return as_integer(name, int(text), at_least=1)
-        if text and name == "DETENT_NUM_THREADS":
-            raise SpecError(f"{name} is {text!r}, expected an integer of at least 1")
+        number = int(text) if text.isascii() and text.isdigit() else 0
+        if 1 <= number <= MAX_THREADS:
+            return number
+        if text and name == "DETENT_NUM_THREADS":  # what others make of their own variable is their business
+            raise SpecError(f"{name} is {text!r}, expected an integer from 1 to {MAX_THREADS}")
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_THREADS)

@@ -287,9 +287,10 @@ def _plan(
 ) -> Plan:
     check_is_params(params)
     remembered: dict[object, Plan] = params.__dict__.setdefault("_plans", {})
-    key = (operation, data.shape, data.dtype, nan, current_kernels())
-    if ste is None and key in remembered:
-        return remembered[key]
+    key = (operation, data.shape, data.dtype, str(nan), current_kernels())
+    known = remembered.get(key) if ste is None else None  # in one step: other threads may clear it
+    if known is not None:
+        return known
     plan = Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)
     if ste is None:
         if len(remembered) >= PLANS_PER_PARAMS:

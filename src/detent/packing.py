@@ -59,7 +59,7 @@ def packed_size(count: int, bits: int, layout: str | Layout = "low_first") -> in
     """
     block = len(_get_layout(layout, bits).order)
     whole = as_integer("the number of codes", count, at_least=0)
-    return -(-(-(-whole // block) * block * bits) // BYTE)
+    return -(-(-(-whole // block) * block * int(bits)) // BYTE)
 
 
 def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Bytes:
@@ -77,7 +77,7 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
     >>> pack(np.array([1, -2, 3], np.int8), bits=4).tobytes().hex()
     'e103'
     """
-    order = _get_layout(layout, bits).order
+    order, bits = _get_layout(layout, bits).order, int(bits)
     flat = _checked(codes, bits)
     if len(order) > 1:
         flat = np.pad(flat, (0, -flat.size % len(order))).reshape(-1, len(order))[:, list(order)].reshape(-1)
@@ -110,7 +110,11 @@ def unpack(
     >>> unpack(np.array([0xE1, 0x03], np.uint8), bits=4, count=3, signed=True)
     array([ 1, -2,  3], dtype=int8)
     """
-    order = _get_layout(layout, bits).order
+    order, bits, count = (
+        _get_layout(layout, bits).order,
+        int(bits),
+        as_integer("the number of codes", count, at_least=0),
+    )
     expected = packed_size(count, bits, layout)
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):

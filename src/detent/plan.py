@@ -219,6 +219,8 @@ class Plan:
     ) -> Result:
         """Run on operands that ``check`` accepts; only NaN is looked at, under the policy "raise".
 
+        What ``check`` refuses may raise anything or give any result here, but never touches memory beyond the arrays.
+
         Args:
             *operands: the inputs and the parameters.
             out: where the result goes; None allocates it.
@@ -235,7 +237,12 @@ class Plan:
         array([1., 0.])
         """
         *inputs, params = operands
-        scale, zero_point = params.compute_arrays(self._compute)  # type: ignore[union-attr]  # the last operand
+        if not isinstance(params, QuantParams):
+            raise DtypeError(
+                f"run takes {', '.join(_OPERATIONS[self.operation].names[:-1])} and keywords, its last operand is a "
+                f"{type(params).__name__}: give out as out="
+            )
+        scale, zero_point = params.compute_arrays(self._compute)
         if isinstance(self.ste, Custom):
             return self._custom(self.ste, inputs, params, out, step, grad_scale)  # type: ignore[arg-type]  # as above
         return self.kernel.run(inputs, scale, zero_point, out, step, grad_scale)  # type: ignore[arg-type]  # as above

@@ -2,6 +2,7 @@
 // Internal linkage, as in half.hpp.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -12,7 +13,7 @@
 
 namespace {
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "packed words are assembled in little-endian order");
+static_assert(std::endian::native == std::endian::little, "packed words are assembled in little-endian order");
 
 // The low `bits` of each byte.
 inline uint64_t lanes(int bits) { return 0x0101010101010101u * ((1u << bits) - 1); }

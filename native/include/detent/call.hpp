@@ -66,7 +66,7 @@ struct Call {
   const void* codes_in = nullptr;
   void* out = nullptr;
 
-  void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type
+  void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type unless wide_bounds
   void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
 

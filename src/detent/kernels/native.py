@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import SIZE_LIMIT
 from detent.granularity import Tiling
 from detent.kernels.problem import Problem
 from detent.kernels.reference import Factor, Term
@@ -35,6 +34,7 @@ __all__ = [
     "current_level",
     "derive",
     "error_sum",
+    "is_ready",
     "largest_error",
     "levels",
     "make_runner",
@@ -51,6 +51,7 @@ __all__ = [
 Array = NDArray[Any]
 MAX_LEAD = 8
 MAX_LEVELS = 16
+MAX_SIZE = 1 << 57  # elements, so that bytes and bits can be counted in 64 bits
 OPERATIONS = frozenset(
     {
         "quantize",
@@ -122,7 +123,7 @@ def refusal(problem: Problem) -> str | None:
     if problem.operation not in _NO_FORMAT:
         if problem.spec.format.kind == "codebook" and len(problem.spec.format.levels) > MAX_LEVELS:
             return f"a codebook of more than {MAX_LEVELS} levels has no native kernel"
-        if problem.spec.format.is_integer and problem.spec.rounding.kind not in ROUNDINGS:
+        if _rounds(problem) and problem.spec.rounding.kind not in ROUNDINGS:
             return f"{problem.spec.rounding.kind} rounding has no native kernel"
         if problem.ste is not None and not isinstance(problem.ste, Identity | Clipped | HardTanh):
             return f"{type(problem.ste).__name__} has no native kernel"
@@ -131,8 +132,17 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
+def _rounds(problem: Problem) -> bool:
+    """Whether the operation computes integer codes; some gradients look at values only."""
+    if not problem.spec.format.is_integer or problem.operation == "dequantize":
+        return False
+    if problem.operation in {"fake_quantize_backward", "quantize_backward"}:
+        return isinstance(problem.ste, Clipped) and problem.ste.on == "code"
+    return True
+
+
 def _fits(tiling: Tiling) -> bool:
-    return len(tiling.merged().shape) <= MAX_LEAD and prod(tiling.shape) < SIZE_LIMIT
+    return len(tiling.merged().shape) <= MAX_LEAD and prod(tiling.shape) < MAX_SIZE
 
 
 def make_runner(problem: Problem, codes: int) -> Any:
@@ -150,16 +160,26 @@ def _runner(tiling: Tiling, rules: dict[str, Any]) -> Any:
 
 
 def ready(array: Array) -> Array:
-    """The array as the extension takes it: C-contiguous, and of a type that every array library knows.
+    """The array as the extension takes it: C-contiguous, aligned, and of a type that every array library knows.
 
     >>> import ml_dtypes
     >>> ready(np.zeros((2, 2), ml_dtypes.bfloat16).T).dtype
     dtype('uint16')
     """
-    known = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    known = array if array.flags.c_contiguous and array.flags.aligned else np.array(array, order="C")
     if known.dtype.isbuiltin == 1:
         return known
     return known.view(f"u{known.dtype.itemsize}")  # one of ml_dtypes
+
+
+def is_ready(array: Array) -> bool:
+    """Whether the extension can write into the array.
+
+    >>> is_ready(np.zeros((2, 2))), is_ready(np.zeros((2, 2)).T)
+    (True, False)
+    """
+    flags = array.flags
+    return bool(flags.c_contiguous and flags.aligned)
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
@@ -196,12 +216,12 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
-    runner = _deriver(spec, lo.size, dtype.name)
+    runner = _deriver(spec, lo.size, dtype.name, _Level.index)
     return (scale, zero_point) if runner.derive(ready(lo), ready(hi), scale, zero_point) else None
 
 
 @lru_cache(maxsize=1024)
-def _deriver(spec: QuantSpec, sets: int, dtype: str) -> Any:
+def _deriver(spec: QuantSpec, sets: int, dtype: str, level: int) -> Any:  # noqa: ARG001 - the level of the key
     tiling = Tiling((sets,), (1,), (sets,), (sets,))
     return _runner(tiling, plain_rules(dtype) | scale_rules(spec))
 
@@ -217,7 +237,7 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     >>> observe(problem, np.zeros(2, np.float32), np.zeros(2, np.float32)) is None
     True
     """
-    if refusal(problem) is not None or problem.spec.scale_format != "float" or not out.flags.c_contiguous:
+    if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):
         return None
     compute = np.float64 if x.dtype == np.float64 else np.float32
     parts = np.empty((4, *problem.tiling.scale_shape), compute)
@@ -226,6 +246,7 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
     low += 0.0  # a negative zero becomes a positive one
     high += 0.0
+    parts.setflags(write=False)
     return (low, high, scale, zero_point, int(nonfinite)) if good else None
 
 

@@ -1,8 +1,9 @@
 """NativeKernel: a problem's C++ kernel behind the protocol that plans run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import sqrt
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from detent._checks import refuse_nan
 from detent.formats import BYTE, MAX_BITS
 from detent.kernels.bits import pack_bits, unpack_bits
-from detent.kernels.native import make_runner, ready
+from detent.kernels.native import is_ready, make_runner, ready
 from detent.kernels.problem import Problem, Result
 from detent.kernels.reference.sets import counts
 from detent.kernels.rules import BYTES, PACKED, WORDS
@@ -20,7 +21,7 @@ from detent.kernels.rules import BYTES, PACKED, WORDS
 __all__ = ["NativeKernel"]
 
 Array = NDArray[Any]
-_Launch: TypeAlias = Callable[[Sequence[Array], Array, Array, Array], Result]
+_Launch: TypeAlias = Callable[["NativeKernel", Sequence[Array], Array, Array, Array], Result]
 
 
 class NativeKernel:
@@ -44,15 +45,7 @@ class NativeKernel:
         self._packed = None
         if form.bits <= BYTE or form.bits == MAX_BITS:
             self._packed = self._runner if form.bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
-        kernels: dict[str, _Launch] = {
-            "quantize": self._quantize,
-            "dequantize": self._dequantize,
-            "fake_quantize": self._fake_quantize,
-            "fake_quantize_masked": self._fake_quantize_masked,
-            "dequantize_backward": self._dequantize_backward,
-            "fake_quantize_masked_backward": self._masked_backward,
-        }
-        self._launch = kernels.get(problem.operation, self._backward)
+        self._launch = _LAUNCH.get(problem.operation, NativeKernel._backward)  # unbound: no cycle to collect
         self._is_learned = problem.operation == "fake_quantize_learned_backward"
 
     def run(
@@ -72,10 +65,10 @@ class NativeKernel:
         if self._is_learned:
             return self._learned_backward(inputs, scale, zero_point, grad_scale)
         if out is None:
-            return self._launch(inputs, scale, zero_point, np.empty(self._shape, self._result))
-        if out.flags.c_contiguous:
-            return self._launch(inputs, scale, zero_point, out)
-        result = self._launch(inputs, scale, zero_point, np.empty(out.shape, out.dtype))
+            return self._launch(self, inputs, scale, zero_point, np.empty(self._shape, self._result))
+        if is_ready(out):
+            return self._launch(self, inputs, scale, zero_point, out)
+        result = self._launch(self, inputs, scale, zero_point, np.empty(out.shape, out.dtype))
         np.copyto(out, result[0] if isinstance(result, tuple) else result)
         return (out, *result[1:]) if isinstance(result, tuple) else out
 
@@ -144,3 +137,15 @@ class NativeKernel:
         different, which = np.unique(sizes, return_inverse=True)
         factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])
         return np.asarray(factors[which].reshape(self.problem.tiling.scale_shape))
+
+
+_LAUNCH: Mapping[str, _Launch] = MappingProxyType(
+    {
+        "quantize": NativeKernel._quantize,
+        "dequantize": NativeKernel._dequantize,
+        "fake_quantize": NativeKernel._fake_quantize,
+        "fake_quantize_masked": NativeKernel._fake_quantize_masked,
+        "dequantize_backward": NativeKernel._dequantize_backward,
+        "fake_quantize_masked_backward": NativeKernel._masked_backward,
+    }
+)

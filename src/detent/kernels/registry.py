@@ -5,7 +5,7 @@ same bits, so that the choice is a matter of speed alone.
 """
 
 from detent._checks import as_integer
-from detent.env import default_threads
+from detent.env import MAX_THREADS, default_threads
 from detent.errors import UnsupportedError
 from detent.kernels import native
 from detent.kernels.native_kernel import NativeKernel
@@ -60,8 +60,9 @@ def set_num_threads(count: int) -> None:
     >>> get_num_threads()
     2
     """
-    _Threads.count = as_integer("the number of threads", count, at_least=1)
-    native.set_num_threads(_Threads.count)
+    wanted = as_integer("the number of threads", count, at_least=1, at_most=MAX_THREADS)
+    native.set_num_threads(wanted)
+    _Threads.count = wanted
 
 
 def get_num_threads() -> int:
