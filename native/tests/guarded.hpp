@@ -16,7 +16,7 @@ enum class Side { first, last };  // at which guard page an array lies
 
 class Guarded {
  public:
-  explicit Guarded(size_t capacity) {
+  explicit Guarded(size_t capacity = 3 << 20) {
     page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
     size_ = (capacity + 2 * kMargin + page_ - 1) / page_ * page_;
     void* all = mmap(nullptr, size_ + 2 * page_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -7,7 +7,7 @@ zeros of both signs, infinities, subnormals, the largest numbers, and NaN where 
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, nan
+from math import inf, nan, prod
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "FORMATS",
     "GRANULARITIES",
     "LEVELS",
+    "MASKED",
     "OPERATIONS",
     "Trial",
     "at",
@@ -40,9 +41,10 @@ OPERATIONS = (
     "dequantize_backward",
     "fake_quantize_backward",
 )
+MASKED = ("fake_quantize_masked", "fake_quantize_masked_backward")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CONVENTIONS = tuple(dt.convention.PRESETS)
-LEVELS = tuple(name for name, runs in native.levels().items() if runs)
+LEVELS = tuple(name for name, runs in native.levels().items() if runs) or ("none",)  # and then no test runs
 FORMATS = ("int8", "uint8", "int4", "uint4", "int3", "int2", "uint1", "int16", "uint16", "int11")
 
 # Each with shapes of more than 2^15 elements, where threads join in, and rows that end between chunks.
@@ -72,6 +74,7 @@ ESTIMATORS = {
 }
 _SCALES = (0.0123, 0.3, 0.017, 1 / 3, 0.5, 2.0**-10, 3.7e4)
 _BACKWARD = ("quantize_backward", "fake_quantize_backward")
+_ESTIMATED = (*_BACKWARD, "fake_quantize_masked")
 
 
 def dtype_of(name):
@@ -94,7 +97,13 @@ def at(level=None, threads=None):
 
 
 def difference(native_array, reference_array):
-    """What tells two results apart, or None where they agree in type, shape and every bit; NaN equals NaN."""
+    """What tells two results apart, or None where they agree in type, shape and every bit; NaN equals NaN.
+
+    A result may be several arrays.
+    """
+    if isinstance(reference_array, tuple):
+        found = (difference(*pair) for pair in zip(native_array, reference_array, strict=True))
+        return next((each for each in found if each is not None), None)
     a, b = np.asarray(native_array), np.asarray(reference_array)
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"native {a.dtype}{a.shape}, reference {b.dtype}{b.shape}"
@@ -161,12 +170,20 @@ class Trial:
         rng = np.random.default_rng(self.seed + 3)
         return rng.integers(spec.qmin, spec.qmax, size=self.shape, endpoint=True).astype(spec.format.storage)
 
+    @cached_property
+    def mask(self):
+        rng = np.random.default_rng(self.seed + 4)
+        return rng.integers(0, 256, size=-(-prod(self.shape) // 8), dtype=np.uint8)
+
     @property
     def inputs(self):
         """The arrays the operation reads, by the public function's order."""
-        return {"dequantize": ("codes",), "dequantize_backward": ("g",)}.get(
-            self.operation, ("g", "x") if self.operation in _BACKWARD else ("x",)
-        )
+        special = {
+            "dequantize": ("codes",),
+            "dequantize_backward": ("g",),
+            "fake_quantize_masked_backward": ("g", "mask"),
+        }
+        return special.get(self.operation, ("g", "x") if self.operation in _BACKWARD else ("x",))
 
     @property
     def _may_hold_nan(self):
@@ -189,9 +206,9 @@ class Trial:
         return np.asarray(np.where(replaced, chosen, array)).astype(array.dtype).reshape(array.shape)
 
     def run(self, kernels, arrays=None, out=None):
-        """The result as an array, by those kernels, on the trial's arrays or the caller's."""
+        """The result as one array or more, by those kernels, on the trial's arrays or the caller's."""
         given = [getattr(self, name) for name in self.inputs] if arrays is None else arrays
-        options = {"ste": self.ste} if self.operation in _BACKWARD else {}
+        options = {"ste": self.ste} if self.operation in _ESTIMATED else {}
         options |= {"nan": self.nan} if self.nan is not None else {}
         with dt.use_kernels(kernels):
             plan = dt.Plan.select(
