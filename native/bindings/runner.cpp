@@ -229,13 +229,15 @@ int64_t Runner::minmax(const Input& x, const Output& low, const Output& high) co
   require_bytes("high", high.nbytes(), set_bytes());
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
+  std::mutex merging;
+  call.merging = &merging;
   call.x = x.data();
   call.low = low.data();
   call.high = high.data();
   call.nonfinite = &nonfinite;
   call.shared = shared_;
   nb::gil_scoped_release unlocked;
-  launch(call, kernels_.minmax, call.layout.size, kGrain, call.layout.size);
+  launch(call, kernels_.minmax, call.layout.size, kGrain, call.layout.size, shared_ ? Cut::few : Cut::many);
   return nonfinite.load();
 }
 
@@ -268,6 +270,8 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
   std::atomic<bool> refused{false}, saw_nan{false};
+  std::mutex merging;
+  call.merging = &merging;
   call.x = x.data();
   call.out = out.data();
   call.low = low.data();
@@ -292,9 +296,9 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
         std::fill_n(static_cast<float*>(array), sets_, static_cast<float>(value));
       }
     }
-    launch(call, kernels_.minmax, size, kGrain, size);
+    launch(call, kernels_.minmax, size, kGrain, size, shared_ ? Cut::few : Cut::many);
     launch(call, kernels_.derive, sets_, 1, sets_);
-    if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size);
+    if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size, Cut::many, true);
   }
   return {nonfinite.load(), !refused.load()};
 }

@@ -16,8 +16,8 @@ inline bf16 select(bool pass, bf16 g) { return {static_cast<uint16_t>(pass ? g.b
 
 template <class T>
 DETENT_LOOP void weigh(const Params<T>& p, const T* x, const T* g, T* y, int64_t count, double qmin, double qmax) {
-  each(p, count, [=](int64_t i, T scale, T, T zero) {
-    const double step = scale, middle = (qmin + qmax) / 2 - static_cast<double>(zero);
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) {
+    const double step = unit.scale, middle = (qmin + qmax) / 2 - static_cast<double>(zero);
     const T center = static_cast<T>(middle * step), half = static_cast<T>((qmax - qmin) / 2 * step);
     const T slope = T(1) - std::fabs((x[i] - center) / half);
     y[i] = slope > T(0) ? g[i] * slope : T(0);  // NaN and 0 give 0
@@ -40,7 +40,7 @@ DETENT_LOOP void apply(const Codec& codec, const Call& call, const Params<T>& p,
 
 template <class T>
 DETENT_LOOP void over_scale(const Params<T>& p, T* y, int64_t count) {
-  each(p, count, [=](int64_t i, T scale, T, T) { y[i] = y[i] / scale; });
+  each(p, count, [=](int64_t i, Unit<T> unit, T) { y[i] = y[i] / unit.scale; });
 }
 
 template <class In, class Codec>

@@ -10,13 +10,13 @@ using detent::Kind;
 
 template <class Code, class T>
 DETENT_LOOP void values(const Params<T>& p, const Code* q, T* y, int64_t count) {
-  each(p, count, [=](int64_t i, T scale, T, T zero) { y[i] = (static_cast<T>(q[i]) - zero) * scale; });
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) { y[i] = (static_cast<T>(q[i]) - zero) * unit.scale; });
 }
 
 // Formats other than integers: the level of each code.
 template <class T>
 DETENT_LOOP void values(const T* levels, const Params<T>& p, const uint8_t* q, T* y, int64_t count) {
-  each(p, count, [=](int64_t i, T scale, T, T) { y[i] = levels[q[i]] * scale; });
+  each(p, count, [=](int64_t i, Unit<T> unit, T) { y[i] = levels[q[i]] * unit.scale; });
 }
 
 template <class Out, class Code>
@@ -70,7 +70,7 @@ void run_backward(const Call& call, int64_t begin, int64_t end) {
     const T* g = load(in + at, count, wide);
     T* y = result;
     if constexpr (direct) y = out + at;
-    each(p, count, [=](int64_t i, T scale, T, T) { y[i] = g[i] * scale; });
+    each(p, count, [=](int64_t i, Unit<T> unit, T) { y[i] = g[i] * unit.scale; });
     if constexpr (!direct) narrow_all(y, out + at, count);
     at += count;
   }

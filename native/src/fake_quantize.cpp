@@ -10,15 +10,15 @@ using detent::Fill;
 
 template <class Codec, class T>
 DETENT_LOOP void values(const Codec codec, const Params<T>& p, const T* x, T* y, int64_t count) {
-  each(p, count, [=](int64_t i, T scale, T divisor, T zero) { y[i] = codec.value(x[i], divisor, zero) * scale; });
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) { y[i] = codec.value(x[i], unit, zero) * unit.scale; });
 }
 
 template <class T>
 DETENT_LOOP void fill(const Call& call, const Params<T>& p, const T* x, T* y, int64_t count) {
   const bool lowest = call.fill == Fill::qmin;
   const T qmin = T(call.qmin);
-  each(p, count, [=](int64_t i, T scale, T, T zero) {
-    y[i] = x[i] != x[i] ? (lowest ? (qmin - zero) * scale : T(0)) : y[i];
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) {
+    y[i] = x[i] != x[i] ? (lowest ? (qmin - zero) * unit.scale : T(0)) : y[i];
   });
 }
 
@@ -35,13 +35,6 @@ DETENT_LOOP void write_mask(const Codec& codec, const Call& call, const Params<T
   pack_bits(pass, bits, count, 1);
 }
 
-template <class T>
-bool has_nan(const T* x, int64_t count) {
-  int missing = 0;
-  for (int64_t i = 0; i < count; ++i) missing |= x[i] != x[i];
-  return missing != 0;
-}
-
 template <class In, class Codec>
 void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;
@@ -56,7 +49,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
     const T* x = load(in + at, count, wide);
     T* y = result;
     if constexpr (direct) y = out + at;
-    values(codec, params, x, y, count);
+    with_quickest(codec, params.invertible, [&](const auto& quickest) { values(quickest, params, x, y, count); });
     if (call.mask_bits) write_mask(codec, call, params, x, call.mask_bits + at / 8, count);
     if (call.find_nan && has_nan(x, count)) call.saw_nan->store(true, std::memory_order_relaxed);
     if (call.fill != Fill::none) fill(call, params, x, y, count);

@@ -10,15 +10,15 @@ namespace {
 
 // One run of elements with the parameters of one set, or of one set each.
 template <bool uniform, class Codec, class T>
-DETENT_LOOP void terms(const Codec codec, bool reciprocal, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
+DETENT_LOOP void terms(const Codec codec, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
            const T* __restrict g, double* __restrict of_scale, double* __restrict of_zero, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const T scale = scales[uniform ? 0 : i], zero = zeros[uniform ? 0 : i];
-    const T divisor = reciprocal ? T(1) / scale : scale;
-    const bool inside = codec.inside(x[i], divisor, zero), missing = x[i] != x[i];
+    const Unit<T> unit{scale, T(1) / scale};
+    const bool inside = codec.inside(x[i], unit, zero), missing = x[i] != x[i];
     const double gradient = static_cast<double>(g[i]);
-    const double value = static_cast<double>(codec.value(x[i], divisor, zero));
-    const double distance = inside ? value - static_cast<double>(codec.ratio(x[i], divisor)) : value;
+    const double value = static_cast<double>(codec.value(x[i], unit, zero));
+    const double distance = inside ? value - static_cast<double>(codec.ratio(x[i], unit)) : value;
     of_scale[i] = missing ? 0.0 : gradient * distance;
     if (of_zero) of_zero[i] = missing | inside ? 0.0 : -static_cast<double>(scale) * gradient;
   }
@@ -29,7 +29,7 @@ void run(Codec codec, const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;
   const In *in = static_cast<const In*>(call.x), *gradient = static_cast<const In*>(call.g);
   const T *scale = static_cast<const T*>(call.scale), *zero = static_cast<const T*>(call.zero);
-  const bool reciprocal = call.division == Division::reciprocal, columns = call.tile > 1;
+  const bool columns = call.tile > 1;
   double* of_scale = call.scratch + begin / call.step * (2 * kLeaf * call.tile);
   double* of_zero = call.high_sums ? of_scale + kLeaf * call.tile : nullptr;
   alignas(64) T wide_x[kLeaf], wide_g[kLeaf];
@@ -43,9 +43,9 @@ void run(Codec codec, const Call& call, int64_t begin, int64_t end) {
       const T* g = load(gradient + at, count, wide_g);
       double* to_zero = of_zero ? of_zero + done : nullptr;
       if (columns) {
-        terms<false>(codec, reciprocal, scale + set, zero + set, x, g, of_scale + done, to_zero, count);
+        terms<false>(codec, scale + set, zero + set, x, g, of_scale + done, to_zero, count);
       } else {
-        terms<true>(codec, reciprocal, scale + set, zero + set, x, g, of_scale + done, to_zero, count);
+        terms<true>(codec, scale + set, zero + set, x, g, of_scale + done, to_zero, count);
       }
     });
     if (first < last) {

@@ -1,7 +1,8 @@
 // The smallest and largest finite element of each set, and how many elements are not finite.
 //
 // call.low and call.high hold the bounds of every set, (inf, -inf) to begin with; call.nonfinite counts. Minimum and maximum do
-// not depend on order, so that threads meet only where they share a set: there bounds are merged atomically.
+// not depend on order, so that threads meet only where they share a set: there bounds are merged atomically, or a row at a
+// time by one thread.
 #include <atomic>
 
 #include "detent/arithmetic.hpp"
@@ -122,6 +123,16 @@ void clear(T* lows, T* highs, int64_t count) {
   }
 }
 
+template <class T>
+void merge_row(const T* __restrict lows, const T* __restrict highs, T* __restrict low, T* __restrict high, int64_t count,
+               std::mutex& merging) {
+  const std::lock_guard<std::mutex> alone(merging);
+  for (int64_t i = 0; i < count; ++i) {
+    low[i] = lows[i] < low[i] ? lows[i] : low[i];
+    high[i] = highs[i] > high[i] ? highs[i] : high[i];
+  }
+}
+
 // Sets of single elements along a row: bounds of rows that share their sets are kept apart until a row with other sets comes.
 // Rows too wide for that are merged a chunk at a time.
 template <class In>
@@ -150,7 +161,7 @@ void run_by_element(const Call& call, int64_t begin, int64_t end, int64_t& nonfi
       take_row(load(in + at, width, wide), lows, highs, width, nonfinite);
       next = at + width;
     }
-    for (int64_t i = 0; i < width; ++i) merge(low + set + i, high + set + i, Bounds<T>{lows[i], highs[i]}, true);
+    merge_row(lows, highs, low + set, high + set, width, *call.merging);
     at = next;
   }
 }

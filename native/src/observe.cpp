@@ -11,7 +11,7 @@ namespace {
 template <class T, class B, Symmetric kind, bool half_away = false>
 bool derive_sets(const Call& call, int64_t begin, int64_t end) {
   constexpr int64_t kBatch = 128;
-  const Deriver<kind, half_away> deriver(call);
+  const Deriver<B, kind, half_away> deriver(call);
   const B *low = static_cast<const B*>(call.low), *high = static_cast<const B*>(call.high);
   T *scale = static_cast<T*>(call.scale_out), *zero = static_cast<T*>(call.zero_out);
   double scales[kBatch], zeros[kBatch], faults[kBatch];

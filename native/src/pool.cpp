@@ -1,6 +1,8 @@
 #include "detent/pool.hpp"
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -13,6 +15,28 @@
 namespace detent {
 namespace {
 
+// Tells the processor that this is a loop that waits.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__) && defined(__GNUC__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+// What is open of a job, in one word: how many tasks, how many seats for helpers, and which job it is. A worker that wakes
+// late finds nothing open and need not be waited for. Who has taken a task may read the rest of the job, because the caller
+// waits for every task that was taken.
+struct Open {
+  static constexpr uint64_t kSeat = uint64_t{1} << 32, kJob = uint64_t{1} << 48;
+
+  uint64_t tasks() const { return word % kSeat; }
+  uint64_t seats() const { return word % kJob / kSeat; }
+  uint64_t job() const { return word / kJob; }
+
+  uint64_t word;
+};
+
 class Pool {
  public:
   // False where the pool is busy with another caller's work.
@@ -23,55 +47,84 @@ class Pool {
     task_ = task;
     context_ = context;
     count_ = count;
-    next_.store(0, std::memory_order_relaxed);
-    invited_ = helpers < workers_ ? helpers : workers_;
-    running_.store(workers_, std::memory_order_relaxed);
+    unfinished_.store(count, std::memory_order_relaxed);
+    const uint64_t job = epoch_.load(std::memory_order_relaxed) + 1;
+    open_.store(job * Open::kJob + (static_cast<uint64_t>(helpers) + 1) * Open::kSeat + static_cast<uint64_t>(count),
+                std::memory_order_release);
     epoch_.fetch_add(1, std::memory_order_release);
-    epoch_.notify_all();
+    for (int i = 0; i < helpers; ++i) epoch_.notify_one();
     work();
-    for (int left = running_.load(std::memory_order_acquire); left; left = running_.load(std::memory_order_acquire)) {
-      running_.wait(left, std::memory_order_acquire);
-    }
+    finish();
     return true;
   }
 
  private:
+  static constexpr std::chrono::microseconds kLinger{300};
+
   void grow(int helpers) {
-    while (workers_ < helpers) {
+    for (; workers_ < helpers; ++workers_) {
       try {
-        std::thread(&Pool::serve, this, workers_, epoch_.load(std::memory_order_relaxed)).detach();
+        std::thread(&Pool::serve, this, epoch_.load(std::memory_order_relaxed)).detach();
       } catch (const std::system_error&) {
         return;  // no more threads to be had: those there are do the work
       }
-      ++workers_;
     }
   }
 
-  void serve(int index, uint32_t seen) {
+  void serve(uint32_t seen) {
     for (;;) {
+      linger(seen);
       epoch_.wait(seen, std::memory_order_acquire);
       seen = epoch_.load(std::memory_order_acquire);
-      if (index < invited_) work();
-      if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) running_.notify_all();
+      work();
+    }
+  }
+
+  // Stays awake for a moment, because the next job often comes soon and to wake a thread takes as long as a small job. Whoever
+  // else wants the processor gets it.
+  void linger(uint32_t seen) const {
+    const auto until = std::chrono::steady_clock::now() + kLinger;
+    while (epoch_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < until) {
+      for (int i = 0; i < 32; ++i) relax();
+      std::this_thread::yield();
+    }
+  }
+
+  // Takes a task, and a seat if `seated` is not a seat of this job. Returns the word it was taken from, or one without tasks.
+  Open take(Open seated) {
+    Open seen{open_.load(std::memory_order_relaxed)};
+    for (;;) {
+      const bool needs_seat = !seated.tasks() || seated.job() != seen.job();
+      if (!seen.tasks() || (needs_seat && !seen.seats())) return {0};
+      const uint64_t rest = seen.word - 1 - (needs_seat ? Open::kSeat : 0);
+      if (open_.compare_exchange_weak(seen.word, rest, std::memory_order_acquire, std::memory_order_relaxed)) return seen;
     }
   }
 
   void work() {
-    for (int64_t i = next_.fetch_add(1, std::memory_order_relaxed); i < count_;
-         i = next_.fetch_add(1, std::memory_order_relaxed)) {
-      task_(context_, i);
+    for (Open open = take({0}); open.tasks(); open = take(open)) {
+      task_(context_, count_ - static_cast<int64_t>(open.tasks()));
+      if (unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) unfinished_.notify_one();
+    }
+  }
+
+  // The last tasks take a moment, less than it takes to fall asleep and be woken.
+  void finish() {
+    constexpr int kPatience = 2000;
+    for (int i = 0; i < kPatience && unfinished_.load(std::memory_order_acquire); ++i) relax();
+    for (int64_t left = unfinished_.load(std::memory_order_acquire); left; left = unfinished_.load(std::memory_order_acquire)) {
+      unfinished_.wait(left, std::memory_order_acquire);
     }
   }
 
   std::mutex busy_;
   int workers_ = 0;
-  int invited_ = 0;
   Task task_ = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0;
-  std::atomic<int64_t> next_{0};
-  std::atomic<int> running_{0};
-  std::atomic<uint32_t> epoch_{0};
+  alignas(64) std::atomic<uint64_t> open_{0};  // an Open
+  alignas(64) std::atomic<int64_t> unfinished_{0};
+  alignas(64) std::atomic<uint32_t> epoch_{0};
 };
 
 // Never destroyed: its threads may outlive static destruction.

@@ -8,16 +8,19 @@ namespace {
 using detent::Codes;
 using detent::Fill;
 
-// Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. Returns whether x holds NaN,
-// whose code is any until it is filled.
+// Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. The code of NaN is any until it
+// is filled.
 template <class Codec, class Code, class T>
-DETENT_LOOP bool codes(const Codec codec, const Params<T>& p, const T* x, Code* q, int64_t count) {
-  int missing = 0;
-  each(p, count, [&, x, q](int64_t i, T, T divisor, T zero) {
-    missing |= x[i] != x[i];
-    q[i] = static_cast<Code>(codec.code(x[i], divisor, zero));
-  });
-  return missing != 0;
+DETENT_LOOP void codes(const Codec codec, const Params<T>& p, const T* x, Code* q, int64_t count) {
+  if (p.spread != Spread::grouped) {
+    return each(p, count, [=](int64_t i, Unit<T> unit, T zero) { q[i] = static_cast<Code>(codec.code(x[i], unit, zero)); });
+  }
+  // In the short loops of groups, narrow results would make for narrow vectors.
+  alignas(64) int32_t wide[kChunk];
+  int32_t* to = wide;
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) { to[i] = codec.code(x[i], unit, zero); });
+  DETENT_INDEPENDENT
+  for (int64_t i = 0; i < count; ++i) q[i] = static_cast<Code>(to[i]);
 }
 
 template <class Codec, class Code, class T>
@@ -34,7 +37,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   const bool packed = call.codes == Codes::packed;
   uint8_t* bytes = static_cast<uint8_t*>(call.out);
   Code* out = static_cast<Code*>(call.out);
-  Chunks<T> chunks(call, begin, std::is_same_v<In, T> && !packed ? kLongChunk : kChunk);
+  Chunks<T> chunks(call, begin);
   alignas(64) T wide[kChunk];
   alignas(64) Code buffer[kChunk];
   Params<T> params;
@@ -42,7 +45,8 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
     const int64_t count = chunks.next(end - at, params);
     const T* x = load(in + at, count, wide);
     Code* q = packed ? buffer : out + at;
-    if (codes(codec, params, x, q, count)) {
+    with_quickest(codec, params.invertible, [&](const auto& quickest) { codes(quickest, params, x, q, count); });
+    if (has_nan(x, count)) {
       call.saw_nan->store(true, std::memory_order_relaxed);
       fill(codec, call.fill == Fill::qmin, params, x, q, count);
     }

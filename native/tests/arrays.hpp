@@ -127,6 +127,7 @@ class Arrays : public Tester {
     c.shared = c.layout.cols == 0 || c.layout.size / c.layout.cols * ceil_div(c.layout.cols, c.layout.block) != sets;
     c.nonfinite = &nonfinite_;
     nonfinite_.store(0);
+    c.merging = &merging_;
     return expected;
   }
 
@@ -195,6 +196,7 @@ class Arrays : public Tester {
 
   std::atomic<bool> saw_nan_{false}, refused_{false};
   std::atomic<int64_t> nonfinite_{0};
+  std::mutex merging_;
 
  private:
   template <class T>

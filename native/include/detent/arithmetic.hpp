@@ -16,10 +16,65 @@ using detent::Dtype;
 using detent::Rounding;
 using detent::ZeroPoint;
 
+// How x / s is computed. `corrected` has the bits of `divide` wherever they matter, at a fraction of its time.
+enum class Quotient { divide, reciprocal, corrected };
+
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool kFused = true;  // a fused multiply-add is one instruction
+#else
+constexpr bool kFused = false;
+#endif
+
+// The scale, and 1 / scale rounded once.
+template <class T>
+struct Unit {
+  T scale, inverse;
+};
+
+template <class T>
+constexpr T power_of_two(int exponent) {
+  T power = 1;
+  for (int i = 0; i < (exponent < 0 ? -exponent : exponent); ++i) power *= exponent < 0 ? T(0.5) : T(2);
+  return power;
+}
+
+// The scales that `corrected` takes: products and remainders neither overflow nor lose bits.
+template <class T>
+constexpr int kInvertible = std::is_same_v<T, double> ? 400 : 60;
+template <class T>
+constexpr T kLeastInvertible = power_of_two<T>(-kInvertible<T>);
+template <class T>
+constexpr T kMostInvertible = power_of_two<T>(kInvertible<T>);
+
+// NaN stays NaN.
+template <class T>
+inline T clamped(T u, T low, T high) {
+  const T raised = u < low ? low : u;
+  return raised > high ? high : raised;
+}
+
+// x in units of the scale.
+//
+// `corrected` is Markstein's division: with an inverse that is rounded once, a first quotient is off by less than 1.5 units
+// of its last place, its remainder is exact, and adding remainder * inverse in one rounding gives the rounded quotient.
+// That holds for quotients from 2^-30 to 2^20. Smaller ones may lose bits and the sign of a zero, which does not change
+// the nearest code; larger ones, and infinity, must be clamped before. native/tests/test_quotients.cpp tries the corners.
+template <Quotient how, class T>
+inline T quotient(T x, Unit<T> unit) {
+  if constexpr (how == Quotient::divide) {
+    return x / unit.scale;
+  } else if constexpr (how == Quotient::reciprocal) {
+    return x * unit.inverse;
+  } else {
+    const T near = x * unit.inverse;
+    return std::fma(std::fma(near, -unit.scale, x), unit.inverse, near);
+  }
+}
+
 // The rules that a loop is compiled for.
-template <Division D, ZeroPoint Z, Rounding R>
+template <Quotient Q, ZeroPoint Z, Rounding R>
 struct Rules {
-  static constexpr Division division = D;
+  static constexpr Quotient quotient = Q;
   static constexpr ZeroPoint zero_point = Z;
   static constexpr Rounding rounding = R;
 };
@@ -38,10 +93,10 @@ inline T rounded(T t) {
   }
 }
 
-// The code before clamping. `divisor` is the scale or its reciprocal.
+// The code before clamping.
 template <class Rule, class T>
-inline T unclamped(T x, T divisor, T zero) {
-  const T t = Rule::division == Division::divide ? x / divisor : x * divisor;
+inline T unclamped(T x, Unit<T> unit, T zero) {
+  const T t = quotient<Rule::quotient>(x, unit);
   if constexpr (Rule::zero_point == ZeroPoint::after_round) {
     return rounded<Rule>(t) + zero;
   } else {
@@ -49,35 +104,28 @@ inline T unclamped(T x, T divisor, T zero) {
   }
 }
 
-// NaN stays NaN.
-template <class T>
-inline T clamped(T u, T low, T high) {
-  const T raised = u < low ? low : u;
-  return raised > high ? high : raised;
-}
-
 // Calls body(Rules<...>{}) for the rules of the call.
 template <class Body>
 inline void with_rules(const Call& call, Body body) {
-  const auto with_rounding = [&](auto division, auto zero_point) {
-    constexpr Division D = decltype(division)::value;
+  const auto with_rounding = [&](auto how, auto zero_point) {
+    constexpr Quotient Q = decltype(how)::value;
     constexpr ZeroPoint Z = decltype(zero_point)::value;
     switch (call.rounding) {
-      case Rounding::half_even: return body(Rules<D, Z, Rounding::half_even>{});
-      case Rounding::half_away: return body(Rules<D, Z, Rounding::half_away>{});
-      case Rounding::floor: return body(Rules<D, Z, Rounding::floor>{});
+      case Rounding::half_even: return body(Rules<Q, Z, Rounding::half_even>{});
+      case Rounding::half_away: return body(Rules<Q, Z, Rounding::half_away>{});
+      case Rounding::floor: return body(Rules<Q, Z, Rounding::floor>{});
     }
   };
-  const auto with_zero_point = [&](auto division) {
+  const auto with_zero_point = [&](auto how) {
     if (call.zero_point == ZeroPoint::after_round) {
-      return with_rounding(division, std::integral_constant<ZeroPoint, ZeroPoint::after_round>{});
+      return with_rounding(how, std::integral_constant<ZeroPoint, ZeroPoint::after_round>{});
     }
-    return with_rounding(division, std::integral_constant<ZeroPoint, ZeroPoint::before_round>{});
+    return with_rounding(how, std::integral_constant<ZeroPoint, ZeroPoint::before_round>{});
   };
   if (call.division == Division::divide) {
-    return with_zero_point(std::integral_constant<Division, Division::divide>{});
+    return with_zero_point(std::integral_constant<Quotient, Quotient::divide>{});
   }
-  return with_zero_point(std::integral_constant<Division, Division::reciprocal>{});
+  return with_zero_point(std::integral_constant<Quotient, Quotient::reciprocal>{});
 }
 
 // Calls body(In{}) with the type of the data.

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 
 #include "detent/layout.hpp"
 
@@ -69,6 +70,7 @@ struct Call {
   void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type unless wide_bounds
   void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
+  std::mutex* merging = nullptr;  // minmax, where shared: held while the bounds of many sets are merged
 
   uint8_t* mask_bits = nullptr;          // fake_quantize: where the mask goes, one bit per element; null for none
   const uint8_t* mask_in = nullptr;      // masked_backward: the mask

@@ -10,6 +10,7 @@
 
 #include <type_traits>
 
+#include "detent/arithmetic.hpp"
 #include "detent/call.hpp"
 #include "detent/cursor.hpp"
 #include "detent/half.hpp"
@@ -20,8 +21,9 @@ using detent::Call;
 using detent::Division;
 
 constexpr int64_t kChunk = 1024;
-constexpr int64_t kLongChunk = 16 * kChunk;
+constexpr int64_t kLongChunk = 4 * kChunk;
 constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own
+constexpr int64_t kInverses = kLongChunk;
 constexpr int64_t kGroup = 256;  // up to this many elements, equal sets share a chunk
 
 template <class In>
@@ -29,12 +31,13 @@ using compute_t = std::conditional_t<std::is_same_v<In, double>, double, float>;
 
 enum class Spread { uniform, grouped, by_element };
 
-// The parameters of one chunk. `divisor` is what x is divided by, or multiplied with where the division is by reciprocal.
+// The parameters of one chunk. Inverses are there where quotients are by reciprocal, or may be corrected; elsewhere any.
 template <class T>
 struct Params {
   Spread spread;
-  T scale, divisor, zero;              // where uniform
-  const T *scales, *divisors, *zeros;  // where not: per group, or per element
+  bool invertible;                     // all scales are within the range of corrected quotients
+  T scale, inverse, zero;              // where uniform
+  const T *scales, *inverses, *zeros;  // where not: per group, or per element
   int64_t group;                       // elements of a group, a multiple of kStride
 };
 
@@ -56,27 +59,29 @@ struct Params {
 
 constexpr int kStride = 16;  // short groups are worked on in strides of this many elements
 
-// Calls body(i, scale, divisor, zero) for every element of a chunk, in loops that become vector code where body is plain
+// Calls body(i, unit, zero) for every element of a chunk, in loops that become vector code where body is plain
 // arithmetic on arrays at i. Arrays are the same or do not overlap.
 template <class T, class Body>
 inline void each(const Params<T>& p, int64_t count, Body body) {
   if (p.spread == Spread::uniform) {
-    const T scale = p.scale, divisor = p.divisor, zero = p.zero;
+    const Unit<T> unit{p.scale, p.inverse};
+    const T zero = p.zero;
     DETENT_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) body(i, scale, divisor, zero);
+    for (int64_t i = 0; i < count; ++i) body(i, unit, zero);
   } else if (p.spread == Spread::grouped) {
     const int64_t group = p.group;
     for (int64_t at = 0, set = 0; at < count; at += group, ++set) {
-      const T scale = p.scales[set], divisor = p.divisors[set], zero = p.zeros[set];
+      const Unit<T> unit{p.scales[set], p.inverses[set]};
+      const T zero = p.zeros[set];
       for (int64_t i = at; i < at + group; i += kStride) {
         DETENT_INDEPENDENT
-        for (int j = 0; j < kStride; ++j) body(i + j, scale, divisor, zero);
+        for (int j = 0; j < kStride; ++j) body(i + j, unit, zero);
       }
     }
   } else {
-    const T *__restrict scales = p.scales, *__restrict divisors = p.divisors, *__restrict zeros = p.zeros;
+    const T *__restrict scales = p.scales, *__restrict inverses = p.inverses, *__restrict zeros = p.zeros;
     DETENT_INDEPENDENT
-    for (int64_t i = 0; i < count; ++i) body(i, scales[i], divisors[i], zeros[i]);
+    for (int64_t i = 0; i < count; ++i) body(i, Unit<T>{scales[i], inverses[i]}, zeros[i]);
   }
 }
 
@@ -96,8 +101,9 @@ class Chunks {
         limit_(limit),
         scale_(static_cast<const T*>(call.scale)),
         zero_(static_cast<const T*>(call.zero)),
-        reciprocal_(call.division == Division::reciprocal),
         by_element_(call.layout.block == 1),
+        // Longer rows than the buffer would have to be inverted again and again.
+        inverts_(call.division == Division::reciprocal || (kFused && !(by_element_ && call.layout.cols > kInverses))),
         groups_(call.layout.block % kStride == 0),
         no_zero_(call.no_zero) {
     if (no_zero_) {
@@ -129,26 +135,26 @@ class Chunks {
     count = whole_bytes(count, limit_, rest);
     const int64_t set = cursor_.set();
     const T scale = scale_[set];
-    params = {Spread::uniform, scale, reciprocal_ ? T(1) / scale : scale, zero_[set], nullptr, nullptr, nullptr, 0};
+    params = {Spread::uniform, is_invertible(scale), scale, T(1) / scale, zero_[set], nullptr, nullptr, nullptr, 0};
     cursor_.advance(count);
     return count;
   }
 
   int64_t equal_sets(int64_t groups, Params<T>& params) {
     const int64_t block = cursor_.run(), set = cursor_.set();
-    groups = least(groups, (reciprocal_ ? kChunk : limit_) / block);
-    params = {Spread::grouped, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, block};
+    groups = least(groups, limit_ / block);
+    params = {Spread::grouped, false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, block};
     cursor_.advance_blocks(groups);
-    invert(groups, params);
+    if (inverts_) invert(set, groups, params);
     return groups * block;
   }
 
   int64_t own_sets(int64_t count, int64_t rest, Params<T>& params) {
-    count = whole_bytes(count, reciprocal_ ? kChunk : limit_, rest);
+    count = whole_bytes(count, inverts_ ? least(limit_, kInverses) : limit_, rest);
     const int64_t set = cursor_.set();
-    params = {Spread::by_element, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, 0};
+    params = {Spread::by_element, false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, 0};
     cursor_.advance(count);
-    invert(count, params);
+    if (inverts_) invert(set, count, params);
     return count;
   }
 
@@ -160,19 +166,21 @@ class Chunks {
       if (by_element_) {
         part = least(cursor_.rest_of_row(), count - done);
         for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale_[set + i];
+        for (int64_t i = 0; i < part; ++i) inverses_[done + i] = T(1) / scale_[set + i];
         if (!no_zero_) {
           for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero_[set + i];
         }
       } else {
         part = least(cursor_.run(), count - done);
         spread(scale_[set], scales_ + done, part);
+        spread(T(1) / scale_[set], inverses_ + done, part);
         if (!no_zero_) spread(zero_[set], zeros_ + done, part);
       }
       cursor_.advance(part);
       done += part;
     }
-    params = {Spread::by_element, T(0), T(0), T(0), scales_, scales_, zeros_, 0};
-    invert(count, params);
+    params = {Spread::by_element, are_invertible(scales_, count), T(0), T(0), T(0), scales_, inverses_, zeros_, 0};
+    inverted_ = 0;
     return count;
   }
 
@@ -185,21 +193,49 @@ class Chunks {
     for (; i < count; ++i) out[i] = value;
   }
 
-  void invert(int64_t count, Params<T>& params) {
-    if (!reciprocal_) return;
-    for (int64_t i = 0; i < count; ++i) divisors_[i] = T(1) / params.scales[i];
-    params.divisors = divisors_;
+  static bool is_invertible(T scale) { return scale >= kLeastInvertible<T> && scale <= kMostInvertible<T>; }
+
+  static bool are_invertible(const T* scales, int64_t count) {
+    int outside = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      outside |= scales[i] < kLeastInvertible<T>;
+      outside |= scales[i] > kMostInvertible<T>;
+    }
+    return !outside;
+  }
+
+  // The inverses of consecutive sets; rows that share their sets share them.
+  void invert(int64_t set, int64_t count, Params<T>& params) {
+    if (set != first_ || count > inverted_) {
+      for (int64_t i = 0; i < count; ++i) inverses_[i] = T(1) / params.scales[i];
+      invertible_ = are_invertible(params.scales, count);
+      first_ = set;
+      inverted_ = count;
+    }
+    params.inverses = inverses_;
+    params.invertible = invertible_;
   }
 
   Cursor cursor_;
   int64_t limit_;
   const T* scale_;
   const T* zero_;
-  bool reciprocal_, by_element_, groups_, no_zero_;
+  bool by_element_, inverts_, groups_, no_zero_;
+  int64_t first_ = 0, inverted_ = 0;  // the sets in inverses_
+  bool invertible_ = false;
   alignas(64) T scales_[kChunk];
-  alignas(64) T divisors_[kChunk];
+  alignas(64) T inverses_[kInverses];
   alignas(64) T zeros_[kChunk];
 };
+
+// Over a chunk that is still in the cache: no second pass over memory. One comparison looks at two elements.
+template <class T>
+DETENT_LOOP bool has_nan(const T* x, int64_t count) {
+  const int64_t half = count / 2;
+  int missing = x[count - 1] != x[count - 1];
+  for (int64_t i = 0; i < half; ++i) missing |= std::isunordered(x[i], x[half + i]);
+  return missing != 0;
+}
 
 // The next elements as the compute type: the array itself where it has that type, a widened copy where not.
 template <class In>

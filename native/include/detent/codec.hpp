@@ -1,9 +1,10 @@
 // Codec: one number's way to its code, and to the value of that code, for every kind of format.
 //
-//   ratio(x, divisor)         t: x in units of the scale
-//   code(x, divisor, zero)    the code; that of NaN is any
-//   value(x, divisor, zero)   the value at scale 1, zero point taken off; NaN stays NaN
-//   inside(x, divisor, zero)  whether x is not clamped
+//   ratio(x, unit)         t: x in units of the scale
+//   code(x, unit, zero)    the code; that of NaN is any
+//   value(x, unit, zero)   the value at scale 1, zero point taken off; NaN stays NaN
+//   inside(x, unit, zero)  whether x is not clamped
+//   twin()                 a codec of the same codes, values and sides that corrects quotients instead of dividing
 //
 // A codec is a few numbers that a loop keeps in registers. Internal linkage, as in half.hpp.
 #pragma once
@@ -16,53 +17,108 @@ namespace {
 
 using detent::Kind;
 
+template <ZeroPoint zero_rule, class T>
+struct QuickIntegers;
+
 template <class Rule, class T>
 struct Integers {
   static constexpr bool signed_zeros = false;  // whether a result may be a negative zero
+  // Rounding down tells a tiny negative quotient from zero.
+  static constexpr bool has_twin = Rule::quotient == Quotient::divide && Rule::rounding == Rounding::half_even;
+  using Twin = QuickIntegers<Rule::zero_point, T>;
 
   explicit Integers(const Call& call)
       : low(T(call.qmin)), high(T(call.qmax)), first(low + T(call.exclusive)), last(high - T(call.exclusive)) {}
 
-  static T ratio(T x, T divisor) { return Rule::division == Division::divide ? x / divisor : x * divisor; }
+  T ratio(T x, Unit<T> unit) const { return quotient<Rule::quotient>(x, unit); }
 
-  int32_t code(T x, T divisor, T zero) const {
-    return static_cast<int32_t>(x == x ? clamped(unclamped<Rule>(x, divisor, zero), low, high) : low);
+  int32_t code(T x, Unit<T> unit, T zero) const {
+    return static_cast<int32_t>(x == x ? clamped(unclamped<Rule>(x, unit, zero), low, high) : low);
   }
 
-  T value(T x, T divisor, T zero) const {
-    return clamped(unclamped<Rule>(x, divisor, zero), low, high) - zero + T(0);  // + 0: no negative zero
+  T value(T x, Unit<T> unit, T zero) const {
+    return clamped(unclamped<Rule>(x, unit, zero), low, high) - zero + T(0);  // + 0: no negative zero
   }
 
   // Codes before clamping are whole numbers, so that exclusive bounds are inclusive ones a step further in.
-  bool inside(T x, T divisor, T zero) const {
-    const T u = unclamped<Rule>(x, divisor, zero);
+  bool inside(T x, Unit<T> unit, T zero) const {
+    const T u = unclamped<Rule>(x, unit, zero);
     return (u >= first) & (u <= last);
   }
 
   int32_t fill_code(bool lowest, T zero) const { return static_cast<int32_t>(lowest ? low : zero); }
 
+  Twin twin() const { return Twin(low, high, first, last); }
+
+  T low, high, first, last;
+};
+
+// Clamps x to the values of the extreme codes instead of clamping codes. Rounding is monotone, and the value of a code, in
+// units of the scale, is within two roundings of a whole number: it rounds to that code.
+template <ZeroPoint zero_rule, class T>
+struct QuickIntegers {
+  using Rule = Rules<Quotient::corrected, zero_rule, Rounding::half_even>;
+  using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
+  static constexpr T kWhole = std::is_same_v<T, double> ? T(3ll << 51) : T(3 << 22);  // where neighbours are 1 apart
+
+  QuickIntegers(T low_, T high_, T first_, T last_) : low(low_), high(high_), first(first_), last(last_) {}
+
+  // Adding kWhole rounds to a whole number, which is then in the lowest bits. NaN becomes the lowest value.
+  int32_t code(T x, Unit<T> unit, T zero) const {
+    const T lowest = (low - zero) * unit.scale, highest = (high - zero) * unit.scale;
+    const T raised = x > lowest ? x : lowest, within = raised < highest ? raised : highest;
+    const T t = quotient<Quotient::corrected>(within, unit);
+    const bool before = zero_rule == ZeroPoint::before_round;
+    const Bits bits = std::bit_cast<Bits>((before ? t + zero : t) + kWhole) - std::bit_cast<Bits>(kWhole);
+    return static_cast<int32_t>(bits) + (before ? 0 : static_cast<int32_t>(zero));
+  }
+
+  T value(T x, Unit<T> unit, T zero) const {
+    const T within = clamped(x, (low - zero) * unit.scale, (high - zero) * unit.scale);
+    const T t = quotient<Quotient::corrected>(within, unit);
+    if constexpr (zero_rule == ZeroPoint::after_round) {
+      return std::rint(t) + T(0);  // + zero - zero is exact
+    } else {
+      return std::rint(t + zero) - zero + T(0);
+    }
+  }
+
+  // Clamped two codes further out, so that the code before clamping can still be told.
+  bool inside(T x, Unit<T> unit, T zero) const {
+    const T near = clamped(x, (low - zero - T(2)) * unit.scale, (high - zero + T(2)) * unit.scale);
+    const T u = unclamped<Rule>(near, unit, zero);
+    return (u >= first) & (u <= last);
+  }
+
   T low, high, first, last;
 };
 
 // What small floats and codebooks share: no zero point, division by the scale, and a mask by the ratio.
-template <class T>
+template <Quotient how, class T>
 struct Ratios {
-  explicit Ratios(const Call& call) : low(T(call.qmin)), high(T(call.qmax)), exclusive(call.exclusive) {}
+  static constexpr bool has_twin = how == Quotient::divide;
 
-  static T ratio(T x, T divisor) { return x / divisor; }
+  explicit Ratios(const Call& call)
+      : low(T(call.qmin)), high(T(call.qmax)), far(T(2) * (-low > high ? -low : high)), exclusive(call.exclusive) {}
 
-  bool inside(T x, T divisor, T) const {
-    const T t = ratio(x, divisor);
+  T ratio(T x, Unit<T> unit) const {
+    if constexpr (how == Quotient::corrected) return quotient<how>(clamped(x, -far * unit.scale, far * unit.scale), unit);
+    return quotient<how>(x, unit);
+  }
+
+  bool inside(T x, Unit<T> unit, T) const {
+    const T t = ratio(x, unit);
     return exclusive ? (t > low) & (t < high) : (t >= low) & (t <= high);
   }
 
-  T low, high;
+  T low, high, far;
   bool exclusive;
 };
 
 // Sign, exponent and mantissa. A magnitude is a whole number of steps of its binade; below the normals the step stays.
-template <class T>
-struct SmallFloats : Ratios<T> {
+template <Quotient how, class T>
+struct SmallFloats : Ratios<how, T> {
+  using Twin = SmallFloats<Quotient::corrected, T>;
   static constexpr bool signed_zeros = true;
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
   static constexpr int kMantissa = std::is_same_v<T, double> ? 52 : 23;
@@ -71,36 +127,39 @@ struct SmallFloats : Ratios<T> {
   static constexpr Bits kExponent = (kSign - 1) >> kMantissa << kMantissa;
 
   explicit SmallFloats(const Call& call)
-      : Ratios<T>(call),
+      : Ratios<how, T>(call),
         top(T(call.largest)),
         smallest((kBias + static_cast<Bits>(call.min_exponent)) << kMantissa),
         mantissa(call.mantissa),
         sign(call.bits - 1) {}
 
-  int32_t encode(T t) const {
-    const Bits exponent = exponent_of(t);
-    const Bits binades = (exponent - smallest) >> (kMantissa - mantissa);
-    const int32_t negative = static_cast<int32_t>(std::bit_cast<Bits>(t) >> (8 * sizeof(T) - 1));
-    return static_cast<int32_t>(steps(t, exponent)) + static_cast<int32_t>(binades) + (negative << sign);
-  }
+  int32_t code(T x, Unit<T> unit, T) const { return encode(this->ratio(x, unit), x); }
 
-  int32_t code(T x, T divisor, T) const { return encode(this->ratio(x, divisor)); }
-
-  T value(T x, T divisor, T) const {
-    const T t = this->ratio(x, divisor);
+  T value(T x, Unit<T> unit, T) const {
+    const T t = this->ratio(x, unit);
     const Bits exponent = exponent_of(t);
     const T size = steps(t, exponent) * step(exponent);
-    const T y = std::bit_cast<T>(std::bit_cast<Bits>(size) | (std::bit_cast<Bits>(t) & kSign));
+    const T y = std::bit_cast<T>(std::bit_cast<Bits>(size) | (std::bit_cast<Bits>(x) & kSign));
     return t == t ? y : t;
   }
 
-  int32_t fill_code(bool lowest, T) const { return encode(lowest ? this->low : T(0)); }
+  int32_t fill_code(bool lowest, T) const { return lowest ? encode(this->low, this->low) : 0; }
+
+  Twin twin() const { return std::bit_cast<Twin>(*this); }
 
   T top;
   Bits smallest;
   int mantissa, sign;
 
  private:
+  // The sign is that of x: a corrected ratio may lose that of a zero.
+  int32_t encode(T t, T x) const {
+    const Bits exponent = exponent_of(t);
+    const Bits binades = (exponent - smallest) >> (kMantissa - mantissa);
+    const int32_t negative = static_cast<int32_t>(std::bit_cast<Bits>(x) >> (8 * sizeof(T) - 1));
+    return static_cast<int32_t>(steps(t, exponent)) + static_cast<int32_t>(binades) + (negative << sign);
+  }
+
   T magnitude(T t) const {
     const T size = std::fabs(t);
     return size < top ? size : top;
@@ -121,12 +180,13 @@ struct SmallFloats : Ratios<T> {
 };
 
 // Sixteen ascending levels; a code is the number of bounds below the ratio.
-template <class T>
-struct Codebook : Ratios<T> {
+template <Quotient how, class T>
+struct Codebook : Ratios<how, T> {
+  using Twin = Codebook<Quotient::corrected, T>;
   static constexpr bool signed_zeros = false;
   static constexpr int kBounds = 15;
 
-  explicit Codebook(const Call& call) : Ratios<T>(call) {
+  explicit Codebook(const Call& call) : Ratios<how, T>(call) {
     for (int i = 0; i < kBounds; ++i) {
       bounds[i] = static_cast<const T*>(call.bounds)[i];
       levels[i] = static_cast<const T*>(call.levels)[i];
@@ -140,10 +200,10 @@ struct Codebook : Ratios<T> {
     return code;
   }
 
-  int32_t code(T x, T divisor, T) const { return encode(this->ratio(x, divisor)); }
+  int32_t code(T x, Unit<T> unit, T) const { return encode(this->ratio(x, unit)); }
 
-  T value(T x, T divisor, T) const {
-    const T t = this->ratio(x, divisor);
+  T value(T x, Unit<T> unit, T) const {
+    const T t = this->ratio(x, unit);
     T y = levels[0];
     for (int i = 0; i < kBounds; ++i) y = t > bounds[i] ? levels[i + 1] : y;
     return t == t ? y : t;
@@ -151,16 +211,27 @@ struct Codebook : Ratios<T> {
 
   int32_t fill_code(bool lowest, T) const { return encode(lowest ? this->low : T(0)); }
 
+  Twin twin() const { return std::bit_cast<Twin>(*this); }
+
   T bounds[kBounds], levels[kBounds + 1];
 };
+
+// Calls body(codec), with the codec's twin where there is one and the scales allow for it.
+template <class Codec, class Body>
+inline void with_quickest(const Codec& codec, bool invertible, Body body) {
+  if constexpr (kFused && Codec::has_twin) {
+    if (invertible) return body(codec.twin());
+  }
+  body(codec);
+}
 
 // Calls body(codec) with the codec of the call, for data of compute type T.
 template <class T, class Body>
 inline void with_codec(const Call& call, Body body) {
   switch (call.kind) {
     case Kind::integers: return with_rules(call, [&](auto rule) { body(Integers<decltype(rule), T>(call)); });
-    case Kind::small_floats: return body(SmallFloats<T>(call));
-    case Kind::codebook: return body(Codebook<T>(call));
+    case Kind::small_floats: return body(SmallFloats<Quotient::divide, T>(call));
+    case Kind::codebook: return body(Codebook<Quotient::divide, T>(call));
   }
 }
 

@@ -12,12 +12,14 @@ using detent::Mask;
 template <class Codec, class T, class Body>
 inline void with_mask(const Codec codec, const Call& call, const Params<T>& p, const T* x, int64_t count, Body body) {
   if (call.mask == Mask::code) {
-    return each(p, count, [=](int64_t i, T, T divisor, T zero) { body(i, codec.inside(x[i], divisor, zero)); });
+    return with_quickest(codec, p.invertible, [&](const auto quickest) {
+      each(p, count, [=](int64_t i, Unit<T> unit, T zero) { body(i, quickest.inside(x[i], unit, zero)); });
+    });
   }
   const bool exclusive = call.exclusive;
   const T qmin = T(call.qmin), qmax = T(call.qmax);
-  each(p, count, [=](int64_t i, T scale, T, T zero) {
-    const T low = (qmin - zero) * scale, high = (qmax - zero) * scale;
+  each(p, count, [=](int64_t i, Unit<T> unit, T zero) {
+    const T low = (qmin - zero) * unit.scale, high = (qmax - zero) * unit.scale;
     const bool strictly = (x[i] > low) & (x[i] < high), within = (x[i] >= low) & (x[i] <= high);
     body(i, exclusive ? strictly : within);
   });

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "detent/arithmetic.hpp"
 #include "detent/call.hpp"
 
 namespace {
@@ -17,9 +18,12 @@ using detent::ZeroRange;
 inline double larger(double a, double b) { return a > b ? a : b; }
 inline double smaller(double a, double b) { return a < b ? a : b; }
 
-// What is decided by the rule alone is decided once: the loop over sets has no branches.
-template <Symmetric kind, bool half_away>
+// What is decided by the rule alone is decided once: the loop over sets has no branches. Bounds of type B: a double neither
+// overflows nor loses bits in the corrected quotient of a float.
+template <class B, Symmetric kind, bool half_away>
 struct Deriver {
+  static constexpr Quotient how = kFused && std::is_same_v<B, float> ? Quotient::corrected : Quotient::divide;
+
   explicit Deriver(const Call& call) : qmin(call.qmin), qmax(call.qmax), zero_point(call.rule.zero_point) {
     const ScaleRule& rule = call.rule;
     const double infinity = std::numeric_limits<double>::infinity();
@@ -27,6 +31,7 @@ struct Deriver {
     above = qmax - zero_point;
     divisor = kind == Symmetric::affine || kind == Symmetric::half_span ? qmax - qmin : above;
     if (kind == Symmetric::half_span) divisor /= 2;
+    unit = {divisor, 1 / divisor};
     lowest = rule.include_zero ? 0.0 : infinity;
     highest = rule.include_zero ? 0.0 : -infinity;
     floor = rule.zero_range == ZeroRange::width ? rule.floor / divisor : rule.zero_range == ZeroRange::eps ? rule.floor : 0.0;
@@ -36,12 +41,12 @@ struct Deriver {
 
   double exact(double low, double high) const {
     if constexpr (kind == Symmetric::affine) {
-      return larger(high, highest) / divisor - smaller(low, lowest) / divisor;
+      return quotient<how>(larger(high, highest), unit) - quotient<how>(smaller(low, lowest), unit);
     } else if constexpr (kind == Symmetric::tight) {
       const double top = high / above;
       return below != 0 ? larger(low / below, top) : top;
     } else {
-      return larger(std::fabs(low), std::fabs(high)) / divisor;
+      return quotient<how>(larger(std::fabs(low), std::fabs(high)), unit);
     }
   }
 
@@ -72,6 +77,7 @@ struct Deriver {
   }
 
   double qmin, qmax, zero_point, below, above, divisor, lowest, highest, floor, at_zero, refused;
+  Unit<double> unit;
 };
 
 }  // namespace
