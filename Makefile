@@ -40,7 +40,7 @@ format: $(STAMP) ## rewrite the sources in the house style
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan; needs a compiler only
+sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan, and quotients; needs a compiler only
 	$(MAKE) -C native/tests
 
 # Threads of other pools sleep between their turns instead of spinning on the cores of the next contestant.

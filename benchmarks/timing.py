@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 from case import Contestant
 
-SAMPLE = 1e-3
+SAMPLE = 4e-3
 REST = 2e-3
 ENOUGH = 5
 QUIET_SHARE, LOOK = 0.15, 0.3

@@ -27,7 +27,7 @@ void run(const Call& call, int64_t begin, int64_t end) {
   const uint8_t* bytes = static_cast<const uint8_t*>(call.codes_in);
   const Code* in = static_cast<const Code*>(call.codes_in);
   Out* out = static_cast<Out*>(call.out);
-  Chunks<T> chunks(call, begin, direct && !packed ? kLongChunk : kChunk);
+  Chunks<T> chunks(call, begin, direct && !packed ? kLongChunk : kChunk, false);
   alignas(64) Code codes[kChunk];
   alignas(64) T result[kChunk];
   Params<T> params;
@@ -62,7 +62,7 @@ void run_backward(const Call& call, int64_t begin, int64_t end) {
   constexpr bool direct = std::is_same_v<In, T>;
   const In* in = static_cast<const In*>(call.g);
   In* out = static_cast<In*>(call.out);
-  Chunks<T> chunks(call, begin, direct ? kLongChunk : kChunk);
+  Chunks<T> chunks(call, begin, direct ? kLongChunk : kChunk, false);
   alignas(64) T wide[kChunk], result[kChunk];
   Params<T> p;
   for (int64_t at = begin; at < end;) {

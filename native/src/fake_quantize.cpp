@@ -1,4 +1,5 @@
-// y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless a fill is asked for.
+// y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless a fill is
+// asked for.
 #include <cstring>
 
 #include "detent/bits.hpp"

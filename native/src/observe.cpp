@@ -60,7 +60,7 @@ void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin,
     const int64_t first = set, start = at;
     do {
       const int64_t run = least(layout.block, layout.cols - column * layout.block);
-      const int64_t whole = least(least(layout.cols / layout.block - column, end - set), least(kGroups<In>, kStage) / layout.block);
+      const int64_t whole = least(least(layout.cols / layout.block - column, end - set), kGroups<In> / layout.block);
       int64_t groups = 1;
       if (whole > 1) {
         groups = whole;

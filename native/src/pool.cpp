@@ -24,9 +24,9 @@ inline void relax() {
 #endif
 }
 
-// What is open of a job, in one word: how many tasks, how many seats for helpers, and which job it is. A worker that wakes
-// late finds nothing open and need not be waited for. Who has taken a task may read the rest of the job, because the caller
-// waits for every task that was taken.
+// What is open of a job, in one word: how many tasks, how many seats for those who work on it, and which job it is. A worker
+// that wakes late finds nothing open and need not be waited for. A caller that finds no seat left only waits. Who has taken
+// a task may read the rest of the job, because the caller waits for every task that was taken.
 struct Open {
   static constexpr uint64_t kSeat = uint64_t{1} << 32, kJob = uint64_t{1} << 48;
 
@@ -90,14 +90,16 @@ class Pool {
     }
   }
 
-  // Takes a task, and a seat if `seated` is not a seat of this job. Returns the word it was taken from, or one without tasks.
+  // Takes a task, and a seat if `seated` is not one of this job. Returns the word it was taken from, or one without tasks.
   Open take(Open seated) {
     Open seen{open_.load(std::memory_order_relaxed)};
     for (;;) {
       const bool needs_seat = !seated.tasks() || seated.job() != seen.job();
       if (!seen.tasks() || (needs_seat && !seen.seats())) return {0};
       const uint64_t rest = seen.word - 1 - (needs_seat ? Open::kSeat : 0);
-      if (open_.compare_exchange_weak(seen.word, rest, std::memory_order_acquire, std::memory_order_relaxed)) return seen;
+      if (open_.compare_exchange_weak(seen.word, rest, std::memory_order_acquire, std::memory_order_relaxed)) {
+        return seen;
+      }
     }
   }
 
@@ -112,7 +114,7 @@ class Pool {
   void finish() {
     constexpr int kPatience = 2000;
     for (int i = 0; i < kPatience && unfinished_.load(std::memory_order_acquire); ++i) relax();
-    for (int64_t left = unfinished_.load(std::memory_order_acquire); left; left = unfinished_.load(std::memory_order_acquire)) {
+    while (const int64_t left = unfinished_.load(std::memory_order_acquire)) {
       unfinished_.wait(left, std::memory_order_acquire);
     }
   }
@@ -144,7 +146,9 @@ Pool& the_pool() {
 }  // namespace
 
 void run_tasks(Task task, const void* context, int64_t count, int threads) {
-  const int64_t most = threads < count ? threads : count;
+  constexpr int64_t kMostThreads = 1 << 15, kMostTasks = int64_t{1} << 31;  // that fit an Open
+  int64_t most = threads < count ? threads : count;
+  most = count > kMostTasks ? 1 : most < kMostThreads ? most : kMostThreads;
   if (most > 1 && the_pool().run(task, context, count, static_cast<int>(most) - 1)) return;
   for (int64_t i = 0; i < count; ++i) task(context, i);
 }

@@ -1,4 +1,5 @@
-// The code of every element, as bytes, words or packed bits: q = clamp(round(x / s) + z), or the nearest level. NaN is reported, and gets the code of the fill.
+// The code of every element, as bytes, words or packed bits: q = clamp(round(x / s) + z), or the nearest level. NaN is
+// reported, and gets the code of the fill.
 #include "detent/bits.hpp"
 #include "detent/chunks.hpp"
 #include "detent/codec.hpp"
@@ -8,8 +9,8 @@ namespace {
 using detent::Codes;
 using detent::Fill;
 
-// Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. The code of NaN is any until it
-// is filled.
+// Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. The code of NaN is any until
+// it is filled.
 template <class Codec, class Code, class T>
 DETENT_LOOP void codes(const Codec codec, const Params<T>& p, const T* x, Code* q, int64_t count) {
   if (p.spread != Spread::grouped) {

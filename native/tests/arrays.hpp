@@ -202,9 +202,16 @@ class Arrays : public Tester {
   template <class T>
   void place_rules_of(Case& c, int64_t sets) {
     constexpr double kScales[] = {0.0123, 0.3, 0.017, 1.0 / 3, 0.5, 1e-3, 40.0};
+    // Now and then the ends of the range in which quotients are corrected, and their neighbours beyond.
+    const int end = std::is_same_v<T, double> ? 400 : 60;
+    const bool at_ends = dice_() % 8 == 0;
     std::vector<T> scale, zero;
     for (int64_t i = 0; i < sets; ++i) {
-      scale.push_back(static_cast<T>(kScales[dice_() % 7]));
+      T any_scale = static_cast<T>(kScales[dice_() % 7]);
+      if (at_ends && dice_() % 4 == 0) {
+        any_scale = std::nextafter(std::ldexp(T(1), dice_.heads() ? end : -end), dice_.heads() ? T(1) : any_scale * T(0));
+      }
+      scale.push_back(any_scale);
       const double any = c.qmin + static_cast<double>(dice_.below(static_cast<int64_t>(c.qmax - c.qmin) + 1));
       zero.push_back(c.no_zero ? T(0) : static_cast<T>(any));
     }

@@ -71,7 +71,9 @@ void at_random(int64_t count) {
     const T sign = dice() % 2 ? T(1) : T(-1);
     check(sign * std::ldexp(any(), exponent + static_cast<int>(dice() % 48) - 28), scale);
     T tie = (static_cast<T>(dice() % 65536) + T(0.5)) * scale;
-    for (int steps = static_cast<int>(dice() % 4); steps; --steps) tie = std::nextafter(tie, dice() % 2 ? T(0) : scale * T(1e6));
+    for (int steps = static_cast<int>(dice() % 4); steps; --steps) {
+      tie = std::nextafter(tie, dice() % 2 ? T(0) : scale * T(1e6));
+    }
     check(sign * tie, scale);
   }
 }
@@ -79,7 +81,9 @@ void at_random(int64_t count) {
 }  // namespace
 
 int main() {
-  for (uint32_t mantissa = 0; mantissa < 1u << 23; ++mantissa) check(between_1_and_2<float>(mantissa), between_1_and_2<float>(~0u));
+  for (uint32_t mantissa = 0; mantissa < 1u << 23; ++mantissa) {
+    check(between_1_and_2<float>(mantissa), between_1_and_2<float>(~0u));
+  }
   corners<float>();
   corners<double>();
   at_random<float>(20'000'000);

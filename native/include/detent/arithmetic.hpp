@@ -56,9 +56,11 @@ inline T clamped(T u, T low, T high) {
 // x in units of the scale.
 //
 // `corrected` is Markstein's division: with an inverse that is rounded once, a first quotient is off by less than 1.5 units
-// of its last place, its remainder is exact, and adding remainder * inverse in one rounding gives the rounded quotient.
-// That holds for quotients from 2^-30 to 2^20. Smaller ones may lose bits and the sign of a zero, which does not change
-// the nearest code; larger ones, and infinity, must be clamped before. native/tests/test_quotients.cpp tries the corners.
+// of its last place; adding remainder * inverse in one rounding gives the rounded quotient. (The remainder is exact but where
+// the first quotient is off by more than one unit, and there its own rounding does not move the sum across a midpoint.)
+// In float that holds for quotients from 2^-30 to 2^20 of an invertible scale, in double for far more. Smaller ones may lose
+// bits and the sign of a zero, which does not change the nearest code; larger ones, and infinity, must be clamped before.
+// native/tests/test_quotients.cpp tries the corners.
 template <Quotient how, class T>
 inline T quotient(T x, Unit<T> unit) {
   if constexpr (how == Quotient::divide) {
@@ -66,8 +68,8 @@ inline T quotient(T x, Unit<T> unit) {
   } else if constexpr (how == Quotient::reciprocal) {
     return x * unit.inverse;
   } else {
-    const T near = x * unit.inverse;
-    return std::fma(std::fma(near, -unit.scale, x), unit.inverse, near);
+    const T first = x * unit.inverse;
+    return std::fma(std::fma(first, -unit.scale, x), unit.inverse, first);
   }
 }
 

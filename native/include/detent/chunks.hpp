@@ -23,7 +23,7 @@ using detent::Division;
 constexpr int64_t kChunk = 1024;
 constexpr int64_t kLongChunk = 4 * kChunk;
 constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own
-constexpr int64_t kInverses = kLongChunk;
+constexpr int64_t kRow = 4 * kChunk;  // up to this many columns, the inverses of a row are kept
 constexpr int64_t kGroup = 256;  // up to this many elements, equal sets share a chunk
 
 template <class In>
@@ -96,14 +96,16 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 template <class T>
 class Chunks {
  public:
-  Chunks(const Call& call, int64_t begin, int64_t limit = kChunk)
+  // Inverses are made where quotients are asked for, once per row: they stay for the rows that share its sets.
+  Chunks(const Call& call, int64_t begin, int64_t limit = kChunk, bool quotients = true)
       : cursor_(call.layout, begin),
         limit_(limit),
+        cols_(call.layout.cols),
         scale_(static_cast<const T*>(call.scale)),
         zero_(static_cast<const T*>(call.zero)),
         by_element_(call.layout.block == 1),
-        // Longer rows than the buffer would have to be inverted again and again.
-        inverts_(call.division == Division::reciprocal || (kFused && !(by_element_ && call.layout.cols > kInverses))),
+        long_rows_(by_element_ && cols_ > kRow),
+        inverts_(quotients && (call.division == Division::reciprocal || (kFused && !long_rows_))),
         groups_(call.layout.block % kStride == 0),
         no_zero_(call.no_zero) {
     if (no_zero_) {
@@ -144,44 +146,61 @@ class Chunks {
     const int64_t block = cursor_.run(), set = cursor_.set();
     groups = least(groups, limit_ / block);
     params = {Spread::grouped, false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, block};
+    if (inverts_) {
+      params.inverses = inverses_;
+      params.invertible = invert(scale_ + set, inverses_, groups);
+    }
     cursor_.advance_blocks(groups);
-    if (inverts_) invert(set, groups, params);
     return groups * block;
   }
 
   int64_t own_sets(int64_t count, int64_t rest, Params<T>& params) {
-    count = whole_bytes(count, inverts_ ? least(limit_, kInverses) : limit_, rest);
+    count = whole_bytes(count, inverts_ && long_rows_ ? kChunk : limit_, rest);
     const int64_t set = cursor_.set();
     params = {Spread::by_element, false, T(0), T(0), T(0), scale_ + set, scale_ + set, zero_ + set, 0};
+    if (inverts_ && long_rows_) {
+      params.inverses = inverses_;
+      params.invertible = invert(scale_ + set, inverses_, count);
+    } else if (inverts_) {
+      params.inverses = row_inverses() + cursor_.col;
+      params.invertible = row_invertible_;
+    }
     cursor_.advance(count);
-    if (inverts_) invert(set, count, params);
     return count;
   }
 
   int64_t many_sets(int64_t rest, Params<T>& params) {
     const int64_t count = least(rest, kChunk);
+    bool invertible = inverts_;
     for (int64_t done = 0; done < count;) {
       const int64_t set = cursor_.set();
       int64_t part;
       if (by_element_) {
         part = least(cursor_.rest_of_row(), count - done);
-        for (int64_t i = 0; i < part; ++i) scales_[done + i] = scale_[set + i];
-        for (int64_t i = 0; i < part; ++i) inverses_[done + i] = T(1) / scale_[set + i];
-        if (!no_zero_) {
-          for (int64_t i = 0; i < part; ++i) zeros_[done + i] = zero_[set + i];
+        copy(scale_ + set, scales_ + done, part);
+        if (!no_zero_) copy(zero_ + set, zeros_ + done, part);
+        if (inverts_ && long_rows_) {
+          invertible &= invert(scale_ + set, inverses_ + done, part);
+        } else if (inverts_) {
+          copy(row_inverses() + cursor_.col, inverses_ + done, part);
+          invertible &= row_invertible_;
         }
       } else {
         part = least(cursor_.run(), count - done);
         spread(scale_[set], scales_ + done, part);
-        spread(T(1) / scale_[set], inverses_ + done, part);
         if (!no_zero_) spread(zero_[set], zeros_ + done, part);
+        if (inverts_) spread(T(1) / scale_[set], inverses_ + done, part);
+        invertible &= is_invertible(scale_[set]);
       }
       cursor_.advance(part);
       done += part;
     }
-    params = {Spread::by_element, are_invertible(scales_, count), T(0), T(0), T(0), scales_, inverses_, zeros_, 0};
-    inverted_ = 0;
+    params = {Spread::by_element, invertible, T(0), T(0), T(0), scales_, inverts_ ? inverses_ : scales_, zeros_, 0};
     return count;
+  }
+
+  static void copy(const T* from, T* to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
   }
 
   // Short runs mostly have a multiple of 8 elements, for which the inner loop is a few stores.
@@ -195,37 +214,37 @@ class Chunks {
 
   static bool is_invertible(T scale) { return scale >= kLeastInvertible<T> && scale <= kMostInvertible<T>; }
 
-  static bool are_invertible(const T* scales, int64_t count) {
+  // Returns whether all are invertible.
+  static bool invert(const T* scales, T* inverses, int64_t count) {
     int outside = 0;
     for (int64_t i = 0; i < count; ++i) {
-      outside |= scales[i] < kLeastInvertible<T>;
-      outside |= scales[i] > kMostInvertible<T>;
+      inverses[i] = T(1) / scales[i];
+      outside |= !(scales[i] >= kLeastInvertible<T>);
+      outside |= !(scales[i] <= kMostInvertible<T>);
     }
     return !outside;
   }
 
-  // The inverses of consecutive sets; rows that share their sets share them.
-  void invert(int64_t set, int64_t count, Params<T>& params) {
-    if (set != first_ || count > inverted_) {
-      for (int64_t i = 0; i < count; ++i) inverses_[i] = T(1) / params.scales[i];
-      invertible_ = are_invertible(params.scales, count);
-      first_ = set;
-      inverted_ = count;
+  // The inverses of the current row's sets, each of one column.
+  const T* row_inverses() {
+    if (row_ != cursor_.offset) {
+      row_ = cursor_.offset;
+      row_invertible_ = invert(scale_ + row_, row_inverses_, cols_);
     }
-    params.inverses = inverses_;
-    params.invertible = invertible_;
+    return row_inverses_;
   }
 
   Cursor cursor_;
-  int64_t limit_;
+  int64_t limit_, cols_;
   const T* scale_;
   const T* zero_;
-  bool by_element_, inverts_, groups_, no_zero_;
-  int64_t first_ = 0, inverted_ = 0;  // the sets in inverses_
-  bool invertible_ = false;
+  bool by_element_, long_rows_, inverts_, groups_, no_zero_;
+  bool row_invertible_ = false;
+  int64_t row_ = -1;  // the first set in row_inverses_
   alignas(64) T scales_[kChunk];
-  alignas(64) T inverses_[kInverses];
   alignas(64) T zeros_[kChunk];
+  alignas(64) T inverses_[kChunk];
+  alignas(64) T row_inverses_[kRow];
 };
 
 // Over a chunk that is still in the cache: no second pass over memory. One comparison looks at two elements.

@@ -23,7 +23,7 @@ struct QuickIntegers;
 template <class Rule, class T>
 struct Integers {
   static constexpr bool signed_zeros = false;  // whether a result may be a negative zero
-  // Rounding down tells a tiny negative quotient from zero.
+  // Rounding down tells a tiny negative quotient from zero; half_away could have a twin and is too rare for one.
   static constexpr bool has_twin = Rule::quotient == Quotient::divide && Rule::rounding == Rounding::half_even;
   using Twin = QuickIntegers<Rule::zero_point, T>;
 
@@ -49,6 +49,7 @@ struct Integers {
   int32_t fill_code(bool lowest, T zero) const { return static_cast<int32_t>(lowest ? low : zero); }
 
   Twin twin() const { return Twin(low, high, first, last); }
+  static bool twin_is_safe() { return true; }  // codes have at most 16 bits
 
   T low, high, first, last;
 };
@@ -85,8 +86,8 @@ struct QuickIntegers {
 
   // Clamped two codes further out, so that the code before clamping can still be told.
   bool inside(T x, Unit<T> unit, T zero) const {
-    const T near = clamped(x, (low - zero - T(2)) * unit.scale, (high - zero + T(2)) * unit.scale);
-    const T u = unclamped<Rule>(near, unit, zero);
+    const T nearby = clamped(x, (low - zero - T(2)) * unit.scale, (high - zero + T(2)) * unit.scale);
+    const T u = unclamped<Rule>(nearby, unit, zero);
     return (u >= first) & (u <= last);
   }
 
@@ -99,19 +100,21 @@ struct Ratios {
   static constexpr bool has_twin = how == Quotient::divide;
 
   explicit Ratios(const Call& call)
-      : low(T(call.qmin)), high(T(call.qmax)), far(T(2) * (-low > high ? -low : high)), exclusive(call.exclusive) {}
+      : low(T(call.qmin)), high(T(call.qmax)), reach(T(2) * (-low > high ? -low : high)), exclusive(call.exclusive) {}
 
   T ratio(T x, Unit<T> unit) const {
-    if constexpr (how == Quotient::corrected) return quotient<how>(clamped(x, -far * unit.scale, far * unit.scale), unit);
+    if constexpr (how == Quotient::corrected) return quotient<how>(clamped(x, -reach * unit.scale, reach * unit.scale), unit);
     return quotient<how>(x, unit);
   }
+
+  bool twin_is_safe() const { return reach <= T(1 << 20); }
 
   bool inside(T x, Unit<T> unit, T) const {
     const T t = ratio(x, unit);
     return exclusive ? (t > low) & (t < high) : (t >= low) & (t <= high);
   }
 
-  T low, high, far;
+  T low, high, reach;
   bool exclusive;
 };
 
@@ -220,7 +223,7 @@ struct Codebook : Ratios<how, T> {
 template <class Codec, class Body>
 inline void with_quickest(const Codec& codec, bool invertible, Body body) {
   if constexpr (kFused && Codec::has_twin) {
-    if (invertible) return body(codec.twin());
+    if (invertible && codec.twin_is_safe()) return body(codec.twin());
   }
   body(codec);
 }

@@ -1,5 +1,5 @@
-// Scale rule: from a range [low, high] to a scale and zero point, in double, rounded once to the scale's type; the zero point
-// uses the stored scale. The same arithmetic as detent.scale_rule. Internal linkage, as in half.hpp.
+// Scale rule: from a range [low, high] to a scale and zero point, in double, rounded once to the scale's type; the zero
+// point uses the stored scale. The same arithmetic as detent.scale_rule. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <cmath>
@@ -39,6 +39,7 @@ struct Deriver {
     refused = rule.zero_range == ZeroRange::error ? 0.0 : -1.0;
   }
 
+  // Of a set without finite elements it may be NaN: derive refuses it.
   double exact(double low, double high) const {
     if constexpr (kind == Symmetric::affine) {
       return quotient<how>(larger(high, highest), unit) - quotient<how>(smaller(low, lowest), unit);
