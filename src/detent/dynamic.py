@@ -9,7 +9,7 @@ from detent._plan_checks import check_out
 from detent.dtypes import compute_dtype, float_array
 from detent.errors import RangeError
 from detent.formats import Format
-from detent.kernels import Problem, minmax, observe
+from detent.kernels import Problem, dtype_name, minmax, observe
 from detent.params import QuantParams
 from detent.plan import Plan
 from detent.scale_rule import Parameters
@@ -49,7 +49,7 @@ def fake_quantize_dynamic(
     if out is not None:
         check_out(out, [(data.dtype, data.shape)], {"x": data})
     target = np.empty_like(data, order="C") if out is None else out
-    found = observe(Problem("fake_quantize", tiling, data.dtype.name, spec, None, "propagate"), data, target)
+    found = observe(Problem("fake_quantize", tiling, dtype_name(data.dtype), spec, None, "propagate"), data, target)
     if found is not None:
         low, high, scale, zero_point, _ = found
         return target, QuantParams.trusted(spec, Parameters(scale, zero_point.astype(np.int32)), low, high)

@@ -149,10 +149,10 @@ class QuantParams:
         made, ends = cls.__new__(cls), (low.astype(np.float64, "C"), high.astype(np.float64, "C"))
         arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
         ordered = (None if array is None else np.asarray(array, order="C") for array in arrays)
-        for field, value in zip(fields(cls), (spec, *ordered), strict=True):
+        for name, value in zip(cls.__dataclass_fields__, (spec, *ordered), strict=True):
             if isinstance(value, np.ndarray):
                 value.setflags(write=False)
-            object.__setattr__(made, field.name, value)
+            object.__setattr__(made, name, value)
         return made
 
     @classmethod

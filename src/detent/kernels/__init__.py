@@ -7,6 +7,7 @@ library; every fast kernel has a slow twin in ``reference`` and equals it bit fo
 from detent.kernels.abilities import Capabilities, capabilities
 from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.choice import current_kernels, use_kernels
+from detent.kernels.native import dtype_name
 from detent.kernels.problem import Kernel, Problem, Result
 from detent.kernels.reductions import derive, error_sum, largest_error, minmax, observe, tree_sum
 from detent.kernels.reference import power_of_two
@@ -21,6 +22,7 @@ __all__ = [
     "check_operation",
     "current_kernels",
     "derive",
+    "dtype_name",
     "error_sum",
     "find_kernel",
     "get_num_threads",

@@ -33,6 +33,7 @@ else:
 __all__ = [
     "current_level",
     "derive",
+    "dtype_name",
     "error_sum",
     "is_ready",
     "largest_error",
@@ -141,6 +142,7 @@ def _rounds(problem: Problem) -> bool:
     return True
 
 
+@lru_cache(maxsize=1024)
 def _fits(tiling: Tiling) -> bool:
     return len(tiling.merged().shape) <= MAX_LEAD and prod(tiling.shape) < MAX_SIZE
 
@@ -188,13 +190,24 @@ def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
     >>> minmax(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ())) is None
     True
     """
-    if _native is None or x.dtype.name not in DTYPES or not _fits(tiling):
+    name = dtype_name(x.dtype)
+    if _native is None or name not in DTYPES or not _fits(tiling):
         return None
     low, high = _empty_bounds(tiling, x.dtype)
-    nonfinite = _reducer(tiling, x.dtype.name, _Level.index).minmax(ready(x), low, high)
+    nonfinite = _reducer(tiling, name, _Level.index).minmax(ready(x), low, high)
     low += 0.0  # a negative zero becomes a positive one
     high += 0.0
     return low, high, int(nonfinite)
+
+
+@lru_cache(maxsize=64)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name of a dtype, which NumPy takes a while to make.
+
+    >>> dtype_name(np.dtype("<f4"))
+    'float32'
+    """
+    return dtype.name
 
 
 def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
