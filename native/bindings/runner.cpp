@@ -87,6 +87,14 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
   call_.bounds = wide ? static_cast<const void*>(wide_bounds_.data()) : bounds_.data();
 }
 
+// How many boxes the elements make: a set each, or kTile sets of single columns.
+int64_t Runner::boxes(bool columns) const {
+  const Layout& layout = call_.layout;
+  int64_t count = ceil_div(layout.cols, columns ? kTile : layout.block);
+  for (int i = 0; i < layout.lead; ++i) count *= ceil_div(layout.axis[i].size, layout.axis[i].block);
+  return count;
+}
+
 int64_t Runner::code_bytes() const {
   const int64_t size = call_.layout.size;
   return call_.codes == Codes::packed ? (size * call_.bits + 7) / 8 : call_.codes == Codes::words ? 2 * size : size;
@@ -194,12 +202,7 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   // The largest set decides how many blocks each has room for; single columns are summed side by side.
   const bool columns = layout.block == 1 && layout.cols > 1;
   int64_t most = layout.block < layout.cols ? layout.block : layout.cols;
-  int64_t boxes = ceil_div(layout.cols, columns ? kTile : layout.block);
-  for (int i = 0; i < layout.lead; ++i) {
-    const Axis& axis = layout.axis[i];
-    most *= axis.block < axis.size ? axis.block : axis.size;
-    boxes *= ceil_div(axis.size, axis.block);
-  }
+  for (int i = 0; i < layout.lead; ++i) most *= std::min(layout.axis[i].block, layout.axis[i].size);
   call.blocks = ceil_div(most, kLeaf);
   call.tile = columns ? kTile : 1;
   const bool integers = call.kind == Kind::integers, direct = call.blocks == 1;
@@ -209,7 +212,7 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.sums = direct ? static_cast<double*>(of_scale.data()) : sums.data();
   call.high_sums = !integers ? nullptr : direct ? static_cast<double*>(of_zero.data()) : high_sums.data();
   const int threads = threads_for(layout.size);
-  const int64_t pieces = boxes * call.blocks;
+  const int64_t pieces = boxes(columns) * call.blocks;
   call.step = ceil_div(pieces, threads);  // one part a thread: each has scratch of its own
   const auto scratch = std::make_unique_for_overwrite<double[]>(
       static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
@@ -223,13 +226,59 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   }
 }
 
+std::tuple<int64_t, bool> Runner::histogram(const Input& x, const Input& weights, const Input& rows, int64_t row_count,
+                                            const Output& counts, const Output& missed, const Output& low,
+                                            const Output& high) const {
+  constexpr int kMostBits = 10;
+  const int64_t size = call_.layout.size;
+  Call call = call_;
+  if (call.bits < 1 || call.bits > kMostBits) throw std::invalid_argument("a histogram has 1 to 10 bits of mantissa");
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("rows", rows.nbytes(), kExponents * 2);
+  require_bytes("missed", missed.nbytes(), kExponents);
+  require_bytes("low", low.nbytes(), set_bytes());
+  require_bytes("high", high.nbytes(), set_bytes());
+  if (row_count < 0 || row_count > kExponents) throw std::invalid_argument("there are at most 512 rows");
+  require_bytes("counts", counts.nbytes(), row_count * sets_ * (int64_t{8} << call.bits));
+  if (weights.nbytes()) require_bytes("weights", weights.nbytes(), 8 * size);
+  call.rows = static_cast<const int16_t*>(rows.data());
+  for (int i = 0; i < kExponents; ++i) {
+    if (call.rows[i] >= row_count) throw std::invalid_argument("a row beyond the counts");
+  }
+  std::atomic<int64_t> nonfinite{0};
+  std::atomic<bool> beyond{false};
+  Lock merging;
+  call.merging = &merging;
+  call.nonfinite = &nonfinite;
+  call.refused = &beyond;
+  call.x = x.data();
+  call.weights = weights.nbytes() ? static_cast<const int64_t*>(weights.data()) : nullptr;
+  call.counts = static_cast<int64_t*>(counts.data());
+  call.missed = static_cast<uint8_t*>(missed.data());
+  call.low = low.data();
+  call.high = high.data();
+  call.row_count = row_count;
+  call.sets = sets_;
+  call.shared = shared_;
+  const bool columns = call.layout.block == 1 && call.layout.cols > 1;
+  call.tile = columns ? kTile : 1;
+  nb::gil_scoped_release unlocked;
+  if (sets_ == 1) {
+    launch(call, kernels_.histogram, size, kGrain, size, Cut::few);
+  } else {
+    launch(call, kernels_.minmax, size, kGrain, size, shared_ ? Cut::few : Cut::many);
+    launch(call, kernels_.histogram, boxes(columns), 1, size);
+  }
+  return {nonfinite.load(), !beyond.load()};
+}
+
 int64_t Runner::minmax(const Input& x, const Output& low, const Output& high) const {
   require_bytes("x", x.nbytes(), data_bytes());
   require_bytes("low", low.nbytes(), set_bytes());
   require_bytes("high", high.nbytes(), set_bytes());
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
-  std::mutex merging;
+  Lock merging;
   call.merging = &merging;
   call.x = x.data();
   call.low = low.data();
@@ -270,7 +319,7 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   Call call = call_;
   std::atomic<int64_t> nonfinite{0};
   std::atomic<bool> refused{false}, saw_nan{false};
-  std::mutex merging;
+  Lock merging;
   call.merging = &merging;
   call.x = x.data();
   call.out = out.data();

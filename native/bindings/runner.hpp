@@ -54,7 +54,15 @@ class Runner {
   std::tuple<int64_t, bool> observe(const Input& x, const Output& low, const Output& high, const Output& scale,
                                     const Output& zero, const Output& out) const;
 
+  // Adds to counts[row][set][bin] what falls into the rows that `rows` gives each sign and exponent; `missed` is set for
+  // those of other elements. Weights are one per element, or none. Bounds as for minmax. Returns how many elements are not
+  // finite, and whether all others are in the range of a float.
+  std::tuple<int64_t, bool> histogram(const Input& x, const Input& weights, const Input& rows, int64_t row_count,
+                                      const Output& counts, const Output& missed, const Output& low,
+                                      const Output& high) const;
+
  private:
+  int64_t boxes(bool columns) const;
   int64_t data_bytes() const { return call_.layout.size * item_size(call_.dtype); }
   int64_t set_bytes() const { return sets_ * (call_.dtype == Dtype::f64 ? 8 : 4); }
   int64_t code_bytes() const;

@@ -125,8 +125,8 @@ void clear(T* lows, T* highs, int64_t count) {
 
 template <class T>
 void merge_row(const T* __restrict lows, const T* __restrict highs, T* __restrict low, T* __restrict high, int64_t count,
-               std::mutex& merging) {
-  const std::lock_guard<std::mutex> alone(merging);
+               detent::Lock& merging) {
+  const Held held(merging);
   for (int64_t i = 0; i < count; ++i) {
     low[i] = lows[i] < low[i] ? lows[i] : low[i];
     high[i] = highs[i] > high[i] ? highs[i] : high[i];

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #if defined(__unix__) || defined(__APPLE__)
 #include <pthread.h>
@@ -144,6 +145,15 @@ Pool& the_pool() {
 }
 
 }  // namespace
+
+double* borrowed_zeros(int64_t count) {
+  thread_local std::vector<double> zeros;
+  if (zeros.size() < static_cast<size_t>(count)) zeros.resize(static_cast<size_t>(count));
+  return zeros.data();
+}
+
+void Lock::lock() { mutex_.lock(); }
+void Lock::unlock() { mutex_.unlock(); }
 
 void run_tasks(Task task, const void* context, int64_t count, int threads) {
   constexpr int64_t kMostThreads = 1 << 15, kMostTasks = int64_t{1} << 31;  // that fit an Open

@@ -196,7 +196,7 @@ class Arrays : public Tester {
 
   std::atomic<bool> saw_nan_{false}, refused_{false};
   std::atomic<int64_t> nonfinite_{0};
-  std::mutex merging_;
+  Lock merging_;
 
  private:
   template <class T>

@@ -337,4 +337,49 @@ Derived<T> derived(const Case& c, double low, double high) {
   return {true, scale, static_cast<T>(unit ? at_zero : std::clamp(rounded, c.qmin, c.qmax)) + T(0)};
 }
 
+// Histograms
+
+// Where a number is counted: a row for its sign and exponent, and a bin of evenly spaced ones in it. The row of what is not
+// finite or beyond a float is that of infinity, where nothing is counted.
+struct Bin {
+  int row;
+  int64_t place;
+};
+
+inline Bin bin_of(double value, int bits) {
+  constexpr int kInfinite = 255, kNegative = 256;
+  const int sign = value < 0 ? kNegative : 0;
+  const double size = std::fabs(value), smallest = std::ldexp(1.0, -126);
+  if (!(size < std::ldexp(1.0, 128))) return {sign + kInfinite, 0};
+  int exponent = size < smallest ? 0 : 1;
+  while (std::ldexp(smallest, exponent) <= size) ++exponent;
+  const double start = exponent ? std::ldexp(smallest, exponent - 1) : 0.0, width = exponent ? start : smallest;
+  return {sign + exponent, static_cast<int64_t>((size - start) / width * std::ldexp(1.0, bits))};
+}
+
+// The integral of |x - level|^norm from a to b.
+inline long double part_of_error(long double a, long double b, long double level, int norm) {
+  const auto below = [&](long double x) {
+    const long double distance = x - level;
+    return norm == 2 ? distance * distance * distance / 3 : distance * std::fabs(distance) / 2;
+  };
+  return below(b) - below(a);
+}
+
+// The error of levels, which ascend, on mass that is evenly spread from a to b: level by level, each where it is nearest.
+inline double grid_error(const std::vector<double>& levels, int norm, double a, double b, double mass) {
+  long double error = 0;
+  for (size_t i = 0; i < levels.size(); ++i) {
+    const long double first = i ? (static_cast<long double>(levels[i - 1]) + levels[i]) / 2 : -kInfinity;
+    const long double last = i + 1 < levels.size() ? (static_cast<long double>(levels[i]) + levels[i + 1]) / 2 : kInfinity;
+    const long double from = std::max<long double>(a, first), to = std::min<long double>(b, last);
+    if (a < b && from < to) error += part_of_error(from, to, levels[i], norm) * mass / (static_cast<long double>(b) - a);
+    if (!(a < b) && from == a && a <= last) {
+      const long double distance = std::fabs(a - static_cast<long double>(levels[i]));
+      return static_cast<double>(mass * (norm == 2 ? distance * distance : distance));
+    }
+  }
+  return static_cast<double>(error);
+}
+
 }  // namespace model

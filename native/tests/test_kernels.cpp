@@ -286,6 +286,156 @@ class Tests : public Arrays {
       expect(found == read_code(c, c.codes_in, i), c, i, "another code");
     }
   }
+
+  // Some of the rows that occur are known, and some that do not; one weight in four is zero. Numbers beyond a float are told.
+  template <class In>
+  void histogram(Case& c, int64_t sets) {
+    const std::vector<In> x = data_near_floats<In>(c);
+    c.bits = 1 + dice_.one_of<int>(10);
+    while (c.bits > 1 && (sets << c.bits) > kMostBins) --c.bits;
+    const int64_t width = int64_t{1} << c.bits, size = c.layout.size;
+    const std::vector<int16_t> rows = some_rows(c, x, kMostCounts / std::max<int64_t>(sets * width, 1));
+    c.row_count = *std::max_element(rows.begin(), rows.end()) + 1;
+    c.rows = array<int16_t>(kG, rows);
+    const bool weighted = size && dice_.heads();
+    std::vector<int64_t> weights, counts(static_cast<size_t>(c.row_count * sets * width), 7);
+    for (int64_t i = 0; i < size; ++i) weights.push_back(!weighted ? 1 : dice_() % 4 ? dice_.below(1 << 30) : 0);
+    c.weights = weighted ? array<int64_t>(kHighSums, weights) : nullptr;
+    c.counts = array<int64_t>(kOut, counts);
+    std::vector<uint8_t> missed(kExponents);
+    c.missed = array<uint8_t>(kMask, missed);
+    const Extremes expected = place_bounds<In>(c, sets, x);
+    c.refused = &refused_;
+    refused_.store(false);
+    bool beyond = false;
+    for (int64_t i = 0; i < size; ++i) {
+      const double value = static_cast<double>(value_of(x[static_cast<size_t>(i)]));
+      const model::Bin bin = model::bin_of(value, c.bits);
+      const int64_t row = rows[static_cast<size_t>(bin.row)], set = model::set_of(c.layout, i);
+      beyond |= std::isfinite(value) && bin.row % 256 == 255;
+      if (row >= 0) {
+        counts[static_cast<size_t>((row * sets + set) * width + bin.place)] += weights[static_cast<size_t>(i)];
+      } else if (bin.row % 256 != 255) {
+        missed[static_cast<size_t>(bin.row)] = 1;
+      }
+    }
+    count_elements(c, sets);
+    if (sets == 1) expect_bounds<In>(c, expected);
+    for (size_t i = 0; i < counts.size(); ++i) {
+      expect(c.counts[i] == counts[i], c, static_cast<int64_t>(i), "another count");
+    }
+    for (int i = 0; i < kExponents; ++i) {
+      expect(c.missed[i] == missed[static_cast<size_t>(i)], c, i, "a row overlooked or imagined");
+    }
+    expect(refused_.load() == beyond, c, 0, "a number beyond a float overlooked or imagined");
+  }
+
+  // As many bins as the array has elements, but few sets and candidates: the model goes through all levels.
+  template <class In>
+  void grid_errors(Case& c, int64_t) {
+    c.sets = 1 + dice_.below(3);
+    c.bins = std::min<int64_t>(c.layout.size, 300);
+    c.candidates = dice_.below(4);
+    c.norm = dice_.heads() ? 1 : 2;
+    c.kind = dice_.heads() ? Kind::integers : Kind::codebook;
+    c.qmin = -static_cast<double>(dice_.below(9));
+    c.qmax = c.qmin + 1 + static_cast<double>(dice_.below(15));
+    std::vector<double> lower, upper, mass, low, high, scales, zeros, levels, middles, whole;
+    double edge = -8;
+    for (int64_t i = 0; i < c.bins; ++i) {
+      lower.push_back(edge);
+      upper.push_back(edge += 16.0 / 301 * static_cast<double>(1 + dice_.below(4)) / 4);
+    }
+    for (int64_t i = 0; i < c.bins * c.sets; ++i) mass.push_back(static_cast<double>(dice_.below(4) * dice_.below(100)));
+    for (int64_t i = 0; i < c.sets; ++i) {
+      low.push_back(-8 + static_cast<double>(dice_.below(1000)) / 999);
+      high.push_back(dice_() % 4 ? std::max(low.back(), edge - static_cast<double>(dice_.below(1000)) / 999) : low.back());
+    }
+    for (int64_t i = 0; i < c.sets * c.candidates; ++i) {
+      scales.push_back(std::ldexp(1 + static_cast<double>(dice_.below(4096)) / 4096, -static_cast<int>(dice_.below(5))));
+      zeros.push_back(c.qmin + static_cast<double>(dice_.below(static_cast<int64_t>(c.qmax - c.qmin) + 1)));
+    }
+    if (c.kind == Kind::codebook) {
+      levels.push_back(-4);
+      whole.push_back(0);
+      for (int64_t more = dice_.below(16); more > 0; --more) {
+        const double last = levels.back(), next = last + static_cast<double>(1 + dice_.below(64)) / 64;
+        levels.push_back(next);
+        middles.push_back((last + next) / 2);
+        whole.push_back(whole.back() + model::grid_error({last, next}, static_cast<int>(c.norm), last, next, next - last));
+      }
+    }
+    c.level_count = static_cast<int64_t>(levels.size());
+    c.lower = array<double>(kX, lower);
+    c.upper = array<double>(kG, upper);
+    c.mass = array<double>(kSums, mass);
+    c.low = array<double>(kLow, low);
+    c.high = array<double>(kHigh, high);
+    c.scales = array<double>(kScale, scales);
+    c.zeros = array<double>(kZero, zeros);
+    c.levels = array<double>(kLevels, levels);
+    c.middles = array<double>(kBounds, middles);
+    c.whole = array<double>(kHighSums, whole);
+    c.errors = array<double>(kOut, c.sets * c.candidates);
+    c.step = any_step(c.sets);
+    c.scratch = array<double>(kScratch, ceil_div(c.sets, c.step) * 5 * (c.bins + 8));
+    launch(c, c.sets, c.step);
+    for (int64_t i = 0; i < c.sets * c.candidates; ++i) {
+      const size_t set = static_cast<size_t>(i / c.candidates), at = static_cast<size_t>(i);
+      std::vector<double> grid;
+      for (const double level : levels) grid.push_back(level * scales[at]);
+      for (double code = c.qmin; levels.empty() && code <= c.qmax; ++code) grid.push_back((code - zeros[at]) * scales[at]);
+      double expected = 0, all = 1;
+      for (size_t bin = 0; bin < lower.size(); ++bin) {
+        const double own = mass[set * lower.size() + bin];
+        const double a = std::max(lower[bin], low[set]), b = std::min(upper[bin], high[set]);
+        if (own != 0) expected += model::grid_error(grid, static_cast<int>(c.norm), a, b, own);
+        all += own;
+      }
+      expect(std::fabs(c.errors[i] - expected) <= 1e-10 * all, c, i, "another error");
+    }
+  }
+
+  static constexpr int64_t kMostBins = 20000, kMostCounts = 300000;
+
+  // Data whose numbers beyond a float are just beyond.
+  template <class In>
+  std::vector<In> data_near_floats(Case& c) {
+    std::vector<In> x = data<In>(c, kX, c.x);
+    if constexpr (std::is_same_v<In, double>) {
+      for (double& value : x) {
+        if (std::isfinite(value) && std::fabs(value) >= 0x1p128) value = std::copysign(0x1.8p128, value);
+      }
+      c.x = array<double>(kX, x);
+    }
+    return x;
+  }
+
+  // The place of each row or -1: at most 12, most of which occur.
+  template <class In>
+  std::vector<int16_t> some_rows(const Case& c, const std::vector<In>& x, int64_t most) {
+    std::vector<int16_t> rows(kExponents, -1);
+    const int64_t wanted = std::min<int64_t>(dice_.below(13), most);
+    for (int64_t tries = 0, found = 0; tries < 4 * wanted && found < wanted; ++tries) {
+      const size_t i = static_cast<size_t>(dice_.below(std::max<int64_t>(c.layout.size, 1)));
+      const double value = i < x.size() && dice_() % 4 ? static_cast<double>(value_of(x[i])) : 0.0;
+      const int row = value == 0 ? dice_.one_of<int>(kExponents) : model::bin_of(value, c.bits).row;
+      int16_t& place = rows[static_cast<size_t>(row)];
+      if (row % 256 != 255 && place < 0) place = static_cast<int16_t>(found++);
+    }
+    return rows;
+  }
+
+  // Runs the kernel as the package does: a single set by elements, others by boxes.
+  void count_elements(Case& c, int64_t sets) {
+    c.sets = sets;
+    if (sets == 1) return launch(c);
+    const bool columns = c.layout.block == 1 && c.layout.cols > 1;
+    c.tile = columns ? kTile : 1;
+    int64_t boxes = ceil_div(c.layout.cols, columns ? kTile : c.layout.block);
+    for (int i = 0; i < c.layout.lead; ++i) boxes *= ceil_div(c.layout.axis[i].size, c.layout.axis[i].block);
+    launch(c, boxes, any_step(boxes));
+  }
 };
 
 #define ROW(NAME)                                                                                        \
@@ -298,7 +448,8 @@ const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_KERNEL(ROW)};
 
 // What these do is the same for every shape of an array.
 bool knows_no_shape(const Tests::Row& row) {
-  for (const auto kernel : {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack}) {
+  for (const auto kernel :
+       {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors}) {
     if (row.kernel == kernel) return true;
   }
   return false;

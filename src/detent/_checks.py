@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Iterable, Mapping
-from typing import Any
+from math import isfinite
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +33,16 @@ def as_integer(
         raise error(f"{what} must be an integer{bounds}, got {value!r}")
     if (at_least is not None and found < at_least) or (at_most is not None and found > at_most):
         raise error(f"{what} must be an integer{bounds}, got {found}")
+    return found
+
+
+def as_number(what: str, value: object, error: type[DetentError] = SpecError) -> float:
+    """The value as a finite Python float; booleans and strings are no numbers."""
+    if isinstance(value, bool | np.bool_ | str) or not isinstance(value, SupportsFloat):
+        raise error(f"{what} must be a number, got {value!r}")
+    found = float(value)
+    if not isfinite(found):
+        raise error(f"{what} must be a finite number, got {value!r}")
     return found
 
 

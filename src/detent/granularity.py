@@ -18,6 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from detent._checks import as_integer, as_shape, has_keys
@@ -114,7 +115,7 @@ class Granularity(ABC):
         >>> PerToken().tiling((2, 3, 4)).scale_shape
         (2, 3)
         """
-        return self._tiling(as_shape(shape))
+        return _tiling(self, as_shape(shape))
 
     @abstractmethod
     def _tiling(self, shape: Shape) -> Tiling:
@@ -131,6 +132,11 @@ class Granularity(ABC):
         >>> PerGroup(32).to_dict()
         {'kind': 'group', 'size': 32, 'axis': -1}
         """
+
+
+@lru_cache(maxsize=1024)
+def _tiling(granularity: Granularity, shape: Shape) -> Tiling:
+    return granularity._tiling(shape)
 
 
 @dataclass(frozen=True)

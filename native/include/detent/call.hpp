@@ -3,9 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 
 #include "detent/layout.hpp"
+#include "detent/pool.hpp"
 
 namespace detent {
 
@@ -70,7 +70,7 @@ struct Call {
   void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type unless wide_bounds
   void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
-  std::mutex* merging = nullptr;  // minmax, where shared: held while the bounds of many sets are merged
+  Lock* merging = nullptr;  // minmax and histogram: held while what parts have found is merged
 
   uint8_t* mask_bits = nullptr;          // fake_quantize: where the mask goes, one bit per element; null for none
   const uint8_t* mask_in = nullptr;      // masked_backward: the mask
@@ -78,11 +78,29 @@ struct Call {
   // Sums: `blocks` per set, one per kLeaf elements; high_sums are those of the zero points, null for none.
   double* sums = nullptr;
   double* high_sums = nullptr;
-  double* scratch = nullptr;  // learned: 2 * kLeaf * tile numbers for each part of `step` pieces
-  int64_t blocks = 1, tile = 1, step = 1;
+  int64_t blocks = 1, tile = 1;
+
+  // Memory for each part of `step` pieces of work: learned 2 * kLeaf * tile numbers, grid_errors as it says.
+  double* scratch = nullptr;
+  int64_t step = 1;
+
   Term term = Term::value;
   Dtype second_dtype = Dtype::f32;          // error_sums: of g
   double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: of x (or the error), and of g
+
+  // histogram: the row of each sign and exponent or -1, and what is counted in each row, set and bin of `bits` bits.
+  const int16_t* rows = nullptr;
+  const int64_t* weights = nullptr;  // of each element; null for 1
+  int64_t* counts = nullptr;
+  uint8_t* missed = nullptr;  // set where an element has no row
+  int64_t row_count = 0, sets = 1;
+
+  // grid_errors: bins with lower and upper ends, their mass in each set, and `candidates` scales and zero points per set.
+  const double *lower = nullptr, *upper = nullptr, *mass = nullptr, *scales = nullptr, *zeros = nullptr;
+  const double *middles = nullptr, *whole = nullptr;  // of uneven levels: between them, and the error up to each
+  double* errors = nullptr;
+  int64_t bins = 0, candidates = 0, level_count = 0;
+  double norm = 2;
 
   ScaleRule rule;             // observe, derive: from bounds
   bool wide_bounds = false;   // derive: low and high are double, whatever the compute type
@@ -97,13 +115,14 @@ struct Call {
 constexpr int64_t kGrain = 4096;
 constexpr int64_t kLeaf = 1024;  // elements of a block of a sum
 constexpr int64_t kTile = 16;    // sets of single columns that are summed together
+constexpr int kExponents = 512;  // of a float, with the sign
 
 // One table per CPU level. A kernel works on elements [begin, end) of the flat array, begin a multiple of kGrain; those that
 // sum on pieces, blocks or sets, as they say.
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
-  ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)  \
-  ROW(pack) ROW(unpack)
+  ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
+  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

@@ -20,6 +20,18 @@ namespace {
 using detent::Call;
 using detent::Division;
 
+// Holds a lock for as long as it lives.
+class Held {
+ public:
+  explicit Held(detent::Lock& lock) : lock_(lock) { lock_.lock(); }
+  ~Held() { lock_.unlock(); }
+  Held(const Held&) = delete;
+  Held& operator=(const Held&) = delete;
+
+ private:
+  detent::Lock& lock_;
+};
+
 constexpr int64_t kChunk = 1024;
 constexpr int64_t kLongChunk = 4 * kChunk;
 constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own

@@ -9,8 +9,17 @@ from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.choice import current_kernels, use_kernels
 from detent.kernels.native import dtype_name
 from detent.kernels.problem import Kernel, Problem, Result
-from detent.kernels.reductions import derive, error_sum, largest_error, minmax, observe, tree_sum
-from detent.kernels.reference import power_of_two
+from detent.kernels.reductions import (
+    derive,
+    error_sum,
+    grid_errors,
+    histogram,
+    largest_error,
+    minmax,
+    observe,
+    tree_sum,
+)
+from detent.kernels.reference import bin_edges, power_of_two
 from detent.kernels.registry import check_operation, find_kernel, get_num_threads, set_num_threads
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "Kernel",
     "Problem",
     "Result",
+    "bin_edges",
     "capabilities",
     "check_operation",
     "current_kernels",
@@ -26,6 +36,8 @@ __all__ = [
     "error_sum",
     "find_kernel",
     "get_num_threads",
+    "grid_errors",
+    "histogram",
     "largest_error",
     "minmax",
     "observe",

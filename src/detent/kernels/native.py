@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from detent.granularity import Tiling
 from detent.kernels.problem import Problem
 from detent.kernels.reference import Factor, Term
+from detent.kernels.reference.bins import whole_cells
 from detent.kernels.rules import DTYPES, ROUNDINGS, TERMS, layout_of, plain_rules, problem_rules, scale_rules
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
@@ -35,6 +36,8 @@ __all__ = [
     "derive",
     "dtype_name",
     "error_sum",
+    "grid_errors",
+    "histogram",
     "is_ready",
     "largest_error",
     "levels",
@@ -218,6 +221,49 @@ def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 @lru_cache(maxsize=1024)
 def _reducer(tiling: Tiling, dtype: str, level: int) -> Any:  # noqa: ARG001 - the level of the key
     return _runner(tiling, plain_rules(dtype))
+
+
+def histogram(
+    x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
+) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]] | None:
+    """The reference's ``histogram``, and what ``minmax`` returns.
+
+    >>> histogram(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ()), 5, np.zeros(512), None, np.zeros(0)) is None
+    True
+    """
+    name = dtype_name(x.dtype)
+    if _native is None or name not in DTYPES or not _fits(tiling):
+        return None
+    low, high = _empty_bounds(tiling, x.dtype)
+    missed = np.zeros(rows.size, np.uint8)
+    runner = _counter(tiling, name, bits, _Level.index)
+    weighing = np.empty(0, np.int64) if weights is None else ready(weights)
+    nonfinite, good = runner.histogram(ready(x), weighing, rows, len(counts), counts, missed, low, high)
+    low += 0.0
+    high += 0.0
+    return missed, bool(good), (low, high, int(nonfinite))
+
+
+@lru_cache(maxsize=1024)
+def _counter(tiling: Tiling, dtype: str, bits: int, level: int) -> Any:  # noqa: ARG001 - the level of the key
+    return _runner(tiling, plain_rules(dtype) | {"bits": bits})
+
+
+def grid_errors(
+    norm: float, ends: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
+) -> Array | None:
+    """The reference's ``grid_errors``.
+
+    >>> grid_errors(2.4, (0, 1), np.empty(0), (), np.empty(0), np.empty(0)) is None
+    True
+    """
+    if _native is None or norm not in {1, 2}:
+        return None
+    errors = np.empty(scale.shape)
+    middles = (levels[1:] + levels[:-1]) / 2
+    arrays = (*bins, scale, zero, levels, middles, whole_cells(levels, norm), errors)
+    _native.grid_errors(_Level.index, int(norm), *ends, *(ready(array) for array in arrays))
+    return errors
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:

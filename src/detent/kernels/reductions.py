@@ -13,7 +13,7 @@ from detent.kernels.problem import Problem
 from detent.kernels.reference import ONE, Factor, Term
 from detent.spec import QuantSpec
 
-__all__ = ["derive", "error_sum", "largest_error", "minmax", "observe", "tree_sum"]
+__all__ = ["derive", "error_sum", "grid_errors", "histogram", "largest_error", "minmax", "observe", "tree_sum"]
 
 Array = NDArray[Any]
 
@@ -34,6 +34,49 @@ def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         lo, hi = reference.minmax(x, tiling)
         return np.asarray(lo), np.asarray(hi), int(np.count_nonzero(~np.isfinite(x)))
+
+
+def histogram(
+    x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], counts: Array, weights: Array | None = None
+) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]]:
+    """Add to ``counts[row, set, bin]`` the elements, or their weights, whose row is known.
+
+    A row is a sign and an exponent, ``rows`` gives the place of each of the 512 or -1, a bin is the leading ``bits`` of
+    the mantissa. Returns which of the other rows occur, whether all finite elements are in the range of a float32, and
+    what ``minmax`` returns.
+
+    >>> from detent.granularity import PerTensor
+    >>> counts, rows = np.zeros((1, 1, 2), np.int64), np.full(512, -1, np.int16)
+    >>> rows[127] = 0
+    >>> histogram(np.array([1.0, 1.5, 1.6]), PerTensor().tiling((3,)), 1, rows, counts)[2]
+    (array(1.), array(1.6), 0)
+    >>> counts.tolist()
+    [[[1, 2]]]
+    """
+    choice = current_kernels()
+    found = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
+    if found is not None:
+        return found
+    _refuse_if(choice == "native", f"a histogram of {x.dtype} data")
+    with np.errstate(all="ignore"):
+        return *reference.histogram(x, tiling, bits, rows, weights, counts), minmax(x, tiling)
+
+
+def grid_errors(
+    norm: float, ends: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
+) -> Array:
+    """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+
+    Native for the norms 1 and 2; others differ in the last places between libraries of mathematics.
+
+    >>> bins = tuple(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0]))
+    >>> grid_errors(2, (0, 1), np.empty(0), bins, np.array([[1.0]]), np.array([[0.0]]))
+    array([[1.]])
+    """
+    found = None
+    if current_kernels() != "reference":
+        found = native.grid_errors(norm, ends, levels, bins, scale, zero)
+    return reference.grid_errors(norm, ends, levels, bins, scale, zero) if found is None else found
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:

@@ -45,14 +45,14 @@ class EMAMinMax(Observer):
         self.batches = 0
         return super().reset()
 
-    def observe(self, x: ArrayLike) -> Self:
+    def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
         """Take in one batch; a batch without elements counts for nothing.
 
         >>> EMAMinMax().observe([1.0]).observe([2.0]).batches
         2
         """
         if np.size(x):
-            super().observe(x)
+            super().observe(x, weight)
             self.batches += 1
         return self
 

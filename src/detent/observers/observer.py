@@ -15,9 +15,17 @@ from detent import storage
 from detent._checks import as_array, as_integer, first_index, has_keys, plain, read_only, unique_keys
 from detent._param_checks import check_scale_shape
 from detent.dtypes import float_array
-from detent.errors import DtypeError, FileFormatError, NotCalibratedError, RangeError, ShapeError, StateError
+from detent.errors import (
+    DtypeError,
+    FileFormatError,
+    NotCalibratedError,
+    RangeError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
 from detent.formats import Format
-from detent.granularity import Granularity, PerTensor, get_granularity, granularity_from_dict
+from detent.granularity import Granularity, PerTensor, Tiling, get_granularity, granularity_from_dict
 from detent.kernels import minmax
 from detent.params import QuantParams
 from detent.spec import QuantSpec, get_spec
@@ -26,6 +34,7 @@ __all__ = ["Observer", "Range"]
 
 STATE_VERSION = 1
 Bounds = NDArray[np.floating]
+Array = NDArray[Any]
 
 
 class Range(NamedTuple):
@@ -53,6 +62,7 @@ class Observer(ABC):
     """
 
     state_type: ClassVar[str] = "float64"
+    array_names: ClassVar[tuple[str, ...]] = ("lo", "hi")
 
     def __init__(self, granularity: Granularity | str = PerTensor()) -> None:
         self.granularity = get_granularity(granularity)
@@ -72,8 +82,12 @@ class Observer(ABC):
         self._hi: Bounds | None = None
         return self
 
-    def observe(self, x: ArrayLike) -> Self:
+    def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
         """Take in one batch, of any float type and any shape with the same sets.
+
+        Args:
+            x: float data.
+            weight: how much each element matters, broadcast to x; for observers that keep a histogram.
 
         Raises:
             ShapeError: the batch falls into other sets than the first.
@@ -90,7 +104,7 @@ class Observer(ABC):
                 f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
                 f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
             )
-        low, high, nonfinite = minmax(data, tiling)
+        low, high, nonfinite = self._measured(data, tiling, weight)
         lo, hi = self._as_state((low, high))
         self._lo, self._hi = self._blended(lo, hi)
         self.count += data.size - nonfinite
@@ -98,8 +112,16 @@ class Observer(ABC):
         self._double |= data.dtype == np.float64
         return self
 
+    def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
+        """The batch's bounds and how many elements are not finite; observers that keep more take it in here."""
+        if weight is not None:
+            raise UnsupportedError(f"{self!r} takes no weights: MSE, Percentile and Entropy do")
+        return minmax(data, tiling)
+
     def _as_state(self, ends: tuple[Bounds, Bounds]) -> tuple[Bounds, Bounds]:
         """The bounds in the state's type, which must hold them; (inf, -inf) marks a set without finite values."""
+        if self.state_type == "float64":
+            return ends[0].astype(np.float64), ends[1].astype(np.float64)
         with np.errstate(all="ignore"):
             lo, hi = (np.asarray(end).astype(self.state_type) for end in ends)
         lost = (np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)
@@ -123,10 +145,19 @@ class Observer(ABC):
         2
         """
 
-    def _check_same_kind(self, other: object) -> None:
+    def is_like(self, other: object) -> bool:
+        """Whether the other is of the same kind and has the same settings, as observers that merge do.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().is_like(MinMax()), MinMax().is_like(MinMax("axis0"))
+        (True, False)
+        """
+        return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
+
+    def _check_same_kind(self, other: Self) -> None:
         if type(other) is not type(self):
             raise DtypeError(f"a {type(self).__name__} merges with its own kind, got {type(other).__name__}")
-        if self._settings() != other._settings():
+        if not self.is_like(other):
             raise StateError(f"observers that merge have the same settings, got {self!r} and {other!r}")
         mine, theirs = self._lo, other._lo
         if mine is not None and theirs is not None and mine.shape != theirs.shape:
@@ -170,8 +201,34 @@ class Observer(ABC):
             raise ShapeError(
                 f"the spec has granularity {wanted.granularity}, the observer {self.granularity}: make both the same"
             )
-        found = self.range()
-        return QuantParams.from_range(wanted, found.lo, found.hi, dtype="float64" if self._double else "float32")
+        found = self._range_for(wanted)
+        return QuantParams.from_range(wanted, found.lo, found.hi, dtype=self._scale_dtype)
+
+    @property
+    def _scale_dtype(self) -> str:
+        return "float64" if self._double else "float32"
+
+    def _range_for(self, spec: QuantSpec) -> Range:  # noqa: ARG002 - for those that search
+        return self.range()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory the state takes.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax().observe([1.0]).nbytes
+        16
+        """
+        return sum(array.nbytes for array in self._arrays().values())
+
+    def max_nbytes(self, shape: tuple[int, ...]) -> int:
+        """How much memory the state of data of that shape can take at most.
+
+        >>> from detent.observers import MinMax
+        >>> MinMax("axis0").max_nbytes((64, 3, 3, 3))
+        1024
+        """
+        return 2 * self.granularity.tiling(shape).sets * np.dtype(self.state_type).itemsize
 
     def _settings(self) -> dict[str, object]:
         """What distinguishes two observers of one kind, as JSON-ready data."""
@@ -187,8 +244,12 @@ class Observer(ABC):
         >>> MinMax().observe([1.0]).state_dict()["hi"]
         array(1.)
         """
-        arrays = {} if self._lo is None else {"lo": self._lo.copy(), "hi": self._hi.copy()}  # type: ignore[union-attr]
-        return {"version": STATE_VERSION, **self._counters(), **arrays}
+        return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
+
+    def _arrays(self) -> dict[str, Array]:
+        if self._lo is None or self._hi is None:
+            return {}
+        return {"lo": self._lo.copy(), "hi": self._hi.copy()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """Replace everything observed by what ``state_dict`` returned.
@@ -201,7 +262,7 @@ class Observer(ABC):
         1
         """
         wanted = {"version", *self._counters()}
-        if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | {"lo", "hi"}):
+        if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | set(self.array_names)):
             given = sorted(state) if isinstance(state, Mapping) else state
             raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(wanted)}, got {given!r}")
         version = plain(state["version"])
@@ -211,10 +272,15 @@ class Observer(ABC):
             name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
             for name in self._counters()
         }
-        bounds = self._checked_bounds(state["lo"], state["hi"]) if "lo" in state else (None, None)
-        self._lo, self._hi = bounds
+        if "lo" not in state and any(counters.values()):
+            raise StateError(f"a state without arrays is one of nothing observed, got {counters!r}")
+        self._load_arrays({name: state[name] for name in self.array_names} if "lo" in state else {}, counters)
         self._load_counters(counters)
         return self
+
+    def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
+        """Replace the arrays by those of a state, or raise a StateError and change nothing."""
+        self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:
         low, high = as_array("lo", lo), as_array("hi", hi)
@@ -247,7 +313,7 @@ class Observer(ABC):
         True
         """
         state = self.state_dict()
-        arrays: dict[str, Bounds] = {name: state.pop(name) for name in ("lo", "hi") if name in state}
+        arrays: dict[str, Array] = {name: state.pop(name) for name in self.array_names if name in state}
         about = {"kind": type(self).__name__, "settings": self._settings(), "state": state}
         return storage.dumps(arrays, {"detent.Observer": json.dumps(about)})
 

@@ -13,6 +13,7 @@ from detent.kernels.reference.backward import (
     masked_backward,
     quantize_backward,
 )
+from detent.kernels.reference.bins import bin_edges, grid_errors, histogram
 from detent.kernels.reference.errors import ONE, Factor, Term, error_sum, largest_error, power_of_two
 from detent.kernels.reference.forward import dequantize, fake_quantize, quantize
 from detent.kernels.reference.sets import minmax, tree_sum
@@ -21,6 +22,7 @@ __all__ = [
     "ONE",
     "Factor",
     "Term",
+    "bin_edges",
     "dequantize",
     "dequantize_backward",
     "error_sum",
@@ -28,6 +30,8 @@ __all__ = [
     "fake_quantize_backward",
     "fake_quantize_learned_backward",
     "fake_quantize_masked",
+    "grid_errors",
+    "histogram",
     "largest_error",
     "masked_backward",
     "minmax",

@@ -1,0 +1,83 @@
+"""The tables of docs/howto/calibrate.md, made from the committed results and never typed.
+
+::
+
+    python benchmarks/render_calibration.py
+"""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "howto" / "calibrate.md"
+RESULT = ROOT / "benchmarks" / "results" / "calibration.json"
+SPEED_BARS = {
+    "entropy threshold, 2048 bins": ("onnxruntime", 100.0),
+    "histogram of 2^20 numbers": ("torch", 10.0),
+}
+MINMAX_BAR = 4.0
+
+
+def rendered(result: dict) -> dict[str, str]:
+    """Each section by its name, as Markdown."""
+    sections = {"speed": _speed(result)}
+    for name, first in (("errors", "4 bits, MSE = 1"), ("activations", "model, SQNR in dB")):
+        rows = result[name]
+        kinds = list(next(iter(rows.values())))
+        lines = [f"| {first} | " + " | ".join(kinds) + " |", "|---|" + "--:|" * len(kinds)]
+        digits = 3 if name == "errors" else 1
+        lines += [
+            f"| {row} | " + " | ".join(f"{cells[kind]:.{digits}f}" for kind in kinds) + " |"
+            for row, cells in rows.items()
+        ]
+        sections[name] = "\n".join(lines)
+    return sections
+
+
+def _speed(result: dict) -> str:
+    machine, versions = result["machine"], result["versions"]
+    lines = [
+        f"{machine['cpu']} ({machine['level']}), {machine['threads']} threads, {result['date']}; "
+        + ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch", "onnxruntime")),
+        "",
+        "| one call | detent | peer | peer / detent | bar |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for row, times in result["speed"].items():
+        for peer in times:
+            if peer == "detent":
+                continue
+            bar = SPEED_BARS[row][1] if SPEED_BARS.get(row, ("", 0))[0] == peer else None
+            factor = times[peer] / times["detent"]
+            goal = f"≥ {bar:g}x" if bar else ""
+            missed = bar is not None and factor < bar
+            if peer == "detent min-max" and row.endswith("2^24 numbers"):
+                goal, missed = f"≥ {1 / MINMAX_BAR:g}x", factor < 1 / MINMAX_BAR
+            cells = [row, _time(times["detent"]), f"{peer} {_time(times[peer])}", f"{factor:.3g}x", goal]
+            cells[3] += " (missed)" if missed else ""
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds / 1000:.3g} ms"
+
+
+def placed(page: str, sections: dict[str, str]) -> str:
+    """The page with every section between its markers."""
+    for name, text in sections.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def main() -> None:
+    """Rewrite the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    PAGE.write_text(placed(page, rendered(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Histograms by a float's own bits, and the error that a grid of levels makes on one.
+
+A bin is a sign, an exponent and the leading bits of a mantissa::
+
+    key = sign | exponent (8 bits, as in float32) | mantissa (bits)          row = key >> bits
+
+Exponent 0 holds everything below the smallest normal float32, zero included, in evenly spaced bins; 255 is what is not
+finite. A row is the 2^bits bins of one sign and exponent. Bins are the same for every dtype.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent.granularity import Tiling
+from detent.kernels.reference.sets import spread
+
+__all__ = ["LANES", "NONFINITE", "ROWS", "bin_edges", "find_keys", "grid_errors", "histogram", "whole_cells"]
+
+Array = NDArray[Any]
+Float64 = NDArray[np.float64]
+ROWS, NONFINITE, LANES = 512, 255, 8
+NARROW = 2.0**-900  # a bin no wider is a point: its density might be beyond a double
+_BIAS, _SMALLEST = 127, -126
+
+
+def find_keys(x: Array, bits: int) -> tuple[NDArray[np.int64], bool]:
+    """The bin of each element, and whether all finite ones are in the range of a float32.
+
+    >>> find_keys(np.array([1.0, -2.0, 0.0]), 5)[0].tolist()
+    [4064, 12288, 0]
+    """
+    wide = np.asarray(x, np.float64) + 0.0  # no negative zero
+    size = np.abs(wide)
+    mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, mantissa in [0.5, 1)
+    biased = exponent - 1 + _BIAS
+    finite = np.isfinite(wide)
+    tiny = size < np.ldexp(1.0, _SMALLEST)
+    with np.errstate(invalid="ignore"):
+        normal = (biased << bits) + np.floor(np.ldexp(mantissa * 2 - 1, bits)).astype(np.int64)
+        low = np.floor(np.where(tiny, np.ldexp(size, bits - _SMALLEST), 0)).astype(np.int64)
+    held = finite & (tiny | (biased < NONFINITE))
+    key = np.where(held, np.where(tiny, low, normal), NONFINITE << bits)
+    good = bool((held | ~finite).all())
+    return key + (np.signbit(wide).astype(np.int64) << (8 + bits)), good
+
+
+def histogram(
+    x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
+) -> tuple[NDArray[np.uint8], bool]:
+    """Add to ``counts[row, set, bin]`` the elements, or their weights, whose row is known.
+
+    ``rows`` gives the row of each sign and exponent, or -1. Returns which of the others occur, and whether all finite
+    elements are in the range of a float32.
+
+    >>> from detent.granularity import PerTensor
+    >>> counts, rows = np.zeros((1, 1, 2), np.int64), np.full(512, -1, np.int16)
+    >>> rows[127] = 0
+    >>> missed, _ = histogram(np.array([1.0, 1.5, 1.6, 2.0]), PerTensor().tiling((4,)), 1, rows, None, counts)
+    >>> counts.tolist(), np.flatnonzero(missed)
+    ([[[1, 2]]], array([128]))
+    """
+    keys, good = find_keys(x, bits)
+    sets = np.broadcast_to(spread(np, np.arange(counts.shape[1]).reshape(tiling.scale_shape), tiling), tiling.shape)
+    row = rows[keys >> bits]
+    known = row >= 0
+    place = (row[known], sets[known], keys[known] & ((1 << bits) - 1))
+    np.add.at(counts, place, 1 if weights is None else weights[known])
+    missed = np.zeros(ROWS, np.uint8)
+    missed[keys[~known] >> bits] = 1
+    missed[[NONFINITE, NONFINITE + 256]] = 0
+    return missed, good
+
+
+def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
+    """The lower and upper ends of the bins of each row, in the order of their keys.
+
+    >>> bin_edges(np.array([127]), 1)
+    (array([[1. , 1.5]]), array([[1.5, 2. ]]))
+    """
+    exponent = (rows % 256)[:, None]
+    steps = np.arange(2**bits + 1) / 2**bits
+    unit = np.ldexp(1.0, np.maximum(exponent - _BIAS, _SMALLEST))
+    edges = unit * np.where(exponent > 0, 1 + steps, steps)
+    inner, outer = edges[:, :-1], edges[:, 1:]
+    negative = (rows >= ROWS // 2)[:, None]
+    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
+
+
+def grid_errors(
+    norm: float, ends: tuple[float, float], levels: Float64, bins: tuple[Float64, ...], scale: Float64, zero: Float64
+) -> Float64:
+    """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+
+    ``bins`` are lower and upper ends, mass of each set and bin, and the bounds of each set, at which bins are cut;
+    scale and zero have one row of candidates per set. Without levels, those are whole numbers from ``ends[0] - zero``
+    to ``ends[1] - zero``.
+
+    >>> bins = tuple(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0]))
+    >>> grid_errors(2, (0, 1), np.empty(0), bins, np.array([[1.0]]), np.array([[0.0]]))
+    array([[1.]])
+    """
+    with np.errstate(all="ignore"):  # subnormal widths and scales
+        return _grid_errors(norm, ends, levels, bins, scale, zero)
+
+
+def _grid_errors(
+    norm: float, ends: tuple[float, float], levels: Float64, bins: tuple[Float64, ...], scale: Float64, zero: Float64
+) -> Float64:
+    lower, upper, mass, lo, hi = bins
+    errors = np.empty(scale.shape)
+    whole = whole_cells(levels, norm)
+    for i in range(len(scale)):
+        a, b, full = np.maximum(lower, lo[i]), np.minimum(upper, hi[i]), mass[i] > 0
+        wide, point = full & (b - a > NARROW), full & (b - a <= NARROW)
+        low, high, density = a[wide], b[wide], mass[i][wide] / (b - a)[wide]
+        for j in range(scale.shape[1]):
+            step, inverse = scale[i, j], 1.0 / scale[i, j]
+            nearest = _nearest(ends, levels, zero[i, j])
+            parts = (_integral(t * inverse, nearest, whole, norm) for t in (high, low))
+            error = _lane_sum(density * np.subtract(*parts)) * _raised(step, norm)
+            for x, weight in zip(a[point], mass[i][point], strict=True):
+                t = x * inverse
+                distance = (t - nearest(t)[0]) * step
+                error += weight * (distance * distance if norm == 2 else np.abs(distance) ** norm)
+            errors[i, j] = error
+    return errors
+
+
+def _raised(step: float, norm: float) -> float:
+    return step * step * step if norm == 2 else step * step if norm == 1 else step ** (norm + 1)
+
+
+def _nearest(ends: tuple[float, float], levels: Float64, zero: float) -> Any:
+    """The nearest level of t, and its index among uneven ones."""
+    if not levels.size:
+        return lambda t: (np.clip(np.rint(t), ends[0] - zero, ends[1] - zero), None)
+    middles = (levels[1:] + levels[:-1]) / 2
+
+    def uneven(t: Any) -> tuple[Any, Any]:
+        index = np.searchsorted(middles, t, side="left")
+        return levels[index], index
+
+    return uneven
+
+
+def whole_cells(levels: Float64, norm: float) -> Float64:
+    """The integral of the error from the first level up to each, where levels are uneven.
+
+    >>> whole_cells(np.array([0.0, 1.0]), 2).round(4)
+    array([0.    , 0.0833])
+    """
+    halves = np.diff(levels) / 2
+    return np.concatenate(([0.0], np.cumsum(2 * _beyond(halves, norm)))) if levels.size else levels
+
+
+def _beyond(distance: Any, norm: float) -> Any:
+    if norm == 2:
+        return distance * distance * distance * (1.0 / 3.0)
+    if norm == 1:
+        return np.copysign(distance * distance * 0.5, distance)
+    return np.copysign(np.abs(distance) ** (norm + 1) / (norm + 1), distance)
+
+
+def _integral(t: Float64, nearest: Any, whole: Float64, norm: float) -> Any:
+    level, index = nearest(t)
+    if index is not None:
+        return whole[index] + _beyond(t - level, norm)
+    cell = 1.0 / 12.0 if norm == 2 else 0.25 if norm == 1 else 2 * 0.5 ** (norm + 1) / (norm + 1)
+    return level * cell + _beyond(t - level, norm)
+
+
+def _lane_sum(terms: Float64) -> float:
+    """The sum in the native kernel's order: one in eight to each of eight sums, which are folded by halves."""
+    padded = np.concatenate((terms, np.zeros(-terms.size % LANES))).reshape(-1, LANES)
+    sums = np.zeros(LANES)
+    for row in padded:
+        sums += row
+    while sums.size > 1:
+        sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+    return float(sums[0])

@@ -1,0 +1,180 @@
+"""Calibrate: feed batches to observers, with progress, checkpoints and a memory budget."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sized
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from detent import storage
+from detent._checks import as_integer, has_keys, unique_keys
+from detent.errors import DetentError, FileFormatError, NotCalibratedError, ShapeError
+from detent.observers.observer import Observer
+
+__all__ = ["budget", "calibrate"]
+
+Batch = ArrayLike | Mapping[str, ArrayLike]
+Progress = bool | Callable[[int, int | None], object]
+Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
+VERSION = 1
+ALONE = "x"  # the name of an observer that came without one
+
+
+def calibrate(
+    batches: Iterable[Batch],
+    observers: Watching,
+    *,
+    progress: Progress = True,
+    checkpoint: str | PathLike[str] | None = None,
+    every: int = 100,
+) -> Watching:
+    """Feed every batch to the observers, which are changed and returned.
+
+    With a checkpoint, what was observed is saved every so often and when the run is interrupted; the next run with the
+    same file and the same batches goes on from there, and gives the same bits as one that was never interrupted.
+
+    Args:
+        batches: arrays for one observer, ``{name: array}`` for several.
+        observers: one, or one per name; a batch may hold more names than are observed.
+        progress: whether to show a bar on a terminal, or a function of the batches done and the batches in all, which
+            is None where their number is not known.
+        checkpoint: a file.
+        every: after how many batches to save.
+
+    Raises:
+        NotCalibratedError: there was no batch, or an observer has seen nothing finite.
+        ShapeError: a batch lacks a name, or an array falls into other sets than those before it.
+
+    >>> import numpy as np
+    >>> from detent.observers import MinMax
+    >>> calibrate([np.array([1.0]), np.array([-2.0])], MinMax()).range()
+    Range(lo=array(-2.), hi=array(1.))
+    """
+    named: Mapping[str, Observer] = {ALONE: observers} if isinstance(observers, Observer) else observers
+    step = as_integer("every", every, at_least=1)
+    path = None if checkpoint is None else Path(checkpoint)
+    done = _load(path, named) if path is not None and path.exists() else 0
+    total = len(batches) if isinstance(batches, Sized) else None
+    report = _reporter(progress)
+    seen, whole = 0, True
+    try:
+        for seen, batch in enumerate(batches, start=1):
+            if seen <= done:
+                continue
+            whole = False
+            _feed(seen, batch, named, alone=isinstance(observers, Observer))
+            done, whole = seen, True
+            report(done, total)
+            if path is not None and done % step == 0:
+                _save(path, named, done)
+    finally:
+        # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
+        if path is not None and done and whole:
+            _save(path, named, done)
+    if not done:
+        raise NotCalibratedError("there was no batch to calibrate with: give at least one")
+    for name, observer in named.items():
+        _check_seen(name, observer)
+    return observers
+
+
+def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> None:
+    if alone:
+        observers[ALONE].observe(batch)  # type: ignore[arg-type]  # an array, since there is no name
+        return
+    if not isinstance(batch, Mapping):
+        raise ShapeError(f"batch {number} is {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}")
+    missing = [name for name in observers if name not in batch]
+    if missing:
+        raise ShapeError(f"batch {number} has no {missing[0]!r}, only {sorted(batch)!r}")
+    for name, observer in observers.items():
+        try:
+            observer.observe(batch[name])
+        except DetentError as error:
+            raise type(error)(f"{name!r} in batch {number}: {error}") from error
+
+
+def _check_seen(name: str, observer: Observer) -> None:
+    try:
+        Observer.range(observer)
+    except NotCalibratedError as error:
+        raise NotCalibratedError(f"{name!r}: {error}") from error
+
+
+def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """How many bytes the observers can take at most, by name and as a ``"total"``; batches do not add to it.
+
+    >>> from detent.observers import MinMax, Percentile
+    >>> budget({"a": MinMax(), "b": Percentile()}, {"a": (8, 16), "b": (8, 16)})
+    {'a': 16, 'b': 130640, 'total': 130656}
+    """
+    missing = [name for name in observers if name not in shapes]
+    if missing:
+        raise ShapeError(f"no shape was given for {missing[0]!r}, only for {sorted(shapes)!r}")
+    found = {name: observer.max_nbytes(shapes[name]) for name, observer in observers.items()}
+    return {**found, "total": sum(found.values())}
+
+
+def _reporter(progress: Progress) -> Callable[[int, int | None], object]:
+    if callable(progress):
+        return progress
+    return _Bar(sys.stderr) if progress and sys.stderr.isatty() else _say_nothing
+
+
+def _say_nothing(done: int, total: int | None) -> None:
+    del done, total
+
+
+class _Bar:
+    """A line on a terminal, at most ten times a second."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.start, self.last = stream, time.monotonic(), 0.0
+
+    def __call__(self, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if now - self.last < 0.1 and done != total:
+            return
+        self.last, speed = now, done / max(now - self.start, 1e-9)
+        if total:
+            filled = 24 * done // total
+            text = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} batches, {speed:.1f}/s"
+        else:
+            text = f"{done} batches, {speed:.1f}/s"
+        self.stream.write(f"\rcalibrating {text}" + ("\n" if done == total else ""))
+        self.stream.flush()
+
+
+def _save(path: Path, observers: Mapping[str, Observer], done: int) -> None:
+    arrays: dict[str, Any] = {
+        name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
+    }
+    kinds = {name: type(observer).__name__ for name, observer in observers.items()}
+    about = {"version": VERSION, "batches": done, "kinds": kinds}
+    storage.write_atomic(path, storage.dumps(arrays, {"detent.calibration": json.dumps(about)}))
+
+
+def _load(path: Path, observers: Mapping[str, Observer]) -> int:
+    """Bring the observers to the state of the file; returns how many batches it holds."""
+    arrays, metadata = storage.read(path)
+    try:
+        about = json.loads(metadata["detent.calibration"], object_pairs_hook=unique_keys)
+        if not has_keys(about, ("version", "batches", "kinds")) or about["version"] != VERSION:
+            raise FileFormatError(f"{path} is no checkpoint of a calibration that this detent reads: {about!r}")
+        done = as_integer("batches", about["batches"], at_least=1, error=FileFormatError)
+        if set(arrays) != set(observers):
+            raise FileFormatError(f"{path} holds {sorted(arrays)!r}, the observers are {sorted(observers)!r}")
+        found = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise FileFormatError(f"{path} is no checkpoint of a calibration: {error}") from error
+    for name, observer in observers.items():
+        if not observer.is_like(found[name]):
+            raise FileFormatError(f"{path} holds {found[name]!r} for {name!r}, not {observer!r}: use another file")
+    for name, observer in observers.items():
+        observer.load_state_dict(found[name].state_dict())
+    return done

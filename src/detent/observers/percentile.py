@@ -1,0 +1,105 @@
+"""Percentile: the range that holds all but the outermost parts of the data."""
+
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent._checks import as_number
+from detent.errors import RangeError
+from detent.granularity import Granularity, PerTensor
+from detent.observers.histogram import Bins, HistogramObserver
+from detent.observers.observer import Observer, Range
+
+__all__ = ["Percentile"]
+
+WHOLE = 100.0
+
+
+class Percentile(HistogramObserver):
+    """From the ``lower`` to the ``upper`` percentile of each set, as ``numpy.percentile`` has them, to within a bin.
+
+    Attributes:
+        lower, upper: in percent.
+
+    >>> import detent as dt, numpy as np
+    >>> found = dt.observers.Percentile(1, 99).observe(np.linspace(-1, 1, 100_001)).range()
+    >>> found.lo.round(3), found.hi.round(3)
+    (np.float64(-0.98), np.float64(0.98))
+    """
+
+    def __init__(
+        self,
+        lower: float = 0.1,
+        upper: float = 99.9,
+        granularity: Granularity | str = PerTensor(),
+        precision: int = 5,
+    ) -> None:
+        self.lower, self.upper = as_number("lower", lower), as_number("upper", upper)
+        if not 0 <= self.lower < self.upper <= WHOLE:
+            raise RangeError(f"percentiles are 0 <= lower < upper <= 100, got {lower!r} and {upper!r}")
+        super().__init__(granularity, precision)
+
+    def range(self) -> Range:
+        """The percentiles of each set.
+
+        Raises:
+            NotCalibratedError: nothing observed, or a set without finite values.
+
+        >>> Percentile(0, 100).observe([1.0, -2.0]).range()
+        Range(lo=array(-2.), hi=array(1.))
+        """
+        bins, shape = self.bins(), Observer.range(self).lo.shape
+        find = _weighted_percentiles if self.weighted else _percentiles
+        return Range(*(find(bins, share).reshape(shape) for share in (self.lower, self.upper)))
+
+    def merge(self, other: Self) -> Self:
+        """Take in what another Percentile has seen; commutative and associative.
+
+        >>> Percentile().merge(Percentile().observe([1.0])).count
+        1
+        """
+        return super().merge(other)
+
+    def _settings(self) -> dict[str, object]:
+        return {"lower": self.lower, "upper": self.upper, **super()._settings()}
+
+    def __repr__(self) -> str:
+        return f"Percentile({self.lower}, {self.upper}, granularity={self.granularity!r})"
+
+
+def _percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
+    """The percentile of each set: between the two elements next to its rank, each at its place in its bin."""
+    total = bins.mass.sum(axis=1)
+    rank = share / WHOLE * np.maximum(total - 1, 0)
+    below = np.floor(rank)
+    first, second = _elements(bins, below, total), _elements(bins, below + 1, total)
+    part = rank - below
+    # Neither end of the range can be missed by rounding.
+    return np.clip(np.where(part > 0, first * (1 - part) + second * part, first), bins.lo, bins.hi)
+
+
+def _weighted_percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
+    """The value of each set that has that share of the mass below it."""
+    found = np.empty(len(bins.mass))
+    for i, mass in enumerate(bins.mass):
+        after = np.cumsum(mass)
+        wanted = share / WHOLE * after[-1]
+        place = min(int(np.searchsorted(after, wanted, side="left")), len(mass) - 1)
+        low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
+        inside = (wanted - (after[place] - mass[place])) / mass[place] if mass[place] else 0.0
+        found[i] = low + (high - low) * min(max(inside, 0.0), 1.0)
+    return np.clip(found, bins.lo, bins.hi)
+
+
+def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Where the element of each set's rank lies: the elements of a bin are evenly spread over it."""
+    after = np.cumsum(bins.mass, axis=1)
+    found = np.empty(len(after))
+    for i, (ends, mass) in enumerate(zip(after, bins.mass, strict=True)):
+        place = min(int(np.searchsorted(ends, min(rank[i], total[i] - 1), side="right")), len(mass) - 1)
+        low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
+        inside = min(max(rank[i] - (ends[place] - mass[place]) + 0.5, 0.0) / max(mass[place], 1e-300), 1.0)
+        found[i] = low + (high - low) * inside
+    found = np.where(rank <= 0, bins.lo, found)
+    return np.where(rank >= total - 1, bins.hi, found)
