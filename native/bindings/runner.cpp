@@ -257,7 +257,6 @@ std::tuple<int64_t, bool> Runner::histogram(const Input& x, const Input& weights
   call.missed = static_cast<uint8_t*>(missed.data());
   call.low = low.data();
   call.high = high.data();
-  call.row_count = row_count;
   call.sets = sets_;
   call.shared = shared_;
   const bool columns = call.layout.block == 1 && call.layout.cols > 1;

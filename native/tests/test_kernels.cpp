@@ -295,10 +295,10 @@ class Tests : public Arrays {
     while (c.bits > 1 && (sets << c.bits) > kMostBins) --c.bits;
     const int64_t width = int64_t{1} << c.bits, size = c.layout.size;
     const std::vector<int16_t> rows = some_rows(c, x, kMostCounts / std::max<int64_t>(sets * width, 1));
-    c.row_count = *std::max_element(rows.begin(), rows.end()) + 1;
+    const int64_t row_count = *std::max_element(rows.begin(), rows.end()) + 1;
     c.rows = array<int16_t>(kG, rows);
     const bool weighted = size && dice_.heads();
-    std::vector<int64_t> weights, counts(static_cast<size_t>(c.row_count * sets * width), 7);
+    std::vector<int64_t> weights, counts(static_cast<size_t>(row_count * sets * width), 7);
     for (int64_t i = 0; i < size; ++i) weights.push_back(!weighted ? 1 : dice_() % 4 ? dice_.below(1 << 30) : 0);
     c.weights = weighted ? array<int64_t>(kHighSums, weights) : nullptr;
     c.counts = array<int64_t>(kOut, counts);

@@ -169,8 +169,8 @@ def test_a_killed_run_resumes_from_the_last_save(kind, tmp_path):
 @every_kind
 def test_batches_already_seen_are_not_observed_again(kind, tmp_path):
     run_until(4, KINDS[kind](), tmp_path / "c")
-    spoilt = [np.full((1, 1, 1), np.nan)] * 4  # which no observer would take
-    resumed = calibrate([*spoilt, *BATCHES[4:]], KINDS[kind](), checkpoint=tmp_path / "c")
+    spoilt = [np.full((1, 1, 1), np.nan)] * 3  # which no observer would take
+    resumed = calibrate([*spoilt, *BATCHES[3:]], KINDS[kind](), checkpoint=tmp_path / "c")
     assert resumed.to_bytes() == calibrate(BATCHES, KINDS[kind]()).to_bytes()
 
 
@@ -183,10 +183,32 @@ def test_a_finished_run_is_not_repeated(tmp_path):
     assert (tmp_path / "c").read_bytes() == saved
 
 
-def test_a_checkpoint_replaces_what_the_observer_held(tmp_path):
+def test_an_observer_that_has_seen_something_does_not_resume(tmp_path):
     run_until(3, MinMax("axis0"), tmp_path / "c")
-    resumed = calibrate(BATCHES, MinMax("axis0").observe(BATCHES[0] * 1000), checkpoint=str(tmp_path / "c"))
-    assert resumed.to_bytes() == calibrate(BATCHES, MinMax("axis0")).to_bytes()
+    held = MinMax("axis0").observe(BATCHES[0] * 1000)
+    before = held.to_bytes()
+    with pytest.raises(dt.StateError, match="fresh observer"):
+        calibrate(BATCHES, held, checkpoint=str(tmp_path / "c"))
+    assert held.to_bytes() == before
+
+
+def test_other_batches_do_not_resume(tmp_path):
+    calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c")
+    with pytest.raises(dt.FileFormatError, match="only 2 came"):
+        calibrate(BATCHES[:2], MinMax("axis0"), checkpoint=tmp_path / "c")
+    with pytest.raises(dt.FileFormatError, match="is not the one"):
+        calibrate([batch * 2 for batch in BATCHES], MinMax("axis0"), checkpoint=tmp_path / "c")
+
+
+@pytest.mark.parametrize("observers", [MinMax, [MinMax()], {"a": 1}, {"__metadata__": MinMax()}, {3: MinMax()}])
+def test_what_is_no_observer(observers):
+    with pytest.raises(dt.DtypeError, match="observer"):
+        calibrate(BATCHES, observers)
+
+
+def test_the_batch_is_named():
+    with pytest.raises(dt.ShapeError, match=r"^batch 2: "):
+        calibrate([np.ones((2, 3)), np.ones((5, 3))], MinMax("axis0"))
 
 
 def test_only_the_checkpoint_is_left_behind(tmp_path):

@@ -189,3 +189,31 @@ def test_block_formats_are_searched_over_their_scales():
     params = MSE(granularity=dt.mxfp4.granularity).observe(x).params(dt.mxfp4)
     assert mse(x, params) <= mse(x, dt.QuantParams.from_data(dt.mxfp4, x))
     assert np.array_equal(np.exp2(np.rint(np.log2(params.scale))), params.scale)
+
+
+@pytest.mark.parametrize("spec", ["int4", "uint8", "int2", "uint4/tensor/affine", "float8_e4m3fn"])
+@pytest.mark.parametrize("data", [(10.0, 10.0001), (-3.0, -2.9999), (1e-3, 1.1e-3), (5.0, 5.0)])
+def test_narrow_data_far_from_zero(data, spec):
+    x = np.array(data, np.float32)
+    for observer in (MSE(), MSE(1.0), Entropy(), Percentile()):
+        found = observer.observe(x).range()
+        assert found.lo <= found.hi
+        assert mse(x, observer.params(spec)) <= 0.02 * np.square(x).max()
+
+
+@pytest.mark.parametrize("spec", ["uint8/tensor/affine", "int8"])
+def test_zeros_do_not_move_the_entropy_range(spec):
+    x = np.abs(distribution("normal", 50_000))
+    without = Entropy().observe(x).range(spec).hi
+    assert Entropy().observe(np.append(x, np.zeros(50_000, np.float32))).range(spec).hi == without
+
+
+def test_entropy_of_affine_specs_has_the_proportions_of_the_data():
+    x = np.append(distribution("one-sided", 50_000), np.float32(-4e-6))
+    found = Entropy().observe(x).range("uint8/tensor/affine")
+    assert found.hi == pytest.approx(float(Entropy().observe(np.abs(x)).range("uint8/tensor/affine").hi), rel=0.05)
+
+
+def test_already_quantized_data_with_more_precision():
+    x = dt.fake_quantize(distribution("normal", 50_000), dt.QuantParams(dt.QuantSpec("int8"), scale=np.float32(0.03)))
+    assert mse(x, MSE(precision=10).observe(x).params("int8")) < 1e-6

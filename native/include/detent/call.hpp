@@ -93,7 +93,7 @@ struct Call {
   const int64_t* weights = nullptr;  // of each element; null for 1
   int64_t* counts = nullptr;
   uint8_t* missed = nullptr;  // set where an element has no row
-  int64_t row_count = 0, sets = 1;
+  int64_t sets = 1;
 
   // grid_errors: bins with lower and upper ends, their mass in each set, and `candidates` scales and zero points per set.
   const double *lower = nullptr, *upper = nullptr, *mass = nullptr, *scales = nullptr, *zeros = nullptr;

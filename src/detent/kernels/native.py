@@ -232,7 +232,7 @@ def histogram(
     True
     """
     name = dtype_name(x.dtype)
-    if _native is None or name not in DTYPES or not _fits(tiling):
+    if _native is None or name not in DTYPES or not _fits(tiling) or not (is_ready(counts) and is_ready(rows)):
         return None
     low, high = _empty_bounds(tiling, x.dtype)
     missed = np.zeros(rows.size, np.uint8)

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from os import PathLike
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from detent import storage
 from detent._checks import as_integer, has_keys, unique_keys
-from detent.errors import DetentError, FileFormatError, NotCalibratedError, ShapeError
+from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
 
 __all__ = ["budget", "calibrate"]
@@ -23,6 +24,7 @@ Progress = bool | Callable[[int, int | None], object]
 Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
 VERSION = 1
 ALONE = "x"  # the name of an observer that came without one
+RESERVED = ("__metadata__", "total")
 
 
 def calibrate(
@@ -35,8 +37,9 @@ def calibrate(
 ) -> Watching:
     """Feed every batch to the observers, which are changed and returned.
 
-    With a checkpoint, what was observed is saved every so often and when the run is interrupted; the next run with the
-    same file and the same batches goes on from there, and gives the same bits as one that was never interrupted.
+    With a checkpoint, what was observed is saved every so often, at the end, and when the batches are interrupted; the
+    next run with the same file, fresh observers and the same batches goes on from there, and gives the same bits as one
+    that was never interrupted.
 
     Args:
         batches: arrays for one observer, ``{name: array}`` for several.
@@ -49,61 +52,91 @@ def calibrate(
     Raises:
         NotCalibratedError: there was no batch, or an observer has seen nothing finite.
         ShapeError: a batch lacks a name, or an array falls into other sets than those before it.
+        FileFormatError: the checkpoint is of other observers or of other batches.
 
     >>> import numpy as np
     >>> from detent.observers import MinMax
     >>> calibrate([np.array([1.0]), np.array([-2.0])], MinMax()).range()
     Range(lo=array(-2.), hi=array(1.))
     """
-    named: Mapping[str, Observer] = {ALONE: observers} if isinstance(observers, Observer) else observers
+    alone = isinstance(observers, Observer)
+    named = _named(observers)
     step = as_integer("every", every, at_least=1)
     path = None if checkpoint is None else Path(checkpoint)
-    done = _load(path, named) if path is not None and path.exists() else 0
+    held = _load(path, named) if path is not None and path.exists() else _Held(0, 0)
     total = len(batches) if isinstance(batches, Sized) else None
-    report = _reporter(progress)
-    seen, whole = 0, True
+    report = _reporter(progress, held.batches)
+    seen, mark, whole = 0, held.mark, True
     try:
         for seen, batch in enumerate(batches, start=1):
-            if seen <= done:
+            if seen <= held.batches:
+                if seen == held.batches and _mark(batch, named, alone=alone) != held.mark:
+                    raise FileFormatError(f"batch {seen} is not the one that {path} ends with: remove the file")
                 continue
             whole = False
-            _feed(seen, batch, named, alone=isinstance(observers, Observer))
-            done, whole = seen, True
-            report(done, total)
-            if path is not None and done % step == 0:
-                _save(path, named, done)
+            _feed(seen, batch, named, alone=alone)
+            whole = True
+            if path is not None:
+                mark = _mark(batch, named, alone=alone)
+                if seen % step == 0:
+                    _save(path, named, _Held(seen, mark))
+            report(seen, total)
     finally:
         # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
-        if path is not None and done and whole:
-            _save(path, named, done)
-    if not done:
+        if path is not None and whole and seen > held.batches:
+            _save(path, named, _Held(seen, mark))
+    if isinstance(report, _Bar):
+        report.close()
+    if seen < held.batches:
+        raise FileFormatError(f"{path} holds {held.batches} batches and only {seen} came: remove the file")
+    if not seen:
         raise NotCalibratedError("there was no batch to calibrate with: give at least one")
     for name, observer in named.items():
-        _check_seen(name, observer)
+        _check_seen("" if alone else f"{name!r}: ", observer)
+    return observers
+
+
+def _named(observers: object) -> Mapping[str, Observer]:
+    if isinstance(observers, Observer):
+        return {ALONE: observers}
+    if not isinstance(observers, Mapping) or not all(isinstance(one, Observer) for one in observers.values()):
+        raise DtypeError(f"observers are one observer or {{name: observer}}, got {observers!r}")
+    for name in observers:
+        if not isinstance(name, str) or not name or name in RESERVED:
+            raise DtypeError(f"an observer's name is text other than {', '.join(RESERVED)}, got {name!r}")
     return observers
 
 
 def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> None:
-    if alone:
-        observers[ALONE].observe(batch)  # type: ignore[arg-type]  # an array, since there is no name
-        return
-    if not isinstance(batch, Mapping):
-        raise ShapeError(f"batch {number} is {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}")
-    missing = [name for name in observers if name not in batch]
-    if missing:
-        raise ShapeError(f"batch {number} has no {missing[0]!r}, only {sorted(batch)!r}")
+    if not alone:
+        if not isinstance(batch, Mapping):
+            raise ShapeError(
+                f"batch {number} is {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}"
+            )
+        missing = [name for name in observers if name not in batch]
+        if missing:
+            raise ShapeError(f"batch {number} has no {missing[0]!r}, only {list(batch)!r}")
     for name, observer in observers.items():
         try:
-            observer.observe(batch[name])
+            observer.observe(batch if alone else batch[name])  # type: ignore[arg-type, call-overload, index]
         except DetentError as error:
-            raise type(error)(f"{name!r} in batch {number}: {error}") from error
+            raise type(error)(f"{'' if alone else f'{name!r} in '}batch {number}: {error}") from error
+
+
+def _mark(batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> int:
+    """A checksum of what the observers see of a batch."""
+    found = 0
+    for name in observers:
+        array = np.ascontiguousarray(batch if alone else batch[name])  # type: ignore[call-overload, index]
+        found = crc32(array.view(np.uint8).data if array.size else b"", found)
+    return found
 
 
 def _check_seen(name: str, observer: Observer) -> None:
     try:
         Observer.range(observer)
     except NotCalibratedError as error:
-        raise NotCalibratedError(f"{name!r}: {error}") from error
+        raise NotCalibratedError(f"{name}{error}") from error
 
 
 def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -113,17 +146,18 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     >>> budget({"a": MinMax(), "b": Percentile()}, {"a": (8, 16), "b": (8, 16)})
     {'a': 16, 'b': 130640, 'total': 130656}
     """
-    missing = [name for name in observers if name not in shapes]
+    named = _named(observers)
+    missing = [name for name in named if name not in shapes]
     if missing:
-        raise ShapeError(f"no shape was given for {missing[0]!r}, only for {sorted(shapes)!r}")
-    found = {name: observer.max_nbytes(shapes[name]) for name, observer in observers.items()}
+        raise ShapeError(f"no shape was given for {missing[0]!r}, only for {list(shapes)!r}")
+    found = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
     return {**found, "total": sum(found.values())}
 
 
-def _reporter(progress: Progress) -> Callable[[int, int | None], object]:
+def _reporter(progress: Progress, done: int) -> Callable[[int, int | None], object]:
     if callable(progress):
         return progress
-    return _Bar(sys.stderr) if progress and sys.stderr.isatty() else _say_nothing
+    return _Bar(sys.stderr, done) if progress and sys.stderr.isatty() else _say_nothing
 
 
 def _say_nothing(done: int, total: int | None) -> None:
@@ -133,48 +167,63 @@ def _say_nothing(done: int, total: int | None) -> None:
 class _Bar:
     """A line on a terminal, at most ten times a second."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self.start, self.last = stream, time.monotonic(), 0.0
+    def __init__(self, stream: TextIO, done: int) -> None:
+        self.stream, self.before, self.start, self.last = stream, done, time.monotonic(), 0.0
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
         if now - self.last < 0.1 and done != total:
             return
-        self.last, speed = now, done / max(now - self.start, 1e-9)
+        self.last, speed = now, (done - self.before) / max(now - self.start, 1e-9)
         if total:
             filled = 24 * done // total
             text = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} batches, {speed:.1f}/s"
         else:
             text = f"{done} batches, {speed:.1f}/s"
-        self.stream.write(f"\rcalibrating {text}" + ("\n" if done == total else ""))
+        self.stream.write(f"\rcalibrating {text}")
+        self.stream.flush()
+
+    def close(self) -> None:
+        self.stream.write("\n")
         self.stream.flush()
 
 
-def _save(path: Path, observers: Mapping[str, Observer], done: int) -> None:
+class _Held(NamedTuple):
+    """What a checkpoint holds: how many batches, and the checksum of the last."""
+
+    batches: int
+    mark: int
+
+
+def _save(path: Path, observers: Mapping[str, Observer], held: _Held) -> None:
     arrays: dict[str, Any] = {
         name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
     }
-    kinds = {name: type(observer).__name__ for name, observer in observers.items()}
-    about = {"version": VERSION, "batches": done, "kinds": kinds}
+    about = {"version": VERSION, "batches": held.batches, "mark": held.mark}
     storage.write_atomic(path, storage.dumps(arrays, {"detent.calibration": json.dumps(about)}))
 
 
-def _load(path: Path, observers: Mapping[str, Observer]) -> int:
-    """Bring the observers to the state of the file; returns how many batches it holds."""
+def _load(path: Path, observers: Mapping[str, Observer]) -> _Held:
+    """Bring the observers to the state of the file."""
     arrays, metadata = storage.read(path)
     try:
         about = json.loads(metadata["detent.calibration"], object_pairs_hook=unique_keys)
-        if not has_keys(about, ("version", "batches", "kinds")) or about["version"] != VERSION:
+        if not has_keys(about, ("version", "batches", "mark")) or about["version"] != VERSION:
             raise FileFormatError(f"{path} is no checkpoint of a calibration that this detent reads: {about!r}")
         done = as_integer("batches", about["batches"], at_least=1, error=FileFormatError)
+        mark = as_integer("mark", about["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
             raise FileFormatError(f"{path} holds {sorted(arrays)!r}, the observers are {sorted(observers)!r}")
         found = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
+    except FileFormatError:
+        raise
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{path} is no checkpoint of a calibration: {error}") from error
     for name, observer in observers.items():
         if not observer.is_like(found[name]):
             raise FileFormatError(f"{path} holds {found[name]!r} for {name!r}, not {observer!r}: use another file")
+        if observer.count or observer.nonfinite:
+            raise StateError(f"{name!r} has observed {observer.count} values: go on from {path} with a fresh observer")
     for name, observer in observers.items():
         observer.load_state_dict(found[name].state_dict())
-    return done
+    return _Held(done, mark)

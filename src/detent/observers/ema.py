@@ -51,7 +51,7 @@ class EMAMinMax(Observer):
         >>> EMAMinMax().observe([1.0]).observe([2.0]).batches
         2
         """
-        if np.size(x):
+        if np.size(x) or weight is not None:
             super().observe(x, weight)
             self.batches += 1
         return self

@@ -1,9 +1,12 @@
 """Entropy: the range whose quantized distribution says most about the data's (Kullback-Leibler divergence).
 
-The histogram is spread over 2048 even bins around zero. For every window of them, p is what falls into the window, with
+The histogram is spread over 2048 even bins. For every window of them around zero, p is what falls into the window, with
 the mass outside added to its end bins, and q is p without that, quantized: merged into as many parts as the spec has
 codes and spread again over the bins of each part that are not empty. The window with the least ``KL(p || q)`` is the
 range. Running sums of counts and of ``c log c`` give all windows at once.
+
+Zeros are left out: they are quantized without an error, and as the spike that they are after a ReLU they would count as
+spread over a part. Windows of symmetric specs are symmetric, those of affine ones have the data's own proportions.
 """
 
 import numpy as np
@@ -20,6 +23,7 @@ __all__ = ["Entropy", "least_divergence"]
 Float64 = NDArray[np.float64]
 BINS = 2048
 NOTHING = 1e-4  # the mass that q has where p has mass and q has none
+TINY = 2.0**-126  # what the bins around zero end at
 NOISE = 1e-9  # a share of the mass that is not told from nothing
 
 
@@ -58,25 +62,28 @@ class Entropy(HistogramObserver):
 
 
 def _one(bins: Bins, i: int) -> Bins:
-    full = bins.mass[i] > 0
+    """What one set holds, without zeros."""
+    full = (bins.mass[i] > 0) & (np.maximum(np.abs(bins.lower), np.abs(bins.upper)) > TINY)
     return Bins(bins.lower[full], bins.upper[full], bins.mass[i][full], bins.lo[i], bins.hi[i])
 
 
 def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
     lo, hi = float(bins.lo), float(bins.hi)
-    largest = max(abs(lo), abs(hi))
-    if largest == 0:
+    below, above = min(lo, 0.0), max(hi, 0.0)
+    codes = spec.num_levels
+    if spec.symmetric:
+        if below and above:
+            below, above = -max(-below, above), max(-below, above)
+        else:
+            codes = (codes + 1) // 2  # the other half of them has nothing to do
+    if not bins.mass.size:
         return lo, hi
-    one_sided = lo >= 0 or hi <= 0
-    codes = spec.num_levels if not (one_sided and spec.symmetric) else (spec.num_levels + 1) // 2
-    edges = np.linspace(0.0 if one_sided else -1.0, 1.0, BINS + 1)
+    zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))
+    largest = max(-below, above)
+    left, right = np.linspace(below / largest, 0, zero + 1), np.linspace(0, above / largest, BINS - zero + 1)
     lower, upper = np.maximum(bins.lower, lo) / largest, np.minimum(bins.upper, hi) / largest
-    if one_sided and hi <= 0:
-        lower, upper, mass = -upper[::-1], -lower[::-1], bins.mass[::-1]
-    else:
-        mass = bins.mass
-    reach = least_divergence(_spread(lower, upper, mass, edges), codes, one_sided=one_sided) * largest
-    return max(lo, -reach), min(hi, reach)
+    share = least_divergence(_spread(lower, upper, bins.mass, np.concatenate((left[:-1], right))), codes, zero)
+    return min(max(lo, share * below), hi), max(min(hi, share * above), lo)
 
 
 def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Float64:
@@ -90,41 +97,49 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
     return np.where(even < NOISE * after[-1], 0.0, even)
 
 
-def least_divergence(counts: Float64, codes: int, *, one_sided: bool = False) -> float:
-    """The share of the bins, from the middle outwards or from the first on, whose divergence is least.
+def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
+    """The part of the bins on either side of zero whose divergence is least.
+
+    Args:
+        counts: the mass in even bins.
+        codes: into how many parts a window is merged.
+        zero: how many bins are below zero; half of them by default.
 
     >>> least_divergence(np.ones(64), 16)
     1.0
     """
     bins = counts.size
-    unit = 1 if one_sided else 2
-    if codes >= bins:
+    left = bins // 2 if zero is None else zero
+    right = bins - left
+    shares = np.arange(1, max(left, right) + 1) / max(left, right)
+    first, last = left - np.rint(left * shares).astype(int), left + np.rint(right * shares).astype(int)
+    wide = last - first >= codes
+    if not wide.any():
         return 1.0
-    size = np.arange(-(-codes // unit), bins // unit + 1) * unit  # bins of each window
-    first = np.zeros_like(size) if one_sided else (bins - size) // 2
-    last = first + size
+    shares, first, last = shares[wide], first[wide], last[wide]
+    size = last - first
     mass = np.concatenate(([0.0], np.cumsum(counts)))
     with np.errstate(all="ignore"):
         logs = np.where(counts > 0, counts * np.log(counts), 0.0)
     log_sums = np.concatenate(([0.0], np.cumsum(logs)))
     filled = np.concatenate(([0], np.cumsum(counts > 0)))
     total, inside = mass[-1], mass[last] - mass[first]
-    left, right = mass[first], total - mass[last]
+    low_mass, high_mass = mass[first], total - mass[last]
 
     cuts = first[:, None] + np.arange(codes + 1) * size[:, None] // codes
     parts = np.diff(mass[cuts], axis=1)
     held = np.diff(filled[cuts], axis=1).astype(np.float64)
     # What lies outside fills an end bin that may have been empty.
-    held[:, 0] += (counts[first] == 0) & (left > 0)
-    held[:, -1] += (counts[last - 1] == 0) & (right > 0)
+    held[:, 0] += (counts[first] == 0) & (low_mass > 0)
+    held[:, -1] += (counts[last - 1] == 0) & (high_mass > 0)
     with np.errstate(all="ignore"):
         q = np.where(parts > 0, parts / held, NOTHING)
         log_q = np.log(q)
-        p_log_q = (parts * log_q).sum(axis=1) + left * log_q[:, 0] + right * log_q[:, -1]
+        p_log_q = (parts * log_q).sum(axis=1) + low_mass * log_q[:, 0] + high_mass * log_q[:, -1]
         p_log_p = log_sums[last] - log_sums[first]
-        for end, outside in ((first, left), (last - 1, right)):
+        for end, outside in ((first, low_mass), (last - 1, high_mass)):
             whole = counts[end] + outside
             p_log_p += np.where(whole > 0, whole * np.log(whole), 0.0) - logs[end]
         divergence = (p_log_p - p_log_q) / total + np.log(inside / total)
     best = int(np.argmin(np.where(np.isfinite(divergence) & (inside > 0), divergence, np.inf)))
-    return float(size[best] / bins)
+    return float(shares[best])

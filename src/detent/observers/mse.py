@@ -17,6 +17,9 @@ __all__ = ["MSE"]
 class MSE(HistogramObserver):
     """The range of each set with the least mean ``|x - quantized x|^norm``, clipping and rounding both.
 
+    Made for sets of some hundred values and more: of fewer, the bins know too little, and a higher ``precision`` or
+    ``MinMax`` does better.
+
     The spec decides the levels, so that ``params(spec)`` and ``range(spec)`` search for it. Weights say how much an
     element's error matters; they are rounded to multiples of 2^-24, so that weighted observers merge exactly too.
 
@@ -60,4 +63,4 @@ class MSE(HistogramObserver):
         return {"norm": self.norm, **super()._settings()}
 
     def __repr__(self) -> str:
-        return f"MSE(norm={self.norm}, granularity={self.granularity!r})"
+        return self._described(f"norm={self.norm}")

@@ -19,6 +19,8 @@ WHOLE = 100.0
 class Percentile(HistogramObserver):
     """From the ``lower`` to the ``upper`` percentile of each set, as ``numpy.percentile`` has them, to within a bin.
 
+    With weights, a percentile is the value that has that share of the weight below it.
+
     Attributes:
         lower, upper: in percent.
 
@@ -65,7 +67,7 @@ class Percentile(HistogramObserver):
         return {"lower": self.lower, "upper": self.upper, **super()._settings()}
 
     def __repr__(self) -> str:
-        return f"Percentile({self.lower}, {self.upper}, granularity={self.granularity!r})"
+        return self._described(f"{self.lower}", f"{self.upper}")
 
 
 def _percentiles(bins: Bins, share: float) -> NDArray[np.float64]:

@@ -122,7 +122,7 @@ def _symmetric(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
 
     def ranges(octaves: Float64) -> tuple[Float64, Float64]:
         reach = largest * np.exp2(-octaves)
-        return np.maximum(bins.lo[:, None], -reach), np.minimum(bins.hi[:, None], reach)
+        return np.clip(bins.lo[:, None], -reach, reach), np.clip(bins.hi[:, None], -reach, reach)
 
     def errors(octaves: Float64) -> Float64:
         return grid.of_ranges(bins, *ranges(octaves))[0]
