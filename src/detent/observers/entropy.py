@@ -5,8 +5,9 @@ the mass outside added to its end bins, and q is p without that, quantized: merg
 codes and spread again over the bins of each part that are not empty. The window with the least ``KL(p || q)`` is the
 range. Running sums of counts and of ``c log c`` give all windows at once.
 
-Zeros are left out: they are quantized without an error, and as the spike that they are after a ReLU they would count as
-spread over a part. Windows of symmetric specs are symmetric, those of affine ones have the data's own proportions.
+A window holds at least nine tenths of the mass. Zeros are left out: they are quantized without an error, and as the
+spike that they are after a ReLU they would count as spread over a part. Windows of symmetric specs are symmetric, those
+of affine ones have the data's own proportions.
 """
 
 import numpy as np
@@ -24,6 +25,7 @@ Float64 = NDArray[np.float64]
 BINS = 2048
 NOTHING = 1e-4  # the mass that q has where p has mass and q has none
 TINY = 2.0**-126  # what the bins around zero end at
+MOST = 0.9  # the least share of the mass in a window
 NOISE = 1e-9  # a share of the mass that is not told from nothing
 
 
@@ -141,5 +143,6 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
             whole = counts[end] + outside
             p_log_p += np.where(whole > 0, whole * np.log(whole), 0.0) - logs[end]
         divergence = (p_log_p - p_log_q) / total + np.log(inside / total)
-    best = int(np.argmin(np.where(np.isfinite(divergence) & (inside > 0), divergence, np.inf)))
+    # A window that holds next to nothing resembles itself; one that holds most of the mass is asked for.
+    best = int(np.argmin(np.where(np.isfinite(divergence) & (inside >= MOST * total), divergence, np.inf)))
     return float(shares[best])
