@@ -115,9 +115,8 @@ void grid_errors(int level, int norm, double qmin, double qmax, const Input& low
   nb::gil_scoped_release unlocked;
   const int threads = threads_for(call.sets * call.candidates * call.bins);
   call.step = ceil_div(call.sets, int64_t{4} * threads);
-  constexpr int64_t kArrays = 5, kPadding = 8;
   const int64_t parts = ceil_div(call.sets, call.step);
-  std::vector<double> scratch(static_cast<size_t>(parts * kArrays * (call.bins + kPadding)));
+  std::vector<double> scratch(static_cast<size_t>(parts * kGridArrays * (call.bins + kGridPadding)));
   call.scratch = scratch.data();
   launch_parts(call, kernels.grid_errors, call.sets, call.step, threads);
 }

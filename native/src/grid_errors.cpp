@@ -4,7 +4,6 @@
 //
 // The integral from 0 to t, in units of the scale, is n times that over one whole level, plus what is left: f^(norm+1) /
 // (norm + 1), where n is the nearest level and f the distance from it. Beyond the last level n stays and f grows.
-// Scratch of a part: 5 * (bins + 8) numbers.
 #include "detent/arithmetic.hpp"
 #include "detent/chunks.hpp"
 
@@ -13,7 +12,7 @@ namespace {
 using detent::Kind;
 
 constexpr double kNarrow = 0x1p-900;  // a bin no wider is a point: its density might be beyond a double
-constexpr int kLanes = 8;  // terms are added in so many sums, which are then folded by halves: one order at every level
+constexpr int kLanes = detent::kGridPadding;  // terms are added in so many sums, which are then folded by halves: one order at every level
 
 // The part of the integral beyond a level, an odd function of the distance; and the distance itself to the power.
 template <int norm>
@@ -118,8 +117,8 @@ DETENT_LOOP double error_of(const Grid grid, const Bins& bins, double scale) {
 template <int norm>
 void run(const Call& call, int64_t begin, int64_t end) {
   const Uneven<norm> uneven{static_cast<const double*>(call.levels), call.middles, call.whole, call.level_count};
-  const int64_t most = call.bins + kLanes;
-  Bins bins(call.scratch + begin / call.step * 5 * most, most);
+  const int64_t most = call.bins + detent::kGridPadding;
+  Bins bins(call.scratch + begin / call.step * detent::kGridArrays * most, most);
   for (int64_t set = begin; set < end; ++set) {
     bins.gather(call, set);
     for (int64_t i = set * call.candidates; i < (set + 1) * call.candidates; ++i) {

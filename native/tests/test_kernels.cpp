@@ -378,7 +378,7 @@ class Tests : public Arrays {
     c.whole = array<double>(kHighSums, whole);
     c.errors = array<double>(kOut, c.sets * c.candidates);
     c.step = any_step(c.sets);
-    c.scratch = array<double>(kScratch, ceil_div(c.sets, c.step) * 5 * (c.bins + 8));
+    c.scratch = array<double>(kScratch, ceil_div(c.sets, c.step) * kGridArrays * (c.bins + kGridPadding));
     launch(c, c.sets, c.step);
     for (int64_t i = 0; i < c.sets * c.candidates; ++i) {
       const size_t set = static_cast<size_t>(i / c.candidates), at = static_cast<size_t>(i);

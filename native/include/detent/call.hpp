@@ -117,6 +117,9 @@ constexpr int64_t kLeaf = 1024;  // elements of a block of a sum
 constexpr int64_t kTile = 16;    // sets of single columns that are summed together
 constexpr int kExponents = 512;  // of a float, with the sign
 
+// The scratch of a part of grid_errors: so many arrays, each of the bins and some more.
+constexpr int64_t kGridArrays = 5, kGridPadding = 8;
+
 // One table per CPU level. A kernel works on elements [begin, end) of the flat array, begin a multiple of kGrain; those that
 // sum on pieces, blocks or sets, as they say.
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \

@@ -13,10 +13,7 @@ of affine ones have the data's own proportions.
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.formats import Format
-from detent.granularity import Granularity, PerTensor
-from detent.observers.histogram import Bins, HistogramObserver
-from detent.observers.observer import Observer, Range
+from detent.observers.histogram import Bins, SearchObserver
 from detent.spec import QuantSpec
 
 __all__ = ["Entropy", "least_divergence"]
@@ -29,7 +26,7 @@ MOST = 0.9  # the least share of the mass in a window
 NOISE = 1e-9  # a share of the mass that is not told from nothing
 
 
-class Entropy(HistogramObserver):
+class Entropy(SearchObserver):
     """The range of each set with the least divergence between the data and what quantization makes of them.
 
     >>> import detent as dt, numpy as np
@@ -39,28 +36,9 @@ class Entropy(HistogramObserver):
     True
     """
 
-    def __init__(self, granularity: Granularity | str = PerTensor(), precision: int = 5) -> None:
-        super().__init__(granularity, precision)
-
-    def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
-        """The range of each set that is best for as many codes as the spec has.
-
-        Args:
-            spec: how values will be quantized; the granularity is the observer's own.
-
-        Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
-
-        >>> Entropy().observe([0.0, 0.0]).range().hi
-        array(0.)
-        """
-        return self._range_for(self._own_spec(spec))
-
-    def _range_for(self, spec: QuantSpec) -> Range:
-        shape = Observer.range(self).lo.shape
-        bins = self.bins()
-        ends = np.array([_best_range(spec, _one(bins, i)) for i in range(len(bins.lo))]).T
-        return Range(ends[0].reshape(shape), ends[1].reshape(shape))
+    def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
+        ends = np.array([_best_range(spec, _one(bins, i)) for i in range(len(bins.lo))])
+        return ends[:, 0], ends[:, 1]
 
 
 def _one(bins: Bins, i: int) -> Bins:

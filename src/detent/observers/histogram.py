@@ -9,6 +9,7 @@ evenly spaced and the same for every dtype; numbers beyond float32 are refused. 
 smallest and largest value, at which the outermost bins are cut. Inside a bin the mass counts as evenly spread.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,10 +22,10 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, Tiling
 from detent.kernels import bin_edges, histogram, minmax
-from detent.observers.observer import Array, Bounds, Observer
+from detent.observers.observer import Array, Bounds, Observer, Range
 from detent.spec import QuantSpec, get_spec
 
-__all__ = ["Bins", "HistogramObserver"]
+__all__ = ["Bins", "HistogramObserver", "SearchObserver"]
 
 Counts = NDArray[np.int64]
 Float64 = NDArray[np.float64]
@@ -178,10 +179,6 @@ class HistogramObserver(Observer):
         held = mass[:, occur][:, order].astype(np.float64) * unit
         return Bins(lower[occur][order], upper[occur][order], held, lo, hi)
 
-    def _own_spec(self, spec: QuantSpec | Format | str) -> QuantSpec:
-        """The spec with the observer's granularity."""
-        return replace(get_spec(spec), granularity=self.granularity)
-
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
         """How much memory the state of data of that shape can take at most: 128 KiB per set with precision 5.
 
@@ -238,6 +235,39 @@ class HistogramObserver(Observer):
             raise StateError(f"the counts of a histogram of {counters['count']} elements do not add up to that")
         self._lo, self._hi = bounds
         self._rows, self._counts = rows, counts.copy()
+
+
+class SearchObserver(HistogramObserver):
+    """An observer that searches its histogram for the range that is best for a spec.
+
+    >>> from detent.observers import MSE
+    >>> isinstance(MSE(), SearchObserver)
+    True
+    """
+
+    def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
+        """The range of each set that is best for the spec.
+
+        Args:
+            spec: how values will be quantized; the granularity is the observer's own.
+
+        Raises:
+            NotCalibratedError: nothing observed, or a set without finite values.
+
+        >>> import numpy as np
+        >>> from detent.observers import MSE
+        >>> MSE().observe(np.array([-1.0, 1.0])).range("int2").hi
+        array(1.)
+        """
+        return self._range_for(replace(get_spec(spec), granularity=self.granularity))
+
+    def _range_for(self, spec: QuantSpec) -> Range:
+        shape = Observer.range(self).lo.shape
+        return Range(*(end.reshape(shape) for end in self._search(spec, self.bins())))
+
+    @abstractmethod
+    def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
+        """The ends of the best range of each set."""
 
 
 def _places(rows: NDArray[np.int64]) -> NDArray[np.int16]:

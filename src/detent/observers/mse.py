@@ -1,20 +1,19 @@
 """MSE: the range that quantization loses least on."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from detent._checks import as_number
 from detent.errors import RangeError
-from detent.formats import Format
 from detent.granularity import Granularity, PerTensor
-from detent.observers.histogram import HistogramObserver
-from detent.observers.observer import Observer, Range
+from detent.observers.histogram import Bins, SearchObserver
 from detent.observers.search import least_error
 from detent.spec import QuantSpec
 
 __all__ = ["MSE"]
 
 
-class MSE(HistogramObserver):
+class MSE(SearchObserver):
     """The range of each set with the least mean ``|x - quantized x|^norm``, clipping and rounding both.
 
     Made for sets of some hundred values and more: of fewer, the bins know too little, and a higher ``precision`` or
@@ -39,25 +38,8 @@ class MSE(HistogramObserver):
             raise RangeError(f"a norm is a positive number, got {norm!r}")
         super().__init__(granularity, precision)
 
-    def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
-        """The range of each set that is best for the spec's format, symmetry and convention.
-
-        Args:
-            spec: how values will be quantized; the granularity is the observer's own.
-
-        Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
-
-        >>> import numpy as np
-        >>> MSE().observe(np.array([-1.0, 1.0])).range("int2").hi
-        array(1.)
-        """
-        return self._range_for(self._own_spec(spec))
-
-    def _range_for(self, spec: QuantSpec) -> Range:
-        shape = Observer.range(self).lo.shape
-        lo, hi = least_error(spec, self.bins(), self.norm, self._scale_dtype)
-        return Range(lo.reshape(shape), hi.reshape(shape))
+    def _search(self, spec: QuantSpec, bins: Bins) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        return least_error(spec, bins, self.norm, self._scale_dtype)
 
     def _settings(self) -> dict[str, object]:
         return {"norm": self.norm, **super()._settings()}

@@ -1,7 +1,5 @@
 """Percentile: the range that holds all but the outermost parts of the data."""
 
-from typing import Self
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,14 +52,6 @@ class Percentile(HistogramObserver):
         bins, shape = self.bins(), Observer.range(self).lo.shape
         find = _weighted_percentiles if self.weighted else _percentiles
         return Range(*(find(bins, share).reshape(shape) for share in (self.lower, self.upper)))
-
-    def merge(self, other: Self) -> Self:
-        """Take in what another Percentile has seen; commutative and associative.
-
-        >>> Percentile().merge(Percentile().observe([1.0])).count
-        1
-        """
-        return super().merge(other)
 
     def _settings(self) -> dict[str, object]:
         return {"lower": self.lower, "upper": self.upper, **super()._settings()}

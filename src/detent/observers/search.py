@@ -150,13 +150,13 @@ def _descend(errors: Callable[[Float64], Float64], depth: Float64, per_octave: i
     step = np.full((len(depth), 1), 1 / per_octave)
     tried: Float64 = step * np.arange(np.ceil(depth.max() * per_octave) + 1.0)
     seen = errors(tried)
-    best, least = _pick(tried, seen)
+    least, best = _least(seen, tried)
     around = np.linspace(-1, 1, 2 * AROUND - 1)
     centers = np.take_along_axis(tried, _valleys(seen), axis=1)
     for _ in range(2):
         tried = np.maximum((centers[:, :, None] + step[:, :, None] * around).reshape(len(depth), -1), 0)
         seen = errors(tried)
-        found, error = _pick(tried, seen)
+        error, found = _least(seen, tried)
         best, least = np.where(error < least, found, best), np.minimum(error, least)
         parts = seen.reshape(len(depth), centers.shape[1], -1)
         inside = np.argmin(parts, axis=2)[:, :, None]
@@ -165,10 +165,10 @@ def _descend(errors: Callable[[Float64], Float64], depth: Float64, per_octave: i
     return best
 
 
-def _pick(tried: Float64, seen: Float64) -> tuple[Float64, Float64]:
-    """The first of the least errors, which is that of the largest scale, and the error."""
+def _least(seen: Float64, *tried: Float64) -> list[Float64]:
+    """The first of the least errors of each set, which is that of the largest scale, and what was tried there."""
     place = np.argmin(seen, axis=1)[:, None]
-    return np.take_along_axis(tried, place, axis=1)[:, 0], np.take_along_axis(seen, place, axis=1)[:, 0]
+    return [np.take_along_axis(each, place, axis=1)[:, 0] for each in (seen, *tried)]
 
 
 def _valleys(seen: Float64) -> NDArray[np.intp]:
@@ -202,7 +202,7 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
     per_place = np.argmin(parts, axis=2)
     order = np.argsort(np.min(parts, axis=2), axis=1, kind="stable")[:, :VALLEYS]
     at = order * count + np.take_along_axis(per_place, order, axis=1)
-    best_octave, best_zero, least = _best(octaves, zeros, seen)
+    least, best_octave, best_zero = _least(seen, octaves, zeros)
     center, place = (np.take_along_axis(each, at, axis=1) for each in (octaves, zeros))
     gap = float(places[1] - places[0]) if places.size > 1 else 1.0
     around = np.linspace(-1, 1, AROUND)
@@ -212,7 +212,7 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
         octaves = np.maximum((center[:, :, None] + step[:, :, None] * moves[:, 1]).reshape(sets, -1), 0)
         zeros = np.clip((place[:, :, None] + gap * moves[:, 0]).reshape(sets, -1), low, high)
         seen = errors(octaves, zeros)
-        octave, zero, error = _best(octaves, zeros, seen)
+        error, octave, zero = _least(seen, octaves, zeros)
         better = error < least
         best_octave, best_zero = np.where(better, octave, best_octave), np.where(better, zero, best_zero)
         least = np.minimum(error, least)
@@ -224,10 +224,3 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
         step = step / 2
     scale = (widest[:, 0] * np.exp2(-best_octave)).astype(grid.dtype).astype(np.float64)
     return (low - best_zero) * scale, (high - best_zero) * scale
-
-
-def _best(octaves: Float64, zeros: Float64, seen: Float64) -> tuple[Float64, Float64, Float64]:
-    place = np.argmin(seen, axis=1)[:, None]
-    found = (np.take_along_axis(each, place, axis=1)[:, 0] for each in (octaves, zeros, seen))
-    octave, zero, error = found
-    return octave, zero, error
