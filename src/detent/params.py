@@ -146,13 +146,14 @@ class QuantParams:
         >>> QuantParams.trusted(QuantSpec("int8"), Parameters(np.array(0.5), np.array(0, np.int32)), lo, hi).min_val
         array(-1.)
         """
-        made, ends = cls.__new__(cls), (low.astype(np.float64, "C"), high.astype(np.float64, "C"))
+        made = cls.__new__(cls)
+        ends = low.astype(np.float64, "C"), high.astype(np.float64, "C")
         arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
-        ordered = (None if array is None else np.asarray(array, order="C") for array in arrays)
-        for name, value in zip(cls.__dataclass_fields__, (spec, *ordered), strict=True):
-            if isinstance(value, np.ndarray):
+        ordered = [None if array is None else np.asarray(array, order="C") for array in arrays]
+        for value in ordered:
+            if value is not None:
                 value.setflags(write=False)
-            object.__setattr__(made, name, value)
+        made.__dict__.update(zip(cls.__dataclass_fields__, (spec, *ordered), strict=True))
         return made
 
     @classmethod

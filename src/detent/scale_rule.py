@@ -12,9 +12,11 @@ All arithmetic is in float64 and rounded once to the scale's dtype; zero points 
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
+from array_api_compat import numpy
 from numpy.typing import NDArray
 
 from detent import kernels
@@ -24,9 +26,11 @@ from detent.kernels.reference.elements import encode, round_with
 from detent.rounding import half_away, half_even
 from detent.spec import QuantSpec
 
-__all__ = ["Parameters", "derive"]
+__all__ = ["Parameters", "derive", "float_parameters"]
 
 Float64 = NDArray[np.float64]
+Array: TypeAlias = Any  # of any library, as is the namespace that belongs to it
+Namespace: TypeAlias = Any
 MX_EXPONENTS = (-126, 127)
 
 
@@ -67,11 +71,18 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
         return _symmetric_parameters(spec, _power_of_two(spec, lo, hi))
     if spec.scale_format == "e4m3":
         return _two_level(spec, lo, hi)
-    exact, degenerate = _zero_range(spec, *(_symmetric(spec, lo, hi) if spec.symmetric else _affine(spec, lo, hi)))
-    scale = _store(exact, dtype, lo, hi)
-    if spec.symmetric:
-        return _symmetric_parameters(spec, scale)
-    return Parameters(scale, _zero_point(spec, lo, scale, degenerate))
+    # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars.
+    scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
+    if spec.convention.zero_range.kind == "error" and empty.any():
+        raise RangeError(
+            f"convention {spec.convention.name!r} refuses a range without width, {int(empty.sum())} of {empty.size} "
+            "sets have one: leave them out or choose another zero_range"
+        )
+    if not np.isfinite(scale).all():
+        raise RangeError(
+            f"the range [{lo.min()}, {hi.max()}] needs a scale beyond {dtype}: use dtype='float64' or rescale the data"
+        )
+    return Parameters(scale.reshape(lo.shape), zero_point.reshape(lo.shape))
 
 
 def _symmetric_parameters(spec: QuantSpec, scale: NDArray[np.floating]) -> Parameters:
@@ -82,64 +93,73 @@ def _largest(lo: Float64, hi: Float64) -> Float64:
     return np.maximum(np.abs(lo), np.abs(hi))
 
 
-def _symmetric(spec: QuantSpec, lo: Float64, hi: Float64) -> tuple[Float64, float]:
+def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype: object) -> tuple[Array, Array, Array]:
+    """Scales in ``dtype``, zero points as int32, and which ranges have no width, for scales that are plain floats.
+
+    Over any array namespace ``xp``, and without checks: a scale may be infinite, and a range without width gets scale
+    1 where the convention would refuse it.
+
+    >>> float_parameters(numpy, QuantSpec("uint8"), np.array([0.0]), np.array([510.0]), np.dtype("float32"))
+    (array([2.], dtype=float32), array([0], dtype=int32), array([False]))
+    """
+    exact, divisor = _symmetric(xp, spec, lo, hi) if spec.symmetric else _affine(xp, spec, lo, hi)
+    exact, empty = _zero_range(xp, spec, exact, divisor)
+    scale = _at_least(xp, xp.astype(exact, dtype), float(xp.finfo(dtype).smallest_normal))
+    if not spec.symmetric:
+        return scale, _zero_point(xp, spec, lo, scale, empty), empty
+    return scale, xp.full(scale.shape, spec.symmetric_zero_point, dtype=xp.int32, device=scale.device), empty
+
+
+def _symmetric(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, float]:
     """The exact scale, and the divisor that turns a floored width into a floored scale."""
     below, above = spec.qmin - spec.symmetric_zero_point, spec.qmax - spec.symmetric_zero_point
     if spec.convention.symmetric_scale == "tight":
-        ends = np.maximum(lo / below, hi / above) if below else hi / above
-        return np.maximum(ends, 0.0), above
+        ends = _divide(xp, hi, above)
+        ends = xp.maximum(_divide(xp, lo, below), ends) if below else ends
+        return _at_least(xp, ends, 0.0), above
     divisor = above if spec.convention.symmetric_scale == "qmax" else (spec.qmax - spec.qmin) / 2
-    return _largest(lo, hi) / divisor, divisor
+    return _divide(xp, xp.maximum(xp.abs(lo), xp.abs(hi)), divisor), divisor
 
 
-def _affine(spec: QuantSpec, lo: Float64, hi: Float64) -> tuple[Float64, float]:
-    lo, hi = _widened(spec, lo, hi)
+def _affine(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, float]:
     steps = spec.qmax - spec.qmin
-    return hi / steps - lo / steps, steps
+    if spec.convention.include_zero:
+        lo, hi = _at_most(xp, lo, 0.0), _at_least(xp, hi, 0.0)
+    return _divide(xp, hi, steps) - _divide(xp, lo, steps), steps
 
 
-def _widened(spec: QuantSpec, lo: Float64, hi: Float64) -> tuple[Float64, Float64]:
-    if not spec.convention.include_zero:
-        return lo, hi
-    return np.minimum(lo, 0.0), np.maximum(hi, 0.0)
-
-
-def _zero_range(spec: QuantSpec, scale: Float64, divisor: float) -> tuple[Float64, NDArray[np.bool_]]:
+def _zero_range(xp: Namespace, spec: QuantSpec, scale: Array, divisor: float) -> tuple[Array, Array]:
     """The scale after the convention's zero-range rule, and where that rule also decides the zero point."""
     rule = spec.convention.zero_range
-    nothing = np.zeros(scale.shape, np.bool_)
-    if rule.kind == "eps":
-        return np.maximum(scale, rule.value), nothing
-    if rule.kind == "width":
-        return np.maximum(scale, rule.value / divisor), nothing
+    if rule.kind in {"eps", "width"}:
+        floor = rule.value if rule.kind == "eps" else rule.value / divisor
+        return _at_least(xp, scale, floor), xp.zeros(scale.shape, dtype=xp.bool, device=scale.device)
     empty = scale == 0
-    if rule.kind == "error" and empty.any():
-        raise RangeError(
-            f"convention {spec.convention.name!r} refuses a range without width, {int(empty.sum())} of {empty.size} "
-            "sets have one: leave them out or choose another zero_range"
-        )
-    return np.where(empty, 1.0, scale), empty
+    return xp.where(empty, xp.ones_like(scale), scale), empty
 
 
-def _store(exact: Float64, dtype: np.dtype, lo: Float64, hi: Float64) -> NDArray[np.floating]:
-    """The exact scale rounded to its dtype, at least the dtype's smallest normal number."""
-    scale: NDArray[np.floating] = np.asarray(np.maximum(exact.astype(dtype), np.finfo(dtype).smallest_normal))
-    if not np.isfinite(scale).all():
-        raise RangeError(
-            f"the range [{lo.min()}, {hi.max()}] needs a scale beyond {dtype}: use dtype='float64' or rescale the data"
-        )
-    return scale
+def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: Array) -> Array:
+    low = _at_most(xp, lo, 0.0) if spec.convention.include_zero else lo
+    rounding = half_away if spec.convention.rounding.kind == "half_away" else half_even
+    nearest = round_with(xp, rounding, spec.qmin - low / xp.astype(scale, xp.float64), 0)
+    nearest = _at_most(xp, _at_least(xp, nearest, spec.qmin), spec.qmax)
+    at_zero = min(max(0, spec.qmin), spec.qmax)
+    if spec.convention.zero_range.kind == "unit_at_qmin":
+        at_zero = spec.qmin
+    return xp.astype(xp.where(empty, xp.full_like(nearest, at_zero), nearest), xp.int32)
 
 
-def _zero_point(
-    spec: QuantSpec, lo: Float64, scale: NDArray[np.floating], degenerate: NDArray[np.bool_]
-) -> NDArray[np.int32]:
-    low, _ = _widened(spec, lo, lo)
-    rounding = half_away if spec.convention.rounding == half_away else half_even
-    exact = spec.qmin - low / scale.astype(np.float64)
-    nearest = np.clip(round_with(np, rounding, exact, 0), spec.qmin, spec.qmax)
-    at_zero = spec.qmin if spec.convention.zero_range.kind == "unit_at_qmin" else np.clip(0, spec.qmin, spec.qmax)
-    return np.asarray(np.where(degenerate, at_zero, nearest), np.int32)
+def _divide(xp: Namespace, values: Array, divisor: float) -> Array:
+    """The quotient by an array: some libraries multiply by the reciprocal of a number."""
+    return values / xp.full_like(values, divisor)
+
+
+def _at_least(xp: Namespace, values: Array, bound: float) -> Array:
+    return xp.maximum(values, xp.full_like(values, bound))
+
+
+def _at_most(xp: Namespace, values: Array, bound: float) -> Array:
+    return xp.minimum(values, xp.full_like(values, bound))
 
 
 def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:

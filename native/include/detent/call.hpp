@@ -115,6 +115,7 @@ struct Call {
 constexpr int64_t kGrain = 4096;
 constexpr int64_t kLeaf = 1024;  // elements of a block of a sum
 constexpr int64_t kTile = 16;    // sets of single columns that are summed together
+constexpr int64_t kChecked = 65536;  // bytes of a block of a checksum
 constexpr int kExponents = 512;  // of a float, with the sign
 
 // The scratch of a part of grid_errors: so many arrays, each of the bins and some more.
@@ -125,7 +126,7 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
-  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors)
+  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(checksum)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

@@ -10,6 +10,7 @@ from detent.kernels.choice import current_kernels, use_kernels
 from detent.kernels.native import dtype_name
 from detent.kernels.problem import Kernel, Problem, Result
 from detent.kernels.reductions import (
+    checksum,
     derive,
     error_sum,
     grid_errors,
@@ -30,6 +31,7 @@ __all__ = [
     "bin_edges",
     "capabilities",
     "check_operation",
+    "checksum",
     "current_kernels",
     "derive",
     "dtype_name",

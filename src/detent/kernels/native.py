@@ -32,6 +32,7 @@ else:
     WHY_NOT = None
 
 __all__ = [
+    "checksum",
     "current_level",
     "derive",
     "dtype_name",
@@ -336,6 +337,17 @@ def largest_error(term: Term, x: Array, y: Array) -> float | None:
         return None
     pair = (ready(x), DTYPES[x.dtype.name], ready(y), DTYPES[y.dtype.name])
     return float(_native.largest_error(_Level.index, TERMS[term], x.size, *pair))
+
+
+def checksum(x: Array) -> int | None:
+    """The ``checksum`` of a C-contiguous array.
+
+    >>> checksum(np.zeros((2, 2)).T[::-1]) is None
+    True
+    """
+    if _native is None or not x.flags.c_contiguous:
+        return None
+    return int(_native.checksum(_Level.index, ready(x)))
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:

@@ -1,5 +1,6 @@
 """Reductions: bounds and sums of arrays, on native kernels where they exist and on the reference elsewhere."""
 
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,17 @@ from detent.kernels.problem import Problem
 from detent.kernels.reference import ONE, Factor, Term
 from detent.spec import QuantSpec
 
-__all__ = ["derive", "error_sum", "grid_errors", "histogram", "largest_error", "minmax", "observe", "tree_sum"]
+__all__ = [
+    "checksum",
+    "derive",
+    "error_sum",
+    "grid_errors",
+    "histogram",
+    "largest_error",
+    "minmax",
+    "observe",
+    "tree_sum",
+]
 
 Array = NDArray[Any]
 
@@ -146,6 +157,22 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
     True
     """
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
+
+
+def checksum(x: Array) -> int:
+    """A number that tells whether any bit of x has changed since it was last computed, in this process.
+
+    >>> import numpy as np
+    >>> x = np.zeros(3)
+    >>> before = checksum(x)
+    >>> x[1] = -0.0
+    >>> checksum(x) == before
+    False
+    """
+    found = None if current_kernels() == "reference" else native.checksum(x)
+    if found is not None:
+        return found
+    return int.from_bytes(blake2b(np.ascontiguousarray(x).view(np.uint8).data, digest_size=8).digest())
 
 
 def _refuse_if(refused: bool, what: str) -> None:

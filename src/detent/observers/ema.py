@@ -14,7 +14,7 @@ from detent.granularity import Granularity, PerTensor
 from detent.observers.observer import Bounds, Observer
 from detent.scale_mode import EMA
 
-__all__ = ["EMAMinMax"]
+__all__ = ["EMAMinMax", "mix_ranges"]
 
 
 class EMAMinMax(Observer):
@@ -60,17 +60,9 @@ class EMAMinMax(Observer):
         return self._mixed(lo, hi, self.decay)
 
     def _mixed(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
-        """The kept part of the state plus the new part; sets that one side has not seen take the other's range."""
         if self._lo is None or self._hi is None:
             return lo, hi
-        kept, added = np.float32(decay), np.float32(1.0 - decay)
-        unseen, missing = self._lo > self._hi, lo > hi
-        ends = []
-        for old, new in ((self._lo, lo), (self._hi, hi)):
-            with np.errstate(all="ignore"):  # inf - inf of sets without values, not selected
-                mixed = kept * old + added * new
-            ends.append(np.asarray(np.where(unseen, new, np.where(missing, old, mixed)), np.float32))
-        return ends[0], ends[1]
+        return mix_ranges((self._lo, self._hi), (lo, hi), decay)
 
     def merge(self, other: Self) -> Self:
         """Take in another average as if it were the mean of its ``n`` batches, which come after: ``decay**n`` is kept.
@@ -101,3 +93,22 @@ class EMAMinMax(Observer):
 
     def __repr__(self) -> str:
         return f"EMAMinMax(decay={self.decay}, granularity={self.granularity!r})"
+
+
+def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
+    """The kept part of the old range plus the new part; sets that one side has not seen take the other's range.
+
+    >>> old, new = (np.zeros(1, np.float32), np.ones(1, np.float32)), (np.zeros(1), np.full(1, 3.0))
+    >>> mix_ranges(old, new, 0.5)[1]
+    array([2.], dtype=float32)
+    """
+    kept, added = np.float32(decay), np.float32(1.0 - decay)
+    if (old[0] <= old[1]).all() and (new[0] <= new[1]).all():
+        lo, hi = (kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True))
+        return np.asarray(lo), np.asarray(hi)
+    unseen, missing = old[0] > old[1], new[0] > new[1]
+    with np.errstate(all="ignore"):  # inf - inf of sets without values, not selected
+        ends = [kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True)]
+        parts = zip(old, new, ends, strict=True)
+        ends = [np.where(unseen, after, np.where(missing, before, mixed)) for before, after, mixed in parts]
+    return np.asarray(ends[0], np.float32), np.asarray(ends[1], np.float32)

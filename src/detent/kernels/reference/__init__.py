@@ -3,6 +3,9 @@
 They run unchanged on NumPy, torch and any other array that ``array_api_compat`` knows, take plain arrays and vocabulary
 values, and check nothing: shapes, dtypes and NaN are the plan's business. Guarantee: one rounding per operation in the
 compute type, no fused multiply-add, no dependence on memory layout.
+
+Functions that a compiler traces take ``xp``, the namespace of their arrays, because looking it up cannot be traced;
+None looks it up. For the same reason nothing on their way is cached by a decorator.
 """
 
 from detent.kernels.reference.backward import (

@@ -37,6 +37,7 @@ def fake_quantize_backward(
     tiling: Tiling,
     ste: Estimator,
     step: int = 0,
+    xp: Any = None,
 ) -> Any:
     """The gradient of x, in x's dtype.
 
@@ -47,7 +48,7 @@ def fake_quantize_backward(
     >>> fake_quantize_backward(one, x, one[0], one[0] * 0, spec=spec, tiling=tiling, ste=Clipped())
     array([1., 1., 0., 0.])
     """
-    xp = array_namespace(g, x)
+    xp = array_namespace(g, x) if xp is None else xp
     if isinstance(ste, Identity):
         return xp.asarray(g, copy=True)
     s, z = spread_params(xp, x, scale, zero_point, tiling)
@@ -127,7 +128,7 @@ def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
     return xp.astype(xp.astype(g, s.dtype) * s, g.dtype)
 
 
-def fake_quantize_learned_backward(
+def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own arguments, and xp
     g: Any,
     x: Any,
     scale: Any,
@@ -138,6 +139,7 @@ def fake_quantize_learned_backward(
     ste: Estimator,
     grad_scale: float | None = None,
     step: int = 0,
+    xp: Any = None,
 ) -> tuple[Any, Any, Any]:
     """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale.
 
@@ -149,8 +151,8 @@ def fake_quantize_learned_backward(
     >>> gx, float(gs), float(gz)
     (array([1., 0.]), 126.75, -1.0)
     """
-    xp = array_namespace(g, x)
-    gx = fake_quantize_backward(g, x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
+    xp = array_namespace(g, x) if xp is None else xp
+    gx = fake_quantize_backward(g, x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step, xp=xp)
     s, z = spread_params(xp, x, scale, zero_point, tiling)
     wide = xp.astype(x, s.dtype)
     inside = _clip_mask(xp, spec, Clipped(), wide, s, z, step)

@@ -11,13 +11,12 @@ Functions take compute-type arrays: ``x`` and, broadcast against it, ``s`` (scal
 Small floats and codebooks are tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
 """
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from detent.formats import Format
+from detent.formats import FORMATS, Format
 from detent.kernels.reference.philox import random_words
 from detent.rounding import Rounding
 from detent.spec import QuantSpec
@@ -114,7 +113,6 @@ def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
     return (value >= spec.qmin) & (value <= spec.qmax)
 
 
-@lru_cache(maxsize=64)
 def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     """Bounds b such that a number t of that dtype encodes to the count of ``b < t``.
 
@@ -125,15 +123,27 @@ def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     >>> boundaries(float4_e2m1fn, "float32")[0]
     0.25
     """
-    levels = form.finite_levels
+    known = _BOUNDARIES.get((form.name, dtype))
+    return _find_boundaries(form, dtype) if known is None else known
+
+
+def _find_boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     bounds = []
-    for code, (low, high) in enumerate(pairwise(levels)):
+    for code, (low, high) in enumerate(pairwise(form.finite_levels)):
         middle = (low + high) / 2
         bound = np.dtype(dtype).type(middle)
         above = float(bound) > middle
         ties_up = form.kind == "float" and code % 2 == 1
         bounds.append(float(np.nextafter(bound, bound.dtype.type(-np.inf))) if above or ties_up else float(bound))
     return tuple(bounds)
+
+
+# What encoding and decoding look up, found once.
+_TABULATED = tuple(form for form in FORMATS.values() if not form.is_integer)
+_BOUNDARIES = {
+    (form.name, dtype): _find_boundaries(form, dtype) for form in _TABULATED for dtype in ("float32", "float64")
+}
+_LEVELS = {form.name: form.levels for form in _TABULATED}
 
 
 def encode(xp: Any, form: Format, t: Any) -> Any:
@@ -161,7 +171,7 @@ def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
     >>> level_values(np, float4_e2m1fn, np.array([7, 15]), np.float32)
     array([ 6., -6.], dtype=float32)
     """
-    levels = xp.asarray(form.levels, dtype=dtype, device=code.device)
+    levels = xp.asarray(_LEVELS.get(form.name) or form.levels, dtype=dtype, device=code.device)
     flat = xp.reshape(xp.astype(code, xp.int64), (-1,))
     return xp.reshape(xp.take(levels, flat, axis=0), code.shape)
 

@@ -100,6 +100,7 @@ def fake_quantize(
     tiling: Tiling,
     fill: NaNFill | None = None,
     step: int = 0,
+    xp: Any = None,
 ) -> Any:
     """``dequantize(quantize(x))`` in x's dtype, bit for bit; NaN stays NaN unless ``fill`` says otherwise.
 
@@ -109,7 +110,7 @@ def fake_quantize(
     >>> fake_quantize(np.array([0.3, -0.3]), np.array(0.5), np.array(0), spec=spec, tiling=tiling)
     array([ 0.5, -0.5])
     """
-    xp = array_namespace(x)
+    xp = array_namespace(x) if xp is None else xp
     s, z = spread_params(xp, x, scale, zero_point, tiling)
     value = code_values(xp, spec, xp.astype(x, s.dtype), s, z, step)
     if fill is not None:

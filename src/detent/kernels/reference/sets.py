@@ -86,18 +86,21 @@ def counts(tiling: Tiling) -> list[int]:
     return sizes
 
 
-def tree_sum(terms: Any) -> Any:
+def tree_sum(terms: Any, xp: Any = None) -> Any:
     """Sum the last axis of a float64 array in the contract's order.
 
     >>> import numpy as np
     >>> float(tree_sum(np.ones(3000)))
     3000.0
     """
-    xp = array_namespace(terms)
+    xp = array_namespace(terms) if xp is None else xp
     lead = tuple(terms.shape[:-1])
     blocks = -(-terms.shape[-1] // BLOCK)
     terms = xp.reshape(_pad(xp, terms, blocks * BLOCK), (*lead, blocks, BLOCK))
-    return _fold(xp, _pad(xp, _fold(xp, terms), 1 << max(blocks - 1, 0).bit_length()))
+    width = 1
+    while width < blocks:
+        width *= 2
+    return _fold(xp, _pad(xp, _fold(xp, terms, BLOCK), width), width)
 
 
 def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
@@ -108,10 +111,10 @@ def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
     >>> sum_sets(np, np.ones(5), PerGroup(2).tiling((5,)))
     array([2., 2., 1.])
     """
-    return reduce_sets(xp, terms, tiling, tree_sum)
+    return reduce_sets(xp, terms, tiling, lambda part: tree_sum(part, xp))
 
 
-def minmax(x: Any, tiling: Tiling) -> tuple[Any, Any]:
+def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
     """The smallest and largest finite element of each set, with zeros as +0.0; (inf, -inf) for sets without any.
 
     >>> import numpy as np
@@ -119,7 +122,7 @@ def minmax(x: Any, tiling: Tiling) -> tuple[Any, Any]:
     >>> minmax(np.array([[1.0, -2.0], [np.nan, 3.0]]), PerAxis(0).tiling((2, 2)))
     (array([-2.,  3.]), array([1., 3.]))
     """
-    xp = array_namespace(x)
+    xp = array_namespace(x) if xp is None else xp
     infinity = float("inf")
     x = xp.astype(x, compute_type(xp, x))
     ends = []
@@ -131,7 +134,8 @@ def minmax(x: Any, tiling: Tiling) -> tuple[Any, Any]:
                 return xp.full(part.shape[:-1], empty, dtype=part.dtype, device=part.device)
             return reduce(part, axis=-1)
 
-        ends.append(reduce_sets(xp, filled, tiling, one) + 0.0)
+        end = reduce_sets(xp, filled, tiling, one)
+        ends.append(xp.where(end == 0, xp.zeros_like(end), end))
     return ends[0], ends[1]
 
 
@@ -143,8 +147,8 @@ def _pad(xp: Any, terms: Any, size: int) -> Any:
     return xp.concat([terms, zeros], axis=-1)
 
 
-def _fold(xp: Any, terms: Any) -> Any:
-    while terms.shape[-1] > 1:
-        half = terms.shape[-1] // 2
-        terms = terms[..., :half] + terms[..., half:]
+def _fold(xp: Any, terms: Any, width: int) -> Any:
+    while width > 1:
+        width //= 2
+        terms = terms[..., :width] + terms[..., width:]
     return xp.reshape(terms, terms.shape[:-1])

@@ -1,0 +1,135 @@
+"""The models whose training is measured: small, ordinary, and written without any quantization in mind.
+
+Each entry of ``MODELS`` makes a float model and a batch for it: six convolutions with batch norm on 32x32 images, a
+transformer of width 256 with four layers, a perceptron, all of them with a training step of some 50 to 200 ms on one
+core. ``digits`` is the network of the accuracy table, which trains on 28x28 images in well under a minute per epoch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 256, 4, 4, 64, 256
+
+
+def conv_bn_relu(channels_in: int, channels_out: int, stride: int = 1) -> list[nn.Module]:
+    """The three layers that convolutional networks are made of."""
+    convolution = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
+    return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
+
+
+def cnn() -> nn.Module:
+    """Conv-bn-relu six times, from 3 to 128 channels and from 32x32 to 8x8, then a linear classifier."""
+    return nn.Sequential(
+        *conv_bn_relu(3, 32),
+        *conv_bn_relu(32, 32),
+        nn.MaxPool2d(2),
+        *conv_bn_relu(32, 64),
+        *conv_bn_relu(64, 64),
+        nn.MaxPool2d(2),
+        *conv_bn_relu(64, 128),
+        *conv_bn_relu(128, 128),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a layer norm and beside a shortcut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.gelu = nn.GELU()
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From (batch, tokens, width) to the same shape."""
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3 * HEADS, WIDTH // HEADS)).transpose(1, 2)
+        q, k, v = heads.chunk(3, 1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(self.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """A causal language model over bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH) * 0.02)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From (batch, tokens) to logits of (batch, vocabulary, tokens), as the cross entropy takes them."""
+        return self.head(self.norm(self.blocks(self.token(tokens) + self.position))).transpose(1, 2)
+
+
+def mlp() -> nn.Module:
+    """Three hidden layers of 1024."""
+    sizes = (784, 1024, 1024, 1024)
+    hidden = [layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
+
+
+def digits() -> nn.Module:
+    """Four convolutions and a classifier for 28x28 images: the network of the accuracy table."""
+    return nn.Sequential(
+        *conv_bn_relu(1, 16, stride=2),
+        *conv_bn_relu(16, 32),
+        *conv_bn_relu(32, 32, stride=2),
+        *conv_bn_relu(32, 64),
+        nn.Flatten(),
+        nn.Linear(64 * 7 * 7, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the batch it is trained on.
+
+    Attributes:
+        title: what the tables call it.
+        make: a new float model.
+        batch: inputs and targets, the same for every contestant.
+    """
+
+    title: str
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+
+    def model(self) -> nn.Module:
+        """The model, always with the same initial weights, in training mode."""
+        torch.manual_seed(0)
+        return self.make().train()
+
+
+def _images(count: int, *shape: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(count, *shape, generator=numbers), torch.randint(10, (count,), generator=numbers)
+
+
+def _bytes(count: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(VOCABULARY, (count, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+MODELS = {
+    "cnn": Workload("CNN, conv-bn-relu x6, batch 64 of 32x32", cnn, lambda: _images(64, 3, 32, 32)),
+    "transformer": Workload("transformer, d=256, 4 layers, batch 8 of 64 tokens", Transformer, lambda: _bytes(8)),
+    "mlp": Workload("MLP, 784-1024-1024-1024-10, batch 256", mlp, lambda: _images(256, 784)),
+}

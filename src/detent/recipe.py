@@ -1,0 +1,325 @@
+"""Recipe: ordered rules that say which layers get which specs. Both frontends read it, and it knows neither.
+
+Later rules refine earlier ones: of all rules that match a layer, each field is that of the last rule that sets it. A
+rule with ``skip=True`` leaves the layer alone, and a later one that names a weight, input or output spec takes it up
+again. Layers that no rule matches are left alone; rules that match no layer are errors (``check_matched``).
+
+What a rule leaves open is the frontend's to decide: without a mode, activations follow a moving average (``EMA(0.99)``)
+and weights their current range.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from os import PathLike
+from pathlib import Path
+
+from detent import _recipe_files, storage
+from detent._recipe_presets import PRESETS, preset
+from detent._rule_texts import storable
+from detent._unmatched import explain
+from detent.errors import SpecError
+from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
+from detent.rule import SETTINGS, SPECS, Layer, Rule
+from detent.scale_mode import ScaleMode
+from detent.spec import QuantSpec
+from detent.ste import Estimator, EstimatorLike
+
+__all__ = ["PRESETS", "Decision", "Layer", "ObserverSpec", "Recipe", "Rule", "get_observer_spec", "get_recipe"]
+
+LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a layer gets: the fields of the rules that matched it, merged.
+
+    Attributes:
+        weight, input, output: specs, or None where no rule named one.
+        mode, ste, observer: None leaves the choice to the frontend.
+        skip: the layer is left alone, whatever the other fields say.
+        rules: the indices of the rules that matched; the last of them decides.
+
+    >>> Decision().rules
+    ()
+    """
+
+    weight: QuantSpec | None = None
+    input: QuantSpec | None = None
+    output: QuantSpec | None = None
+    mode: ScaleMode | None = None
+    ste: Estimator | None = None
+    observer: ObserverSpec | None = None
+    skip: bool = False
+    rules: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Recipe:
+    """Ordered rules, of which later ones refine earlier ones.
+
+    Args:
+        rules: in order.
+        name: a label, which recipes that are equal share.
+
+    >>> import detent as dt
+    >>> recipe = dt.Recipe([dt.Rule(types="Linear", weight="int4/axis0"), dt.Rule("head*", skip=True)])
+    >>> recipe.resolve("body.0", ["Linear"]).weight == dt.QuantSpec.parse("int4/axis0")
+    True
+    >>> recipe.resolve("head", ["Linear"]).skip
+    True
+    """
+
+    rules: tuple[Rule, ...]
+    name: str
+
+    def __init__(self, rules: Iterable[Rule], name: str = "") -> None:
+        if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
+            raise SpecError(f"a recipe is made of a list of rules, got {rules!r}: use [dt.Rule(...)] or get_recipe")
+        object.__setattr__(self, "rules", tuple(rules))
+        for i, rule in enumerate(self.rules):
+            if not isinstance(rule, Rule):
+                raise SpecError(f"rule {i} of a recipe is a dt.Rule, got {rule!r}")
+        if not isinstance(name, str):
+            raise SpecError(f"the name of a recipe is text, got {name!r}")
+        object.__setattr__(self, "name", storable("the name of a recipe", name))
+
+    @classmethod
+    def preset(
+        cls,
+        name: str,
+        *,
+        mode: ScaleMode | str | None = None,
+        ste: EstimatorLike | str = None,
+        observer: ObserverLike | None = None,
+    ) -> "Recipe":
+        """The recipe of that name: ``PRESETS`` lists the common ones.
+
+        The grammar is ``w<bits>a<bits>[-g<group>]`` with 2 to 8 bits for weights, 2 to 8 or 16 for activations, where
+        16 leaves them alone, and ``fp8``. Where bits are below 8 and activations are quantized, the first and the last
+        layer keep 8. Without a group, weight-only presets below 8 bits have groups of 128.
+
+        Args:
+            mode, ste, observer: what every rule gets.
+
+        Raises:
+            SpecError: no such preset; the message holds the closest.
+
+        >>> print(Recipe.preset("w4a8", mode="learned"))
+        Recipe 'w4a8', 3 rules
+           match   weight      input                mode
+        0  *       int4/axis0  uint8/tensor/affine  learned
+        1  @first  int8/axis0  uint8/tensor/affine  learned
+        2  @last   int8/axis0  uint8/tensor/affine  learned
+        """
+        full, rules = preset(name, mode, ste, observer)
+        return cls(rules, full)
+
+    def resolve(self, name: str, types: Iterable[str], *, first: bool = False, last: bool = False) -> Decision:
+        """What the layer gets.
+
+        Args:
+            name: its full dotted name.
+            types: the names of its classes (of the whole MRO), or of its operation.
+            first, last: whether it is the first or the last layer with weights.
+
+        >>> recipe = Recipe.preset("w4a8")
+        >>> recipe.resolve("conv1", ["Conv2d"], first=True).weight.bits
+        8
+        >>> recipe.resolve("body.0", ["Conv2d"]).rules
+        (0,)
+        """
+        layer = _as_layer((name, types, first, last))
+        matched = tuple(i for i, rule in enumerate(self.rules) if rule.matches(layer))
+        found: dict[str, object] = {}
+        skip = False
+        for rule in (self.rules[i] for i in matched):
+            own = {key: getattr(rule, key) for key in SETTINGS if getattr(rule, key) is not None}
+            found |= own
+            skip = rule.skip or (skip and own.keys().isdisjoint(SPECS))
+        return Decision(**found, skip=skip, rules=matched)  # type: ignore[arg-type]  # the fields of rules
+
+    def check_matched(self, layers: Iterable[LayerLike]) -> None:
+        """Raise if a rule matches none of the layers.
+
+        Args:
+            layers: ``(name, types, first, last)`` of every layer; ``Layer`` is such a tuple.
+
+        Raises:
+            SpecError: names every such rule, whether its pattern or its types failed, and what is closest.
+
+        >>> Recipe([Rule("haed*", skip=True)]).check_matched([("body.0", ["Linear"]), ("head", ["Linear"])])
+        Traceback (most recent call last):
+        ...
+        detent.errors.SpecError: 1 of 1 rules matches none of the 2 layers:
+          rule 0, dt.Rule('haed*', skip=True): no name matches 'haed*': did you mean 'head'?
+        """
+        known = [_as_layer(layer) for layer in layers]
+        unmatched = [i for i, rule in enumerate(self.rules) if not any(map(rule.matches, known))]
+        if unmatched:
+            rules = f"{len(unmatched)} of {len(self.rules)} rules {'matches' if len(unmatched) == 1 else 'match'}"
+            lines = [f"  rule {i}, {self.rules[i]!r}: {explain(self.rules[i], known)}" for i in unmatched]
+            raise SpecError("\n".join([f"{rules} none of the {len(known)} layers:", *lines]))
+
+    def to_json(self) -> str:
+        """The recipe as JSON, with a version.
+
+        Raises:
+            SpecError: a rule holds a callable.
+
+        >>> Recipe.from_json(Recipe.preset("w8a8").to_json()) == Recipe.preset("w8a8")
+        True
+        """
+        return _recipe_files.to_json(self.name, self.rules)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Recipe":
+        """The recipe that ``to_json`` wrote.
+
+        Raises:
+            SpecError: not JSON, another version, unknown keys, values of other types or that make no rule.
+
+        >>> Recipe.from_json('{"version": 1, "rules": [{"match": "head*", "skip": true}]}')
+        dt.Recipe([dt.Rule('head*', skip=True)])
+        """
+        name, rules = _recipe_files.from_json(text)
+        return cls(rules, name)
+
+    def to_toml(self) -> str:
+        """The recipe as TOML, with a version.
+
+        Raises:
+            SpecError: a rule holds a callable.
+
+        >>> print(Recipe.preset("w8a16", observer="mse").to_toml())
+        version = 1
+        name = "w8a16"
+        <BLANKLINE>
+        [[rules]]
+        match = "*"
+        weight = "int8/axis0"
+        observer = "mse"
+        <BLANKLINE>
+        """
+        return _recipe_files.to_toml(self.name, self.rules)
+
+    @classmethod
+    def from_toml(cls, text: str) -> "Recipe":
+        r"""The recipe that ``to_toml`` or a person wrote.
+
+        Raises:
+            SpecError: not TOML, another version, unknown keys, values of other types or that make no rule.
+
+        >>> Recipe.from_toml('version = 1\nrules = [{ types = "Linear", weight = "int4/group32" }]')
+        dt.Recipe([dt.Rule(types=('Linear',), weight='int4/group32')])
+        """
+        name, rules = _recipe_files.from_toml(text)
+        return cls(rules, name)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> "Recipe":
+        """The recipe of a .toml or .json file of at most 1 MiB.
+
+        Raises:
+            FileFormatError: another suffix, too large, not UTF-8.
+            SpecError: what the text says is no recipe.
+
+        >>> import tempfile, pathlib
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "recipe.toml")
+        ...     Recipe.preset("w8a8").save(path)
+        ...     Recipe.load(path) == Recipe.preset("w8a8")
+        True
+        """
+        name, rules = _recipe_files.read(Path(path))
+        return cls(rules, name)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a .toml or .json file, atomically: readers see the old file or the new one.
+
+        Raises:
+            FileFormatError: another suffix, or larger than ``load`` reads.
+            SpecError: a rule holds a callable.
+
+        >>> Recipe([]).save("recipe.yaml")
+        Traceback (most recent call last):
+        ...
+        detent.errors.FileFormatError: recipes are .toml or .json files, got 'recipe.yaml': give it such a suffix
+        """
+        storage.write_atomic(path, _recipe_files.to_bytes(Path(path), self.name, self.rules))
+
+    def diff(self, other: "Recipe | str | PathLike[str]") -> str:
+        """What turns this recipe into the other, a line per rule; empty where they are equal.
+
+        >>> print(Recipe.preset("w4a8").diff("w2a8"))
+        - name 'w4a8'
+        + name 'w2a8'
+        - dt.Rule(weight='int4/axis0', input='uint8/tensor/affine')
+        + dt.Rule(weight='int2/axis0', input='uint8/tensor/affine')
+          dt.Rule('@first', weight='int8/axis0', input='uint8/tensor/affine')
+          dt.Rule('@last', weight='int8/axis0', input='uint8/tensor/affine')
+        """
+        theirs = get_recipe(other)
+        if self == theirs:
+            return ""
+        lines = [] if self.name == theirs.name else [f"- name {self.name!r}", f"+ name {theirs.name!r}"]
+        for kind, a, b, c, d in SequenceMatcher(None, self.rules, theirs.rules, autojunk=False).get_opcodes():
+            if kind == "equal":
+                lines += [f"  {rule!r}" for rule in self.rules[a:b]]
+            else:
+                lines += [f"- {rule!r}" for rule in self.rules[a:b]] + [f"+ {rule!r}" for rule in theirs.rules[c:d]]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        name = f", name={self.name!r}" if self.name else ""
+        return f"dt.Recipe([{', '.join(map(repr, self.rules))}]{name})"
+
+    def __str__(self) -> str:
+        """A table with a line per rule and a column per field that is set."""
+        rows = [{"": str(i), **_cells(rule)} for i, rule in enumerate(self.rules)]
+        count = len(rows)
+        title = f"Recipe {self.name!r}, " if self.name else "Recipe, "
+        lines = [f"{title}{count} rule{'' if count == 1 else 's'}"]
+        return "\n".join([*lines, *_table(rows)])
+
+
+def _cells(rule: Rule) -> dict[str, str]:
+    texts = {"match": rule.match, "types": ", ".join(rule.types), **rule.texts(), "skip": "yes" if rule.skip else ""}
+    return {key: text if text.isprintable() else ascii(text)[1:-1] for key, text in texts.items() if text}
+
+
+def _table(rows: list[dict[str, str]]) -> Iterator[str]:
+    """The lines of a table, the first of them its head; none where there are no rows."""
+    used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
+    widths = {key: max(len(key), *(len(row.get(key, "-")) for row in rows)) for key in used}
+    for row in [{key: key for key in used}, *rows] if rows else []:
+        yield "  ".join(row.get(key, "-").ljust(widths[key]) for key in used).rstrip()
+
+
+def _as_layer(value: LayerLike) -> Layer:
+    try:
+        name, types, *places = value
+        first, last = map(bool, places or (False, False))
+        layer = Layer(name, (types,) if isinstance(types, str) else tuple(types), first, last)
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"a layer is (name, types, first, last), got {value!r}") from error
+    if not isinstance(name, str) or not all(isinstance(each, str) for each in layer.types):
+        raise SpecError(f"the name of a layer and its types are text, got {name!r} and {types!r}")
+    return layer
+
+
+def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
+    """The recipe that a preset's name or the path of a .toml or .json file stands for; a Recipe passes through.
+
+    >>> get_recipe("w8a8") == Recipe.preset("w8a8")
+    True
+    """
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(_recipe_files.SUFFIXES)):
+        return Recipe.load(value)
+    if isinstance(value, str):
+        return Recipe.preset(value)
+    raise SpecError(
+        f"a recipe is a dt.Recipe, a preset such as 'w8a8' or the path of a .toml or .json file, got {value!r}"
+    )

@@ -1,0 +1,47 @@
+"""PyTorch: quantization-aware training of any module, with the numbers of the core to the bit.
+
+::
+
+    import detent.torch as qt
+
+    print(qt.plan(model, "w8a8"))                     what would happen, layer by layer
+    qt.prepare(model, "w8a8")                         in place; parameters stay the same objects
+    with qt.calibrating(model): run(model, data)      forward passes only observe
+    train(model)                                      the loop and optimizer you have
+    qt.freeze(model); qt.quantized_state(model)
+"""
+
+from detent.torch import library as library  # so that torch.ops.detent.fake_quantize exists
+from detent.torch.calibration import calibrating
+from detent.torch.checkup import HealthReport, QuantizerHealth, health
+from detent.torch.distributed import sync
+from detent.torch.finishing import freeze, quantized_state
+from detent.torch.layers import Quantizer, register_layer
+from detent.torch.operator import fake_quantize
+from detent.torch.planning import LayerPlan, ModelPlan, plan
+from detent.torch.preparation import prepare, unprepare
+from detent.torch.quantizer import FakeQuantize
+from detent.torch.schedule import Schedule
+from detent.torch.watching import Watch, watch
+
+__all__ = [
+    "FakeQuantize",
+    "HealthReport",
+    "LayerPlan",
+    "ModelPlan",
+    "Quantizer",
+    "QuantizerHealth",
+    "Schedule",
+    "Watch",
+    "calibrating",
+    "fake_quantize",
+    "freeze",
+    "health",
+    "plan",
+    "prepare",
+    "quantized_state",
+    "register_layer",
+    "sync",
+    "unprepare",
+    "watch",
+]

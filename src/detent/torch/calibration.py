@@ -1,0 +1,117 @@
+"""Calibration: ranges from data, by forward passes that only observe."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from detent.observers import Observer
+from detent.recipe import ObserverSpec, get_observer_spec
+from detent.scale_mode import PerBatch
+from detent.torch.arrays import on_cpu, to_array
+from detent.torch.distributed import apart, merge_observers
+from detent.torch.preparation import plan_of, quantizers_of
+from detent.torch.quantizer import FakeQuantize
+from detent.torch.running import QuantizedLayer
+
+__all__ = ["calibrating", "initialize_weights"]
+
+BYTE = 8
+
+
+@contextmanager
+def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None = None) -> Iterator[nn.Module]:
+    """Let forward passes only observe; on leaving, quantizers take the ranges they have seen.
+
+    Inside, the model computes in float, in evaluation mode and without gradients. Where ``torch.distributed`` runs,
+    what all processes have seen is merged on leaving, once: every process has to get there. An exception leaves the
+    model as it was.
+
+    Args:
+        model: a prepared model.
+        observer: the observer of quantizers whose rule names none: "minmax", "mse", "percentile(0.1, 99.9)",
+            "entropy". By default minmax for 8 bits and more, mse below.
+
+    Raises:
+        StateError: the model is not prepared.
+        NaNError: data with NaN reached a quantizer.
+
+    >>> import detent.torch as qt
+    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
+    >>> with qt.calibrating(model):
+    ...     _ = model(torch.linspace(-1, 1, 8).reshape(2, 4))
+    >>> model[0].input_quantizer.zero_point
+    tensor(127, dtype=torch.int32)
+    """
+    plan_of(model)
+    chosen = None if observer is None else get_observer_spec(observer)
+    quantizers, weights = quantizers_of(model), _weight_quantizers(model)
+    training = {module: module.training for module in model.modules()}
+    try:
+        for quantizer in quantizers.values():
+            dynamic = quantizer in weights or isinstance(quantizer.mode, PerBatch)
+            quantizer.start_calibration(None if dynamic else _observer_for(quantizer, chosen))
+        model.eval()
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(apart(model))
+            yield model
+        seen = {name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None}
+        merged = merge_observers(seen, model)
+    finally:
+        for quantizer in quantizers.values():
+            quantizer.stop_calibration()
+        for module, was in training.items():
+            module.training = was
+    unseen = []
+    for name, found in merged.items():
+        if found.count:
+            quantizers[name].set_params(found.params(quantizers[name].spec))
+        elif not quantizers[name].is_initialized:
+            unseen.append(name)
+    initialize_weights(model, chosen)
+    if unseen:
+        shown = ", ".join(unseen[:5]) + (", ..." if len(unseen) > 5 else "")
+        warnings.warn(
+            f"{len(unseen)} quantizers saw no data and have no parameters: {shown}. Evaluation will fail if data "
+            "reaches them: calibrate with data that does",
+            stacklevel=3,
+        )
+
+
+def _observer_for(quantizer: FakeQuantize, chosen: ObserverSpec | None) -> Observer:
+    spec = quantizer.observer or chosen or get_observer_spec("minmax" if quantizer.spec.bits >= BYTE else "mse")
+    return spec.make(quantizer.spec.granularity)
+
+
+def _weight_quantizers(model: nn.Module) -> set[FakeQuantize]:
+    layers = (module for module in model.modules() if isinstance(module, QuantizedLayer))
+    found = (layer.quantizer(f"{name}_quantizer") for layer in layers for name in layer.kind.weight_names(layer))
+    return {quantizer for quantizer in found if quantizer is not None}
+
+
+@torch.no_grad()
+def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -> None:
+    """Give every weight's quantizer the parameters of the weight as it is now.
+
+    >>> import detent.torch as qt
+    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
+    >>> initialize_weights(model)
+    >>> model[0].weight_quantizer.is_initialized
+    True
+    """
+    for layer in model.modules():
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        for name in layer.kind.weight_names(layer):
+            quantizer = layer.quantizer(f"{name}_quantizer")
+            if quantizer is None:
+                continue
+            source = layer.source(name)
+            if isinstance(quantizer.mode, PerBatch):
+                found = get_observer_spec("minmax").make(quantizer.spec.granularity)
+            else:
+                found = _observer_for(quantizer, observer)
+            quantizer.set_params(found.observe(to_array(on_cpu(source))).params(quantizer.spec))

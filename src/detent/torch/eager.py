@@ -1,0 +1,175 @@
+"""Eager: the operations of ``detent.ops`` on plain tensors in the CPU's memory, by native kernels and without copies.
+
+Results lie in memory as x does. Nothing here knows of autograd, and nothing is checked that ``check`` has not seen.
+"""
+
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from detent.kernels import Problem, current_kernels, minmax, observe
+from detent.params import QuantParams
+from detent.plan import Plan
+from detent.scale_rule import Parameters
+from detent.spec import QuantSpec
+from detent.ste import Custom, Estimator
+from detent.torch.arrays import FLOAT_TYPES, Order, order_of, to_array, to_tensor
+from detent.torch.scratch import Slot, borrow
+
+__all__ = [
+    "backward",
+    "bounds",
+    "check",
+    "fake_quantize",
+    "fake_quantize_dynamic",
+    "fake_quantize_masked",
+    "learned_backward",
+    "masked_backward",
+]
+
+Array = NDArray[Any]
+
+
+def check(x: Tensor, params: QuantParams) -> None:
+    """Raise unless the parameters fit x.
+
+    >>> check(torch.zeros(3), QuantParams.int8_symmetric())
+    """
+    _plan("fake_quantize", tuple(x.shape), x.dtype, params.spec).check_params(params)
+
+
+def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
+    """Fake quantized x, in memory of its own or borrowed.
+
+    >>> fake_quantize(torch.tensor([0.4, 0.6]), QuantParams.int8_symmetric())
+    tensor([0., 1.])
+    """
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    y = borrow(slot, data)
+    _plan_for("fake_quantize", data, order).run(to_array(data), params, out=to_array(y), step=step)
+    return order.restore(y)
+
+
+def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:
+    """The same, one bit per element that says where its gradient passes, and the order of both in memory.
+
+    >>> from detent.ste import Clipped
+    >>> fake_quantize_masked(torch.tensor([0.4, 900.0]), QuantParams.int8_symmetric(), Clipped())[1]
+    tensor([1], dtype=torch.uint8)
+    """
+    order = order_of(x, params.spec)
+    data = order.lay(x)
+    y = torch.empty_like(data)
+    plan = _plan_for("fake_quantize_masked", data, order, ste)
+    _, mask = cast("tuple[Array, Array]", plan.run(to_array(data), params, out=to_array(y), step=step))
+    return order.restore(y), to_tensor(mask), order
+
+
+def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) -> Tensor:
+    """The gradient of x by its mask.
+
+    >>> mask, order = torch.tensor([2], dtype=torch.uint8), Order(None, QuantSpec("int8"))
+    >>> masked_backward(torch.ones(2), mask, order, QuantParams.int8_symmetric())
+    tensor([0., 1.])
+    """
+    gradient = order.lay(g)
+    gx = torch.empty_like(gradient)
+    plan = _plan_for("fake_quantize_masked_backward", gradient, order)
+    plan.run(to_array(gradient), to_array(mask), params, out=to_array(gx))
+    return order.restore(gx)
+
+
+def backward(
+    g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0, *, reuse: bool = False
+) -> Tensor:
+    """The gradient of x; ``reuse`` lets it take the memory of g.
+
+    >>> from detent.ste import Clipped
+    >>> backward(torch.ones(2), torch.tensor([1.0, 900.0]), QuantParams.int8_symmetric(), Clipped())
+    tensor([1., 0.])
+    """
+    order = order_of(x, params.spec)
+    data, gradient = order.lay(x), order.lay(g)
+    gx = gradient if reuse else torch.empty_like(gradient)
+    plan = _plan_for("fake_quantize_backward", data, order, ste)
+    plan.run(to_array(gradient), to_array(data), params, out=to_array(gx), step=step)
+    return order.restore(gx)
+
+
+def learned_backward(
+    g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, scale and zero point; their sums go in C order, whatever the order in memory.
+
+    >>> from detent.ste import Clipped
+    >>> x = torch.tensor([1.25, 200.0])
+    >>> [part.numel() for part in learned_backward(torch.ones(2), x, QuantParams.int8_symmetric(), Clipped())]
+    [2, 1, 1]
+    """
+    data, gradient = x.contiguous(), g.contiguous()
+    plan = _plan_for("fake_quantize_learned_backward", data, Order(None, params.spec), ste)
+    found = plan.run(to_array(gradient), to_array(data), params, step=step)
+    gx, gs, gz = (to_tensor(part) for part in cast("tuple[Array, Array, Array]", found))
+    return gx, gs, gz
+
+
+def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
+    """The smallest and largest finite element of each set, and how many elements are not finite.
+
+    >>> bounds(torch.tensor([1.0, -2.0, float("nan")]), QuantSpec("int8"))
+    (array(-2., dtype=float32), array(1., dtype=float32), 1)
+    """
+    order = order_of(x, spec)
+    data = order.lay(x)
+    return minmax(to_array(data), order.spec.granularity.tiling(tuple(data.shape)))
+
+
+def fake_quantize_dynamic(
+    x: Tensor, spec: QuantSpec, slot: Slot | None = None
+) -> tuple[Tensor, QuantParams, int] | None:
+    """Fake quantized x by its own range, the parameters, and how many elements are not finite.
+
+    None where only the steps one by one can do it.
+
+    >>> found = fake_quantize_dynamic(torch.tensor([127.0, 0.6]), QuantSpec("int8"))
+    >>> found is None or found[0].tolist() == [127.0, 1.0]
+    True
+    """
+    order = order_of(x, spec)
+    data = order.lay(x)
+    y = borrow(slot, data)
+    tiling = order.spec.granularity.tiling(tuple(data.shape))
+    problem = Problem("fake_quantize", tiling, FLOAT_TYPES[x.dtype], order.spec, None, "propagate")
+    found = observe(problem, to_array(data), to_array(y))
+    if found is None:
+        return None
+    lo, hi, scale, zero_point, nonfinite = found
+    params = QuantParams.trusted(spec, Parameters(scale, zero_point.astype("int32")), lo, hi)
+    return order.restore(y), params, nonfinite
+
+
+def _plan_for(operation: str, data: Tensor, order: Order, ste: Estimator | None = None) -> Plan:
+    return _plan(operation, tuple(data.shape), data.dtype, order.spec, ste)
+
+
+def _plan(
+    operation: str, shape: tuple[int, ...], dtype: torch.dtype, spec: QuantSpec, ste: Estimator | None = None
+) -> Plan:
+    select = _select.__wrapped__ if isinstance(ste, Custom) else _select  # a callable may hold on to large arrays
+    return select(operation, shape, dtype, spec, ste, current_kernels())
+
+
+@lru_cache(maxsize=4096)
+def _select(
+    operation: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    spec: QuantSpec,
+    ste: Estimator | None,
+    kernels: str,  # noqa: ARG001 - of the key: select asks for itself
+) -> Plan:
+    return Plan.select(operation, shape=shape, dtype=FLOAT_TYPES[dtype], spec=spec, ste=ste)

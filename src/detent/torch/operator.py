@@ -1,0 +1,300 @@
+"""Fake quantization as a differentiable operation on tensors.
+
+========================================== ==========================================================================
+plain tensors in the CPU's memory          native kernels on the tensor's own memory; backward keeps one bit per element
+``torch.compile``, ``torch.export``,       the reference in torch operations, which the compiler fuses with its
+``torch.func``, other devices              neighbours
+========================================== ==========================================================================
+
+Both give the same bits. ``torch.ops.detent.fake_quantize`` is the same operation for those who write graphs.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from detent._plan_checks import check_is_params, check_step
+from detent.errors import DtypeError, ParamsError, ShapeError
+from detent.params import QuantParams
+from detent.spec import QuantSpec
+from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
+from detent.torch import eager, traced
+from detent.torch.arrays import check_float, is_plain, on_cpu, scale_dtype, to_array
+
+__all__ = [
+    "Values",
+    "apply",
+    "apply_traced",
+    "as_tensors",
+    "fake_quantize",
+    "gradient_of",
+    "whole_zero_point",
+    "with_values",
+]
+
+
+def fake_quantize(
+    x: Tensor,
+    params: QuantParams,
+    *,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+    ste: EstimatorLike = None,
+    step: int = 0,
+) -> Tensor:
+    """``detent.fake_quantize`` on tensors, bit for bit, with straight-through gradients.
+
+    Args:
+        x: float data.
+        params: scales and zero points that fit x's shape.
+        scale: replaces the params' scale and receives its gradient (LSQ).
+        zero_point: replaces the params' zero point and receives its gradient (LSQ+); forward rounds and clamps it.
+        ste: the estimator; None is the mask of the params' convention. A callable gets ``(g, x, params)`` with tensors.
+        step: the counter of stochastic rounding.
+
+    Raises:
+        ShapeError, DtypeError, ParamsError: arguments that do not fit.
+
+    >>> import detent as dt, detent.torch as qt, torch
+    >>> x = torch.tensor([0.3, 0.9, 99.0], requires_grad=True)
+    >>> y = qt.fake_quantize(x, dt.QuantParams(dt.QuantSpec("int8"), scale=0.5))
+    >>> y.sum().backward()
+    >>> y.detach(), x.grad
+    (tensor([ 0.5000,  1.0000, 63.5000]), tensor([1., 1., 0.]))
+    """
+    check_float(x)
+    check_is_params(params)
+    estimator = get_estimator(ste, params.spec.convention)
+    for name, part in (("scale", scale), ("zero_point", zero_point)):
+        if part is not None:
+            check_float(part, name)
+    values = Values(params, scale, zero_point)
+    return apply(x, values, estimator, check_step(step))
+
+
+class Values(NamedTuple):
+    """Parameters, and the tensors that stand for their scale and zero point where gradients are wanted.
+
+    >>> Values(QuantParams.int8_symmetric()).is_learned
+    False
+    """
+
+    params: QuantParams
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether there is a tensor to learn."""
+        return self.scale is not None or self.zero_point is not None
+
+
+def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
+    """``fake_quantize`` for arguments of the right types.
+
+    >>> apply(torch.tensor([0.6]), Values(QuantParams.int8_symmetric()), Identity())
+    tensor([1.])
+    """
+    params, scale, zero_point = values
+    if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
+        current = with_values(values) if values.is_learned else params
+        eager.check(x, current)
+        if values.is_learned:
+            learned: Tensor = _Learned.apply(x, scale, zero_point, current, ste, step)
+            return learned
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return eager.fake_quantize(x, current, step)
+        lone: Tensor = _Lone.apply(x, current, ste, step)
+        return lone
+    s, z = as_tensors(params, x)
+    s, z = s if scale is None else scale, z if zero_point is None else zero_point
+    return apply_traced(x, s, z, params.spec, ste, step, learned=values.is_learned)
+
+
+def apply_traced(
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    spec: QuantSpec,
+    ste: Estimator,
+    step: int = 0,
+    *,
+    learned: bool = False,
+) -> Tensor:
+    """The same in torch operations; scale and zero point are tensors with the right number of values.
+
+    >>> apply_traced(torch.tensor([0.6]), torch.tensor([0.5]), torch.tensor([0]), QuantSpec("int8"), Identity())
+    tensor([0.5000])
+    """
+    if isinstance(ste, Custom):
+        raise DtypeError("a callable estimator runs in eager mode on the CPU only: use one of detent.ste")
+    shape = spec.granularity._tiling(tuple(x.shape)).scale_shape  # past the cache, which no compiler traces
+    if scale.numel() != prod(shape):
+        raise ShapeError(
+            f"params hold scales of shape {tuple(scale.shape)}, data of shape {tuple(x.shape)} with granularity "
+            f"{spec.granularity} needs {shape}: make params from this data, or reshape it"
+        )
+    s = scale.to(scale_dtype(x)).reshape(shape)
+    y: Tensor = _Portable.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
+    return y
+
+
+def as_tensors(params: QuantParams, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and zero point as tensors for data like x.
+
+    >>> as_tensors(QuantParams.int8_symmetric(), torch.zeros(1))
+    (tensor(1.), tensor(0, dtype=torch.int32))
+    """
+    scale = torch.as_tensor(params.scale.copy(), dtype=scale_dtype(x), device=x.device)
+    return scale, torch.as_tensor(params.zero_point.copy(), dtype=torch.int32, device=x.device)
+
+
+def with_values(values: Values) -> QuantParams:
+    """The parameters with the tensors' values in place of their own; shapes may differ by axes of length 1.
+
+    >>> params = with_values(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.25])))
+    >>> params.scale
+    array(0.25, dtype=float32)
+    """
+    params, spec = values.params, values.params.spec
+    scale, zero_point = params.scale, params.zero_point
+    if values.scale is not None:
+        scale = _in_shape("scale", values.scale, scale.shape)
+    if values.zero_point is not None:
+        if not torch.isfinite(values.zero_point).all():  # which rounding and clamping would hide
+            raise ParamsError(f"zero_point holds values that are not finite: {values.zero_point!r}")
+        zero_point = _in_shape("zero_point", whole_zero_point(values.zero_point, spec), zero_point.shape)
+    return QuantParams(spec, scale, zero_point)
+
+
+def whole_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    """The zero points that forward uses of learned ones: rounded half to even, and clamped.
+
+    >>> whole_zero_point(torch.tensor([2.5, -7.0]), QuantSpec("uint8"))
+    tensor([2, 0], dtype=torch.int32)
+    """
+    return zero_point.detach().round().clamp(spec.qmin, spec.qmax).to(torch.int32)
+
+
+def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
+    if value.numel() != int(np.prod(shape)):
+        raise ShapeError(f"{name} has shape {tuple(value.shape)}, expected that of the params, {shape}")
+    array = to_array(on_cpu(value)).reshape(shape)
+    if not np.isfinite(array).all():
+        raise ParamsError(f"{name} holds values that are not finite: {array!r}")
+    return array
+
+
+def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int, *, reuse: bool = False) -> Tensor:
+    """The gradient of x given that of its fake quantized values; ``reuse`` lets it take the memory of g.
+
+    >>> gradient_of(torch.ones(2), torch.tensor([1.0, 900.0]), QuantParams.int8_symmetric(), Clipped(), 0)
+    tensor([1., 0.])
+    """
+    if isinstance(ste, Identity):
+        return g
+    if isinstance(ste, Custom):
+        found = ste.function(g, x, params)
+        if not isinstance(found, Tensor) or found.shape != g.shape or found.dtype != g.dtype:
+            what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise DtypeError(f"the estimator must return {g.dtype} of shape {tuple(g.shape)}, got {what}")
+        return found
+    return eager.backward(g, x, params, ste, step, reuse=reuse)
+
+
+class _Lone(torch.autograd.Function):
+    """Parameters without gradients: one bit per element is kept, nothing at all for Identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, params: QuantParams, ste: Estimator, step: int) -> Tensor:
+        ctx.call = params, ste, step
+        if isinstance(ste, Identity):
+            return eager.fake_quantize(x, params, step)
+        if isinstance(ste, Clipped):
+            y, mask, ctx.order = eager.fake_quantize_masked(x, params, ste, step)
+            ctx.save_for_backward(mask)
+            return y
+        ctx.save_for_backward(x)
+        return eager.fake_quantize(x, params, step)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        params, ste, step = ctx.call
+        if isinstance(ste, Identity):
+            return g, None, None, None
+        (kept,) = ctx.saved_tensors
+        if isinstance(ste, Clipped):
+            return eager.masked_backward(g, kept, ctx.order, params), None, None, None
+        return gradient_of(g, kept, params, ste, step), None, None, None
+
+
+class _Learned(torch.autograd.Function):
+    """Gradients of x, scale and zero point; ``params`` holds the values of both tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        scale: Tensor | None,
+        zero_point: Tensor | None,
+        params: QuantParams,
+        ste: Estimator,
+        step: int,
+    ) -> Tensor:
+        ctx.call = params, ste, step
+        ctx.like = tuple(None if part is None else (part.shape, part.dtype) for part in (scale, zero_point))
+        ctx.save_for_backward(x)
+        return eager.fake_quantize(x, params, step)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        params, ste, step = ctx.call
+        (x,) = ctx.saved_tensors
+        passed = Identity() if isinstance(ste, Custom) else ste
+        gx, *parts = eager.learned_backward(g, x, params, passed, step)
+        if isinstance(ste, Custom):
+            gx = gradient_of(g, x, params, ste, step)
+        shaped = [
+            None if like is None else part.reshape(like[0]).to(like[1])
+            for part, like in zip(parts, ctx.like, strict=True)
+        ]
+        return gx, *shaped, None, None, None
+
+
+class _Portable(torch.autograd.Function):
+    """The same in torch operations: to be traced, vectorised, or run on other devices."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator, step: int, learned: bool
+    ) -> Tensor:
+        return traced.fake_quantize(x, scale, _whole(zero_point, spec), spec, step)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, scale, zero_point, *call = inputs
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.call = call  # type: ignore[attr-defined]  # what a context is for
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero_point = ctx.saved_tensors
+        spec, ste, step, learned = ctx.call
+        whole = _whole(zero_point, spec)
+        rest = (None,) * 4
+        if not learned:
+            return traced.fake_quantize_backward(g, x, scale, whole, spec, ste, step), None, None, *rest
+        gx, gs, gz = traced.fake_quantize_learned_backward(g, x, scale, whole, spec, ste, None, step)
+        return gx, gs, gz.to(zero_point.dtype) if zero_point.is_floating_point() else None, *rest
+
+
+def _whole(zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    return whole_zero_point(zero_point, spec) if zero_point.is_floating_point() else zero_point

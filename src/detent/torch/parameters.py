@@ -1,0 +1,310 @@
+"""ParameterState: the parameters of a quantizer as a module's state, whatever put them there.
+
+The buffers are the truth, and what was made of them is used as long as they are the same, bit for bit. With mode
+Learned they follow the shifts that are trained.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from detent.errors import NotCalibratedError, SpecError, StateError
+from detent.granularity import PerAxis, PerTensor
+from detent.params import QuantParams
+from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
+from detent.spec import QuantSpec
+from detent.torch.arrays import fingerprint, on_cpu, to_array
+from detent.torch.learned import shifted_scale, shifted_zero_point
+from detent.torch.operator import whole_zero_point
+from detent.torch.processes import whole
+
+__all__ = ["ParameterState"]
+
+STATE_LIMIT = 1 << 16
+
+
+class ParameterState(nn.Module):
+    """Scale and zero point of a spec under a mode.
+
+    Args:
+        spec: how.
+        mode: where the parameters come from.
+        shape: the shape of the data; None where only data will tell.
+        dtype: the scale's type.
+
+    Attributes:
+        name: the full name in the model, for messages.
+
+    >>> ParameterState(QuantSpec("int8"), EMA(), None, torch.float32).is_initialized
+    False
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    initialized: Tensor
+    lo: Tensor
+    hi: Tensor
+    pending: Tensor
+    initial_scale: Tensor
+    initial_zero_point: Tensor
+    step: Tensor
+
+    def __init__(self, spec: QuantSpec, mode: ScaleMode, shape: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.mode = mode
+        self.name = ""
+        self._known: QuantParams | None = None
+        self._arrays: dict[str, tuple[Tensor, int, NDArray[Any]]] = {}
+        if spec.scale_format == "e4m3" and not isinstance(mode, PerBatch):
+            raise SpecError(f"{spec} has scales of two levels, which only PerBatch makes, got mode {mode}")
+        if spec.scale_format != "float" and isinstance(mode, Learned):
+            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
+        self._make_state(dtype, self._state_shape(shape))
+
+    def _state_shape(self, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+        """The shape of the scale; (0,) where it is not known yet."""
+        if isinstance(self.spec.granularity, PerTensor):
+            return (1,) if isinstance(self.mode, Learned) else ()
+        if shape is None and isinstance(self.mode, Learned):
+            raise SpecError(
+                f"parameters to learn exist before there is data, and those of granularity {self.spec.granularity} "
+                "depend on the data's shape: give shape=, or learn one scale per tensor"
+            )
+        return (0,) if shape is None else self.spec.granularity.tiling(shape).scale_shape or (1,)
+
+    @torch.inference_mode(False)
+    def _make_state(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None) -> None:
+        def nothing(kind: torch.dtype = dtype) -> Tensor:
+            return torch.full(shape, float("nan") if kind.is_floating_point else 0, dtype=kind, device=device)
+
+        self.register_buffer("scale", nothing())
+        self.register_buffer("zero_point", nothing(torch.int32))
+        self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=device))
+        if isinstance(self.mode, EMA):
+            self.register_buffer("lo", nothing(torch.float32))
+            self.register_buffer("hi", nothing(torch.float32))
+            # (-lo, hi) of the forwards since the last qt.sync; no buffer, which DDP would overwrite by rank 0's
+            self.pending = torch.full((2, *shape), -torch.inf, device=device)
+        if isinstance(self.mode, Learned):
+            self.register_buffer("initial_scale", nothing())
+            self.register_buffer("initial_zero_point", nothing(torch.int32))
+            self.scale_shift = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+            shift = None if self.spec.symmetric else nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+            self.zero_point_shift = shift
+        if self.is_stochastic:
+            self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether gradients change the parameters."""
+        return isinstance(self.mode, Learned)
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether every forward rounds in another way."""
+        return self.spec.rounding.kind == "stochastic"
+
+    @property
+    def follows_channels(self) -> bool:
+        """Whether a factor per channel of the data is one of the scales: then codes do not depend on it."""
+        spec = self.spec
+        stays = isinstance(self.mode, Learned | Fixed)
+        return stays and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether parameters of the same data stay the same."""
+        return isinstance(self.mode, PerBatch) or self.is_initialized
+
+    def version(self) -> object:
+        """Changes when the parameters of the same data may have changed.
+
+        >>> ParameterState(QuantSpec("int8"), PerBatch(), None, torch.float32).version()
+        ()
+        """
+        if isinstance(self.mode, PerBatch):
+            return ()
+        if isinstance(self.mode, Learned):
+            parts = (self.initial_scale, self.initial_zero_point, self.scale_shift, self.zero_point_shift)
+            return fingerprint(*(part for part in parts if part is not None))
+        return fingerprint(self.scale, self.zero_point)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are parameters."""
+        return bool(self.initialized) if self._known is None else True
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.name or "FakeQuantize"
+
+    @property
+    def params(self) -> QuantParams:
+        """The current parameters.
+
+        Raises:
+            NotCalibratedError: there are none yet.
+        """
+        self.refresh()
+        if self._known is not None and self._holds(self._known):
+            return self._known
+        if not bool(self.initialized):
+            raise NotCalibratedError(
+                f"{self.label} has no parameters yet: calibrate it first, `with qt.calibrating(model): ...`, or train"
+            )
+        shape = () if isinstance(self.spec.granularity, PerTensor) else tuple(self.scale.shape)
+        scale, zero_point = (to_array(on_cpu(part)).reshape(shape).copy() for part in (self.scale, self.zero_point))
+        params = QuantParams(self.spec, scale, zero_point)
+        self._known = params
+        return params
+
+    def set_params(self, params: QuantParams) -> Self:
+        """Take the parameters as given; a learned shift starts anew, an average starts from their range.
+
+        >>> import detent as dt
+        >>> import detent.torch as qt
+        >>> qt.FakeQuantize("int8").set_params(dt.QuantParams(dt.QuantSpec("int8"), scale=0.5)).scale
+        tensor(0.5000)
+        """
+        if params.spec != self.spec:
+            raise SpecError(f"{self.label} has spec {self.spec!r}, the params {params.spec!r}: use the same")
+        if params.scale.dtype != to_array(self.scale).dtype and params.block_scale is None:
+            scale = params.scale.astype(to_array(self.scale).dtype)
+            params = QuantParams(self.spec, scale, params.zero_point, min_val=params.min_val, max_val=params.max_val)
+        self._store(params)
+        if isinstance(self.mode, EMA):
+            ends = (self.lo, params.min_val, self.spec.qmin), (self.hi, params.max_val, self.spec.qmax)
+            for state, end, code in ends:  # set by hand they have no range: it is that of their codes
+                known = (code - params.zero_point) * params.scale if end is None else end
+                np.copyto(to_array(state), known, casting="same_kind")
+            self.pending.fill_(-torch.inf)
+        if isinstance(self.mode, Learned):
+            with torch.no_grad():
+                self.initial_scale.copy_(self.scale)
+                self.initial_zero_point.copy_(self.zero_point)
+                self.scale_shift.zero_()
+                if self.zero_point_shift is not None:
+                    self.zero_point_shift.zero_()
+        return self
+
+    def _store(self, params: QuantParams) -> None:
+        """Put the parameters into the buffers, and remember them as what the buffers hold."""
+        if self.scale.numel() != params.scale.size:
+            self._make_state(self.scale.dtype, params.scale.shape, self.scale.device)
+        scale, zero_point = self._array("scale"), self._array("zero_point")
+        np.copyto(scale, params.scale.reshape(scale.shape), casting="same_kind")
+        np.copyto(zero_point, params.zero_point.reshape(scale.shape))
+        self._array("initialized")[...] = 1
+        self.__dict__["_known"] = params  # a module's own way to set it takes longer than the rest
+
+    def _array(self, name: str) -> NDArray[Any]:
+        """A buffer's memory, looked up once."""
+        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
+        known = self._arrays.get(name)
+        if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
+            known = buffer, buffer.data_ptr(), to_array(buffer)
+            self._arrays[name] = known
+        return known[2]
+
+    def _holds(self, params: QuantParams) -> bool:
+        """Whether the buffers are as these parameters left them; they may be narrower."""
+        if self.scale.device.type != "cpu":
+            return False
+        scale, zero_point = self._array("scale"), self._array("zero_point")
+        if scale.size != params.scale.size or not np.array_equal(zero_point.ravel(), params.zero_point.ravel()):
+            return False
+        return np.array_equal(scale.ravel(), params.scale.ravel().astype(scale.dtype, copy=False))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_arrays": {}}
+
+    def _learned(self) -> tuple[Tensor, Tensor | None]:
+        """Scale and zero point, differentiable in their shifts."""
+        scale = shifted_scale(self.initial_scale, whole(self.scale_shift))
+        if self.zero_point_shift is None:
+            return scale, None
+        shift = whole(self.zero_point_shift)
+        return scale, shifted_zero_point(self.initial_zero_point, shift, self.initial_scale, self.spec)
+
+    def refresh(self) -> Self:
+        """Bring ``scale`` and ``zero_point`` up to date with what was learned; other modes do it in forward.
+
+        >>> ParameterState(QuantSpec("int8"), Learned(), None, torch.float32).refresh().is_initialized
+        False
+        """
+        if isinstance(self.mode, Learned) and self.is_initialized:
+            with torch.no_grad():
+                scale, zero_point = self._learned()
+                if not torch.equal(self.scale, scale):
+                    self.scale.copy_(scale)
+                rounded = self.zero_point if zero_point is None else whole_zero_point(zero_point, self.spec)
+                if not torch.equal(self.zero_point, rounded):
+                    self.zero_point.copy_(rounded)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves go through, changes of a float type do not: scales keep their precision in a half-precision model."""
+
+        def keep_type(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        self._known = None
+        if isinstance(self.mode, EMA):
+            self.pending = keep_type(self.pending)
+        applied: Self = super()._apply(keep_type, recurse)
+        return applied
+
+    def get_extra_state(self) -> Tensor:
+        """Spec and mode as bytes of JSON, which every kind of checkpoint can hold."""
+        text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json()})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Refuse the state of another spec or mode.
+
+        >>> state = ParameterState(QuantSpec("int8"), EMA(), None, torch.float32)
+        >>> state.set_extra_state(state.get_extra_state())
+        """
+        difference = self.compare_state(state)
+        if difference:
+            raise StateError(f"{self.label}: {difference}")
+
+    def compare_state(self, state: object) -> str:
+        """How the spec and mode of a saved state differ from this module's; "" where they agree.
+
+        >>> import detent.torch as qt
+        >>> print(qt.FakeQuantize("int8").compare_state(qt.FakeQuantize("int4").get_extra_state()))
+        the checkpoint has int4/tensor/symmetric/onnx with EMA(decay=0.99), the model \
+int8/tensor/symmetric/onnx with EMA(decay=0.99)
+        """
+        try:
+            if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > STATE_LIMIT:
+                raise StateError("not bytes")
+            about = json.loads(bytes(state.cpu().tolist()))
+            spec, mode = QuantSpec.from_json(about["spec"]), ScaleMode.from_json(about["mode"])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            return f"the checkpoint's description of the quantizer cannot be read ({error})"
+        if (spec, mode) == (self.spec, self.mode):
+            return ""
+        return f"the checkpoint has {spec} with {mode}, the model {self.spec} with {self.mode}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self.refresh()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state_dict.get(prefix + "scale")
+        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # its shape was not known before
+            self._make_state(self.scale.dtype, tuple(saved.shape), self.scale.device)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._known = None
+        if isinstance(self.mode, EMA):
+            self.pending.fill_(-torch.inf)

@@ -1,0 +1,300 @@
+"""Planning: what a recipe means for a model, before anything runs.
+
+``qt.plan`` is a table with a line per layer: the rule that decides, the specs, the bytes, or why the layer is left
+alone. ``qt.prepare`` does what the plan says.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from os import PathLike
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from detent.errors import SpecError
+from detent.granularity import PerAxis, PerGroup, PerToken
+from detent.recipe import Decision, Layer, ObserverSpec, Recipe, get_recipe
+from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
+from detent.spec import QuantSpec
+from detent.ste import Estimator
+from detent.torch.batchnorm import find_folds
+from detent.torch.layers import LayerKind, kind_of, runs_as_product
+
+__all__ = ["LayerPlan", "ModelPlan", "plan"]
+
+RecipeLike = Recipe | str | PathLike[str]
+SCALE_BITS = 32
+_ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one layer.
+
+    Attributes:
+        name: its full name.
+        type: its class.
+        rule: the index of the rule that decides, None where none matched.
+        reason: why it is left alone; "" where it is quantized.
+        weights: the spec of each of its weights, by name.
+        input, output: the specs of its activations, None where they stay float.
+        mode: of its activations.
+        weight_mode: of its weights.
+        ste, observer: as the rules say.
+        norm: the batch normalisation that is folded into it, "" where there is none.
+        tied: the weights that another layer has, too, with that layer's name for them.
+        nbytes_before, nbytes_after: of its weights; tied ones count where they come first.
+
+    >>> LayerPlan("fc", "Linear", reason="excluded").is_quantized
+    False
+    """
+
+    name: str
+    type: str
+    rule: int | None = None
+    reason: str = ""
+    weights: Mapping[str, QuantSpec] = field(default_factory=dict)
+    input: QuantSpec | None = None
+    output: QuantSpec | None = None
+    mode: ScaleMode = _ACTIVATIONS
+    weight_mode: ScaleMode = _WEIGHTS
+    ste: Estimator | None = None
+    observer: ObserverSpec | None = None
+    norm: str = ""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    nbytes_before: int = 0
+    nbytes_after: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything happens to it."""
+        return not self.reason
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What happens to a model, layer by layer; ``str`` is a table.
+
+    >>> import detent.torch as qt
+    >>> made = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
+    >>> [layer.name for layer in made.layers], made.nbytes_before, made.nbytes_after
+    (['0', '2'], 96, 48)
+    """
+
+    recipe: Recipe
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def quantized(self) -> tuple[LayerPlan, ...]:
+        """The layers that something happens to."""
+        return tuple(layer for layer in self.layers if layer.is_quantized)
+
+    @property
+    def nbytes_before(self) -> int:
+        """The bytes of all weights in the table."""
+        return sum(layer.nbytes_before for layer in self.layers)
+
+    @property
+    def nbytes_after(self) -> int:
+        """The same when quantized and packed, with their scales."""
+        return sum(layer.nbytes_after for layer in self.layers)
+
+    def __str__(self) -> str:
+        head = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed", "")
+        rows = [head, *(_row(layer) for layer in self.layers)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        ratio = f", {self.nbytes_before / self.nbytes_after:.2f} times smaller" if self.nbytes_after else ""
+        name = f"recipe {self.recipe.name!r}" if self.recipe.name else f"a recipe of {len(self.recipe.rules)} rules"
+        lines.append(
+            f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}; weights "
+            f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes{ratio}"
+        )
+        return "\n".join(lines)
+
+
+def _row(layer: LayerPlan) -> tuple[str, ...]:
+    weights = list(dict.fromkeys(str(spec) for spec in layer.weights.values()))
+    notes = [layer.reason] if layer.reason else []
+    if layer.norm:
+        notes.append(f"folds {layer.norm}")
+    notes += [f"{name} is {other}" for name, other in layer.tied.items()]
+    if layer.is_quantized:
+        notes.append(str(layer.mode if layer.input or layer.output else layer.weight_mode))
+    return (
+        layer.name or "(model)",
+        layer.type,
+        "-" if layer.rule is None else str(layer.rule),
+        ", ".join(weights) or "-",
+        "-" if layer.input is None else str(layer.input),
+        "-" if layer.output is None else str(layer.output),
+        f"{layer.nbytes_before:,}",
+        f"{layer.nbytes_after:,}",
+        "; ".join(notes),
+    )
+
+
+def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
+    """What ``qt.prepare`` would do; nothing is changed.
+
+    Args:
+        model: any module.
+        recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
+
+    Raises:
+        SpecError: a rule matches no layer, or tied weights would get different specs.
+
+    >>> import detent.torch as qt
+    >>> print(qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "w8a16"))  # doctest: +NORMALIZE_WHITESPACE
+    layer  type    rule  weight                     input  output  bytes  packed
+    0      Linear  0     int8/axis0/symmetric/onnx  -      -       64     32      PerBatch()
+    1 of 1 layers quantized by recipe 'w8a16'; weights 64 -> 32 bytes, 2.00 times smaller
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
+    wanted = get_recipe(recipe)
+    candidates = list(_candidates(model))
+    weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
+    ends = (weighted[0], weighted[-1]) if weighted else ("", "")
+    seen = [
+        Layer(name, tuple(base.__name__ for base in _float_class(module).__mro__), name == ends[0], name == ends[1])
+        for name, module, _ in candidates
+    ]
+    wanted.check_matched(seen)
+    folds, owners, made = find_folds(model), dict[int, tuple[str, QuantSpec | None]](), []
+    for layer, (name, module, kind) in zip(seen, candidates, strict=True):
+        found = wanted.resolve(name, layer.types, first=layer.first, last=layer.last)
+        one = _plan_layer(name, module, kind, found)
+        made.append(_tie(one, module, owners))
+    shared = {owner for one in made for owner in one.tied.values()}
+    modules = dict(model.named_modules())
+    for i, one in enumerate(made):
+        tied = one.tied or any(f"{one.name}.{key}".lstrip(".") in shared for key in one.weights)
+        if not tied and runs_as_product(_float_class(modules[one.name])):
+            made[i] = _with_norm(one, folds.get(one.name, ""))
+    return ModelPlan(wanted, tuple(made))
+
+
+def _float_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "float_class", type(module))
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
+    """Layers of a known type, and modules that hold matrices themselves and are of none."""
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if any(isinstance(each, UninitializedParameter) for each in module._parameters.values()):
+            raise SpecError(
+                f"{name or 'the model'} is lazy, and has no weights yet: run a batch through the model first"
+            )
+        if kind is not None and not (isinstance(module, nn.MultiheadAttention) and not kind.weight_names(module)):
+            yield name, module, kind
+        elif kind is None and any(each is not None and each.ndim > 1 for each in module._parameters.values()):
+            yield name, module, None
+
+
+def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, found: Decision) -> LayerPlan:
+    rule = found.rules[-1] if found.rules else None
+    names = [key for key, each in module._parameters.items() if each is not None and each.ndim > 1]
+    names = names if kind is None else kind.weight_names(module)
+    parameters = {key: module._parameters[key] for key in names}
+    before = sum(each.numel() * each.element_size() for each in parameters.values() if each is not None)
+    plain = LayerPlan(name, _float_class(module).__name__, rule, nbytes_before=before, nbytes_after=before)
+
+    def left(reason: str) -> LayerPlan:
+        return LayerPlan(**{**vars(plain), "reason": reason})
+
+    why_not = _unfit(module)
+    if why_not:
+        return left(why_not)
+    if kind is None:
+        return left(f"unknown type: qt.register_layer({plain.type}, weights=...) to quantize it")
+    if rule is None or found.skip:
+        return left("no rule matches" if rule is None else "excluded")
+    shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
+    weights = {} if found.weight is None else {key: _placed(found.weight, kind.axis(key)) for key in names}
+    for key, spec in weights.items():
+        why_not = _misfit(spec, shapes[key])
+        if why_not:
+            return left(why_not)
+    has_input = kind.inputs > 0
+    if not weights and not (found.output or (found.input and has_input)):
+        return left("its rule names no spec for it")
+    mode = _ACTIVATIONS if found.mode is None else found.mode
+    return LayerPlan(
+        name,
+        plain.type,
+        rule,
+        weights=weights,
+        input=found.input if has_input else None,
+        output=found.output,
+        mode=mode,
+        weight_mode=mode if isinstance(mode, Learned | Fixed) else _WEIGHTS,
+        ste=found.ste,
+        observer=found.observer,
+        nbytes_before=before,
+        nbytes_after=sum(_packed(weights[key], shape) for key, shape in shapes.items()) if weights else before,
+    )
+
+
+def _unfit(module: nn.Module) -> str:
+    """Why a layer of a known type cannot be quantized, or ""."""
+    if getattr(module, "sparse", False):
+        return "its gradients are sparse: make it with sparse=False"
+    if getattr(module, "max_norm", None) is not None:
+        return "max_norm changes its weights in forward, which quantized ones cannot follow"
+    kind = kind_of(module)
+    if kind is not None and (kind.weights or kind.names) and not kind.weight_names(module):
+        return "its weight is no parameter: remove pruning and parametrizations first"
+    return ""
+
+
+def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
+    """The spec with "axis 0" meaning the layer's output channels."""
+    return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
+
+
+def _misfit(spec: QuantSpec, shape: tuple[int, ...]) -> str:
+    """Why the weight cannot have the spec, or ""."""
+    kind = spec.granularity
+    if isinstance(kind, PerToken):
+        return "tokens are of activations, a weight has none"
+    try:
+        kind.tiling(shape)
+    except ValueError as error:
+        return str(error)
+    if isinstance(kind, PerGroup) and shape[kind.axis] % kind.size:
+        return f"groups of {kind.size} do not divide the {shape[kind.axis]} of a weight of shape {shape}"
+    return ""
+
+
+def _packed(spec: QuantSpec, shape: tuple[int, ...]) -> int:
+    sets = spec.granularity.tiling(shape).sets
+    parameters = sets * (SCALE_BITS + (0 if spec.symmetric else spec.bits))
+    return -(-prod(shape) * spec.bits // 8) + -(-parameters // 8)
+
+
+def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, QuantSpec | None]]) -> LayerPlan:
+    """Note which weights were met before; they must get the same spec."""
+    tied = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None or parameter.ndim < 2:
+            continue
+        spec, full = layer.weights.get(name), f"{layer.name}.{name}".lstrip(".")
+        owner, theirs = owners.setdefault(id(parameter), (full, spec))
+        if owner == full:
+            continue
+        if spec != theirs:
+            raise SpecError(
+                f"{full} and {owner} are one parameter, but the recipe gives it {spec} there and {theirs} here: add a "
+                "rule so that both get the same, or skip both"
+            )
+        tied[name] = owner
+    if not tied:
+        return layer
+    return LayerPlan(**{**vars(layer), "tied": tied, "nbytes_before": 0, "nbytes_after": 0})
+
+
+def _with_norm(layer: LayerPlan, norm: str) -> LayerPlan:
+    return LayerPlan(**{**vars(layer), "norm": norm}) if norm and layer.weights else layer
