@@ -149,6 +149,7 @@ NB_MODULE(_native, m) {
   });
   m.def("best_level", &best_level);
   m.def("set_num_threads", [](int count) { thread_count.store(count); });
+  m.def("join_team", [](uintptr_t address) { join_team(reinterpret_cast<Team>(address)); });
   m.def("error_sum", &error_sum);
   m.def("largest_error", &largest_error);
   m.def("checksum", &checksum);

@@ -144,7 +144,29 @@ Pool& the_pool() {
   return *pool.load();
 }
 
+std::atomic<Team> team{nullptr};
+
+struct TeamJob {
+  Task task;
+  const void* context;
+  int64_t count;
+  std::atomic<int64_t> next{0};
+};
+
+void work_in_team(void* context) {
+  TeamJob& job = *static_cast<TeamJob*>(context);
+  for (int64_t i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) job.task(job.context, i);
+}
+
 }  // namespace
+
+void join_team(Team given) {
+#if defined(DETENT_FORKS)
+  static std::once_flag once;
+  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { team.store(nullptr); }); });
+#endif
+  team.store(given);
+}
 
 double* borrowed_zeros(int64_t count) {
   thread_local std::vector<double> zeros;
@@ -159,6 +181,10 @@ void run_tasks(Task task, const void* context, int64_t count, int threads) {
   constexpr int64_t kMostThreads = 1 << 15, kMostTasks = int64_t{1} << 31;  // that fit an Open
   int64_t most = threads < count ? threads : count;
   most = count > kMostTasks ? 1 : most < kMostThreads ? most : kMostThreads;
+  if (const Team joined = most > 1 ? team.load(std::memory_order_relaxed) : nullptr) {
+    TeamJob job{task, context, count};
+    return joined(work_in_team, &job, static_cast<unsigned>(most), 0);
+  }
   if (most > 1 && the_pool().run(task, context, count, static_cast<int>(most) - 1)) return;
   for (int64_t i = 0; i < count; ++i) task(context, i);
 }

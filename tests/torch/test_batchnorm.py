@@ -158,7 +158,7 @@ def test_freezing_keeps_the_codes() -> None:
     model, x = made("conv2d")
     model(x)
     before = qt.quantized_state(model)["0.weight"]
-    qt.freeze(model)
+    qt.freeze(model).eval()
     model(x)
     assert qt.quantized_state(model)["0.weight"] == before
 
@@ -362,3 +362,28 @@ def test_looking_for_pairs_leaves_the_model_alone() -> None:
     keys = set(vars(model))
     qt.plan(model, "w8a8")
     assert (set(vars(model)), model.calls) == (keys, 0)
+
+
+@pytest.mark.parametrize("mode", ["learned", "fixed"])
+def test_scales_that_stay_follow_the_factor_of_each_channel(mode: str) -> None:
+    """A scale per channel that stays is that of the layer's own weight: codes outlive a change of statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4))
+    qt.prepare(model, dt.Recipe.preset("w8a8", mode=mode))
+    x = torch.randn(4, 2, 6, 6)
+    with qt.calibrating(model):
+        model(x)
+    before = qt.quantized_state(model)["0.weight"]
+    with torch.no_grad():
+        model[1].running_var.copy_(torch.tensor([0.01, 1.0, 9.0, 100.0]))
+        model[1].weight.copy_(torch.tensor([1.0, -2.0, 0.0, 3.0]))
+    after = qt.quantized_state(model)["0.weight"]
+    gain = (model[1].weight / (model[1].running_var + model[1].eps).sqrt()).detach().numpy()
+    signs = np.sign(gain).astype(np.int8).reshape(-1, 1, 1, 1)
+    assert np.array_equal(after.codes, before.codes * signs)
+    kept = gain != 0
+    own = model[0].weight_quantizer.params.scale
+    assert np.allclose(after.params.scale[kept], own[kept] * np.abs(gain[kept]), rtol=1e-6)
+    model.eval()
+    expected = model(x)
+    assert torch.allclose(qt.freeze(model)(x), expected, rtol=1e-4, atol=1e-4)

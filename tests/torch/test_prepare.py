@@ -924,3 +924,24 @@ def test_compiled_models_train_as_eager_ones() -> None:
     for name, quantizer in quantizers_of(eager).items():
         if name.endswith("input_quantizer"):
             torch.testing.assert_close(quantizers_of(model)[name].scale, quantizer.scale)
+
+
+def test_fixed_scales_of_weights_are_those_of_calibration() -> None:
+    """Without training this is PTQ, for which few bits need the range of least error."""
+    torch.manual_seed(0)
+    errors = {}
+    for mode in ("ema", "fixed"):
+        model = nn.Sequential(nn.Linear(256, 8, bias=False))
+        qt.prepare(model, dt.Recipe([dt.Rule(weight="int3/axis0", mode=mode)]))
+        with torch.no_grad():
+            model[0].weight.copy_(torch.randn(8, 256, generator=torch.Generator().manual_seed(1)))
+        with qt.calibrating(model):
+            model(torch.randn(2, 256))
+        weight = model[0].weight.detach().numpy()
+        errors[mode] = dt.metrics.mse(weight, qt.quantized_state(model)["0.weight"].dequantize())
+        before = model[0].weight_quantizer.scale.clone()
+        with torch.no_grad():
+            model[0].weight.mul_(2)
+        model(torch.randn(2, 256))
+        assert torch.equal(model[0].weight_quantizer.scale, before) == (mode == "fixed")
+    assert errors["fixed"] < 0.8 * errors["ema"]

@@ -54,6 +54,9 @@ def check_step(module: qt.FakeQuantize, operator: dt.FakeQuantize, x: NDArray) -
     assert_same(y, operator(x))
     y.backward(tensor(g))
     assert_same(t.grad, operator.backward(g))
+    if module.scale.shape == (0,):  # depends on the batch: no state
+        assert module.params == operator.params
+        return
     assert_same(module.scale.reshape(operator.scale.shape), operator.scale.astype(array(module.scale).dtype))
     assert_same(module.zero_point.reshape(operator.scale.shape), operator.params.zero_point)
 

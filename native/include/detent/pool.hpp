@@ -2,6 +2,9 @@
 //
 // The calling thread works too. A second caller finds the pool busy and works alone. A child process made by fork starts
 // with a pool of its own, because threads do not survive a fork.
+//
+// Where another library's OpenMP threads work in turn with ours, two pools on the same processors get in each other's way:
+// those of OpenMP stay awake after their work. Then that library's team can do the work of both.
 #pragma once
 
 #include <cstdint>
@@ -26,5 +29,11 @@ double* borrowed_zeros(int64_t count);
 
 // Runs task(context, 0 .. count-1), each index once, on at most `threads` threads; returns when all are done.
 void run_tasks(Task task, const void* context, int64_t count, int threads);
+
+// OpenMP's entry to a parallel region, as GCC's runtime and those compatible with it have it.
+using Team = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
+
+// Lets tasks run on the team of that runtime, or, with null, on threads of our own; a child process starts with the latter.
+void join_team(Team team);
 
 }  // namespace detent

@@ -7,7 +7,7 @@ library; every fast kernel has a slow twin in ``reference`` and equals it bit fo
 from detent.kernels.abilities import Capabilities, capabilities
 from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.choice import current_kernels, use_kernels
-from detent.kernels.native import dtype_name
+from detent.kernels.native import dtype_name, join_team
 from detent.kernels.problem import Kernel, Problem, Result
 from detent.kernels.reductions import (
     checksum,
@@ -40,6 +40,7 @@ __all__ = [
     "get_num_threads",
     "grid_errors",
     "histogram",
+    "join_team",
     "largest_error",
     "minmax",
     "observe",

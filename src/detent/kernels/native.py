@@ -40,6 +40,7 @@ __all__ = [
     "grid_errors",
     "histogram",
     "is_ready",
+    "join_team",
     "largest_error",
     "levels",
     "make_runner",
@@ -111,6 +112,15 @@ def set_num_threads(count: int) -> None:
     """
     if _native is not None:
         _native.set_num_threads(count)
+
+
+def join_team(address: int) -> None:
+    """Run on the threads of the OpenMP runtime whose ``GOMP_parallel`` is at that address; 0 is our own threads again.
+
+    >>> join_team(0)
+    """
+    if _native is not None:
+        _native.join_team(address)
 
 
 def refusal(problem: Problem) -> str | None:

@@ -12,6 +12,7 @@
 """
 
 from detent.torch import library as library  # so that torch.ops.detent.fake_quantize exists
+from detent.torch import team as team  # so that kernels run on PyTorch's threads
 from detent.torch.calibration import calibrating
 from detent.torch.checkup import HealthReport, QuantizerHealth, health
 from detent.torch.distributed import sync

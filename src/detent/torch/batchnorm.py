@@ -11,6 +11,7 @@ Both sides differ by rounding only. Nothing of the size of an activation is comp
 """
 
 from collections import Counter
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -35,8 +36,8 @@ class Fold:
     ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
     >>> fold.factor(torch.ones(3, 2)).shape, fold.shipped(torch.ones(3, 2))[0].tolist()
     (torch.Size([3, 1]), [2.0, 2.0])
-    >>> fold.key() == fold.key(), fold.fuse(), fold.is_fused
-    (True, None, False)
+    >>> fold.key() == fold.key(), fold.fuse(), fold.part(), fold.is_fused
+    (True, None, None, False)
     """
 
     def __init__(self, norm: _BatchNorm) -> None:
@@ -51,6 +52,11 @@ class Fold:
         """Let the layer compute the normalisation, which then lets data pass."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
+
+    def part(self) -> None:
+        """Leave the normalisation to itself again."""
+        if isinstance(self.norm, QuantizedNorm):
+            self.norm.fused = False
 
     def gain(self) -> Tensor:
         """What each channel is multiplied by."""
@@ -119,36 +125,39 @@ def find_folds(model: nn.Module) -> dict[str, str]:
     >>> find_folds(model)
     {'0': '1'}
     """
-    names = {module: name for name, module in model.named_modules()}
-    kept = {module: dict(vars(module)) for module in names}  # the model's own code may write to its modules
     try:
         pairs = _traced_pairs(model)
     except Exception:  # noqa: BLE001 - a trace runs the model's own code, which may raise anything
         pairs = _pairs_in_order(model)
-    finally:
-        for module, state in kept.items():
-            vars(module).clear()
-            vars(module).update(state)
-    return {names[layer]: names[norm] for layer, norm in pairs if _fits(layer, norm)}
+    modules = dict(model.named_modules())
+    return {layer: norm for layer, norm in pairs.items() if _fits(modules[layer], modules[norm])}
 
 
-def _pairs_in_order(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def _pairs_in_order(model: nn.Module) -> dict[str, str]:
+    names = {module: name for name, module in model.named_modules()}
     runs = [list(module) for module in model.modules() if isinstance(module, nn.Sequential)]
     uses = Counter(module for run in runs for module in run)
-    return [pair for run in runs for pair in pairwise(run) if all(uses[each] == 1 for each in pair)]
+    pairs = (pair for run in runs for pair in pairwise(run) if all(uses[each] == 1 for each in pair))
+    return {names[layer]: names[norm] for layer, norm in pairs}
 
 
-def _traced_pairs(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    graph = fx.Tracer().trace(model)
-    modules = dict(model.named_modules())
+def _traced_pairs(model: nn.Module) -> dict[str, str]:
+    """Pairs by name that are pairs in training and in evaluation, found on a copy that shares the parameters."""
+    double = deepcopy(model, {id(each): each for each in model.parameters()})
+    with torch.random.fork_rng(devices=[]):
+        found = [_pairs_of(fx.Tracer().trace(double.train(mode))) for mode in (True, False)]
+    return dict(found[0].items() & found[1].items())
+
+
+def _pairs_of(graph: fx.Graph) -> dict[str, str]:
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    pairs = []
+    pairs = {}
     for node in graph.nodes:
         source = node.args[0] if node.op == "call_module" and node.args else None
         if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
             continue
         if calls[node.target] == calls[source.target] == 1:
-            pairs.append((modules[str(source.target)], modules[str(node.target)]))
+            pairs[str(source.target)] = str(node.target)
     return pairs
 
 

@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from detent.errors import StateError
 from detent.observers import Observer
 from detent.recipe import ObserverSpec, get_observer_spec
 from detent.scale_mode import PerBatch
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.distributed import apart, merge_observers
-from detent.torch.preparation import plan_of, quantizers_of
+from detent.torch.preparation import is_frozen, plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedLayer
 
 __all__ = ["calibrating", "initialize_weights"]
 
@@ -46,8 +46,12 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     tensor(127, dtype=torch.int32)
     """
     plan_of(model)
+    if is_frozen(model):
+        raise StateError(
+            "the model is frozen, and freezing is final: qt.unprepare and qt.prepare it to calibrate again"
+        )
     chosen = None if observer is None else get_observer_spec(observer)
-    quantizers, weights = quantizers_of(model), _weight_quantizers(model)
+    quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
     training = {module: module.training for module in model.modules()}
     try:
         for quantizer in quantizers.values():
@@ -69,7 +73,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     for name, found in merged.items():
         if found.count:
             quantizers[name].set_params(found.params(quantizers[name].spec))
-        elif not quantizers[name].is_initialized:
+        elif quantizers[name].enabled and not quantizers[name].is_initialized:
             unseen.append(name)
     initialize_weights(model, chosen)
     if unseen:
@@ -86,12 +90,6 @@ def _observer_for(quantizer: FakeQuantize, chosen: ObserverSpec | None) -> Obser
     return spec.make(quantizer.spec.granularity)
 
 
-def _weight_quantizers(model: nn.Module) -> set[FakeQuantize]:
-    layers = (module for module in model.modules() if isinstance(module, QuantizedLayer))
-    found = (layer.quantizer(f"{name}_quantizer") for layer in layers for name in layer.kind.weight_names(layer))
-    return {quantizer for quantizer in found if quantizer is not None}
-
-
 @torch.no_grad()
 def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -> None:
     """Give every weight's quantizer the parameters of the weight as it is now.
@@ -102,16 +100,11 @@ def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -
     >>> model[0].weight_quantizer.is_initialized
     True
     """
-    for layer in model.modules():
-        if not isinstance(layer, QuantizedLayer):
+    for _, layer, name, quantizer in weight_layers(model):
+        if not quantizer.enabled:
             continue
-        for name in layer.kind.weight_names(layer):
-            quantizer = layer.quantizer(f"{name}_quantizer")
-            if quantizer is None:
-                continue
-            source = layer.source(name)
-            if isinstance(quantizer.mode, PerBatch):
-                found = get_observer_spec("minmax").make(quantizer.spec.granularity)
-            else:
-                found = _observer_for(quantizer, observer)
-            quantizer.set_params(found.observe(to_array(on_cpu(source))).params(quantizer.spec))
+        if isinstance(quantizer.mode, PerBatch):
+            found = get_observer_spec("minmax").make(quantizer.spec.granularity)
+        else:
+            found = _observer_for(quantizer, observer)
+        quantizer.set_params(found.observe(to_array(on_cpu(layer.source(name)))).params(quantizer.spec))

@@ -31,9 +31,9 @@ from detent.scale_mode import Learned, PerBatch
 from detent.spec import QuantSpec
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import on_cpu, to_array
-from detent.torch.preparation import plan_of, quantizers_of
+from detent.torch.preparation import plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.watching import Measure, Watcher, measure, params_of, weight_layers
+from detent.torch.watching import Measure, Watcher, measure, params_of
 
 __all__ = ["HealthReport", "QuantizerHealth", "health"]
 
@@ -172,7 +172,7 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
         raise DtypeError(f"health takes a prepared model, got {type(model).__name__}")
     plan_of(model)
     seen = {} if batches is None else _run(model, batches)
-    weights = {quantizer: layer.source(name) for layer, name, quantizer in weight_layers(model)}
+    weights = {quantizer: layer.source(name) for _, layer, name, quantizer in weight_layers(model)}
     rows = (_examine(name, each, weights.get(each), seen) for name, each in quantizers_of(model).items())
     return HealthReport(tuple(rows))
 
@@ -183,7 +183,7 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
         raise DtypeError(
             f"batches must be an iterable of inputs, got {type(batches).__name__}: put one batch in a list"
         )
-    weights = {quantizer for _, _, quantizer in weight_layers(model)}
+    weights = {quantizer for *_, quantizer in weight_layers(model)}
     parts: dict[FakeQuantize, list[Measure]] = {}
 
     def look(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:

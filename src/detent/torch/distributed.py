@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from detent.observers import Observer
 from detent.scale_mode import EMA
 from detent.ste import Custom
 from detent.torch.arrays import on_cpu, to_array, to_tensor
+from detent.torch.planning import ModelPlan
 from detent.torch.preparation import plan_of, quantizers_of
 from detent.torch.processes import process_count
 from detent.torch.quantizer import FakeQuantize
@@ -42,7 +43,7 @@ __all__ = ["apart", "merge_observers", "sync"]
 FAILED = -1
 ABOUT = "detent.calibration"
 SHOWN = 10
-_compared: WeakSet[nn.Module] = WeakSet()
+_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()
 
 
 def merge_observers(seen: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
@@ -188,7 +189,7 @@ def _refuse_alone(averaged: list[FakeQuantize]) -> None:
 
 def _compare_once(model: nn.Module) -> None:
     """Refuse models that differ: their ranges would be mixed up, or the collective would never end."""
-    if model in _compared:
+    if _compared.get(model) is plan_of(model):
         return
     mine = json.dumps(_describe(model, {}))
     digest = np.frombuffer(sha256(mine.encode()).digest(), np.uint8)
@@ -196,7 +197,7 @@ def _compare_once(model: nn.Module) -> None:
     if len(found) > 1:
         _check_same([json.loads(part) for part in _exchange(mine.encode(), model)])
     if all(each.scale.numel() for each in quantizers_of(model).values()):  # else shapes are still to come
-        _compared.add(model)
+        _compared[model] = plan_of(model)
 
 
 def _describe(model: nn.Module, seen: Mapping[str, Observer]) -> dict[str, str]:

@@ -3,10 +3,11 @@
 import torch
 from torch import nn
 
+from detent.errors import StateError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import QuantizedNorm
-from detent.torch.preparation import plan_of, quantizers_of
-from detent.torch.running import QuantizedLayer, QuantizedProduct
+from detent.torch.preparation import is_frozen, plan_of, quantizers_of, weight_layers
+from detent.torch.running import QuantizedProduct
 
 __all__ = ["freeze", "quantized_state"]
 
@@ -18,8 +19,7 @@ def freeze(model: nn.Module) -> nn.Module:
         model: a prepared model, calibrated or trained.
 
     Raises:
-        StateError: the model is not prepared.
-        NotCalibratedError: a quantizer has no parameters.
+        StateError: the model is not prepared, or a folded batch normalisation was replaced since.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
@@ -27,6 +27,8 @@ def freeze(model: nn.Module) -> nn.Module:
     False
     """
     plan_of(model)
+    _check_folds(model)
+    is_frozen(model, now=True)
     for quantizer in quantizers_of(model).values():
         quantizer.observing = False
         for parameter in quantizer.parameters(recurse=False):
@@ -49,13 +51,15 @@ def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
     []
     """
     plan_of(model)
-    found: dict[str, QuantizedTensor] = {}
-    for prefix, layer in model.named_modules():
-        if not isinstance(layer, QuantizedLayer):
-            continue
-        for name in layer.kind.weight_names(layer):
-            quantizer = layer.quantizer(f"{name}_quantizer")
-            if quantizer is None:
-                continue
-            found[f"{prefix}.{name}".lstrip(".")] = layer.shipped(name)
-    return found
+    _check_folds(model)
+    return {full: layer.shipped(name) for full, layer, name, quantizer in weight_layers(model) if quantizer.enabled}
+
+
+def _check_folds(model: nn.Module) -> None:
+    present = set(model.modules())
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedProduct) and layer.fold is not None and layer.fold.norm not in present:
+            raise StateError(
+                f"the batch normalisation that is folded into {name} was replaced after qt.prepare: replace it first, "
+                "SyncBatchNorm.convert_sync_batchnorm included, and prepare the model then"
+            )

@@ -11,7 +11,7 @@ from detent._checks import as_integer
 from detent.errors import SpecError
 from detent.torch.products import Convolution, Linear, Product
 
-__all__ = ["LayerKind", "Quantizer", "kind_of", "kinds", "register_layer", "runs_as_product"]
+__all__ = ["LayerKind", "Quantizer", "kind_of", "register_layer", "runs_as_product"]
 
 
 class Quantizer(nn.Module):
@@ -29,7 +29,7 @@ class Quantizer(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerKind:
     """What preparation needs to know of a type of layer.
 
@@ -120,18 +120,11 @@ def register_layer(
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise SpecError(f"register_layer takes a class derived from torch.nn.Module, got {layer!r}")
+    if isinstance(weights, str):
+        raise SpecError(f"weights are several names, got the text {weights!r}: write ({weights!r},)")
     named = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 0)
     _KINDS[layer] = LayerKind(MappingProxyType(named), as_integer("inputs", inputs, at_least=0))
     return layer
-
-
-def kinds() -> Mapping[type[nn.Module], LayerKind]:
-    """The registered types.
-
-    >>> kinds()[nn.Linear].inputs
-    1
-    """
-    return MappingProxyType(_KINDS)
 
 
 def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:

@@ -153,7 +153,7 @@ class ParameterState(nn.Module):
             NotCalibratedError: there are none yet.
         """
         self.refresh()
-        if self._known is not None and self._holds(self._known):
+        if self._known is not None and (self.scale.shape == (0,) or self._holds(self._known)):
             return self._known
         if not bool(self.initialized):
             raise NotCalibratedError(

@@ -11,6 +11,7 @@ from os import PathLike
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
@@ -24,7 +25,7 @@ from detent.torch.layers import LayerKind, kind_of, runs_as_product
 __all__ = ["LayerPlan", "ModelPlan", "plan"]
 
 RecipeLike = Recipe | str | PathLike[str]
-SCALE_BITS = 32
+SCALE_BITS = {"float": 32, "e8m0": 8, "e4m3": 8}
 _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
 
 
@@ -162,7 +163,7 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
         for name, module, _ in candidates
     ]
     wanted.check_matched(seen)
-    folds, owners, made = find_folds(model), dict[int, tuple[str, QuantSpec | None]](), []
+    folds, owners, made = find_folds(model), dict[int, tuple[str, tuple[object, ...]]](), []
     for layer, (name, module, kind) in zip(seen, candidates, strict=True):
         found = wanted.resolve(name, layer.types, first=layer.first, last=layer.last)
         one = _plan_layer(name, module, kind, found)
@@ -184,6 +185,8 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | 
     """Layers of a known type, and modules that hold matrices themselves and are of none."""
     for name, module in model.named_modules():
         kind = kind_of(module)
+        if isinstance(module, ParametrizationList):
+            continue  # belongs to a layer that is listed
         if any(isinstance(each, UninitializedParameter) for each in module._parameters.values()):
             raise SpecError(
                 f"{name or 'the model'} is lazy, and has no weights yet: run a batch through the model first"
@@ -246,7 +249,8 @@ def _unfit(module: nn.Module) -> str:
         return "max_norm changes its weights in forward, which quantized ones cannot follow"
     kind = kind_of(module)
     if kind is not None and (kind.weights or kind.names) and not kind.weight_names(module):
-        return "its weight is no parameter: remove pruning and parametrizations first"
+        names = " or ".join(kind.weights)
+        return f"it has no parameter {names}: is it pruned, parametrized, or registered by a wrong name?"
     return ""
 
 
@@ -271,24 +275,28 @@ def _misfit(spec: QuantSpec, shape: tuple[int, ...]) -> str:
 
 def _packed(spec: QuantSpec, shape: tuple[int, ...]) -> int:
     sets = spec.granularity.tiling(shape).sets
-    parameters = sets * (SCALE_BITS + (0 if spec.symmetric else spec.bits))
+    parameters = sets * (SCALE_BITS[spec.scale_format] + (0 if spec.symmetric else spec.bits))
+    parameters += SCALE_BITS["float"] if spec.scale_format == "e4m3" else 0  # the scale of the tensor
     return -(-prod(shape) * spec.bits // 8) + -(-parameters // 8)
 
 
-def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, QuantSpec | None]]) -> LayerPlan:
+def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple[object, ...]]]) -> LayerPlan:
     """Note which weights were met before; they must get the same spec."""
     tied = {}
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
             continue
-        spec, full = layer.weights.get(name), f"{layer.name}.{name}".lstrip(".")
-        owner, theirs = owners.setdefault(id(parameter), (full, spec))
+        full = f"{layer.name}.{name}".lstrip(".")
+        spec = layer.weights.get(name)
+        mine = () if spec is None else (spec, layer.weight_mode, layer.ste, layer.observer)
+        owner, theirs = owners.setdefault(id(parameter), (full, mine))
         if owner == full:
             continue
-        if spec != theirs:
+        if mine != theirs:
+            here, there = (", ".join(str(part) for part in how if part) or "nothing" for how in (mine, theirs))
             raise SpecError(
-                f"{full} and {owner} are one parameter, but the recipe gives it {spec} there and {theirs} here: add a "
-                "rule so that both get the same, or skip both"
+                f"{full} and {owner} are one parameter, but the recipe gives the former {here} and the latter {there}: "
+                "add a rule so that both get the same, or skip both"
             )
         tied[name] = owner
     if not tied:

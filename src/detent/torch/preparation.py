@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
-from detent.recipe import ObserverSpec
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import kind_of
 from detent.torch.planning import LayerPlan, ModelPlan, RecipeLike, plan
@@ -16,7 +15,7 @@ from detent.torch.processes import process_count
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.running import QuantizedLayer, QuantizedProduct, quantized_class
 
-__all__ = ["plan_of", "prepare", "quantizers_of", "unprepare"]
+__all__ = ["is_frozen", "plan_of", "prepare", "quantizers_of", "unprepare", "weight_layers"]
 
 _PLAN = "_detent_plan"
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -29,6 +28,7 @@ class _Prepared:
     plan: ModelPlan
     hooks: list[Any]
     nested: list[nn.TransformerEncoder]
+    frozen: bool = False
 
 
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
@@ -56,27 +56,23 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"prepare takes a torch.nn.Module, got {type(model).__name__}")
-    if any(isinstance(module, QuantizedLayer | QuantizedNorm) for module in model.modules()) or _PLAN in vars(model):
-        raise SpecError("the model is prepared already: qt.unprepare(model) first, to prepare it by another recipe")
-    on_meta = [name for name, each in model.named_parameters() if each.is_meta]
-    if on_meta:
-        raise SpecError(
-            f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]!r}: load the weights first"
-        )
-    sharded = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
-    if sharded:
-        raise SpecError(
-            f"{len(sharded)} parameters are sharded, the first is {sharded[0]!r}: qt.prepare comes before fully_shard, "
-            "which then shards learned scales, too"
-        )
+    _refuse_unfit(model)
     made = plan(model, recipe)
     if sync is None:
         sync = process_count() > 1
     modules = dict(model.named_modules())
     _refuse_taken_names(made, modules)
     weights: dict[int, FakeQuantize] = {}
-    for layer in made.quantized:
-        _prepare_layer(layer, modules, weights, sync=sync)
+    quantizers = {
+        layer.name: _make_quantizers(layer, modules[layer.name], weights, sync=sync) for layer in made.quantized
+    }
+    for layer in made.quantized:  # from here on nothing fails
+        module = modules[layer.name]
+        _become(module, quantized_class(type(module)))
+        for name, quantizer in quantizers[layer.name].items():
+            module.add_module(name, quantizer)
+        if layer.norm and isinstance(module, QuantizedProduct):
+            module.fold = Fold(modules[layer.norm])
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             _become(module, quantized_class(type(module)))
@@ -92,6 +88,22 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     hooks += [each.register_forward_pre_hook(_no_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     vars(model)[_PLAN] = _Prepared(made, hooks, nested)
     return model
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    if any(isinstance(module, QuantizedLayer | QuantizedNorm) for module in model.modules()) or _PLAN in vars(model):
+        raise SpecError("the model is prepared already: qt.unprepare(model) first, to prepare it by another recipe")
+    on_meta = [name for name, each in model.named_parameters() if each.is_meta]
+    if on_meta:
+        raise SpecError(
+            f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]!r}: load the weights first"
+        )
+    sharded = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
+    if sharded:
+        raise SpecError(
+            f"{len(sharded)} parameters are sharded, the first is {sharded[0]!r}: qt.prepare comes before fully_shard, "
+            "which then shards learned scales, too"
+        )
 
 
 def _become(module: nn.Module, layer: type[nn.Module]) -> None:
@@ -120,30 +132,38 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
     return names + ([] if layer.output is None else ["output_quantizer"])
 
 
-def _prepare_layer(
-    layer: LayerPlan, modules: dict[str, nn.Module], weights: dict[int, FakeQuantize], *, sync: bool
-) -> None:
-    module = modules[layer.name]
-    names, kind = _quantizer_names(layer, module), kind_of(module)
+def _make_quantizers(
+    layer: LayerPlan, module: nn.Module, weights: dict[int, FakeQuantize], *, sync: bool
+) -> dict[str, FakeQuantize]:
+    """The quantizers of a layer by their names in it; those of shared weights are made once."""
     device, dtype = _place_of(module)
-    _become(module, quantized_class(type(module)))
-    for name in names:
-        full = f"{layer.name}.{name}".lstrip(".")
+    made = {}
+    for name in _quantizer_names(layer, module):
         weight = name.removesuffix("_quantizer")
-        if weight in layer.weights:
-            parameter = module._parameters[weight]
-            known = weights.get(id(parameter))
-            if known is None:
-                shape = tuple(parameter.shape)  # type: ignore[union-attr]  # the plan names only weights that exist
-                known = FakeQuantize(layer.weights[weight], layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
-                weights[id(parameter)] = _placed(known, full, device, layer.observer, sync=False)
-            module.add_module(name, known)
-            continue
-        spec = layer.output if name == "output_quantizer" else layer.input
-        made = FakeQuantize(spec, layer.mode, layer.ste, dtype=dtype)  # type: ignore[arg-type]  # named only where there is one
-        module.add_module(name, _placed(made, full, device, layer.observer, sync=sync))
-    if layer.norm and isinstance(module, QuantizedProduct) and kind is not None:
-        module.fold = Fold(modules[layer.norm])  # type: ignore[arg-type]  # find_folds names batch normalisations
+        parameter = module._parameters[weight] if weight in layer.weights else None
+        known = None if parameter is None else weights.get(id(parameter))
+        if known is None:
+            known = _make_quantizer(layer, name, parameter, dtype)
+            known.name = f"{layer.name}.{name}".lstrip(".")
+            known.observer, known.sync = layer.observer, sync and parameter is None
+            known.to(device).train(module.training)
+        if parameter is not None:
+            weights[id(parameter)] = known
+        made[name] = known
+    return made
+
+
+def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None, dtype: torch.dtype) -> FakeQuantize:
+    try:
+        if parameter is not None:
+            spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(parameter.shape)
+            return FakeQuantize(spec, layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
+        of_data = layer.output if name == "output_quantizer" else layer.input
+        if of_data is None:
+            raise SpecError("no spec")  # names are made of specs
+        return FakeQuantize(of_data, layer.mode, layer.ste, dtype=dtype)
+    except SpecError as error:
+        raise SpecError(f"{layer.name}.{name} cannot be made: {error}".lstrip(".")) from error
 
 
 def _place_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -152,13 +172,6 @@ def _place_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     if first is None:
         return torch.device("cpu"), torch.float32
     return first.device, torch.float64 if first.dtype == torch.float64 else torch.float32
-
-
-def _placed(
-    quantizer: FakeQuantize, name: str, device: torch.device, observer: ObserverSpec | None, *, sync: bool
-) -> FakeQuantize:
-    quantizer.name, quantizer.observer, quantizer.sync = name, observer, sync
-    return quantizer.to(device)
 
 
 def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -183,6 +196,48 @@ def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
     ['0.weight_quantizer']
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
+
+
+def is_frozen(model: nn.Module, now: bool = False) -> bool:
+    """Whether a prepared model was frozen; ``now`` marks it so.
+
+    >>> import detent.torch as qt
+    >>> is_frozen(qt.freeze(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
+    True
+    """
+    prepared = [vars(module).get(_PLAN) for module in model.modules()]
+    for each in prepared:
+        if isinstance(each, _Prepared):
+            each.frozen |= now
+    return any(isinstance(each, _Prepared) and each.frozen for each in prepared)
+
+
+def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
+    """The full name, layer, name and quantizer of every quantized weight; a tied one under each of its names.
+
+    Raises:
+        StateError: a layer has a quantizer for a weight that it no longer has.
+
+    >>> import detent.torch as qt
+    >>> [(full, name) for full, _, name, _ in weight_layers(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"))]
+    [('0.weight', 'weight')]
+    """
+    found = []
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        for key, quantizer in layer._modules.items():
+            name = key.removesuffix("_quantizer")
+            if not isinstance(quantizer, FakeQuantize) or key in (*layer.kind.input_names(), "output_quantizer"):
+                continue
+            full = f"{prefix}.{name}".lstrip(".")
+            if layer._parameters.get(name) is None:
+                raise StateError(
+                    f"{full} was a parameter when the model was prepared and is none now: prune and parametrize before "
+                    "qt.prepare, or not at all"
+                )
+            found.append((full, layer, name, quantizer))
+    return found
 
 
 def plan_of(model: nn.Module) -> ModelPlan:

@@ -69,7 +69,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution, or a transposed one, with zeros around its input.
+    """A convolution with zeros around its input.
 
     >>> Convolution((1,), (0,), (1,)).forward(torch.ones(1, 1, 3), torch.ones(1, 1, 2), None)
     tensor([[[2., 2.]]])
@@ -78,18 +78,10 @@ class Convolution:
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    transposed: bool = False
-    output_padding: tuple[int, ...] | None = None
     groups: int = 1
-
-    def _settings(self) -> tuple[Any, ...]:
-        extra = (0,) * len(self.stride) if self.output_padding is None else self.output_padding
-        return self.stride, self.padding, self.dilation, self.transposed, extra, self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
-        if self.transposed:
-            return torch.convolution(x, weight, bias, *self._settings())
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # which autocast knows
         return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -98,7 +90,8 @@ class Convolution:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, weight and bias, where needed."""
         sizes = [g.shape[1]] if needs[2] else None
-        found = torch.ops.aten.convolution_backward.default(g, x, weight, sizes, *self._settings(), list(needs))
+        settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
+        found = torch.ops.aten.convolution_backward.default(g, x, weight, sizes, *settings, list(needs))
         return found[0], found[1], found[2]
 
 

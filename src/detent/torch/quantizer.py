@@ -170,8 +170,8 @@ class FakeQuantize(ParameterState):
         if bad.any():
             first, count = tuple(int(i) for i in bad.nonzero()[0]), int(bad.sum())
             raise NaNError(
-                f"{self.label}: its input holds {count} NaN of {x.numel()} elements, the first at index {first}: look "
-                "at the layers before it, the learning rate and the data",
+                f"{self.label}: of the {x.numel()} elements to quantize {count} are NaN, the first at index {first}: "
+                "look at the layers before it, the learning rate and the data",
                 count,
                 first,
             )
@@ -184,11 +184,13 @@ class FakeQuantize(ParameterState):
         return values
 
     def _choose(self, x: Tensor) -> Values:
-        mode, active = self.mode, self.training and self.observing
+        mode, active = self.mode, self.training and self.observing and not _in_backward()
         if isinstance(mode, PerBatch):
             params = self._of_batch(x)
-            if self.scale.shape in {params.scale.shape, (0,)}:
+            if self.scale.shape == params.scale.shape:
                 self._store(params)
+            else:  # it depends on the batch, and is nobody's state
+                self.__dict__["_known"] = params
             return Values(params)
         if isinstance(mode, EMA) and active:
             self._update_range(x)
@@ -208,7 +210,8 @@ class FakeQuantize(ParameterState):
         quantized, params, nonfinite = found
         if nonfinite:
             self._refuse_nan(x)
-        self._store(params)
+        if self.scale.numel() == params.scale.size:
+            self._store(params)
         if self.watcher is not None:
             self.watcher(self, x, params)
         return Values(params), quantized, self._never_clips and not nonfinite
@@ -344,6 +347,11 @@ class FakeQuantize(ParameterState):
             scales = f"scale {low:.3g}" if low == high else f"scales {low:.3g} to {high:.3g}"
         off = ", delayed" * self.delayed + ", disabled" * (not self.enabled)
         return f"{self.spec}, {self.mode}, {ste}, {scales}{off}"
+
+
+def _in_backward() -> bool:
+    """Whether a forward pass is done once more for its gradients, by checkpointing: it has been observed before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _name(dtype: torch.dtype) -> str:

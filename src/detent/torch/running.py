@@ -6,6 +6,8 @@ own class and from ``QuantizedLayer``, and changes back with ``qt.unprepare``. L
 """
 
 import inspect
+import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,6 +33,10 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["QuantizedLayer", "QuantizedProduct", "quantized_class"]
 
 FLOAT = Operand(None, Identity())
+FROZEN = (
+    "the model is frozen: layers with a folded batch norm compute with constants, and their weights no longer train; "
+    "to train on, qt.unprepare and qt.prepare it again"
+)
 
 
 class QuantizedLayer(nn.Module):
@@ -49,7 +55,7 @@ class QuantizedLayer(nn.Module):
     float_class: ClassVar[type[nn.Module]]
     kind: ClassVar[LayerKind]
     input_arguments: ClassVar[tuple[str, ...]]
-    _running = False
+    _running = 0  # how many forwards are in progress, of all threads
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward with quantized weights and inputs."""
@@ -59,13 +65,11 @@ class QuantizedLayer(nn.Module):
                 break
             args = (*args, kwargs.pop(name))
         quantized = self._quantized_inputs(args)
+        _count(parts, 1)
         try:
-            for part in parts:
-                part._running = True
             result = self.float_class.forward(self, *quantized, **kwargs)
         finally:
-            for part in parts:
-                part._running = False
+            _count(parts, -1)
         return self._quantized_output(result)
 
     def quantizer(self, name: str) -> FakeQuantize | None:
@@ -116,6 +120,21 @@ class QuantizedLayer(nn.Module):
         return _blank, (self.float_class,), self.__getstate__()
 
 
+_counting = threading.Lock()
+
+
+def _count(layers: list[QuantizedLayer], change: int) -> None:
+    if torch.compiler.is_compiling():
+        for layer in layers:
+            layer._running += change
+        return
+    if torch.jit._trace.is_tracing():
+        raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
+    with _counting:
+        for layer in layers:
+            layer._running += change
+
+
 class QuantizedProduct(QuantizedLayer):
     """A prepared layer that is one product.
 
@@ -138,6 +157,11 @@ class QuantizedProduct(QuantizedLayer):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the float layer's name for it
         """The product of the quantized input and the quantized weight."""
         x = input
+        if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
+            self.fold.part()  # it works along another axis than the layer's last
+            self.fold = None
+        if torch.jit._trace.is_tracing():
+            raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if weights is not None and weights.is_passing:
             weights = None
@@ -157,8 +181,6 @@ class QuantizedProduct(QuantizedLayer):
         if self.kind.product is None:
             raise UnsupportedError(f"{self.float_class.__name__} is no product")
         kind = self.kind.product(self)
-        if fold is not None and weight.ndim == 2 and x.ndim != 2:
-            self.fold = fold = None  # the normalisation works along another axis than the layer's last
         x = self._padded(x)
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
         x = x.unsqueeze(0) if unbatched else x
@@ -166,6 +188,8 @@ class QuantizedProduct(QuantizedLayer):
             quantized = x if inputs is None else inputs(x)
             y = kind.forward(quantized, self._traced_weight(weights), bias if not fused else self._fused_bias())
         elif fused and fold is not None:
+            if self.training and torch.is_grad_enabled() and weight.requires_grad:
+                warnings.warn(FROZEN, stacklevel=2)
             known = self._shipped_constant(weights, fold)
             y = product(kind, x, known.quantized, fold.bias(bias), _operand(inputs, x), known)
         else:
@@ -278,7 +302,7 @@ def _codes(quantizer: FakeQuantize, weight: Tensor) -> QuantizedTensor:
     return quantize(to_array(source), quantizer.choose(source).params)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], LayerKind | None], type[nn.Module]] = {}
 
 
 def quantized_class(layer: type[nn.Module]) -> type[nn.Module]:
@@ -287,9 +311,10 @@ def quantized_class(layer: type[nn.Module]) -> type[nn.Module]:
     >>> [each.__name__ for each in quantized_class(nn.Linear).__mro__[:4]]
     ['QuantizedLinear', 'QuantizedProduct', 'QuantizedLayer', 'Linear']
     """
-    if layer not in _CLASSES:
-        _CLASSES[layer] = _make_class(layer)
-    return _CLASSES[layer]
+    key = layer, kind_of(layer)
+    if key not in _CLASSES:
+        _CLASSES[key] = _make_class(layer)
+    return _CLASSES[key]
 
 
 def _make_class(layer: type[nn.Module]) -> type[nn.Module]:

@@ -17,6 +17,9 @@ Slot = Literal["input", "weight"]
 SMALLEST, LARGEST = 1 << 17, 1 << 28  # bytes: what the allocator keeps at hand anyway, and what nobody should sit on
 
 
+MOST_VIEWS = 256
+
+
 class _Buffers(threading.local):
     def __init__(self) -> None:
         self.known: dict[str, Tensor] = {}
@@ -45,6 +48,8 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
             buffer = torch.empty(size, dtype=torch.uint8)
             _buffers.known[slot] = buffer
         found = buffer[:size].view(like.dtype).view(like.shape)
+        if len(_buffers.views) >= MOST_VIEWS:
+            _buffers.views.clear()
         _buffers.views[key] = found
     return found
 

@@ -36,11 +36,10 @@ from detent.spec import QuantSpec
 from detent.ste import Clipped, Custom, Estimator, Identity
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import on_cpu, to_array
-from detent.torch.preparation import plan_of, quantizers_of
+from detent.torch.preparation import plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedLayer
 
-__all__ = ["Measure", "Oscillation", "Watch", "Watcher", "measure", "params_of", "sample", "watch", "weight_layers"]
+__all__ = ["Measure", "Oscillation", "Watch", "Watcher", "measure", "params_of", "sample", "watch"]
 
 SAMPLE = 4096
 """How many elements of a tensor a watched forward looks at, at most."""
@@ -269,7 +268,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, every: int) -> None:
-        weights = {id(quantizer) for _, _, quantizer in weight_layers(model)}
+        weights = {id(quantizer) for *_, quantizer in weight_layers(model)}
         self.every = every
         self._watched: dict[FakeQuantize, Watcher] = {}
         for quantizer in quantizers_of(model).values():
@@ -328,21 +327,3 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
         raise DtypeError(f"watch takes a prepared model, got {type(model).__name__}")
     plan_of(model)
     return Watch(model, as_integer("every", every, at_least=1))
-
-
-def weight_layers(model: nn.Module) -> list[tuple[QuantizedLayer, str, FakeQuantize]]:
-    """The layers with a quantized weight, the weight's name and its quantizer; a tied weight once.
-
-    >>> import detent.torch as qt
-    >>> [name for _, name, _ in weight_layers(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"))]
-    ['weight']
-    """
-    found: dict[int, tuple[QuantizedLayer, str, FakeQuantize]] = {}
-    for layer in model.modules():
-        if not isinstance(layer, QuantizedLayer):
-            continue
-        for name in layer.kind.weight_names(layer):
-            quantizer = layer._modules.get(f"{name}_quantizer")
-            if isinstance(quantizer, FakeQuantize):
-                found.setdefault(id(quantizer), (layer, name, quantizer))
-    return list(found.values())

@@ -1,0 +1,218 @@
+"""What a user may do to a prepared model, and is not surprised by."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+
+import detent as dt
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn.utils import prune  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import detent.torch as qt  # noqa: E402
+from detent.torch.preparation import quantizers_of  # noqa: E402
+
+X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def calibrated(model, recipe="w8a8", x=X):
+    qt.prepare(model, recipe)
+    with qt.calibrating(model):
+        model(x)
+    return model
+
+
+def test_a_model_prepared_in_evaluation_mode_stays_in_it():
+    model = mlp().eval()
+    qt.prepare(model, "w8a8")
+    assert not any(each.training for each in model.modules())
+    with pytest.raises(dt.NotCalibratedError, match=r"0\.input_quantizer"):
+        model(X)
+    with qt.calibrating(model):
+        model(X)
+    before = model[0].input_quantizer.scale.clone()
+    model(100 * X)
+    assert torch.equal(model[0].input_quantizer.scale, before)
+
+
+def test_threads_that_share_a_model_all_see_quantized_weights():
+    torch.manual_seed(0)
+    model = qt.prepare(nn.LSTM(8, 8), dt.Recipe([dt.Rule(weight="int2/axis0")])).eval()
+    x = torch.randn(5, 3, 8)
+    with torch.no_grad():
+        expected, wrong = model(x)[0], []
+
+        def work():
+            with torch.no_grad():
+                wrong.extend(not torch.equal(model(x)[0], expected) for _ in range(40))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == [False] * 160
+    assert not model._running
+
+
+def conv_bn():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+
+def test_a_norm_replaced_after_prepare():
+    model = calibrated(conv_bn(), x=torch.randn(2, 1, 6, 6))
+    model[1] = nn.BatchNorm2d(4)
+    for use in (qt.freeze, qt.quantized_state):
+        with pytest.raises(dt.StateError, match="folded into 0 was replaced"):
+            use(model)
+
+
+def test_a_norm_along_another_axis_is_never_folded():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    x = 3 * torch.randn(32, 4, 8) + 1
+    for _ in range(20):
+        model(x)
+    expected = copy.deepcopy(model).eval()(x)
+    qt.freeze(calibrated(model, x=x)).eval()
+    assert dt.metrics.sqnr_db(expected.detach().numpy(), model(x).detach().numpy()) > 30
+
+
+class OtherInEvaluation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.norm(y) if self.training else self.norm(y) + y.mean()
+
+
+def test_a_fold_holds_in_training_and_in_evaluation():
+    assert all(not layer.norm for layer in qt.plan(OtherInEvaluation(), "w8a8").layers)
+
+
+class WritesWhatItSees(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.seen = nn.Linear(8, 4), []
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(x)
+        return self.fc(x + torch.rand(1))
+
+
+def test_a_plan_changes_nothing():
+    model, state = WritesWhatItSees(), torch.get_rng_state()
+    qt.plan(model, "w8a8")
+    assert model.calls == 0
+    assert model.seen == []
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_observes_once(reentrant):
+    plain, saving = (calibrated(mlp(), "w4a4") for _ in range(2))
+    x = 3 * X
+    plain(x).sum().backward()
+    again = x.clone().requires_grad_(reentrant)
+    checkpoint(saving, again, use_reentrant=reentrant).sum().backward()
+    for name, quantizer in quantizers_of(saving).items():
+        assert torch.equal(quantizer.scale, quantizers_of(plain)[name].scale), name
+    for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_freezing_is_final():
+    model = qt.freeze(calibrated(conv_bn(), x=torch.randn(2, 1, 6, 6)))
+    with pytest.raises(dt.StateError, match="freezing is final"), qt.calibrating(model):
+        pass
+    with pytest.warns(UserWarning, match="no longer train"):
+        model.train()(torch.randn(2, 1, 6, 6))
+
+
+def test_a_weight_pruned_after_prepare_is_missed():
+    model = calibrated(mlp())
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    with pytest.raises(dt.StateError, match=r"0\.weight was a parameter"):
+        qt.quantized_state(model)
+
+
+def test_a_class_registered_anew():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x):
+            return x @ self.a.T + x @ self.b.T
+
+    qt.register_layer(Two, ("a",))
+    model = qt.unprepare(qt.prepare(nn.Sequential(Two()), "w4a16-g32") and qt.prepare(nn.Sequential(Two()), "w8a16"))
+    qt.register_layer(Two, ("a", "b"))
+    assert set(qt.quantized_state(qt.prepare(model, "w8a16"))) == {"0.a", "0.b"}
+    with pytest.raises(dt.SpecError, match="several names"):
+        qt.register_layer(Two, "ab")
+
+
+def test_tied_weights_have_one_mode():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    rules = [dt.Rule(weight="int4/axis0"), dt.Rule("1", mode="learned")]
+    with pytest.raises(dt.SpecError, match="are one parameter"):
+        qt.plan(model, dt.Recipe(rules))
+
+
+@pytest.mark.parametrize("spec", ["int8/token", "nvfp4"])
+def test_a_prepare_that_fails_leaves_the_model_alone(spec):
+    model = mlp()
+    rule = dt.Rule(weight="int4/axis0", input=dt.nvfp4 if spec == "nvfp4" else spec, mode="learned")
+    with pytest.raises(dt.SpecError, match=r"0\.input_quantizer cannot be made"):
+        qt.prepare(model, dt.Recipe([rule]))
+    assert type(model[0]) is nn.Linear
+    calibrated(model)
+
+
+def test_parameters_of_each_batch_are_nobodys_state():
+    model = qt.prepare(mlp(), dt.Recipe([dt.Rule(input="int8/token", mode="per_batch")]))
+    model(X)
+    other = qt.prepare(mlp(), dt.Recipe([dt.Rule(input="int8/token", mode="per_batch")]))
+    other(X[:3])
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(X), model(X))
+
+
+@pytest.mark.parametrize("spec", [dt.mxfp4, dt.mxfp8, dt.nvfp4, dt.QuantSpec.parse("uint4/group32/affine")], ids=str)
+def test_packed_bytes_are_those_of_the_tensor(spec):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    planned = qt.plan(model, dt.Recipe([dt.Rule(weight=spec)])).nbytes_after
+    weight = model[0].weight.detach().numpy()
+    assert planned == dt.quantize(weight, dt.QuantParams.from_data(spec, weight)).nbytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracing_is_refused_with_an_alternative():
+    model = calibrated(mlp()).eval()
+    with pytest.raises(dt.UnsupportedError, match=r"torch\.export"):
+        torch.jit.trace(model, X)
+
+
+def test_nan_is_named():
+    model = calibrated(mlp())
+    bad = X.clone()
+    bad[2, 3] = np.nan
+    with pytest.raises(dt.NaNError, match=r"0\.input_quantizer: .* 1 are NaN, the first at index \(2, 3\)"):
+        model(bad)

@@ -1,0 +1,70 @@
+"""Kernels on PyTorch's own threads: the same bits, from several threads at once, and in a forked child."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import detent as dt
+from detent.kernels import join_team
+from detent.torch.team import find_runtime, join_torch
+
+X = np.random.default_rng(0).normal(size=(64, 8192)).astype(np.float32)
+PARAMS = dt.QuantParams.from_data("int8/axis0", X)
+
+
+@pytest.fixture
+def team():
+    if not join_torch():
+        pytest.skip(f"no OpenMP runtime was found: {find_runtime()}")
+    yield
+    join_torch()
+
+
+def test_the_same_bits(team):
+    ours = dt.fake_quantize(X, PARAMS)
+    join_team(0)
+    assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
+    with dt.use_kernels("reference"):
+        assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
+
+
+def test_several_threads_at_once(team):
+    expected, found = dt.fake_quantize(X, PARAMS), []
+
+    def work():
+        found.extend(np.array_equal(dt.fake_quantize(X, PARAMS), expected) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 20
+
+
+CHILD = """
+import os, sys
+import numpy as np
+import torch
+import detent as dt
+import detent.torch
+
+x = np.random.default_rng(0).normal(size=(64, 8192)).astype(np.float32)
+params = dt.QuantParams.from_data("int8/axis0", x)
+before = dt.fake_quantize(x, params)
+torch.ones(1 << 20).add(1)
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(dt.fake_quantize(x, params), before) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_a_forked_child_has_threads_of_its_own():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CHILD], timeout=60, check=False)
+    assert done.returncode == 0
