@@ -194,6 +194,8 @@ class FakeQuantize(ParameterState):
             return Values(params)
         if isinstance(mode, EMA) and active:
             self._update_range(x)
+            if self._known is not None and not self.sync:
+                return Values(self._known)  # as just made
         elif isinstance(mode, Learned) and active and not self.is_initialized:
             self._refuse_own_start()
             self.set_params(self._of_batch(x))

@@ -1,0 +1,81 @@
+"""The tables of docs/howto/qat.md are what benchmarks/render_qat.py makes of the committed results."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+WIDTHS = (8, 4, 3, 2)
+METHODS = ("PTQ", "QAT, EMA", "QAT, learned")
+
+
+@pytest.fixture
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("render_qat")
+
+
+@pytest.fixture
+def cost(render):
+    return json.loads(render.COST.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def accuracy(render):
+    return json.loads(render.ACCURACY.read_text(encoding="utf-8"))
+
+
+def test_tables_are_rendered_from_the_committed_results(render, cost, accuracy):
+    page = render.PAGE.read_text(encoding="utf-8")
+    assert render.placed(page, render.rendered(cost, accuracy)) == page, "run benchmarks/render_qat.py"
+
+
+def test_a_missed_step_is_called_missed(render, cost, accuracy):
+    for row in cost["rows"]:
+        row["ratio"] = 1.0
+    assert "(missed)" not in render.rendered(cost, accuracy)["cost"]
+    next(row for row in cost["rows"] if row["contestant"] == "detent")["ratio"] = 9.87
+    assert "9.87 (missed)" in render.rendered(cost, accuracy)["cost"]
+
+
+def test_missed_bytes_are_called_missed(render, cost, accuracy):
+    next(row for row in cost["memory"] if row["contestant"] == "detent")["saved_ratio"] = 9.87
+    assert "9.87 (missed)" in render.rendered(cost, accuracy)["memory"]
+
+
+def test_missed_points_are_called_missed(render, cost, accuracy):
+    for row in accuracy["rows"]:
+        if (row["method"], row["bits"]) == ("QAT, learned", 2):
+            row["accuracy"] = 0.0
+    line = next(
+        line
+        for line in render.rendered(cost, accuracy)["accuracy"].splitlines()
+        if line.startswith("| QAT, learned | 2 |")
+    )
+    assert "(missed)" in line
+
+
+def test_results_are_full_runs(cost, accuracy):
+    assert not cost["quick"]
+    assert not accuracy["quick"]
+    assert {row["model"] for row in cost["rows"]} == {"cnn", "transformer", "mlp"}
+    assert len({row["threads"] for row in cost["rows"]}) == 2
+    assert {"detent", "torch.ao FX", "torchao", "brevitas"} <= {row["contestant"] for row in cost["rows"]}
+    measured = {(row["method"], row["bits"], row["seed"]) for row in accuracy["rows"]}
+    assert {(method, bits, seed) for method in METHODS for bits in WIDTHS for seed in accuracy["seeds"]} <= measured
+    assert len(accuracy["seeds"]) >= 2
+
+
+def test_bits_claimed_are_bits_used(accuracy):
+    """No inner convolution or matrix product sees more values than its width has codes."""
+    checked = 0
+    for row in accuracy["rows"]:
+        if row["method"] not in METHODS:
+            continue
+        assert len(row["products"]) == 6
+        for product in row["products"][1:-1]:
+            assert max(product["inputs"], product["weights"]) <= 2 ** row["bits"], row
+            checked += 1
+    assert checked
