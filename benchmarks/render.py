@@ -11,12 +11,12 @@ import json
 import sys
 from pathlib import Path
 
+import page
 from budget import CALL_MICROSECONDS, TIMES_COPY, TORCH_FACTOR, TORCH_OPERATIONS, TORCH_SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RESULT = ROOT / "benchmarks" / "results" / "latest.json"
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SIZES = (2**20, 2**24)
 PEERS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
 
@@ -75,9 +75,7 @@ def _judged(value: float, bar: float | None) -> str:
 
 def placed(readme: str, section: str) -> str:
     """The README with the section between its markers."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+    return page.placed(readme, {"bench": section})
 
 
 def main() -> int:

@@ -8,6 +8,8 @@
 import json
 from pathlib import Path
 
+from page import placed
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "howto" / "calibrate.md"
 RESULT = ROOT / "benchmarks" / "results" / "calibration.json"
@@ -61,15 +63,6 @@ def _speed(result: dict) -> str:
 
 def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.3g} ms"
-
-
-def placed(page: str, sections: dict[str, str]) -> str:
-    """The page with every section between its markers."""
-    for name, text in sections.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
-    return page
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from budget import QAT_POINTS, QAT_SAVED, QAT_STEP
+from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "howto" / "qat.md"
@@ -141,15 +142,6 @@ def _judged(value: float, bar: float | None) -> str:
 
 def _megabytes(count: int | None) -> str:
     return "" if count is None else f"{count / 1e6:.1f} MB"
-
-
-def placed(page: str, sections: dict[str, str]) -> str:
-    """The page with every section between its markers."""
-    for name, text in sections.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}"
-    return page
 
 
 def main() -> None:

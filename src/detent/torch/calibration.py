@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -58,9 +58,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
             dynamic = quantizer in weights or isinstance(quantizer.mode, PerBatch)
             quantizer.start_calibration(None if dynamic else _observer_for(quantizer, chosen))
         model.eval()
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(apart(model))
+        with torch.no_grad(), apart(model):
             yield model
         seen = {name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None}
         merged = merge_observers(seen, model)

@@ -6,7 +6,7 @@ from torch import nn
 from detent.errors import StateError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import QuantizedNorm
-from detent.torch.preparation import is_frozen, plan_of, quantizers_of, weight_layers
+from detent.torch.preparation import mark_frozen, plan_of, quantizers_of, weight_layers
 from detent.torch.running import QuantizedProduct
 
 __all__ = ["freeze", "quantized_state"]
@@ -28,7 +28,7 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     plan_of(model)
     _check_folds(model)
-    is_frozen(model, now=True)
+    mark_frozen(model)
     for quantizer in quantizers_of(model).values():
         quantizer.observing = False
         for parameter in quantizer.parameters(recurse=False):

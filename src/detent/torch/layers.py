@@ -11,7 +11,7 @@ from detent._checks import as_integer
 from detent.errors import SpecError
 from detent.torch.products import Convolution, Linear, Product
 
-__all__ = ["LayerKind", "Quantizer", "kind_of", "register_layer", "runs_as_product"]
+__all__ = ["LayerKind", "Quantizer", "float_class_of", "kind_of", "register_layer", "runs_as_product"]
 
 
 class Quantizer(nn.Module):
@@ -125,6 +125,15 @@ def register_layer(
     named = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 0)
     _KINDS[layer] = LayerKind(MappingProxyType(named), as_integer("inputs", inputs, at_least=0))
     return layer
+
+
+def float_class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before it was prepared.
+
+    >>> float_class_of(nn.ReLU())
+    <class 'torch.nn.modules.activation.ReLU'>
+    """
+    return getattr(type(module), "float_class", type(module))
 
 
 def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:

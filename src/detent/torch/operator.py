@@ -32,6 +32,8 @@ __all__ = [
     "as_tensors",
     "fake_quantize",
     "gradient_of",
+    "learned_gradients",
+    "settled",
     "whole_zero_point",
     "with_values",
 ]
@@ -206,6 +208,40 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
     return eager.backward(g, x, params, ste, step, reuse=reuse)
 
 
+def learned_gradients(
+    g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x and of the tensors that stand for scale and zero point, each in its tensor's shape and type.
+
+    >>> x, values = torch.ones(2), Values(QuantParams.int8_symmetric(), scale=torch.ones(1))
+    >>> gx, gs, gz = learned_gradients(x, x, values, Clipped(), 0)
+    >>> gx, gs.shape, gz
+    (tensor([1., 1.]), torch.Size([1]), None)
+    """
+    passed = Identity() if isinstance(ste, Custom) else ste
+    gx, *parts = eager.learned_backward(g, x, values.params, passed, step)
+    if isinstance(ste, Custom):
+        gx = gradient_of(g, x, values.params, ste, step)
+    gs, gz = (
+        None if like is None else part.reshape(like.shape).to(like.dtype)
+        for part, like in zip(parts, values[1:], strict=True)
+    )
+    return gx, gs, gz
+
+
+def settled(values: Values) -> Values:
+    """The same with its tensors' values as numbers, and of the tensors only shape and type: what backward may keep.
+
+    >>> settled(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.5]))).params.scale
+    array(0.5, dtype=float32)
+    """
+    return Values(with_values(values), *_without_data(*values[1:])) if values.is_learned else values
+
+
+def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else torch.empty_like(each, device="meta") for each in tensors)
+
+
 class _Lone(torch.autograd.Function):
     """Parameters without gradients: one bit per element is kept, nothing at all for Identity."""
 
@@ -247,7 +283,7 @@ class _Learned(torch.autograd.Function):
         step: int,
     ) -> Tensor:
         ctx.call = params, ste, step
-        ctx.like = tuple(None if part is None else (part.shape, part.dtype) for part in (scale, zero_point))
+        ctx.like = _without_data(scale, zero_point)
         ctx.save_for_backward(x)
         return eager.fake_quantize(x, params, step)
 
@@ -256,15 +292,7 @@ class _Learned(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         params, ste, step = ctx.call
         (x,) = ctx.saved_tensors
-        passed = Identity() if isinstance(ste, Custom) else ste
-        gx, *parts = eager.learned_backward(g, x, params, passed, step)
-        if isinstance(ste, Custom):
-            gx = gradient_of(g, x, params, ste, step)
-        shaped = [
-            None if like is None else part.reshape(like[0]).to(like[1])
-            for part, like in zip(parts, ctx.like, strict=True)
-        ]
-        return gx, *shaped, None, None, None
+        return *learned_gradients(g, x, Values(params, *ctx.like), ste, step), None, None, None
 
 
 class _Portable(torch.autograd.Function):

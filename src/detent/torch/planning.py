@@ -20,7 +20,7 @@ from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator
 from detent.torch.batchnorm import find_folds
-from detent.torch.layers import LayerKind, kind_of, runs_as_product
+from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_product
 
 __all__ = ["LayerPlan", "ModelPlan", "plan"]
 
@@ -159,7 +159,7 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
     ends = (weighted[0], weighted[-1]) if weighted else ("", "")
     seen = [
-        Layer(name, tuple(base.__name__ for base in _float_class(module).__mro__), name == ends[0], name == ends[1])
+        Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == ends[0], name == ends[1])
         for name, module, _ in candidates
     ]
     wanted.check_matched(seen)
@@ -172,13 +172,9 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     modules = dict(model.named_modules())
     for i, one in enumerate(made):
         tied = one.tied or any(f"{one.name}.{key}".lstrip(".") in shared for key in one.weights)
-        if not tied and runs_as_product(_float_class(modules[one.name])):
+        if not tied and runs_as_product(float_class_of(modules[one.name])):
             made[i] = _with_norm(one, folds.get(one.name, ""))
     return ModelPlan(wanted, tuple(made))
-
-
-def _float_class(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "float_class", type(module))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
@@ -203,7 +199,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, found: Dec
     names = names if kind is None else kind.weight_names(module)
     parameters = {key: module._parameters[key] for key in names}
     before = sum(each.numel() * each.element_size() for each in parameters.values() if each is not None)
-    plain = LayerPlan(name, _float_class(module).__name__, rule, nbytes_before=before, nbytes_after=before)
+    plain = LayerPlan(name, float_class_of(module).__name__, rule, nbytes_before=before, nbytes_after=before)
 
     def left(reason: str) -> LayerPlan:
         return LayerPlan(**{**vars(plain), "reason": reason})

@@ -9,13 +9,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
 from detent.torch.batchnorm import Fold, QuantizedNorm
-from detent.torch.layers import kind_of
+from detent.torch.layers import float_class_of, kind_of
 from detent.torch.planning import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.processes import process_count
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.running import QuantizedLayer, QuantizedProduct, quantized_class
 
-__all__ = ["is_frozen", "plan_of", "prepare", "quantizers_of", "unprepare", "weight_layers"]
+__all__ = ["is_frozen", "mark_frozen", "plan_of", "prepare", "quantizers_of", "unprepare", "weight_layers"]
 
 _PLAN = "_detent_plan"
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -79,7 +79,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     for module in model.modules():
         # Attention reads the weights of its output projection itself, and only a quantized one finds quantized ones.
         if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
-            _become(module, quantized_class(_float_class(module)))
+            _become(module, quantized_class(float_class_of(module)))
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
         encoder.use_nested_tensor = False  # whose layers would see data without shape
@@ -108,10 +108,6 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 def _become(module: nn.Module, layer: type[nn.Module]) -> None:
     module.__class__ = layer
-
-
-def _float_class(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "float_class", type(module))
 
 
 def _no_hook(module: nn.Module, args: object) -> None:
@@ -198,18 +194,30 @@ def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
 
 
-def is_frozen(model: nn.Module, now: bool = False) -> bool:
-    """Whether a prepared model was frozen; ``now`` marks it so.
+def is_frozen(model: nn.Module) -> bool:
+    """Whether a prepared model was frozen.
 
     >>> import detent.torch as qt
     >>> is_frozen(qt.freeze(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
     True
     """
-    prepared = [vars(module).get(_PLAN) for module in model.modules()]
-    for each in prepared:
-        if isinstance(each, _Prepared):
-            each.frozen |= now
-    return any(isinstance(each, _Prepared) and each.frozen for each in prepared)
+    return any(each.frozen for each in _roots(model))
+
+
+def mark_frozen(model: nn.Module) -> None:
+    """Remember that a prepared model was frozen.
+
+    >>> import detent.torch as qt
+    >>> mark_frozen(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))
+    """
+    for each in _roots(model):
+        each.frozen = True
+
+
+def _roots(model: nn.Module) -> list[_Prepared]:
+    """What prepared models remember; a trainer may have wrapped them."""
+    found = (vars(module).get(_PLAN) for module in model.modules())
+    return [each for each in found if isinstance(each, _Prepared)]
 
 
 def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
@@ -250,11 +258,10 @@ def plan_of(model: nn.Module) -> ModelPlan:
     >>> plan_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")).recipe.name
     'w8a8'
     """
-    for module in model.modules():  # a trainer may have wrapped the model
-        found = vars(module).get(_PLAN)
-        if isinstance(found, _Prepared):
-            return found.plan
-    raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
+    roots = _roots(model)
+    if not roots:
+        raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
+    return roots[0].plan
 
 
 def unprepare(model: nn.Module) -> nn.Module:

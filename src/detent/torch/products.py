@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from detent.ste import Custom, Estimator, Identity
+from detent.ste import Estimator, Identity
 from detent.torch import eager
-from detent.torch.operator import Values, gradient_of, with_values
+from detent.torch.operator import Values, gradient_of, learned_gradients, settled
 
 __all__ = ["Convolution", "Linear", "Operand", "Product", "Weight", "product"]
 
@@ -160,11 +160,7 @@ def _learned(operand: Operand) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _settled(operand: Operand) -> Operand:
-    """The operand with the values of its tensors as numbers: what forward and backward both use."""
-    if operand.values is None or not operand.values.is_learned:
-        return operand
-    like = tuple(None if part is None else torch.empty_like(part, device="meta") for part in operand.values[1:])
-    return operand._replace(values=Values(with_values(operand.values), *like))
+    return operand if operand.values is None else operand._replace(values=settled(operand.values))
 
 
 _NOTHING = torch.empty(0)
@@ -217,13 +213,4 @@ def _estimate(
     params, ste = how.values.params, how.ste
     if not (how.values.is_learned and learn):
         return gradient_of(g, x, params, ste, how.step, reuse=True), None, None
-    passed = Identity() if isinstance(ste, Custom) else ste
-    gx, *parts = eager.learned_backward(g, x, params, passed, how.step)
-    if isinstance(ste, Custom):
-        gx = gradient_of(g, x, params, ste, how.step)
-    likes = how.values[1:]
-    gs, gz = (
-        None if like is None else part.reshape(like.shape).to(like.dtype)
-        for part, like in zip(parts, likes, strict=True)
-    )
-    return gx, gs, gz
+    return learned_gradients(g, x, how.values, ste, how.step)

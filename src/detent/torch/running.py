@@ -120,6 +120,11 @@ class QuantizedLayer(nn.Module):
         return _blank, (self.float_class,), self.__getstate__()
 
 
+def _refuse_tracing() -> None:
+    if torch.jit._trace.is_tracing():
+        raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
+
+
 _counting = threading.Lock()
 
 
@@ -128,8 +133,7 @@ def _count(layers: list[QuantizedLayer], change: int) -> None:
         for layer in layers:
             layer._running += change
         return
-    if torch.jit._trace.is_tracing():
-        raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
+    _refuse_tracing()
     with _counting:
         for layer in layers:
             layer._running += change
@@ -160,8 +164,7 @@ class QuantizedProduct(QuantizedLayer):
         if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
             self.fold.part()  # it works along another axis than the layer's last
             self.fold = None
-        if torch.jit._trace.is_tracing():
-            raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
+        _refuse_tracing()
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if weights is not None and weights.is_passing:
             weights = None
@@ -186,7 +189,8 @@ class QuantizedProduct(QuantizedLayer):
         x = x.unsqueeze(0) if unbatched else x
         if not (is_plain(x) and is_plain(weight)):
             quantized = x if inputs is None else inputs(x)
-            y = kind.forward(quantized, self._traced_weight(weights), bias if not fused else self._fused_bias())
+            bias = bias if fold is None or not fused else fold.bias(bias)
+            y = kind.forward(quantized, self._traced_weight(weights), bias)
         elif fused and fold is not None:
             if self.training and torch.is_grad_enabled() and weight.requires_grad:
                 warnings.warn(FROZEN, stacklevel=2)
@@ -195,9 +199,6 @@ class QuantizedProduct(QuantizedLayer):
         else:
             y = product(kind, x, weight, bias, _operand(inputs, x), self._known_weight(weight, weights, fold))
         return y.squeeze(0) if unbatched else y
-
-    def _fused_bias(self) -> Tensor | None:
-        return self.bias if self.fold is None else self.fold.bias(self.bias)
 
     def _padded(self, x: Tensor) -> Tensor:
         """The input with the border that the product does not know: any but zeros, and what "same" comes to."""
@@ -227,8 +228,9 @@ class QuantizedProduct(QuantizedLayer):
         if is_distributed() or weight.is_inference() or quantizer.is_stochastic or not quantizer.is_ready:
             return make(False)
         known = self._find(weight, quantizer, fold, make)
-        if not quantizer.is_learned:
+        if not (quantizer.is_learned and known.keep):
             return known
+        # What is kept has the scale of another forward's graph.
         return known._replace(how=Operand(quantizer.choose(weight), quantizer.ste, step))
 
     def _find(

@@ -1,0 +1,11 @@
+"""Pages whose tables are rendered: each between a pair of markers that bear its name."""
+
+
+def placed(page: str, sections: dict[str, str]) -> str:
+    """The page with every section between its markers."""
+    for name, text in sections.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}\n{text}\n{end}{after}"
+    return page
