@@ -1,6 +1,7 @@
 """What every border checks alike: integers, shapes, arrays, unique keys; and where the first fault lies."""
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any, SupportsFloat
@@ -98,8 +99,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of JSON pairs, none of which may come twice; for ``json.loads(object_pairs_hook=...)``."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the keys {sorted({name for name in names if names.count(name) > 1})} come more than once")
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the keys {twice} come more than once")
     return found
 
 

@@ -9,6 +9,7 @@ Presets follow a system's documented formula. Where its code contradicts it, the
 A scale may differ from the system's own by one unit in the last place, because ours is computed in float64.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -67,7 +68,8 @@ class ZeroRange:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise SpecError(f"the value of a zero range is a number, got {self.value!r}")
         needs_value = self.kind in {"eps", "width"}
-        if not (0.0 < self.value < float("inf") if needs_value else self.value == 0):
+        largest = sys.float_info.max
+        if not (0.0 < self.value <= largest if needs_value else self.value == 0):
             wanted = "a positive finite value" if needs_value else "no value"
             raise SpecError(f"zero range {self.kind!r} takes {wanted}, got {self.value!r}")
         object.__setattr__(self, "value", float(self.value))

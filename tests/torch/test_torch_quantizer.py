@@ -201,6 +201,14 @@ def test_a_state_says_the_same_before_and_after_saving(mode: str) -> None:
     assert_same(source.eval()(x), target.eval()(x))
 
 
+@pytest.mark.parametrize("mode", ["ema", "fixed", "learned"])
+def test_parameters_are_written_on_other_devices(mode: str) -> None:
+    """The device that every machine has beside its CPU holds no values, but refuses what a GPU refuses: NumPy."""
+    module = qt.FakeQuantize("int8", mode).to("meta")
+    module.set_params(dt.QuantParams("int8", 0.5))
+    assert module.scale.device.type == "meta"
+
+
 def test_states_of_other_specs_are_refused() -> None:
     state = qt.FakeQuantize("int4").state_dict()
     with pytest.raises(dt.DetentError, match=re.escape("int4/tensor")):

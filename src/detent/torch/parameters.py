@@ -26,6 +26,7 @@ from detent.torch.processes import whole
 __all__ = ["ParameterState"]
 
 STATE_LIMIT = 1 << 16
+_ONE = np.ones((), np.uint8)
 
 
 class ParameterState(nn.Module):
@@ -175,15 +176,15 @@ class ParameterState(nn.Module):
         """
         if params.spec != self.spec:
             raise SpecError(f"{self.label} has spec {self.spec!r}, the params {params.spec!r}: use the same")
-        if params.scale.dtype != to_array(self.scale).dtype and params.block_scale is None:
-            scale = params.scale.astype(to_array(self.scale).dtype)
+        dtype = np.dtype(str(self.scale.dtype).removeprefix("torch."))
+        if params.scale.dtype != dtype and params.block_scale is None:
+            scale = params.scale.astype(dtype)
             params = QuantParams(self.spec, scale, params.zero_point, min_val=params.min_val, max_val=params.max_val)
         self._store(params)
         if isinstance(self.mode, EMA):
-            ends = (self.lo, params.min_val, self.spec.qmin), (self.hi, params.max_val, self.spec.qmax)
-            for state, end, code in ends:  # set by hand they have no range: it is that of their codes
-                known = (code - params.zero_point) * params.scale if end is None else end
-                np.copyto(to_array(state), known, casting="same_kind")
+            ends = ("lo", params.min_val, self.spec.qmin), ("hi", params.max_val, self.spec.qmax)
+            for name, end, code in ends:  # set by hand they have no range: it is that of their codes
+                self._write(name, (code - params.zero_point) * params.scale if end is None else end)
             self.pending.fill_(-torch.inf)
         if isinstance(self.mode, Learned):
             with torch.no_grad():
@@ -198,15 +199,26 @@ class ParameterState(nn.Module):
         """Put the parameters into the buffers, and remember them as what the buffers hold."""
         if self.scale.numel() != params.scale.size:
             self._make_state(self.scale.dtype, params.scale.shape, self.scale.device)
-        scale, zero_point = self._array("scale"), self._array("zero_point")
-        np.copyto(scale, params.scale.reshape(scale.shape), casting="same_kind")
-        np.copyto(zero_point, params.zero_point.reshape(scale.shape))
-        self._array("initialized")[...] = 1
+        for name, values in (("scale", params.scale), ("zero_point", params.zero_point), ("initialized", _ONE)):
+            self._write(name, values)
         self.__dict__["_known"] = params  # a module's own way to set it takes longer than the rest
 
-    def _array(self, name: str) -> NDArray[Any]:
-        """A buffer's memory, looked up once."""
+    def _write(self, name: str, values: NDArray[Any] | float) -> None:
+        """Put values into a buffer, on whatever device it is; shapes may differ by axes of length 1."""
         buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
+        given = np.asarray(values)
+        if given.size == buffer.numel():
+            given = given.reshape(buffer.shape)
+        if buffer.device.type == "cpu":
+            np.copyto(self._array(name), given, casting="same_kind")
+        else:
+            buffer.copy_(torch.from_numpy(given.copy()))
+
+    def _array(self, name: str) -> NDArray[Any]:
+        """A buffer's memory, looked up once; of a buffer on another device a copy."""
+        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
+        if buffer.device.type != "cpu":
+            return to_array(on_cpu(buffer))
         known = self._arrays.get(name)
         if known is None or known[0] is not buffer or known[1] != buffer.data_ptr():
             known = buffer, buffer.data_ptr(), to_array(buffer)

@@ -290,8 +290,8 @@ class FakeQuantize(ParameterState):
         if self.is_initialized:
             lo, hi = mix_ranges(states, (lo, hi), mode.decay)
         params = self._params_of(lo, hi)
-        for state, end in zip(states, (lo, hi), strict=True):
-            np.copyto(state, end)
+        self._write("lo", lo)
+        self._write("hi", hi)
         self._store(params)
 
     def _params_of(self, lo: NDArray[Any], hi: NDArray[Any]) -> QuantParams:
