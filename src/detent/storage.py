@@ -8,7 +8,7 @@ no holes, no overlap, no trailing bytes.
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -99,8 +99,12 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
         raise FileFormatError(f"{os.fspath(path)}: {error}") from error
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
     """Write to a temporary file beside the target, sync it and rename it: readers see the old file or the new one.
+
+    Args:
+        path: the target.
+        data: all of it, or its parts.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +118,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         # Created with the permissions of an ordinary file, and only if no file of that name exists.
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            for part in (data,) if isinstance(data, bytes) else data:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
