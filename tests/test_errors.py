@@ -19,6 +19,7 @@ BUILT_IN = {
     "StateError": ValueError,
     "FileFormatError": ValueError,
     "UnsupportedError": NotImplementedError,
+    "VerificationError": AssertionError,
 }
 
 

@@ -5,12 +5,14 @@ telling value of each, so that a rename or a changed signature fails here first.
 """
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
 
 import detent as dt
 from detent import observers
+from detent.proof import VerifyReport
 
 INTEGERS = [f"{sign}int{bits}" for bits in range(1, 17) for sign in ("", "u")]
 OTHER_FORMATS = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"]
@@ -40,6 +42,7 @@ ERRORS = [
     "SpecError",
     "StateError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -430,7 +433,24 @@ def test_observers_merge(x):
 def test_error_tree():
     classes = [getattr(dt, name) for name in ERRORS]
     assert all(issubclass(cls, dt.DetentError) for cls in classes)
-    assert all(issubclass(cls, (ValueError, TypeError, RuntimeError)) for cls in classes)
+    assert all(issubclass(cls, (ValueError, TypeError, RuntimeError, AssertionError)) for cls in classes)
+
+
+# The proof
+
+
+def test_verify_s_arguments():
+    parameters = inspect.signature(dt.verify).parameters
+    assert list(parameters) == ["source", "artifact", "data", "levels", "raise_on_difference"]
+    assert parameters["levels"].default == (1, 2, 3)
+    assert parameters["raise_on_difference"].default is False
+
+
+def test_a_report_is_neither_true_nor_false():
+    report = VerifyReport((1,), 1, 10, 0)
+    assert report.ok
+    with pytest.raises(TypeError, match=r"report\.ok"):
+        bool(report)
 
 
 # Plans

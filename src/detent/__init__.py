@@ -24,6 +24,7 @@ from detent.errors import (
     SpecError,
     StateError,
     UnsupportedError,
+    VerificationError,
 )
 from detent.formats import (
     Format,
@@ -79,6 +80,7 @@ from detent.ops import (
 )
 from detent.params import QuantParams
 from detent.plan import Plan, PrecisionGuarantee
+from detent.proof import verify
 from detent.quantizer import FakeQuantize
 from detent.recipe import Recipe
 from detent.rounding import Rounding
@@ -125,6 +127,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "UnsupportedError",
+    "VerificationError",
     "ZeroRange",
     "__version__",
     "capabilities",
@@ -189,4 +192,5 @@ __all__ = [
     "uint15",
     "uint16",
     "use_kernels",
+    "verify",
 ]

@@ -166,3 +166,11 @@ def scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if found.itemsize < np.dtype(np.float32).itemsize:
         raise DtypeError(f"a scale's dtype is float32 or float64, got {found}")
     return found
+
+
+def forbid_writing(array: NDArray[Any] | None) -> None:
+    """Make an array read-only, and the arrays that it is a view of."""
+    part: object = array
+    while isinstance(part, np.ndarray):
+        part.setflags(write=False)
+        part = part.base

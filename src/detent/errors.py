@@ -13,7 +13,8 @@
     ├── NotCalibratedError  (RuntimeError)         used before it has parameters
     ├── StateError          (ValueError)           saved state that does not fit
     ├── FileFormatError     (ValueError)           a file that is not what it claims to be
-    └── UnsupportedError    (NotImplementedError)  a combination that no kernel implements
+    ├── UnsupportedError    (NotImplementedError)  a combination that no kernel implements
+    └── VerificationError   (AssertionError)       a file that does not compute what its source computes
 
 A message says what was given, what was expected and how to repair it.
 """
@@ -34,6 +35,7 @@ __all__ = [
     "SpecError",
     "StateError",
     "UnsupportedError",
+    "VerificationError",
 ]
 
 
@@ -186,6 +188,25 @@ class UnsupportedError(DetentError, NotImplementedError):
     ...
     detent.errors.UnsupportedError: no kernel for operation 'transpose': expected one of dequantize, ...
     """
+
+
+class VerificationError(DetentError, AssertionError):
+    """A file that does not compute what its source computes.
+
+    Attributes:
+        report: the ``VerifyReport`` that says where.
+
+    >>> error = VerificationError("one code differs", "its report")
+    >>> error.report
+    'its report'
+    """
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+    def __reduce__(self) -> tuple[type["VerificationError"], tuple[str, object]]:
+        return type(self), (str(self), self.report)
 
 
 def closest(given: str, known: Iterable[str]) -> str:

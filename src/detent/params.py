@@ -151,8 +151,7 @@ class QuantParams:
         arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
         ordered = [None if array is None else np.asarray(array, order="C") for array in arrays]
         for value in ordered:
-            if value is not None:
-                value.setflags(write=False)
+            checks.forbid_writing(value)
         made.__dict__.update(zip(cls.__dataclass_fields__, (spec, *ordered), strict=True))
         return made
 

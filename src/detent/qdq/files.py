@@ -1,24 +1,26 @@
 """Files: ONNX models read with suspicion and written atomically.
 
-A file is hostile until it is checked: sizes are compared with the bytes that are there before anything is allocated,
-data outside the file must lie beside it, in plain files that nothing else points at, and nodes must form no circle.
+A file is hostile until it is checked: its outermost fields are followed before it is read, sizes are compared with the
+bytes that are there before anything is allocated, data outside the file must lie beside it, and nodes must form no
+circle.
 """
 
 import hashlib
 import os
-import stat
 from collections.abc import Iterator
-from math import prod
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from typing import IO
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper
 
 from detent import storage
 from detent.errors import FileFormatError, UnsupportedError
-from detent.qdq.order import sort_nodes
+from detent.qdq.order import check_depth, sort_nodes
+from detent.qdq.outside import Outside, element_count
 from detent.qdq.tensors import BITS
 
 __all__ = ["SAVE_LIMIT", "ModelSource", "load", "save", "tensors_of"]
@@ -27,8 +29,13 @@ ModelSource = ModelProto | str | PathLike[str]
 FILE_LIMIT = (1 << 31) - 1  # what a protocol buffer can hold
 SAVE_LIMIT = FILE_LIMIT - (64 << 20)
 SMALLEST_OUTSIDE = 1024  # bytes of a tensor that is worth a place in the data file
-NEWEST_IR = 13
-_TYPED = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 takes
+MAIN = ("", "ai.onnx")
+FIELDS_LIMIT = 100_000
+GRAPH_FIELD = 7
+VARINT_LIMIT = 10
+_FIXED = {1: 8, 5: 4}  # bytes of a field by its wire type
+_COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
 def load(source: ModelSource) -> ModelProto:
@@ -48,6 +55,7 @@ def load(source: ModelSource) -> ModelProto:
     'Relu'
     """
     if isinstance(source, ModelProto):
+        check_depth(source.graph)  # before protocol buffers refuse it in words of their own
         model = ModelProto()
         model.CopyFrom(source)
         _check(model, None, "the model")
@@ -56,37 +64,107 @@ def load(source: ModelSource) -> ModelProto:
     name = os.fspath(path)
     if not path.is_file():
         raise FileFormatError(f"{name}: there is no such file" if not path.exists() else f"{name} is no file")
-    size = path.stat().st_size
-    if not 0 < size <= FILE_LIMIT:
-        raise FileFormatError(f"{name} has {size} bytes, an ONNX file has between 1 and {FILE_LIMIT}")
+    model = ModelProto()
     try:
-        model = ModelProto()
-        model.ParseFromString(path.read_bytes())
-    except (DecodeError, ValueError, RecursionError) as error:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            _check_frame(file, size)
+            file.seek(0)
+            model.ParseFromString(file.read(size))
+    except (DecodeError, ValueError, RecursionError) as error:  # FileFormatError is a ValueError
         raise FileFormatError(f"{name} is no ONNX model, or truncated: {error}") from error
+    except OSError as error:
+        raise FileFormatError(f"{name} cannot be read: {error.strerror}") from error
     _check(model, path.parent, name)
     return model
 
 
+def _check_frame(file: IO[bytes], size: int) -> None:
+    """Follow the outermost fields, without their contents, from the first byte of a file to its last."""
+    if not 0 < size <= FILE_LIMIT:
+        raise FileFormatError(f"it has {size} bytes, expected between 1 and {FILE_LIMIT}")
+    at, count, has_graph = 0, 0, False
+    while at < size and count < FIELDS_LIMIT:
+        file.seek(at)
+        start = file.read(2 * VARINT_LIMIT)
+        tag, used = _varint(start)
+        number, wire = tag >> 3, tag & 7
+        value, more = (0, 0) if wire in _FIXED else _varint(start[used:])
+        if not number or wire not in {0, 2, *_FIXED}:
+            raise FileFormatError(f"byte {at} begins no field of a protocol buffer")
+        has_graph |= number == GRAPH_FIELD
+        count += 1
+        at += used + more + _FIXED.get(wire, value if wire else 0)
+    if at != size:
+        raise FileFormatError(f"its fields end at byte {at} of {size}")
+    if not has_graph:
+        raise FileFormatError("it has no graph")
+
+
+def _varint(data: bytes) -> tuple[int, int]:
+    """A number of seven bits per byte, and the bytes it takes."""
+    value = 0
+    for i, byte in enumerate(data[:VARINT_LIMIT]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:  # the last one
+            return value, i + 1
+    raise FileFormatError("a number does not end")
+
+
 def _check(model: ModelProto, folder: Path | None, name: str) -> None:
-    if not model.HasField("graph") or not model.opset_import:
-        raise FileFormatError(f"{name} is no ONNX model: it has no graph, or names no operator set")
-    if model.ir_version > NEWEST_IR:
-        raise UnsupportedError(f"{name} has IR version {model.ir_version}, ONNX Runtime reads at most {NEWEST_IR}")
-    for tensor in tensors_of(model):
-        try:
-            _fetch(tensor, folder)
-            _check_tensor(tensor)
-        except FileFormatError as error:
-            raise FileFormatError(f"{name}: tensor {tensor.name!r} {error}") from error
+    outside = Outside(folder)
     try:
+        _check_versions(model)
+        for tensor in tensors_of(model):
+            try:
+                outside.fetch(tensor)
+                _check_tensor(tensor)
+            except FileFormatError as error:
+                raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
         sort_nodes(model.graph)
-        if model.ByteSize() < SAVE_LIMIT:
-            onnx.checker.check_model(model)
-    except (onnx.checker.ValidationError, FileFormatError) as error:
+        if _is_small(model):
+            _check_by_onnx(model)
+    except (FileFormatError, UnsupportedError) as error:
+        raise type(error)(f"{name}: {error}") from error
+    except (onnx.checker.ValidationError, ValueError, RecursionError) as error:
         raise FileFormatError(f"{name}: {error}") from error
-    except EncodeError:  # larger than a protocol buffer, now that its data are here
-        return
+
+
+def _check_versions(model: ModelProto) -> None:
+    if not model.HasField("graph") or not model.opset_import:
+        raise FileFormatError("it is no ONNX model: it has no graph, or names no operator set")
+    if model.ir_version > NEWEST_IR:
+        raise UnsupportedError(f"it has IR version {model.ir_version}, ONNX Runtime reads at most {NEWEST_IR}")
+    versions: dict[str, int] = {}
+    for entry in model.opset_import:
+        domain = "" if entry.domain in MAIN else entry.domain
+        if versions.setdefault(domain, entry.version) != entry.version:
+            raise FileFormatError(f"it names two versions of the operator set {entry.domain!r}")
+    if versions.get("", 1) < 1:
+        raise FileFormatError(f"it names version {versions['']} of the operator set of ONNX")
+    if versions.get("", 1) > NEWEST_OPSET:
+        raise UnsupportedError(f"it has opset {versions['']}, ONNX Runtime reads at most {NEWEST_OPSET}")
+
+
+def _check_by_onnx(model: ModelProto) -> None:
+    """ONNX's own checks; shapes of inputs and outputs may be missing, as runtimes allow it."""
+    tensors = [value.type.tensor_type for value in (*model.graph.input, *model.graph.output) if value.HasField("type")]
+    bare = [kind for kind in tensors if kind.elem_type and not kind.HasField("shape")]
+    for kind in bare:
+        kind.shape.SetInParent()
+    try:
+        onnx.checker.check_model(model)
+    finally:
+        for kind in bare:
+            kind.ClearField("shape")
+
+
+def _is_small(model: ModelProto) -> bool:
+    """Whether the model fits into one protocol buffer, now that its data are here."""
+    try:
+        return bool(model.ByteSize() < SAVE_LIMIT)
+    except EncodeError:
+        return False
 
 
 def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
@@ -122,72 +200,19 @@ def _of_attribute(attribute: AttributeProto) -> Iterator[TensorProto]:
 
 
 def _check_tensor(tensor: TensorProto) -> None:
-    if tensor.data_type == TensorProto.STRING:
-        return
-    if tensor.data_type not in BITS:
+    if tensor.data_type != TensorProto.STRING and tensor.data_type not in BITS:
         raise FileFormatError(f"has the unknown data type {tensor.data_type}")
-    count, bits = _count(tensor), BITS[tensor.data_type]
+    count, bits = element_count(tensor), BITS.get(tensor.data_type, 8)
     if tensor.HasField("raw_data"):
         expected, found = -(-count * bits // 8), len(tensor.raw_data)
         if expected != found:
             raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} bytes, the file holds {found}")
         return
-    held = sum(len(getattr(tensor, name)) for name in _TYPED)
-    if held not in {count, 2 * count, -(-count * bits // 8), -(-count * bits // 32)}:
-        raise FileFormatError(f"of shape {list(tensor.dims)} holds {count} elements, the file {held}")
-
-
-def _count(tensor: TensorProto) -> int:
-    if any(size < 0 for size in tensor.dims):
-        raise FileFormatError(f"has the shape {list(tensor.dims)}")
-    return prod(tensor.dims)
-
-
-def _fetch(tensor: TensorProto, folder: Path | None) -> None:
-    """Bring the data of a tensor that lie outside the file into it."""
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return
-    if folder is None:
-        raise FileFormatError("lies outside of a model that is in memory: give the model's path")
-    if tensor.data_type not in BITS:
-        raise FileFormatError(f"lies outside and has data type {tensor.data_type}")
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    expected = -(-_count(tensor) * BITS[tensor.data_type] // 8)
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", expected))
-    except ValueError as error:
-        raise FileFormatError(f"has the offset and length {entries}, which are no numbers") from error
-    if length != expected or offset < 0:
-        raise FileFormatError(f"takes {expected} bytes, its entry says {length} at {offset}")
-    tensor.raw_data = _read_beside(folder, entries.get("location", ""), offset, length)
-    tensor.ClearField("external_data")
-    tensor.ClearField("data_location")
-
-
-def _read_beside(folder: Path, location: str, offset: int, length: int) -> bytes:
-    """Bytes of a plain file in that folder, or in one below it, that is reached by no link."""
-    relative = Path(location)
-    if not location or relative.is_absolute() or "\\" in location or ".." in relative.parts or "\0" in location:
-        raise FileFormatError(f"lies in {location!r}, expected a file beside the model")
-    path = folder
-    for part in relative.parts:
-        path = path / part
-        if path.is_symlink():
-            raise FileFormatError(f"lies in {location!r}, where {part!r} is a symbolic link")
-    try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        raise FileFormatError(f"lies in {location!r}, which cannot be read: {error.strerror}") from error
-    with os.fdopen(handle, "rb") as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise FileFormatError(f"lies in {location!r}, which is no plain file")
-        if about.st_nlink != 1:
-            raise FileFormatError(f"lies in {location!r}, which has other names, too (hard links): copy it")
-        if offset + length > about.st_size:
-            raise FileFormatError(f"ends at byte {offset + length} of {location!r}, which has {about.st_size}")
-        file.seek(offset)
-        return file.read(length)
+    held = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
+    # Fields of numbers hold one per element, two of complex ones, and for less than 8 bits one per byte.
+    expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
+    if held != expected:
+        raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} numbers, the file holds {held}")
 
 
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> None:
@@ -219,7 +244,19 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
         digest.update(chunk)
     # Its name tells its content, so that an older model beside it keeps the data that it was written with.
     outside = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
+    was_there = outside.exists()
     storage.write_atomic(outside, chunks)
+    try:
+        storage.write_atomic(target, _lean(model, outside.name))
+    except BaseException:
+        with suppress(OSError):
+            if not was_there:
+                outside.unlink()
+        raise
+
+
+def _lean(model: ModelProto, location: str) -> bytes:
+    """A model whose large tensors lie in a file of that name."""
     lean = ModelProto()
     lean.CopyFrom(model)
     offset = 0
@@ -229,10 +266,10 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
             continue
         tensor.ClearField("raw_data")
         tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", outside.name), ("offset", offset), ("length", length)):
+        for key, value in (("location", location), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
         offset += length
-    storage.write_atomic(target, lean.SerializeToString(deterministic=True))
+    return bytes(lean.SerializeToString(deterministic=True))
 
 
 def _rest(model: ModelProto, large: list[TensorProto]) -> int:

@@ -34,12 +34,14 @@ class Graph:
     >>> graph.add_constant("one", np.ones(1, np.float32)), graph.array("one"), graph.shape("x"), graph.opset
     ('one', array([1.], dtype=float32), (1,), 17)
     >>> graph.insert([NodeProto(op_type="Neg", input=["t"], output=["n"])])
-    >>> graph.redirect("t", "n", [graph.consumers("t")[0]])
+    >>> graph.give(graph.consumers("t")[0], 0, "n")
+    >>> graph.redirect("x", "x", graph.nodes)
     >>> [node.op_type for node in graph.finish().graph.node], graph.kind("x"), graph.node_name(graph.nodes[0])
     (['Relu', 'Neg', 'Abs'], 1, 'Relu_t')
     >>> graph.remove([graph.producer("y")])
     >>> [node.op_type for node in graph.nodes], graph.captured, graph.drop_unread()
     (['Relu', 'Neg'], set(), ['one'])
+    >>> graph.rename("n", "m")
     >>> graph.refresh()
     """
 
@@ -61,18 +63,22 @@ class Graph:
         self._index()
 
     def _index(self) -> None:
-        self._producers = {name: node for node in self.nodes for name in node.output if name}
-        consumers: dict[str, list[NodeProto]] = defaultdict(list)
+        self._producers: dict[str, NodeProto] = {}
+        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
         self.captured: set[str] = set()  # what bodies of If, Loop and Scan read from here
+        self._names = {*self.constants, *self._infos}
         for node in self.nodes:
-            for name in dict.fromkeys(reads(node)):
-                consumers[name].append(node)
-            self.captured.update(set(reads(node)) - set(node.input))
-        self._consumers = consumers
-        self._names = {*self._producers, *self.constants, *self._infos, *(node.name for node in self.nodes)}
-        for node in self.nodes:
-            for inner in subgraphs(node):
-                self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
+            self._enter(node)
+
+    def _enter(self, node: NodeProto) -> None:
+        read = dict.fromkeys(reads(node))
+        for name in read:
+            self._consumers[name].append(node)
+        self.captured.update(set(read) - set(node.input))
+        self._producers.update((name, node) for name in node.output if name)
+        self._names.update((node.name, *node.output))
+        for inner in subgraphs(node):
+            self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:
         """The node that makes a tensor."""
@@ -131,26 +137,55 @@ class Graph:
 
     def insert(self, nodes: Iterable[NodeProto]) -> None:
         """Add nodes; ``finish`` puts them where they belong."""
-        self.nodes.extend(nodes)
-        self._index()
+        for node in nodes:
+            self.nodes.append(node)
+            self._enter(node)
 
     def remove(self, nodes: Iterable[NodeProto]) -> None:
         """Take nodes out."""
-        gone = {id(node) for node in nodes}
+        gone = {id(node): node for node in nodes}
         self.nodes = [node for node in self.nodes if id(node) not in gone]
-        self._index()
+        for node in gone.values():
+            self._forget(node)
+            for name in node.output:
+                if self._producers.get(name) is node:
+                    del self._producers[name]
 
     def redirect(self, old: str, new: str, nodes: Iterable[NodeProto]) -> None:
         """Let nodes read another tensor; what their bodies read stays."""
-        for node in nodes:
+        for node in list(nodes):
+            if old not in node.input:
+                continue
             for i, name in enumerate(node.input):
                 if name == old:
                     node.input[i] = new
-        self._index()
+            if old not in set(reads(node)):
+                self._consumers[old] = [each for each in self._consumers[old] if each is not node]
+            if not any(each is node for each in self._consumers[new]):
+                self._consumers[new].append(node)
+
+    def give(self, node: NodeProto, place: int, name: str) -> None:
+        """Let a node read a tensor in that place, and what it read there no longer."""
+        self._forget(node)
+        while len(node.input) <= place:
+            node.input.append("")
+        node.input[place] = name
+        for each in dict.fromkeys(reads(node)):
+            self._consumers[each].append(node)
+
+    def _forget(self, node: NodeProto) -> None:
+        for name in dict.fromkeys(reads(node)):
+            self._consumers[name] = [each for each in self._consumers[name] if each is not node]
+
+    def rename(self, old: str, new: str) -> None:
+        """Let the node that makes a tensor make it under another name; those that read it are the caller's business."""
+        node = self._producers.pop(old)
+        node.output[list(node.output).index(old)] = new
+        self._producers[new] = node
 
     def drop_unread(self) -> list[str]:
         """Remove constants that nothing reads; returns their names."""
-        needed = {*self.outputs, *self._consumers}
+        needed = {*self.outputs, *(name for name, nodes in self._consumers.items() if nodes)}
         unread = [name for name in self.constants if name not in needed]
         for name in unread:
             del self.constants[name]

@@ -179,6 +179,8 @@ def read_quantization(
         kind = constants[names[0]].data_type
     elif kind_of is not None:
         kind = kind_of(names[0]) or kind
+    if scale.size == zero.size == 1:  # some write one number as an array, the other as a scalar
+        zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
         raise FileFormatError(f"{node.name}: its scale has shape {scale.shape}, its zero point {zero.shape}")
     axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))

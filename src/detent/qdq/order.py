@@ -7,7 +7,9 @@ from onnx import AttributeProto, GraphProto, NodeProto
 
 from detent.errors import FileFormatError
 
-__all__ = ["reads", "sort_nodes", "subgraphs"]
+__all__ = ["check_depth", "reads", "sort_nodes", "subgraphs"]
+
+MOST_NESTED = 30  # protocol buffers nest 100 messages, three per graph
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -20,6 +22,21 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
+
+
+def check_depth(graph: GraphProto) -> None:
+    """Refuse graphs within graphs that are nested deeper than a file can hold.
+
+    Raises:
+        FileFormatError: there are such.
+
+    >>> check_depth(GraphProto())
+    """
+    level = [graph]
+    for _ in range(MOST_NESTED):
+        level = [body for each in level for node in each.node for body in subgraphs(node)]
+    if level:
+        raise FileFormatError(f"the graph is nested more than {MOST_NESTED} deep, which no ONNX file can hold")
 
 
 def reads(node: NodeProto) -> Iterator[str]:

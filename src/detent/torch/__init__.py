@@ -9,6 +9,7 @@
     with qt.calibrating(model): run(model, data)      forward passes only observe
     train(model)                                      the loop and optimizer you have
     qt.freeze(model); qt.quantized_state(model)
+    qt.export_onnx(model, example, "model.onnx")      the same codes and scales, as a file
 """
 
 from detent.torch import library as library  # so that torch.ops.detent.fake_quantize exists
@@ -16,6 +17,7 @@ from detent.torch import team as team  # so that kernels run on PyTorch's thread
 from detent.torch.calibration import calibrating
 from detent.torch.checkup import HealthReport, QuantizerHealth, health
 from detent.torch.distributed import sync
+from detent.torch.exporting import export_onnx
 from detent.torch.finishing import freeze, quantized_state
 from detent.torch.layers import Quantizer, register_layer
 from detent.torch.operator import fake_quantize
@@ -35,6 +37,7 @@ __all__ = [
     "Schedule",
     "Watch",
     "calibrating",
+    "export_onnx",
     "fake_quantize",
     "freeze",
     "health",

@@ -1,0 +1,126 @@
+"""Folding: arithmetic with constants after a layer, moved into its weight and bias.
+
+====================== ==============================================
+Conv, ConvTranspose    followed by BatchNormalization
+Conv, ConvTranspose    followed by Add, Sub, Mul, Div of a constant per channel
+====================== ==============================================
+
+A quantizer can then stand right behind the layer, where runtimes fuse it.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import NodeProto
+
+from detent.qdq.graph import Graph, attribute_of
+
+__all__ = ["fold"]
+
+Array = NDArray[Any]
+FOLDED = ("Conv", "ConvTranspose")
+EPSILON = 1e-5
+
+
+def fold(graph: Graph) -> int:
+    """Move constants after layers into them; returns how many nodes are gone.
+
+    >>> from onnx import parser
+    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1,2] x) => (float[1,1,2] y) <float[1,1,1] w = {3.0}, float c = {2.0}> {
+    ...       t = Conv(x, w) y = Mul(t, c) }'''))
+    >>> fold(graph), graph.array(graph.nodes[0].input[1]).item()
+    (1, 6.0)
+    """
+    gone = 0
+    for node in list(graph.nodes):
+        while node.op_type in FOLDED and _fold_next(graph, node):
+            gone += 1
+    if gone:
+        graph.drop_unread()
+    return gone
+
+
+def _fold_next(graph: Graph, layer: NodeProto) -> bool:
+    """Fold the node after a layer into it, if that is possible."""
+    result = layer.output[0]
+    if layer.input[1] not in graph.constants or (len(layer.input) > 2 and layer.input[2] not in graph.constants):
+        return False
+    readers = graph.consumers(result)
+    if len(readers) != 1 or result in graph.outputs or result in graph.captured:
+        return False
+    follower = readers[0]
+    weight = graph.array(layer.input[1])
+    if weight.dtype != np.float32:
+        return False
+    channels = _channels(layer, weight)
+    found = _affine(graph, follower, result, channels, weight.ndim)
+    if found is None:
+        return False
+    gain, offset = found
+    bias = (
+        graph.array(layer.input[2]).astype(np.float64)
+        if len(layer.input) > 2 and layer.input[2]
+        else np.zeros(channels)
+    )
+    if not np.array_equal(gain, np.ones(channels)):
+        scaled = weight.astype(np.float64) * _along(layer, weight, gain)
+        graph.give(layer, 1, graph.add_constant(f"{layer.input[1]}_folded", scaled.astype(np.float32)))
+    graph.give(layer, 2, graph.add_constant(f"{layer.output[0]}_bias", (bias * gain + offset).astype(np.float32)))
+    target = follower.output[0]
+    graph.remove([follower])
+    graph.rename(result, target)
+    return True
+
+
+def _channels(layer: NodeProto, weight: Array) -> int:
+    return int(weight.shape[0] if layer.op_type == "Conv" else weight.shape[1] * attribute_of(layer, "group", 1))
+
+
+def _along(layer: NodeProto, weight: Array, gain: Array) -> Array:
+    """The gain of each output channel in the shape that multiplies the weight."""
+    if layer.op_type == "Conv":
+        return gain.reshape(-1, *(1,) * (weight.ndim - 1))
+    groups = int(attribute_of(layer, "group", 1))
+    per_group = np.repeat(gain.reshape(groups, -1), weight.shape[0] // groups, axis=0)
+    return per_group.reshape(weight.shape[0], weight.shape[1], *(1,) * (weight.ndim - 2))
+
+
+def _affine(graph: Graph, node: NodeProto, x: str, channels: int, rank: int) -> tuple[Array, Array] | None:
+    """Gain and offset per channel of a node that multiplies and adds constants; None if it does anything else."""
+    if node.op_type == "BatchNormalization":
+        return _normalisation(graph, node, x)
+    if node.op_type not in {"Add", "Sub", "Mul", "Div"} or len(node.input) != 2:
+        return None
+    first = node.input[0] == x
+    other = node.input[1] if first else node.input[0]
+    if other == x or other not in graph.constants or (not first and node.op_type in {"Sub", "Div"}):
+        return None
+    constant = graph.array(other)
+    if constant.dtype != np.float32 or constant.ndim > rank:
+        return None
+    aligned = constant.reshape((1,) * (rank - constant.ndim) + constant.shape)
+    if any(size != 1 for axis, size in enumerate(aligned.shape) if axis != 1) or aligned.shape[1] not in {1, channels}:
+        return None
+    values = np.broadcast_to(aligned.ravel(), channels).astype(np.float64)
+    ones, zeros = np.ones(channels), np.zeros(channels)
+    return {
+        "Add": (ones, values),
+        "Sub": (ones, -values),
+        "Mul": (values, zeros),
+        "Div": (1 / _nonzero(values), zeros),
+    }[node.op_type]
+
+
+def _nonzero(values: Array) -> Array:
+    return np.where(values == 0, np.nan, values)
+
+
+def _normalisation(graph: Graph, node: NodeProto, x: str) -> tuple[Array, Array] | None:
+    is_inference = not attribute_of(node, "training_mode", 0) and len([name for name in node.output if name]) == 1
+    if node.input[0] != x or not is_inference or any(name not in graph.constants for name in node.input[1:5]):
+        return None
+    gamma, beta, mean, variance = (graph.array(name).astype(np.float64) for name in node.input[1:5])
+    gain = gamma / np.sqrt(variance + float(attribute_of(node, "epsilon", EPSILON)))
+    return gain, beta - mean * gain

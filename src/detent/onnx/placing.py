@@ -1,0 +1,265 @@
+"""Placing: behind which tensors quantizers stand, so that runtimes find integer operators to fuse.
+
+A *chain* is a stretch of a network that can run in integers: the result of a quantized Conv or Gemm, behind the Relu
+or Clip that follows it, and what Add, Mul, Sigmoid, pools and Concat make of such results. Its tensors have quantizers
+that everybody reads from. Tensors outside of chains have one where a quantized layer reads them, for that layer alone:
+so inputs of MatMul are quantized and their results are not, and attention, normalisation and activation functions stay
+float. What leads to no quantized layer any more stays float, too.
+
+Operators that move data only (MaxPool, Reshape, Transpose, ...) have the same parameters before and behind them. A
+product with a positive constant has the same codes, and another scale: it costs nothing. Other constants in a chain,
+and gates that come from outside (the sigmoid of a squeeze-and-excitation block), are quantized for their reader.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from onnx import NodeProto, TensorProto
+
+from detent.onnx.layers import Layer
+from detent.qdq.graph import Graph, attribute_of
+from detent.spec import QuantSpec
+
+__all__ = ["Place", "place"]
+
+PRODUCTS = ("Conv", "Gemm")
+CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
+MOVING = (
+    "MaxPool",
+    "Reshape",
+    "Transpose",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "Unsqueeze",
+    "Flatten",
+    "Resize",
+    "DepthToSpace",
+)
+PAIRED = ("Add", "Mul")
+GATES = ("Sigmoid", "HardSigmoid", "Tanh")
+PAIR = 2
+MIXED = 4.0  # inputs of a Concat whose ranges differ by more keep their own precision only in float
+Ends = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor behind which a quantizer stands.
+
+    Attributes:
+        tensor: its name.
+        spec: how it is quantized.
+        group: the name of the tensor that its parameters are shared with; its own where it is the first.
+        readers: the names of the layers that read the quantized tensor; empty for everybody.
+        least, most: the bounds that a Relu or Clip before it enforces, which its range must not exceed.
+        origin, factor: the tensor whose codes it has, and what its scale is multiplied by; "" where it has its own.
+        constants: the numbers that its operator reads beside its chain.
+
+    >>> Place("x", QuantSpec("uint8"), "x", ("fc",)).is_chained
+    False
+    """
+
+    tensor: str
+    spec: QuantSpec
+    group: str
+    readers: tuple[str, ...] = ()
+    least: float = -np.inf
+    most: float = np.inf
+    origin: str = ""
+    factor: float = 1.0
+    constants: tuple[str, ...] = ()
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether everybody reads it."""
+        return not self.readers
+
+
+def place(
+    graph: Graph,
+    layers: Mapping[str, Layer],
+    specs: Mapping[str, QuantSpec],
+    ranges: Mapping[str, Ends] | None = None,
+) -> list[Place]:
+    """Where quantizers of activations stand, in the order of the graph.
+
+    Args:
+        graph: of a prepared model.
+        layers: the quantized layers by name.
+        specs: of those whose input is quantized, by name.
+        ranges: of tensors, where they are known: then a Concat of very different ones breaks its chain.
+
+    >>> from onnx import parser
+    >>> from detent.onnx.layers import layers_of
+    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
+    >>> place(graph, {layer.name: layer for layer in layers_of(graph)}, {"fc": QuantSpec("uint8")})[0].readers
+    ('fc',)
+    """
+    return _Placer(graph, layers, specs, ranges).run()
+
+
+class _Placer:
+    def __init__(
+        self,
+        graph: Graph,
+        layers: Mapping[str, Layer],
+        specs: Mapping[str, QuantSpec],
+        ranges: Mapping[str, Ends] | None,
+    ) -> None:
+        self.graph, self.layers, self.specs, self.ranges = graph, layers, specs, ranges
+        self.by_node = {id(layer.node): layer for layer in layers.values()}
+        self.readers: dict[str, list[str]] = {}
+        for name in specs:
+            self.readers.setdefault(layers[name].data, []).append(name)
+        self.leading = self._leading()
+        self.chain: dict[str, Place] = {}
+        self.gates: dict[str, list[str]] = {}
+        self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
+
+    def _leading(self) -> set[str]:
+        """The tensors that lead to a layer whose input is quantized."""
+        leading = set(self.readers)
+        for node in reversed(self.graph.nodes):
+            if node.op_type != "Shape" and leading & set(node.output):
+                leading.update(name for name in node.input if name)
+        return leading
+
+    def run(self) -> list[Place]:
+        passed: set[int] = set()
+        for node in self.graph.nodes:
+            if id(node) in passed:
+                continue
+            bound = self._bound_behind(node)
+            result = node.output[0] if bound is None else bound.output[0]
+            spec = self._chain_spec(node)
+            if spec is not None and result in self.leading and not self._escapes(node, bound):
+                least, most = (-np.inf, np.inf) if bound is None else _limits(self.graph, bound)
+                constants = tuple(
+                    name for name in node.input if node.op_type in PAIRED and name in self.graph.constants
+                )
+                wanted = self._wanted(result, spec)
+                self.chain[result] = Place(result, wanted, result, (), least, most, constants=constants)
+                self._quantize_gates(node, spec)
+                if bound is not None:
+                    passed.add(id(bound))
+            elif self._scaled_by(node) is not None and result in self.leading and not self._escapes(node, None):
+                self._scale(node)
+            elif node.op_type in MOVING and node.input[0] in self.chain and _only_moves(node):
+                self._move(node)
+        places = list(self.chain.values())
+        outside = {
+            **self.readers,
+            **{name: [*self.readers.get(name, ()), *nodes] for name, nodes in self.gates.items()},
+        }
+        for tensor, names in outside.items():
+            if tensor not in self.chain:
+                spec = self._wanted(tensor, self.specs.get(names[0], self.gate_spec))
+                places.append(Place(tensor, spec, tensor, tuple(dict.fromkeys(names))))
+        return places
+
+    def _wanted(self, tensor: str, default: QuantSpec) -> QuantSpec:
+        """The spec of the layers that read it, the finest of them."""
+        wanted = [self.specs[name] for name in self.readers.get(tensor, ())]
+        return max(wanted, key=lambda spec: spec.bits, default=default)
+
+    def _bound_behind(self, node: NodeProto) -> NodeProto | None:
+        """The Relu or Clip that alone reads a node's result, where a quantizer can take over its work."""
+        result = node.output[0]
+        readers = self.graph.consumers(result)
+        if len(readers) != 1 or readers[0].op_type not in {"Relu", "Clip"} or result in self.graph.outputs:
+            return None
+        return readers[0] if _limits(self.graph, readers[0])[0] == 0 else None
+
+    def _escapes(self, node: NodeProto, bound: NodeProto | None) -> bool:
+        """Whether a result, or what is bounded of it, is read by somebody outside of the graph."""
+        names = [node.output[0], *([] if bound is None else [bound.output[0]])]
+        return any(name in self.graph.outputs or name in self.graph.captured for name in names)
+
+    def _chain_spec(self, node: NodeProto) -> QuantSpec | None:
+        """The spec of a node's result as part of a chain; None where it is none."""
+        layer = self.by_node.get(id(node))
+        if layer is not None and node.op_type in PRODUCTS:
+            return self.specs.get(layer.name)
+        chained = [name for name in node.input if name in self.chain]
+        if node.op_type not in CHAINED or not chained or self._scaled_by(node) is not None:
+            return None
+        others = [name for name in node.input if name not in self.chain]
+        if not all(node.op_type in PAIRED and (self._is_number(name) or self._is_gate(name)) for name in others):
+            return None
+        if node.op_type == "Concat" and self._is_mixed(node):
+            return None
+        return self.chain[chained[0]].spec
+
+    def _is_number(self, name: str) -> bool:
+        """Whether a tensor is one float."""
+        tensor = self.graph.constants.get(name)
+        return tensor is not None and tensor.data_type == TensorProto.FLOAT and prod(tensor.dims) == 1
+
+    def _is_gate(self, name: str) -> bool:
+        producer = self.graph.producer(name)
+        return producer is not None and producer.op_type in GATES
+
+    def _quantize_gates(self, node: NodeProto, spec: QuantSpec) -> None:
+        for name in node.input:
+            if node.op_type in PAIRED and name not in self.chain and self._is_gate(name):
+                self.gates.setdefault(name, []).append(self.graph.node_name(node))
+                self.gate_spec = spec
+
+    def _scaled_by(self, node: NodeProto) -> float | None:
+        """What a node multiplies a tensor of the chain by, if it is one positive number."""
+        if node.op_type not in {"Mul", "Div"} or len(node.input) != PAIR:
+            return None
+        numbers = [i for i, name in enumerate(node.input) if self._is_number(name)]
+        if (
+            len(numbers) != 1
+            or (node.op_type == "Div" and numbers[0] == 0)
+            or node.input[1 - numbers[0]] not in self.chain
+        ):
+            return None
+        shape = self.graph.constants[node.input[numbers[0]]].dims
+        value = float(self.graph.array(node.input[numbers[0]]).item())
+        if not np.isfinite(value) or value <= 0 or len(shape) > 1:
+            return None
+        return value if node.op_type == "Mul" else 1 / value
+
+    def _scale(self, node: NodeProto) -> None:
+        source = next(self.chain[name] for name in node.input if name in self.chain)
+        factor = self._scaled_by(node) or 1.0
+        result = node.output[0]
+        self.chain[result] = Place(result, source.spec, result, origin=source.tensor, factor=factor)
+
+    def _is_mixed(self, node: NodeProto) -> bool:
+        if self.ranges is None or any(name not in self.ranges for name in node.input):
+            return False
+        widths = [high - low for low, high in (self.ranges[name] for name in node.input)]
+        return max(widths) > MIXED * min(widths)
+
+    def _move(self, node: NodeProto) -> None:
+        source = self.chain[node.input[0]]
+        for name in node.output:
+            if name in self.leading and name not in self.graph.outputs and name not in self.graph.captured:
+                self.chain[name] = Place(name, source.spec, source.group)
+
+
+def _only_moves(node: NodeProto) -> bool:
+    if node.op_type == "Resize":
+        mode = attribute_of(node, "mode", b"nearest")
+        return bool(mode == b"nearest")
+    return True
+
+
+def _limits(graph: Graph, node: NodeProto) -> Ends:
+    """What a Relu or Clip enforces; NaN where that is no constant."""
+    if node.op_type == "Relu":
+        return 0.0, np.inf
+    ends = []
+    for place, default in ((1, -np.inf), (2, np.inf)):
+        name = node.input[place] if len(node.input) > place else ""
+        if name and name not in graph.constants:
+            return np.nan, np.nan
+        ends.append(float(graph.array(name)) if name else default)
+    return ends[0], ends[1]

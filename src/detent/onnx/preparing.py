@@ -1,0 +1,191 @@
+"""Preparing: any model in the one form that planning reads.
+
+Constants are initializers, whether the file has Constant nodes, constants computed from constants, or lists them among
+the inputs; every node has a name of its own; what can be folded into a layer is; nothing that is read by nobody stays.
+What the model computes stays the same, but for the last bits that folding changes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
+
+from detent.errors import UnsupportedError
+from detent.onnx.converting import convert, needed_opset
+from detent.onnx.folding import fold
+from detent.qdq.files import SAVE_LIMIT, ModelSource, load
+from detent.qdq.graph import MAIN, Graph
+from detent.qdq.order import subgraphs
+from detent.qdq.sessions import make_session
+from detent.qdq.tensors import array_of
+
+__all__ = ["prepare"]
+
+LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
+QUANTIZERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
+_RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
+
+
+def prepare(
+    source: ModelSource,
+    *,
+    low_bits: bool = False,
+    feed: Mapping[str, NDArray[Any]] | None = None,
+    force: bool = False,
+) -> ModelProto:
+    """A copy of a model in the form that can be planned.
+
+    Args:
+        source: a path or a model.
+        low_bits: whether 4-bit, 16-bit or blocked quantizers will be written, which need operator set 21.
+        feed: inputs on which the model is compared with the original, where it has to be converted.
+        force: take models that are quantized already.
+
+    Raises:
+        UnsupportedError: it is quantized already, computes in float16, or cannot be converted.
+
+    >>> from onnx import parser
+    >>> made = prepare(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1] x) => (float[1] y) { c = Constant<value = float {2.0}>() y = Mul(x, c) }'''))
+    >>> [node.op_type for node in made.graph.node], made.graph.initializer[0].name, made.graph.node[0].name
+    (['Mul'], 'c', 'Mul_y')
+    """
+    model = load(source)
+    _refuse(model, force=force)
+    graph = Graph(model)
+    _take_inputs_out(graph)
+    _constants_as_initializers(graph)
+    model = convert(graph.finish(), needed_opset(low_bits=low_bits), feed)
+    graph = Graph(model)
+    _constants_as_initializers(graph)  # the converter makes some
+    _name_nodes(graph)
+    _drop_identities(graph)
+    _compute_constants(graph)
+    fold(graph)
+    graph.drop_unread()
+    return _with_shapes(graph.finish())
+
+
+def _refuse(model: ModelProto, *, force: bool) -> None:
+    kinds = {node.op_type for node in model.graph.node}
+    found = sorted(kinds & set(QUANTIZERS))
+    if found and not force:
+        raise UnsupportedError(
+            f"the model is quantized already, it has {', '.join(found)}: quantize the float model it was made from, or "
+            "give force=True to quantize what is left of it in float"
+        )
+    halves = [tensor for tensor in model.graph.initializer if tensor.data_type in {10, 16}]
+    if halves and not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in model.graph.initializer):
+        name = onnx.TensorProto.DataType.Name(halves[0].data_type)
+        raise UnsupportedError(
+            f"the model computes in {name} ({halves[0].name!r} is such a tensor): export it in float32, which is what "
+            "calibration measures and ONNX Runtime quantizes"
+        )
+
+
+def _take_inputs_out(graph: Graph) -> None:
+    """Initializers are constants, listed among the inputs or not."""
+    inputs = graph.model.graph.input
+    kept = [value for value in inputs if value.name not in graph.constants]
+    if len(kept) != len(inputs):
+        kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
+        del inputs[:]
+        inputs.extend(kept)
+
+
+def _constants_as_initializers(graph: Graph) -> None:
+    constants = [node for node in graph.nodes if node.op_type == "Constant" and node.domain in MAIN]
+    for node in constants:
+        tensor = _value(node)
+        if tensor is not None:
+            tensor.name = node.output[0]
+            graph.constants[tensor.name] = tensor
+    graph.remove([node for node in constants if node.output[0] in graph.constants])
+
+
+def _value(node: NodeProto) -> onnx.TensorProto | None:
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            copy = onnx.TensorProto()
+            copy.CopyFrom(attribute.t)
+            return copy
+        if attribute.name in {"value_float", "value_floats"}:
+            return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), np.float32))
+        if attribute.name in {"value_int", "value_ints"}:
+            return numpy_helper.from_array(np.asarray(helper.get_attribute_value(attribute), np.int64))
+    return None
+
+
+def _name_nodes(graph: Graph) -> None:
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if not node.name or node.name in seen:
+            node.name = graph.fresh(graph.node_name(node) if not node.name else node.name)
+        seen.add(node.name)
+
+
+def _drop_identities(graph: Graph) -> None:
+    """Let readers of copies read the original."""
+    for node in [each for each in graph.nodes if each.op_type == "Identity" and each.domain in MAIN]:
+        old, new = node.output[0], node.input[0]
+        if old in graph.outputs or old in graph.captured:
+            continue
+        graph.redirect(old, new, graph.consumers(old))
+        graph.remove([node])
+
+
+def _compute_constants(graph: Graph) -> None:
+    """Replace nodes that read nothing but constants by what they compute."""
+    known, found = set(graph.constants), []
+    for node in graph.nodes:
+        fixed = node.op_type not in _RANDOM and not any(subgraphs(node)) and node.domain in MAIN
+        if fixed and node.input and all(name in known or not name for name in node.input):
+            found.append(node)
+            known.update(node.output)
+    if not found:
+        return
+    inside = {name for node in found for name in node.output if name}
+    wanted = [
+        name
+        for name in sorted(inside)
+        if name in graph.outputs or any(id(reader) not in {id(n) for n in found} for reader in graph.consumers(name))
+    ]
+    values = _evaluate(graph, found, wanted)
+    if values is None:
+        return
+    keep = {name for name in wanted if name in graph.outputs}
+    for name, value in values.items():
+        if name not in keep:
+            graph.constants[name] = numpy_helper.from_array(value, name)
+    graph.remove([node for node in found if not keep & set(node.output)])
+
+
+def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[str, NDArray[Any]] | None:
+    """What some nodes compute; None where that would be too large, or cannot be computed alone."""
+    read = {name for node in nodes for name in node.input if name in graph.constants}
+    part = GraphProto(name="constants", node=nodes, initializer=[graph.constants[name] for name in sorted(read)])
+    part.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
+    model = ModelProto(graph=part, ir_version=graph.model.ir_version, opset_import=graph.model.opset_import)
+    size = sum(array_of(graph.constants[name]).nbytes for name in read)
+    if (
+        any(node.op_type in {"Expand", "Tile", "ConstantOfShape", "Range", "Pad"} for node in nodes)
+        or size > LARGEST_FOLDED
+    ):
+        return None
+    try:
+        results = make_session(model, optimise=False).run(None, {})
+    except (UnsupportedError, RuntimeError):
+        return None
+    return {name: np.asarray(value) for name, value in zip(wanted, results, strict=True)}
+
+
+def _with_shapes(model: ModelProto) -> ModelProto:
+    if model.ByteSize() > SAVE_LIMIT:
+        return model
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except Exception:  # noqa: BLE001 - shapes help to explain plans, and are needed for nothing else
+        return model

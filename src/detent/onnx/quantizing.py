@@ -1,0 +1,211 @@
+"""Quantizing: an ONNX file and data in, a quantized file and a report out. The steps are functions of their own."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from detent.errors import NotCalibratedError
+from detent.granularity import PerGroup
+from detent.metrics import sqnr_db
+from detent.observer_spec import ObserverLike
+from detent.onnx.biases import corrected_biases
+from detent.onnx.calibrating import Progress, calibrate
+from detent.onnx.clipping import choose_clipped
+from detent.onnx.damage import choose_float
+from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx.inserting import choose_params, insert
+from detent.onnx.integers import kernels_of
+from detent.onnx.planning import GraphPlan, RecipeLike, plan
+from detent.onnx.preparing import prepare
+from detent.onnx.report import LayerReport, QuantizeReport
+from detent.onnx.smoothing import smooth as smooth_inputs
+from detent.qdq.files import ModelSource, load, save
+from detent.qdq.graph import Graph
+from detent.qdq.sessions import make_session
+from detent.qdq.targets import Target, get_target
+from detent.recipe import Recipe, get_recipe
+
+__all__ = ["output_sqnr", "quantize"]
+
+Feed = dict[str, NDArray[Any]]
+SAMPLES = 8
+WEIGHT_ONLY_HINT = (
+    "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
+    "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
+)
+
+
+def quantize(  # noqa: PLR0913 - the options of the main job
+    model: ModelSource,
+    output: str | PathLike[str],
+    data: BatchSource | None = None,
+    recipe: RecipeLike = "w8a8",
+    *,
+    target: Target | str = "onnxruntime",
+    observer: ObserverLike | None = None,
+    skip: Iterable[str] = (),
+    keep_float: Literal["auto", "none"] = "auto",
+    bias_correction: bool = True,
+    smooth: bool = True,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> QuantizeReport:
+    """Quantize a model file.
+
+    Args:
+        model: a path or a ModelProto, in float32.
+        output: the file to write; an existing one is replaced in one step.
+        data: batches to calibrate with: an iterable of dicts, tuples or arrays, an .npz, or a folder of .npz or .npy
+            files; not needed for weight-only recipes.
+        recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
+        target: what it is to run on.
+        observer: of activations; None chooses between all and the range of least error, tensor by tensor.
+        skip: names of nodes to leave in float, or globs of them.
+        keep_float: "auto" leaves small layers in float that alone cause over a quarter of the noise at the outputs.
+        bias_correction: add the mean error of a layer's output to its bias.
+        smooth: move outliers in the inputs of matrix products into their weights, where that helps.
+        memory_budget: bytes of activations that may be held at once.
+        progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
+        checkpoint: a file from which an interrupted calibration goes on.
+        seed: of the rows that smoothing is judged on.
+        force: take models that are quantized already.
+
+    Raises:
+        NotCalibratedError: the recipe quantizes activations, and there are no data.
+        UnsupportedError, FileFormatError, SpecError, ShapeError, NaNError: model, recipe or data do not fit.
+
+    >>> import tempfile, numpy as np, detent.onnx as qo
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     report = qo.quantize(model, f"{folder}/small.onnx", [np.float32([[2.0]])])
+    >>> report.layers[0].kernel
+    'MatMulIntegerToFloat'
+    """
+    start = time.perf_counter()
+    wanted, aim = get_recipe(recipe), get_target(target)
+    original = load(model)
+    batches = _checked_data(original, data, wanted)
+    first = None if batches is None else batches.check_first()
+    prepared = prepare(original, low_bits=_needs_low_bits(wanted), feed=first, force=force)
+    made = plan(prepared, wanted, target=aim, skip=skip)
+    path, steps = Path(output), list[str]()
+    if batches is None:
+        quantized = insert(made)
+        save(quantized, path)
+        return _report(path, made, original, quantized, {}, steps, start)
+    if smooth:
+        smoothed, done = smooth_inputs(made, batches.peek(SAMPLES), seed=seed)
+        steps += map(str, done)
+        made = plan(smoothed, wanted, target=aim, skip=skip) if done else made
+    seen = calibrate(
+        made,
+        batches,
+        observer=observer,
+        memory_budget=memory_budget,
+        progress=True if progress is None else progress,
+        checkpoint=checkpoint,
+    )
+    params = choose_params(made, seen, choose_clipped(made, seen) if observer is None else None)
+    if keep_float == "auto":
+        hurting = choose_float(made, params, seen.samples[:1])
+        steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in hurting.items()]
+        made = made.without(hurting, "it alone causes more than a quarter of the noise")
+        params = choose_params(made, seen, None) | params if hurting else params
+    biases = corrected_biases(made, seen, params) if bias_correction else {}
+    quantized = insert(made, seen, params=params, biases=biases)
+    save(quantized, path)
+    errors = output_sqnr(original, quantized, seen.samples)
+    return _report(path, made, original, quantized, errors, steps, start)
+
+
+def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:
+    if data is not None:
+        return open_batches(data, inputs_of(model))
+    if any(rule.input is not None or rule.output is not None for rule in recipe.rules):
+        raise NotCalibratedError(
+            f"recipe {recipe.name or recipe!r} quantizes activations, whose ranges only data can tell: give data=, or "
+            "use a weight-only recipe such as 'w8a16' or 'w4a16'"
+        )
+    return None
+
+
+def _needs_low_bits(recipe: Recipe) -> bool:
+    """Whether quantizers are written that older operator sets do not have."""
+    for rule in recipe.rules:
+        for spec in (rule.weight, rule.input, rule.output):
+            if spec is not None and (spec.bits not in {5, 6, 7, 8} or isinstance(spec.granularity, PerGroup)):
+                return True
+    return False
+
+
+def output_sqnr(
+    before: ModelProto, after: ModelProto, feeds: Sequence[Feed], config: Mapping[str, str] | None = None
+) -> dict[str, float]:
+    """The ratio of signal to quantization noise of every float output, in decibels, over some batches.
+
+    >>> from onnx import parser
+    >>> made = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
+    >>> output_sqnr(made, made, [{"x": np.float32([1.0])}])
+    {'y': inf}
+    """
+    names = Graph(before).outputs
+    sessions = make_session(before), make_session(after, config=config)
+    parts: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in names}
+    for feed in feeds:
+        for name, old, new in zip(names, *(session.run(names, feed) for session in sessions), strict=True):
+            if getattr(old, "dtype", None) == np.float32:
+                parts[name].append((np.ravel(old), np.ravel(new)))
+    return {
+        name: float(sqnr_db(*(np.concatenate(side) for side in zip(*pairs, strict=True))))
+        for name, pairs in parts.items()
+        if pairs
+    }
+
+
+def _report(
+    path: Path,
+    made: GraphPlan,
+    before: ModelProto,
+    after: ModelProto,
+    errors: Mapping[str, float],
+    steps: list[str],
+    start: float,
+) -> QuantizeReport:
+    kernels = kernels_of(after)
+    layers = tuple(
+        LayerReport(
+            each.name,
+            each.type,
+            "" if each.weight is None else str(each.weight),
+            "" if each.input is None else str(each.input),
+            each.reason,
+            kernels.get(each.name, ""),
+            each.note,
+        )
+        for each in made.layers
+    )
+    hints = (WEIGHT_ONLY_HINT,) if any(layer.kernel == "MatMulNBits" for layer in layers) else ()
+    return QuantizeReport(
+        path,
+        made,
+        before.ByteSize(),
+        path.stat().st_size,
+        layers,
+        next(iter(errors.values()), None),
+        errors,
+        time.perf_counter() - start,
+        tuple(steps),
+        hints,
+    )

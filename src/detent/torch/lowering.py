@@ -1,0 +1,314 @@
+"""Lowering: marks of an exported graph become codes, scales, QuantizeLinear and DequantizeLinear.
+
+=========================================== =====================================================================
+mark                                        what takes its place
+=========================================== =====================================================================
+an activation                               [Clip ->] QuantizeLinear -> DequantizeLinear
+a weight                                    codes -> DequantizeLinear
+a weight of Linear whose input stays float  the same, transposed: [in, out], as kernels for such weights want it
+a weight that Gather reads                  codes -> Gather -> DequantizeLinear, or times the gathered scales
+the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the scale of the products
+=========================================== =====================================================================
+
+A Clip stands where the quantizer uses fewer codes than the type has: its bounds are the values of the outermost ones.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from detent.errors import DetentError, SpecError, UnsupportedError
+from detent.granularity import PerAxis, PerGroup, PerTensor
+from detent.params import QuantParams
+from detent.qdq import Graph, Quantization, Target, dequantize_node, quantize_node
+from detent.qdq.graph import attribute_of
+from detent.qdq.nodes import needs_clip
+from detent.qdq.order import subgraphs
+from detent.qdq.tensors import BITS
+from detent.scale_mode import PerBatch
+from detent.torch.gathering import gather
+from detent.torch.marking import DOMAIN, Marked
+from detent.torch.quantizer import FakeQuantize
+
+__all__ = ["Lowering"]
+
+BIAS_LIMIT = 2**31 - 1
+BYTE = 8
+FIRST_WIDE = 21  # the operator set with codes of 4 and 16 bits, and with scales of blocks
+FIRST_FLOAT8 = 19
+
+
+class Lowering:
+    """One pass over an exported model, which is changed in place.
+
+    Attributes:
+        weights: initializers of codes, and the weight that each of them holds.
+        activations: QuantizeLinear nodes, and the quantizer that each of them is.
+
+    >>> from onnx import parser
+    >>> from detent.qdq import get_target
+    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[1] x) => (float[1] y) { y = Relu(x) }''')
+    >>> lowering = Lowering(made, Marked(None, {}, {}), get_target("onnxruntime"), least=4)
+    >>> lowering.run().graph.node[0].op_type, lowering.weights
+    ('Relu', {})
+    """
+
+    def __init__(self, model: ModelProto, marked: Marked, target: Target, *, least: int) -> None:
+        self.graph = Graph(model)
+        self.marked = marked
+        self.target = target
+        self.least = least
+        self.weights: dict[str, str] = {}
+        self.activations: dict[str, str] = {}
+        self._made: list[NodeProto] = []
+        self._gone: list[NodeProto] = []
+        self._how: dict[str, Quantization] = {}  # what the result of a DequantizeLinear is quantized by
+
+    def run(self) -> ModelProto:
+        """The model without marks."""
+        graph = self.graph
+        for node in graph.nodes:
+            for body in subgraphs(node):
+                _refuse_inner(body.node)
+        marks = [node for node in graph.nodes if node.domain == DOMAIN]
+        by_key: dict[str, list[NodeProto]] = defaultdict(list)
+        for node in marks:
+            key = attribute_of(node, "key").decode()
+            if graph.kind(node.output[0]) not in {TensorProto.FLOAT, TensorProto.UNDEFINED}:
+                raise UnsupportedError(f"{key}: only float32 models are exported: model.float() first")
+            if node.op_type == "Weight":
+                by_key[key].append(node)
+            else:
+                self._activation(node, key)
+        for key, nodes in by_key.items():
+            self._weight(nodes, key)
+        self._biases()
+        graph.remove([*marks, *self._gone])
+        graph.insert(self._made)
+        for node in marks:
+            self._rename(node.output[0], attribute_of(node, "key").decode().removesuffix("_quantizer"))
+        graph.drop_unread()
+        return graph.finish()
+
+    def _rename(self, old: str, stem: str) -> None:
+        graph = self.graph
+        if graph.producer(old) is not None and old not in graph.outputs and old not in graph.captured:
+            new = graph.fresh(f"{stem}_dequantized")
+            graph.redirect(old, new, graph.consumers(old))
+            graph.rename(old, new)
+
+    def _activation(self, node: NodeProto, key: str) -> None:
+        rank = int(attribute_of(node, "rank"))
+        how = self._activation_quantization(self.marked.activations[key], key, rank)
+        stem = key.removesuffix("_quantizer")
+        scale, zero = self._parameters(stem, how)
+        x = node.input[0]
+        if needs_clip(how):
+            x = self._clipped(x, stem, how)
+        codes = self.graph.fresh(f"{stem}_codes")
+        made = quantize_node(x, scale, zero, codes, how)
+        made.name = self.graph.fresh(f"{stem}_QuantizeLinear")
+        self._made += [made, self._named(dequantize_node(codes, scale, zero, node.output[0], how), stem)]
+        self.activations[made.name] = key
+        self._how[node.output[0]] = how
+
+    def _activation_quantization(self, quantizer: FakeQuantize, key: str, rank: int) -> Quantization:
+        spec, convention = quantizer.spec, quantizer.spec.convention
+        if isinstance(quantizer.mode, PerBatch):
+            raise UnsupportedError(
+                f"{key} takes its scale from each batch, and ONNX's DynamicQuantizeLinear makes other scales than "
+                "those it was trained with: use mode EMA, Fixed or Learned for activations"
+            )
+        if not isinstance(spec.granularity, PerTensor | PerAxis):
+            raise UnsupportedError(
+                f"{key} has scales per {spec.granularity}, which depend on the batch: use tensor or axis"
+            )
+        if not spec.format.is_integer and self.target.runtime == "onnxruntime":
+            raise UnsupportedError(
+                f"{key} has codes of {spec.format.name}, of which ONNX Runtime makes integer kernels that it then "
+                "refuses: use integers for activations, or keep them float"
+            )
+        rules = (convention.division, str(spec.rounding), convention.zero_point)
+        if spec.format.is_integer and rules != ("divide", "half_even", "after_round"):
+            raise UnsupportedError(
+                f"{key} quantizes by the rules of {spec} ({', '.join(rules)}), QuantizeLinear divides, rounds half "
+                "to even and then adds the zero point: train with the convention 'onnx'"
+            )
+        return self._quantization(key, quantizer.params, rank, of_weight=False)
+
+    def _quantization(
+        self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, least: int = 4
+    ) -> Quantization:
+        """How a file holds the parameters, if the operator set can."""
+        target, format = self.target, params.spec.format
+        try:
+            if of_weight:
+                container = target.weight_container(format, depthwise=depthwise, least=least)
+            else:
+                container = target.activation_container(format)
+            how = Quantization.of(params, container, rank)
+        except DetentError as error:
+            raise UnsupportedError(f"{key}: {error}") from error
+        wide = BITS[how.kind] != BYTE or how.block
+        needed = FIRST_WIDE if wide else FIRST_FLOAT8 if not format.is_integer else 0
+        if self.graph.opset < needed:
+            raise UnsupportedError(
+                f"{key} is {params.spec}, which needs operator set {needed}, got opset={self.graph.opset}: export "
+                f"with opset={needed}"
+            )
+        return how
+
+    def _parameters(self, stem: str, how: Quantization) -> tuple[str, str]:
+        scale = self.graph.add_constant(f"{stem}_scale", how.scale)
+        return scale, self.graph.add_constant(f"{stem}_zero_point", how.zero_point, how.kind)
+
+    def _clipped(self, x: str, stem: str, how: Quantization) -> str:
+        if how.scale.ndim:
+            raise UnsupportedError(
+                f"{stem} uses the codes {how.low}..{how.high} of a wider type with a scale per channel, and Clip takes "
+                "one bound: use one scale per tensor, or a format of 4, 8 or 16 bits and all of its codes"
+            )
+        ends = [np.asarray((code - how.zero_point) * how.scale, np.float32) for code in (how.low, how.high)]
+        names = [
+            self.graph.add_constant(f"{stem}_{name}", end)
+            for name, end in zip(("lowest", "highest"), ends, strict=True)
+        ]
+        y = self.graph.fresh(f"{stem}_clipped")
+        self._made.append(helper.make_node("Clip", [x, *names], [y], name=self.graph.fresh(f"{stem}_Clip")))
+        return y
+
+    def _named(self, node: NodeProto, stem: str) -> NodeProto:
+        node.name = self.graph.fresh(f"{stem}_{node.op_type}")
+        return node
+
+    def _weight(self, marks: list[NodeProto], key: str) -> None:
+        """The codes of a weight, once, and what each of its marks becomes."""
+        weight, graph = self.marked.weights[key], self.graph
+        readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
+        gathers = [node for node in readers if _gathers(node)]
+        if isinstance(weight.tensor.spec.granularity, PerGroup) and any(
+            graph.shape(g.input[1]) is None for g in gathers
+        ):
+            gathers = []  # groups become an axis, and how many there are before it is not known
+        turned = not gathers and all(self._wants_transposed(mark.output[0]) for mark in marks)
+        signed = weight.depthwise or len(gathers) == len(readers)
+        least = BYTE if gathers else self.least  # ONNX gathers no codes of 4 bits
+        tensor, rank = weight.tensor, len(weight.tensor.shape)
+        how = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, least=least)
+        if not (signed or turned):
+            self._check_limit(key, tensor.codes)
+        codes = tensor.codes
+        if how.format.is_integer:
+            codes = codes.astype(np.int64) + int(how.low - tensor.params.spec.qmin)
+        if turned:
+            codes, how = codes.T, _transposed(how)
+        name = graph.add_constant(f"{key}_codes", codes, how.kind)
+        names = (name, *self._parameters(key, how))
+        self.weights[name] = key
+        for node in gathers:
+            self._gone.append(node)
+            self._made += gather(graph, node, names, how, tensor.shape, key)
+        for out in (mark.output[0] for mark in marks):
+            if out in graph.outputs or any(node not in gathers for node in graph.consumers(out)):
+                self._made.append(self._named(dequantize_node(*names, out, how), key))
+                self._how[out] = how
+            if turned:
+                self._turn(out)
+
+    def _check_limit(self, key: str, codes: NDArray[Any]) -> None:
+        limit = self.target.limit
+        if limit is None or codes.dtype.kind not in "iu":
+            return
+        largest = int(np.abs(codes.astype(np.int64)).max(initial=0))
+        if largest > limit:
+            raise SpecError(
+                f"{key} holds the code {largest}, target {self.target.name!r} takes no more than {limit}: prepare the "
+                f"model with qmin=-{limit} and qmax={limit}, or export for another target"
+            )
+
+    def _wants_transposed(self, name: str) -> bool:
+        """Whether all that reads a weight multiplies float data by its transpose."""
+        readers = self.graph.consumers(name)
+        return bool(readers) and all(self._float_input(node, name) for node in readers)
+
+    def _float_input(self, node: NodeProto, name: str) -> bool:
+        if node.op_type == "Gemm":
+            as_linear = attribute_of(node, "transB", 0) and not attribute_of(node, "transA", 0) and not _scales(node)
+            return bool(as_linear) and node.input[1] == name and not self._is_marked(node.input[0])
+        if node.op_type != "Transpose" or list(attribute_of(node, "perm", [])) != [1, 0]:
+            return False
+        out = node.output[0]
+        readers = self.graph.consumers(out)
+        products = all(each.op_type == "MatMul" and list(each.input).index(out) == 1 for each in readers)
+        return bool(readers) and products and not any(self._is_marked(each.input[0]) for each in readers)
+
+    def _is_marked(self, name: str) -> bool:
+        node = self.graph.producer(name)
+        return node is not None and node.domain == DOMAIN
+
+    def _turn(self, name: str) -> None:
+        """Let what reads a weight read it as it lies now."""
+        for node in list(self.graph.consumers(name)):
+            if node.op_type == "Gemm":
+                next(each for each in node.attribute if each.name == "transB").i = 0
+                continue
+            self._gone.append(node)
+            for reader in list(self.graph.consumers(node.output[0])):
+                self.graph.give(reader, 1, name)
+
+    def _biases(self) -> None:
+        for node in self.graph.nodes:
+            if node.op_type in {"Conv", "Gemm"} and len(node.input) == 3 and node.input[2] in self.graph.constants:
+                x, weight = (self._how.get(name) for name in node.input[:2])
+                if x is not None and weight is not None:
+                    self._bias(node, x, weight)
+
+    def _bias(self, node: NodeProto, x: Quantization, weight: Quantization) -> None:
+        """The bias in the unit of the products; as it is where it does not fit, or where products stay float."""
+        bytes_only = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
+        if not bytes_only or x.scale.ndim or weight.block or (weight.scale.ndim and weight.axis) or _scales(node):
+            return
+        bias = self.graph.array(node.input[2])
+        scale = np.asarray(x.scale * weight.scale, np.float32)
+        if bias.ndim != 1 or bias.dtype != np.float32 or scale.min() < np.finfo(np.float32).smallest_normal:
+            return
+        codes = np.rint(bias.astype(np.float64) / scale)
+        if not np.abs(codes).max(initial=0) <= BIAS_LIMIT:
+            return
+        mark = self.graph.producer(node.input[1])
+        layer = "" if mark is None else attribute_of(mark, "key").decode().rpartition(".")[0]
+        stem = f"{layer}.bias".lstrip(".")
+        name = self.graph.add_constant(f"{stem}_codes", codes.astype(np.int32))
+        factor = self.graph.add_constant(f"{stem}_scale", scale)
+        out = self.graph.fresh(f"{stem}_dequantized")
+        how = Quantization(scale, np.zeros(scale.shape), TensorProto.INT32, axis=0)
+        self._made.append(self._named(dequantize_node(name, factor, None, out, how), stem))
+        self.graph.give(node, 2, out)
+
+
+def _transposed(how: Quantization) -> Quantization:
+    scale, zero = (part.T if how.block else part for part in (how.scale, how.zero_point))
+    return replace(how, scale=scale, zero_point=zero, axis=1 - how.axis)
+
+
+def _scales(node: NodeProto) -> bool:
+    return any(attribute_of(node, name, 1.0) != 1.0 for name in ("alpha", "beta"))
+
+
+def _gathers(node: NodeProto) -> bool:
+    """Whether a node that reads a weight picks rows of it; weights are no indices."""
+    return node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0
+
+
+def _refuse_inner(nodes: list[NodeProto]) -> None:
+    for node in nodes:
+        if node.domain == DOMAIN:
+            key = attribute_of(node, "key").decode()
+            raise UnsupportedError(f"{key} is used inside a loop or a branch, where no quantizer is exported")
+        for body in subgraphs(node):
+            _refuse_inner(body.node)

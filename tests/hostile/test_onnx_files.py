@@ -1,0 +1,626 @@
+"""ONNX files that are damaged or lie: each is refused by name, at once, and without taking memory.
+
+The files are made here, by code; one process of its own loads them all and tells what each did to it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, parser
+
+import detent as dt
+from detent.qdq import load, save
+
+MEGABYTE = 1 << 20
+CHILD = """
+import json, sys, time
+from pathlib import Path
+import detent as dt
+from detent.qdq import load
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+def tell(name, call):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is in use
+    before, begin, error, message = peak(), time.perf_counter(), None, ""
+    try:
+        call()
+    except dt.DetentError as caught:
+        error, message = type(caught).__name__, str(caught)
+    except BaseException as caught:
+        error, message = "!" + type(caught).__name__, str(caught)
+    print(json.dumps([name, error, message, time.perf_counter() - begin, peak() - before]))
+
+good, paths = json.load(sys.stdin)
+load(good)
+for name, path in paths.items():
+    tell(name, lambda: load(path))
+tell("control", lambda: bytes(b"x" * (300 << 20)))
+"""
+
+
+def weight(name="w", shape=(4, 3, 3, 3)):
+    return numpy_helper.from_array(np.random.default_rng(0).normal(size=shape).astype(np.float32), name)
+
+
+def good():
+    """A model with a convolution, an operator of another domain, an If, and weights of both kinds."""
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17, "com.microsoft": 1]>
+        g (float[N, 3, 8, 8] x, bool c) => (float[N, M] y) <float[4] b = {1, 2, 3, 4}, int64[2] s = {0, -1}>
+        {
+            t = Conv<pads = [1, 1, 1, 1]>(x, w, b)
+            u = com.microsoft.Gelu(t)
+            v = If(c)<
+                then_branch = a () => (float[N, 4, 8, 8] p) { p = Relu(u) },
+                else_branch = e () => (float[N, 4, 8, 8] q) { q = Neg(u) }>
+            y = Reshape(v, s)
+        }"""
+    )
+    model.graph.initializer.append(weight())
+    return model
+
+
+def of(model, name):
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+CASES = {}
+
+
+def case(name, *words, error="FileFormatError"):
+    """A hostile file: the function gets a folder and returns the path in it, or the bytes or the model to write."""
+
+    def register(function):
+        CASES[name] = (function, error, words)
+        return function
+
+    return register
+
+
+def changed(name, *words, error="FileFormatError"):
+    """A good model to which the function does something."""
+
+    def register(function):
+        def build(_folder):
+            model = good()
+            function(model)
+            return model
+
+        CASES[name] = (build, error, words)
+        return function
+
+    return register
+
+
+def changed_tensor(name, *words, **fields):
+    """A good model with other fields in its weight."""
+
+    def build(_folder):
+        model = good()
+        tensor = of(model, "w")
+        for field, value in fields.items():
+            tensor.ClearField(field)
+            if isinstance(value, list):
+                getattr(tensor, field).extend(value)
+            elif value is not None:
+                setattr(tensor, field, value)
+        return model
+
+    CASES[name] = (build, "FileFormatError", ("'w'", *words))
+
+
+# Not a model
+
+
+for title, content in {
+    "empty": b"",
+    "a text": b"This is no model.\n" * 50,
+    "a zip": b"PK\x03\x04" + bytes(100),
+    "zeros": bytes(5000),
+    "ones": b"\xff" * 5000,
+    "a pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+    "a graph without versions": b"\x3a\x00",
+    "a field of 2^62 bytes": b"\x3a" + b"\xff" * 8 + b"\x3f",
+    "a number without end": b"\x08" + b"\xff" * 50,
+}.items():
+    case(title)(lambda _folder, content=content: content)
+
+
+@case("a folder", "is no file")
+def _(folder):
+    (folder / "a folder.onnx").mkdir()
+    return folder / "a folder.onnx"
+
+
+@case("missing", "no such file")
+def _(folder):
+    return folder / "missing.onnx"
+
+
+@case("a pipe", "is no file")
+def _(folder):
+    os.mkfifo(folder / "pipe.onnx")
+    return folder / "pipe.onnx"
+
+
+@case("a device", "is no file")
+def _(_folder):
+    return Path("/dev/zero")
+
+
+@case("unreadable names")
+def _(_folder):
+    return good().SerializeToString().replace(b"Conv", b"\xff\xfe\xfd\xfc")
+
+
+@case("2 GB of nothing", "no ONNX model")
+def _(folder):
+    with (folder / "sparse.onnx").open("wb") as file:
+        file.truncate((1 << 31) - 1)
+    return folder / "sparse.onnx"
+
+
+@case("more than a protocol buffer holds", "bytes, expected between")
+def _(folder):
+    with (folder / "huge.onnx").open("wb") as file:
+        file.write(good().SerializeToString())
+        file.truncate(1 << 33)
+    return folder / "huge.onnx"
+
+
+@case("graphs nested 200 deep")
+def _(_folder):
+    def field(number, payload):
+        size, length = len(payload), b""
+        while size > 127:
+            length, size = length + bytes([size & 127 | 128]), size >> 7
+        return bytes([number << 3 | 2]) + length + bytes([size]) + payload
+
+    graph = b""
+    for _ in range(200):
+        graph = field(1, field(5, field(1, b"then_branch") + field(6, graph) + b"\xa0\x01\x05"))  # a node's attribute
+    model = good()
+    model.ClearField("graph")
+    return model.SerializeToString() + field(7, graph)
+
+
+# Versions
+
+
+@changed("no opset", "no operator set")
+def _(model):
+    del model.opset_import[:]
+
+
+@changed("opset 0", "version 0")
+def _(model):
+    model.opset_import[0].version = 0
+
+
+@changed("opset of the future", "opset 99", error="UnsupportedError")
+def _(model):
+    model.opset_import[0].version = 99
+
+
+@changed("two opsets", "two versions")
+def _(model):
+    model.opset_import.add(domain="ai.onnx", version=13)
+
+
+@changed("a domain without opset", "com.example")
+def _(model):
+    model.graph.node[1].domain = "com.example"
+
+
+@changed("an operator that does not exist", "Convolve")
+def _(model):
+    model.graph.node[0].op_type = "Convolve"
+
+
+@changed("IR of the future", "IR version 99", error="UnsupportedError")
+def _(model):
+    model.ir_version = 99
+
+
+@changed("no IR", "ir_version")
+def _(model):
+    model.ClearField("ir_version")
+
+
+# Graphs
+
+
+@changed("cyclic", "cyclic", "waits for its own result")
+def _(model):
+    model.graph.node[0].input[0] = "v"
+
+
+@changed("a node that reads itself", "cyclic")
+def _(model):
+    model.graph.node[1].input[0] = "u"
+
+
+@changed("cyclic inside of a branch", "cyclic")
+def _(model):
+    model.graph.node[2].attribute[0].g.node[0].input[0] = "p"
+
+
+@changed("two writers", "two nodes write 'u'", "Gelu")
+def _(model):
+    model.graph.node[0].output[0] = "u"
+
+
+@changed("a weight that is written", "'s'")
+def _(model):
+    model.graph.node.append(helper.make_node("Relu", ["u"], ["s"]))
+
+
+@changed("two weights of one name", "w")
+def _(model):
+    model.graph.initializer.append(weight())
+
+
+@changed("an input of nobody", "missing")
+def _(model):
+    model.graph.node[0].input[0] = "missing"
+
+
+@changed("an output of nobody", "missing")
+def _(model):
+    model.graph.output[0].name = "missing"
+
+
+# Tensors
+
+
+changed_tensor("2^40 elements", "bytes, the file holds 432", dims=[1 << 40])
+changed_tensor("2^120 elements", "the file holds 432", dims=[1 << 60, 1 << 60])
+changed_tensor("a negative size", "shape [-4, 3, 3, 3]", dims=[-4, 3, 3, 3])
+changed_tensor("two negative sizes", "shape [-4, -27]", dims=[-4, -27])
+changed_tensor("raw data too short", "takes 432 bytes, the file holds 431", raw_data=bytes(431))
+changed_tensor("raw data too long", "takes 432 bytes, the file holds 433", raw_data=bytes(433))
+changed_tensor("no data at all", "takes 108 numbers, the file holds 0", raw_data=None)
+changed_tensor("too few numbers", "the file holds 3", raw_data=None, float_data=[1.0, 2.0, 3.0])
+changed_tensor("numbers of another type", "the file holds 0", raw_data=None, int32_data=[1] * 108)
+changed_tensor("an unknown type", "type 99", data_type=99)
+changed_tensor("no type", "type 0", data_type=0)
+changed_tensor("texts of 2^40 elements", "the file holds 0", data_type=8, dims=[1 << 40], raw_data=None)
+changed_tensor("4 bits of 2^40 elements", "the file holds 432", data_type=TensorProto.INT4, dims=[1 << 40])
+
+
+@changed("a constant that lies", "takes 4398046511104 bytes")
+def _(model):
+    value = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[1 << 40], raw_data=b"1234")
+    model.graph.node.append(helper.make_node("Constant", [], ["k"], value=value))
+
+
+@changed("a constant that lies in a branch", "takes 4398046511104 bytes")
+def _(model):
+    value = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[1 << 40], raw_data=b"1234")
+    model.graph.node[2].attribute[0].g.node.append(helper.make_node("Constant", [], ["k"], value=value))
+
+
+@changed("a sparse tensor that lies", "takes 1099511627776 numbers")
+def _(model):
+    sparse = model.graph.sparse_initializer.add(dims=[1 << 40])
+    sparse.values.CopyFrom(TensorProto(name="sp", data_type=TensorProto.FLOAT, dims=[1 << 40]))
+
+
+# Data outside of the file
+
+
+def outside(location="w.data", content=432, **entries):
+    """A model whose weight lies outside, and the file for it unless its size is None."""
+
+    def build(folder):
+        model = good()
+        tensor = of(model, "w")
+        data = tensor.raw_data
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in {"location": location, **entries}.items():
+            tensor.external_data.add(key=key, value=str(value))
+        if content is not None:
+            (folder / "w.data").write_bytes((data + bytes(content))[:content])
+        return model
+
+    return build
+
+
+OUTSIDE = {
+    "missing data": (outside(content=None), "w.data", "cannot be read"),
+    "data elsewhere": (outside("/etc/passwd"), "/etc/passwd", "beside the model"),
+    "data above": (outside("../w.data"), "../w.data", "beside the model"),
+    "data above by a detour": (outside("a/../../w.data"), "beside the model"),
+    "data with backslashes": (outside("..\\w.data"), "beside the model"),
+    "data on a drive": (outside("c:w.data"), "beside the model"),
+    "data without a name": (outside(""), "beside the model"),
+    "data that are the folder": (outside("."), "beside the model"),
+    "data with a zero in the name": (outside("w.data\0"), "beside the model"),
+    "data with a long name": (outside("w" * 100_000), "cannot be read"),
+    "data truncated": (outside(content=431), "ends at byte 432", "has 431"),
+    "offset beyond the file": (outside(offset=1 << 40), "ends at byte", "has 432"),
+    "length beyond the file": (outside(length=1 << 40), "takes 432 bytes", str(1 << 40)),
+    "length too short": (outside(length=4), "takes 432 bytes", "says 4"),
+    "negative offset": (outside(offset=-4), "offset '-4'"),
+    "negative length": (outside(length=-432), "length '-432'"),
+    "offset that is no number": (outside(offset="many"), "offset 'many'"),
+    "length that is no number": (outside(length="4e2"), "length '4e2'"),
+    "offset of 5000 digits": (outside(offset="9" * 5000), "offset"),
+}
+for title, (builder, *told) in OUTSIDE.items():
+    case(title, "'w'", *told)(builder)
+
+
+@case("data through a linked folder", "symbolic link")
+def _(folder):
+    (folder / "real").mkdir()
+    (folder / "real" / "w.data").write_bytes(bytes(432))
+    (folder / "link").symlink_to(folder / "real")
+    return outside("link/w.data", content=None)(folder)
+
+
+@case("data through a link", "symbolic link")
+def _(folder):
+    (folder / "real.data").write_bytes(bytes(432))
+    (folder / "w.data").symlink_to(folder / "real.data")
+    return outside(content=None)(folder)
+
+
+@case("data through a link to a device", "symbolic link")
+def _(folder):
+    (folder / "w.data").symlink_to("/dev/zero")
+    return outside(content=None)(folder)
+
+
+@case("data through a link to nothing", "symbolic link")
+def _(folder):
+    (folder / "w.data").symlink_to(folder / "nothing")
+    return outside(content=None)(folder)
+
+
+@case("data with two names", "hard links")
+def _(folder):
+    (folder / "secret").write_bytes(bytes(432))
+    os.link(folder / "secret", folder / "w.data")
+    return outside(content=None)(folder)
+
+
+@case("data that are a pipe", "no plain file")
+def _(folder):
+    os.mkfifo(folder / "w.data")
+    return outside(content=None)(folder)
+
+
+@case("data that are a folder", "w.data")
+def _(folder):
+    (folder / "w.data").mkdir()
+    return outside(content=None)(folder)
+
+
+@case("data that are a device", "w.data")
+def _(folder):
+    try:
+        os.mknod(folder / "w.data", 0o600 | 0o020000, os.makedev(1, 5))
+    except OSError:
+        os.mkfifo(folder / "w.data")  # only root makes devices
+    return outside(content=None)(folder)
+
+
+@case("outside without a type", "lies outside")
+def _(folder):
+    model = outside()(folder)
+    of(model, "w").data_type = TensorProto.STRING
+    return model
+
+
+@case("a thousand tensors of the same megabyte", "4 times the bytes")
+def _(folder):
+    model = good()
+    (folder / "w.data").write_bytes(bytes(MEGABYTE))
+    for i in range(1000):
+        tensor = model.graph.initializer.add(name=f"big{i}", data_type=TensorProto.UINT8, dims=[MEGABYTE])
+        tensor.data_location = TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value="w.data")
+    return model
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What a process of its own tells of every file: the error, its message, the seconds and the kilobytes."""
+    root = tmp_path_factory.mktemp("hostile")
+    (root / "good.onnx").write_bytes(good().SerializeToString())
+    paths = {}
+    for i, (name, (build, *_)) in enumerate(CASES.items()):
+        folder = root / str(i)
+        folder.mkdir()
+        made = build(folder)
+        path = made if isinstance(made, Path) else folder / "model.onnx"
+        if not isinstance(made, Path):
+            path.write_bytes(made if isinstance(made, bytes) else made.SerializeToString())
+        paths[name] = os.fspath(path)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD],
+        input=json.dumps([os.fspath(root / "good.onnx"), paths]),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="links and pipes are POSIX's, the measure of memory Linux's")
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_file_is_refused_at_once_and_without_memory(name, results):
+    _, expected, words = CASES[name]
+    error, message, seconds, growth = results[name]
+    assert error == expected, message
+    assert not [word for word in words if word not in message], message
+    assert len(message) < 2000
+    assert seconds < 1
+    assert growth < 200 * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the measure of memory is Linux's")
+def test_the_measure_sees_memory(results):
+    assert results["control"][3] > 290 * 1024
+
+
+def test_the_good_one_is_good():
+    model = load(good())
+    assert [node.op_type for node in model.graph.node] == ["Conv", "Gelu", "If", "Reshape"]
+    assert [entry.domain for entry in model.opset_import] == ["", "com.microsoft"]
+
+
+def test_data_beside_the_file_and_below_it_are_read(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for location in ("w.data", "sub/w.data"):
+        (tmp_path / "model.onnx").write_bytes(outside(location, offset=0)(tmp_path).SerializeToString())
+        (tmp_path / location).write_bytes(weight().raw_data)
+        assert of(load(tmp_path / "model.onnx"), "w").raw_data == weight().raw_data
+
+
+def test_a_model_in_memory_has_nothing_outside(tmp_path):
+    with pytest.raises(dt.FileFormatError, match="give the model's path"):
+        load(outside()(tmp_path))
+
+
+@pytest.mark.parametrize("depth", [40, 200, 3000])
+def test_a_model_in_memory_that_is_nested_deep(depth):
+    model = good()
+    graph = model.graph
+    for _ in range(depth):
+        node = graph.node.add(op_type="If", input=["c"], output=["z"])
+        attribute = node.attribute.add(name="then_branch", type=AttributeProto.GRAPH)
+        graph = attribute.g
+    with pytest.raises(dt.FileFormatError, match="nested"):
+        load(model)
+
+
+# Fuzz
+
+
+def refused_or_valid(path):
+    """Whether the file was loaded; whatever else happens is a DetentError."""
+    try:
+        model = load(path)
+    except dt.DetentError:
+        return False
+    assert isinstance(model, ModelProto)
+    return True
+
+
+def test_truncated_anywhere(tmp_path):
+    data, path = good().SerializeToString(), tmp_path / "model.onnx"
+    survivors = []
+    for length in [*range(0, len(data), 7), len(data) - 1]:
+        path.write_bytes(data[:length])
+        if refused_or_valid(path):
+            survivors.append(length)
+    assert not survivors
+
+
+def damaged(rng, data):
+    """The bytes with a few changed, one left out, or one put in."""
+    copy = bytearray(data)
+    at = int(rng.integers(len(copy)))
+    match rng.integers(4):
+        case 0:
+            del copy[at]
+        case 1:
+            copy.insert(at, int(rng.integers(256)))
+        case 2:
+            copy[at] ^= 1 << int(rng.integers(8))
+        case _:
+            for position in rng.integers(0, len(copy), size=3):
+                copy[position] = int(rng.integers(256))
+    return bytes(copy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damage_is_refused_or_gives_a_valid_model(seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    data, path = good().SerializeToString(), tmp_path / "model.onnx"
+    survivors = 0
+    for _ in range(150):
+        path.write_bytes(damaged(rng, data))
+        survivors += refused_or_valid(path)
+    assert 0 < survivors < 75
+
+
+# Writing
+
+
+def large():
+    model = good()
+    model.graph.initializer.append(weight("unread", (64, 64)))
+    return model
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
+@pytest.mark.parametrize("call", ["fsync", "replace", "fdopen"])
+@pytest.mark.parametrize("limit", [None, 1000], ids=["one file", "data outside"])
+@pytest.mark.parametrize("nth", [1, 2], ids=["first call", "second call"])
+@pytest.mark.parametrize("has_old", [False, True], ids=["new", "old file"])
+def test_a_failure_while_writing_leaves_what_was_there(call, error, limit, nth, has_old, tmp_path, monkeypatch):
+    options = {} if limit is None else {"limit": limit}
+    target = tmp_path / "model.onnx"
+    if has_old:
+        save(good(), target, **options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    original, calls = getattr(os, call), []
+
+    def failing(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == (nth if limit is not None and call != "fsync" else 1):
+            raise error
+        return original(*arguments, **keywords)
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(type(error)):
+        save(large(), target, **options)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    if has_old:
+        assert load(target) == good()
+
+
+def test_an_interrupted_second_file_takes_the_first_with_it(tmp_path, monkeypatch):
+    """The data were written; the model that names them was not."""
+    original, calls = os.replace, []
+
+    def failing(*paths):
+        calls.append(paths)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*paths)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(KeyboardInterrupt):
+        save(large(), tmp_path / "model.onnx", limit=1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_saved_outside_is_loaded(tmp_path):
+    save(large(), tmp_path / "model.onnx", limit=1000)
+    assert len(list(tmp_path.iterdir())) == 2
+    found = load(tmp_path / "model.onnx")
+    assert of(found, "unread").raw_data == weight("unread", (64, 64)).raw_data
+
+
+def test_nodes_out_of_order_are_put_into_it():
+    model = good()
+    nodes = [NodeProto.FromString(node.SerializeToString()) for node in model.graph.node]
+    del model.graph.node[:]
+    model.graph.node.extend(reversed(nodes))
+    assert [node.op_type for node in load(model).graph.node] == ["Conv", "Gelu", "If", "Reshape"]
+    assert isinstance(model.graph, GraphProto)

@@ -1,0 +1,80 @@
+"""Small models, made by code, with the patterns that quantizers must find their places in."""
+
+from collections import Counter
+
+import numpy as np
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from detent.qdq import optimised
+
+RNG = np.random.default_rng(0)
+
+
+def weights(*shape, seed=0):
+    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+
+class Maker:
+    """Builds a graph node by node: ``t = m.conv("x", 3, 8)``."""
+
+    def __init__(self, opset=17, ir=8):
+        self.nodes, self.tensors, self.opset, self.ir = [], [], opset, ir
+        self.count = 0
+
+    def constant(self, values, name=None):
+        name = name or f"c{len(self.tensors)}"
+        self.tensors.append(numpy_helper.from_array(np.asarray(values), name))
+        return name
+
+    def add(self, op, inputs, outputs=1, name=None, **attributes):
+        self.count += 1
+        made = [f"t{self.count}"] if outputs == 1 else [f"t{self.count}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, made, name=name or f"{op}{self.count}", **attributes))
+        return made[0] if outputs == 1 else made
+
+    def conv(self, x, before, after, size=3, group=1, bias=True, name=None, weight=None, **attributes):
+        weight = weights(after, before // group, size, size, seed=len(self.nodes)) if weight is None else weight
+        inputs = [x, self.constant(weight)]
+        if bias:
+            inputs.append(self.constant(weights(after, 1, seed=7 + len(self.nodes)).ravel()))
+        return self.add("Conv", inputs, name=name, group=group, pads=[size // 2] * 4, **attributes)
+
+    def matmul(self, x, before, after, name=None, weight=None):
+        weight = weights(before, after, seed=len(self.nodes)) if weight is None else weight
+        return self.add("MatMul", [x, self.constant(weight)], name=name)
+
+    def model(self, inputs, outputs, domains=()) -> ModelProto:
+        given = [
+            helper.make_tensor_value_info(name, kind if isinstance(kind, int) else TensorProto.FLOAT, shape)
+            for name, shape, kind in [(*each, None)[:3] for each in inputs]
+        ]
+        made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+        graph = helper.make_graph(self.nodes, "g", given, made, self.tensors)
+        opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(name, 1) for name in domains)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=self.ir)
+
+
+def images(count=4, channels=3, side=8, batch=2, scale=1.0):
+    return [
+        {"x": (scale * np.random.default_rng(i).normal(size=(batch, channels, side, side))).astype(np.float32)}
+        for i in range(count)
+    ]
+
+
+def rows(count=4, width=16, length=6):
+    return [{"x": np.random.default_rng(i).normal(size=(1, length, width)).astype(np.float32)} for i in range(count)]
+
+
+def operators(model) -> Counter:
+    """How often each operator is in the graph that ONNX Runtime makes."""
+    return Counter(node.op_type for node in optimised(model).graph.node)
+
+
+def conv_chain(activation="Relu"):
+    m = Maker()
+    t = m.conv("x", 3, 16, name="first")
+    t = m.add(activation, [t])
+    t = m.conv(t, 16, 16, name="second")
+    t = m.add(activation, [t])
+    y = m.conv(t, 16, 4, name="last")
+    return m.model([("x", ["n", 3, 8, 8])], [y])

@@ -1,0 +1,145 @@
+"""What keeps the accuracy: each step on a model that needs it."""
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker, conv_chain, images, rows, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.onnx.biases import corrected_biases
+from detent.onnx.clipping import choose_clipped
+from detent.onnx.damage import Switches, choose_float
+from detent.onnx.inserting import choose_params
+from detent.onnx.quantizing import output_sqnr
+from detent.onnx.smoothing import smooth
+from detent.qdq import make_session
+
+
+def outlying(width=32, folded=True):
+    """A matrix product behind a normalisation, whose input has outliers in some channels."""
+    m = Maker()
+    gain = np.ones(width, np.float32)
+    gain[[3, 17]] = 60
+    norm = m.add("LayerNormalization", ["x", m.constant(gain), m.constant(np.zeros(width, np.float32))], axis=-1)
+    y = m.matmul(norm, width, 16, name="fc")
+    outputs = [y] if folded else [y, norm]
+    return m.model([("x", [1, "n", width])], outputs)
+
+
+@pytest.mark.parametrize("folded", [True, False])
+def test_smoothing_moves_outliers_into_the_weight(folded):
+    model, feeds = outlying(folded=folded), rows(width=32, length=64)
+    plan = qo.plan(qo.prepare(model))
+    smoothed, done = smooth(plan, feeds)
+    assert [each.is_folded for each in done] == [folded]
+    assert done[0].gain_db > 6
+    kinds = [node.op_type for node in smoothed.graph.node]
+    assert kinds == (["LayerNormalization", "MatMul"] if folded else ["LayerNormalization", "Mul", "MatMul"])
+    expected, found = (make_session(each).run(None, feeds[0]) for each in (model, smoothed))
+    for old, new in zip(expected, found, strict=True):
+        np.testing.assert_allclose(new, old, rtol=0, atol=1e-5 * np.abs(old).max())
+
+
+def test_smoothing_in_the_whole_job(tmp_path):
+    model, feeds = outlying(), rows(width=32, length=64)
+    plain, smoothed = (
+        qo.quantize(model, tmp_path / "q.onnx", feeds, smooth=on, keep_float="none", progress=False)
+        for on in (False, True)
+    )
+    assert smoothed.output_sqnr_db > plain.output_sqnr_db + 5
+    assert smoothed.steps[0].startswith("smoothed")
+
+
+def test_inputs_without_outliers_are_left_alone():
+    m = Maker()
+    model = m.model([("x", [1, "n", 16])], [m.matmul("x", 16, 16, name="fc")])
+    even = [{"x": np.random.default_rng(0).uniform(-1, 1, (1, 400, 16)).astype(np.float32)}]
+    _, done = smooth(qo.plan(qo.prepare(model)), even)
+    assert not done
+
+
+def test_bias_correction_removes_the_mean_error():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16, name="first")])
+    t = m.add("Relu", [m.conv(t, 16, 16, name="second")])
+    model = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4, name="last")])
+    feeds = images(6)
+    plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
+    seen = qo.calibrate(plan, feeds)
+    params = choose_params(plan, seen)
+    biases = corrected_biases(plan, seen, params)
+    assert set(biases) == {"first", "second", "last"}
+    before, after = (
+        output_sqnr(model, qo.insert(plan, seen, params=params, biases=each), feeds) for each in ({}, biases)
+    )
+    assert next(iter(after.values())) > next(iter(before.values()))
+    means = []
+    for each in ({}, biases):
+        made = make_session(qo.insert(plan, seen, params=params, biases=each))
+        off = [made.run(None, feed)[0] - make_session(model).run(None, feed)[0] for feed in feeds]
+        means.append(np.abs(np.mean(off, axis=(0, 1, 3, 4))).mean())
+    assert means[1] < 0.7 * means[0]
+
+
+def hurting():
+    """One small layer whose channels are of very different size, all of which matter."""
+    m = Maker()
+    spread = weights(16, 1, 3, 3) * np.logspace(-3, 1, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 16, 16, group=16, weight=spread, bias=False, name="spread")])
+    mixed = weights(16, 16, 1, 1) / np.logspace(-3, 1, 16, dtype=np.float32).reshape(1, -1, 1, 1)
+    t = m.conv(t, 16, 16, 1, weight=mixed, name="mix")
+    for i, channels in enumerate((16, 64, 64)):
+        t = m.conv(m.add("Relu", [t]), channels, 64, name=f"wide{i}")
+    return m.model([("x", [2, 16, 8, 8])], [t])
+
+
+def test_layers_that_hurt_stay_float(tmp_path):
+    model, feeds = hurting(), images(4, channels=16)
+    plan = qo.plan(qo.prepare(model))
+    seen = qo.calibrate(plan, feeds)
+    found = choose_float(plan, choose_params(plan, seen), seen.samples[:1])
+    assert next(iter(found)) in {"spread", "mix"}
+    assert found[next(iter(found))] >= 0.25
+    kept = qo.quantize(model, tmp_path / "a.onnx", feeds, progress=False, bias_correction=False)
+    all_in = qo.quantize(model, tmp_path / "b.onnx", feeds, progress=False, keep_float="none", bias_correction=False)
+    assert kept.output_sqnr_db > all_in.output_sqnr_db + 3
+    assert any("noise" in step for step in kept.steps)
+    assert sum(bool(layer.reason) for layer in kept.layers) <= 5
+
+
+def test_switches_turn_on_one_layer_at_a_time():
+    model, feeds = conv_chain(), images()
+    plan = qo.plan(qo.prepare(model))
+    seen = qo.calibrate(plan, feeds)
+    switches = Switches(plan, choose_params(plan, seen), feeds[:1])
+    assert switches.noise([]) == 0
+    single = {name: switches.noise([name]) for name in ("first", "second", "last")}
+    assert all(noise > 0 for noise in single.values())
+    total = switches.noise(single)
+    assert 0.3 * total < sum(single.values()) < 3 * total, "noise about adds up"
+
+
+def test_outliers_are_clipped_only_where_layers_gain():
+    m = Maker()
+    weight = weights(16, 8)
+    weight[0] *= 30  # what the outliers meet
+    model = m.model([("x", [1, "n", 16])], [m.matmul("x", 16, 8, weight=weight, name="fc")])
+    feeds = rows(length=400)
+    for feed in feeds:
+        feed["x"][0, 0, 0] = 40.0
+    plan = qo.plan(qo.prepare(model))
+    seen = qo.calibrate(plan, feeds)
+    kept, clipped = (choose_params(plan, seen, each)["x"] for each in ((), None))
+    assert clipped.scale < kept.scale, "the observer alone would clip"
+    assert choose_clipped(plan, seen) == set()
+
+
+def test_tensors_on_their_way_out_keep_all_of_their_range():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16, name="first")])
+    scores = m.add("Sigmoid", [t])
+    y = m.conv(t, 16, 4, name="second")
+    model = m.model([("x", [2, 3, 8, 8])], [y, scores])
+    plan = qo.plan(qo.prepare(model))
+    seen = qo.calibrate(plan, images())
+    assert t not in choose_clipped(plan, seen)

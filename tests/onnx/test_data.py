@@ -1,0 +1,346 @@
+"""Data for a model: every form it may have, and every way in which it may not fit."""
+
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, parser
+
+import detent as dt
+from detent.onnx.data import Batches, InputInfo, inputs_of, open_batches
+
+F32, I64 = np.dtype("float32"), np.dtype("int64")
+X = InputInfo("x", F32, (None, 3))
+MASK = InputInfo("mask", I64, (None, None))
+FIXED = InputInfo("x", F32, (4, 3))
+
+
+def x(rows=2, start=0.0):
+    return (np.arange(rows * 3, dtype=np.float32) + np.float32(start)).reshape(rows, 3)
+
+
+def mask(rows=2, columns=5):
+    return np.ones((rows, columns), np.int64)
+
+
+def shapes(batches):
+    return [{name: array.shape for name, array in feed.items()} for feed in batches]
+
+
+def refusal(error, words, data, inputs, **options):
+    """Opening that data, or reading all of it, raises that error."""
+    with pytest.raises(error) as caught:
+        list(open_batches(data, inputs, **options))
+    assert isinstance(caught.value, dt.DetentError)
+    assert not [word for word in words if word not in str(caught.value)], str(caught.value)
+
+
+# Iterables
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"x": x(), "mask": mask()}, {"mask": mask(), "x": x()}, (x(), mask()), [x(), mask()]],
+    ids=["dict", "dict in another order", "tuple", "list"],
+)
+def test_batches_of_two_inputs(batch):
+    (feed,) = open_batches([batch], [X, MASK])
+    assert list(feed) == ["x", "mask"]
+    assert np.array_equal(feed["x"], x())
+    assert np.array_equal(feed["mask"], mask())
+
+
+def test_batches_of_one_input_may_be_arrays_and_differ_in_shape():
+    batches = open_batches([x(2), x(5), (x(1),), {"x": x(3)}], [X])
+    assert shapes(batches) == [{"x": (2, 3)}, {"x": (5, 3)}, {"x": (1, 3)}, {"x": (3, 3)}]
+    assert batches.is_repeatable
+    assert batches.count == 4
+    assert len(shapes(batches)) == 4
+
+
+def test_arrays_are_not_copied():
+    given = x()
+    (feed,) = open_batches([given], [X])
+    assert np.shares_memory(feed["x"], given)
+
+
+def test_tensors_of_torch_are_arrays():
+    torch = pytest.importorskip("torch")
+    (feed,) = open_batches([torch.ones(2, 3)], [X])
+    assert np.array_equal(feed["x"], np.ones((2, 3)))
+    refusal(dt.DtypeError, ["'x'", "batch 0", "detach"], [torch.ones(2, 3, requires_grad=True)], [X])
+
+
+def test_the_first_batch_of_an_iterator_is_checked_and_put_back():
+    taken = []
+
+    def source():
+        for i in range(3):
+            taken.append(i)
+            yield x(start=i)
+
+    batches = open_batches(source(), [X])
+    assert taken == [0]
+    assert [feed["x"][0, 0] for feed in batches] == [0, 1, 2]
+    assert not batches.is_repeatable
+    assert batches.count is None
+    with pytest.raises(dt.SpecError, match="give a list"):
+        list(batches)
+
+
+def test_a_source_that_is_secretly_spent_is_no_data():
+    class Once:
+        def __init__(self):
+            self.rest = iter([x()])
+
+        def __iter__(self):
+            return self.rest
+
+    batches = open_batches(Once(), [X])
+    assert len(list(batches)) == 1
+    with pytest.raises(dt.SpecError, match="no batches"):
+        list(batches)
+
+
+def test_a_lazy_source_is_started_once_per_pass():
+    starts = []
+
+    class Loader:
+        def __iter__(self):
+            starts.append(1)
+            return iter([x(), x()])
+
+    batches = open_batches(Loader(), [X])
+    list(batches)
+    assert len(starts) == 1
+    list(batches)
+    assert len(starts) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "words"),
+    [
+        (None, dt.SpecError, ["None", ".npz"]),
+        ([], dt.SpecError, ["no batches"]),
+        (iter([]), dt.SpecError, ["no batches"]),
+        (x(), dt.SpecError, ["ndarray", "[data]"]),
+        ({"x": x()}, dt.SpecError, ["dict", "[data]"]),
+        (3, dt.SpecError, ["int"]),
+        ([x().astype(np.float64)], dt.DtypeError, ["batch 0", "'x'", "float64", "x.astype('float32')"]),
+        ([x().astype(np.float16)], dt.DtypeError, ["float16", "float32"]),
+        ([x().astype(">f4")], dt.DtypeError, ["float32"]),
+        ([[1.0, 2.0, 3.0]], dt.SpecError, ["batch 0", "3 arrays", "takes 1"]),
+        ([(5,)], dt.DtypeError, ["'x'", "int", "float32"]),
+        ([x()[0]], dt.ShapeError, ["(3,)", "(any, 3)"]),
+        ([x()[:, :2]], dt.ShapeError, ["(2, 2)", "(any, 3)"]),
+        ([x(0)], dt.ShapeError, ["(0, 3)", "nothing"]),
+        ([(x(), mask())], dt.SpecError, ["2 arrays", "takes 1"]),
+        ([{"X": x()}], dt.SpecError, ["'X'", "takes x"]),
+        ([{}], dt.SpecError, ["x", "nothing"]),
+        ([x(), x(), x()[:, :2]], dt.ShapeError, ["batch 2", "(2, 2)"]),
+        ([x(), {"y": x()}], dt.SpecError, ["batch 1", "'y'"]),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_does_not_fit_is_refused(data, error, words):
+    refusal(error, words, data, [X])
+
+
+@pytest.mark.parametrize(("value", "error"), [(np.nan, dt.NaNError), (np.inf, dt.RangeError), (-np.inf, dt.RangeError)])
+@pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16], ids=str)
+def test_what_is_not_finite_is_named(value, error, dtype):
+    bad = x().astype(dtype)
+    bad[1, 2] = value
+    info = InputInfo("x", np.dtype(dtype), None)
+    refusal(error, ["batch 1", "'x'", "(1, 2)"], [x().astype(dtype), bad], [info])
+
+
+def test_the_first_batch_is_refused_before_anything_runs():
+    with pytest.raises(dt.NaNError) as caught:
+        open_batches([np.full((1, 3), np.nan, np.float32)], [X])
+    assert (caught.value.count, caught.value.first_index) == (3, (0, 0))
+
+
+@pytest.mark.parametrize("info", [InputInfo("t", np.dtype("int64"), ()), InputInfo("t", np.dtype(object), (None,))])
+def test_scalars_and_strings(info):
+    value = np.array(16000) if info.shape == () else np.array(["a", "b"])
+    batches = open_batches([{"t": value}], [info])
+    assert [feed["t"].shape for feed in batches] == [value.shape]
+    assert len(batches.fingerprint()) == 64
+
+
+# Files
+
+
+def test_an_npz_is_cut_into_samples(tmp_path):
+    np.savez(tmp_path / "d.npz", x=x(5), mask=mask(5))
+    batches = open_batches(tmp_path / "d.npz", [X, MASK])
+    assert (batches.count, batches.is_repeatable) == (5, True)
+    found = list(batches)
+    assert np.array_equal(np.concatenate([feed["x"] for feed in found]), x(5))
+    assert {feed["mask"].shape for feed in found} == {(1, 5)}
+    assert len(list(batches)) == 5
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("size", [1, 2, 5, 7])
+def test_batches_of_samples(tmp_path, save, order, size):
+    save(tmp_path / "d.npz", x=np.asarray(x(5), order=order).astype(">f4"))
+    batches = open_batches(str(tmp_path / "d.npz"), [X], batch_size=size)
+    found = [feed["x"] for feed in batches]
+    assert batches.count == len(found) == -(-5 // size)
+    assert {array.dtype for array in found} == {F32}
+    assert np.array_equal(np.concatenate(found), x(5))
+
+
+def test_the_batch_size_is_the_models(tmp_path):
+    np.savez(tmp_path / "d.npz", x(8))
+    assert shapes(open_batches(tmp_path / "d.npz", [FIXED])) == [{"x": (4, 3)}] * 2
+    refusal(dt.ShapeError, ["batches of 2", "takes 4"], tmp_path / "d.npz", [FIXED], batch_size=2)
+    np.savez(tmp_path / "d.npz", x(9))
+    refusal(dt.ShapeError, ["9 samples", "4 at a time", "leave 1 out"], tmp_path / "d.npz", [FIXED])
+
+
+def test_numpys_own_names_stand_for_the_inputs_in_order(tmp_path):
+    np.savez(tmp_path / "d.npz", x(3), mask(3))
+    assert shapes(open_batches(tmp_path / "d.npz", [X, MASK])) == [{"x": (1, 3), "mask": (1, 5)}] * 3
+
+
+def test_an_npy_is_cut_into_samples(tmp_path):
+    np.save(tmp_path / "d.npy", x(3))
+    assert shapes(open_batches(tmp_path / "d.npy", [X])) == [{"x": (1, 3)}] * 3
+    refusal(dt.FileFormatError, ["one array", "x, mask"], tmp_path / "d.npy", [X, MASK])
+
+
+def test_a_folder_holds_one_npz_per_batch(tmp_path):
+    for i in (2, 0, 1):
+        np.savez(tmp_path / f"{i}.npz", x=x(i + 1, start=i), mask=mask(i + 1, columns=i + 2))
+    (tmp_path / "README").write_text("not data")
+    batches = open_batches(tmp_path, [X, MASK])
+    assert batches.count == 3
+    assert shapes(batches) == [{"x": (i + 1, 3), "mask": (i + 1, i + 2)} for i in range(3)]
+
+
+def test_a_folder_of_npy_files(tmp_path):
+    for i in range(3):
+        np.save(tmp_path / f"{i}.npy", x(i + 1))
+    assert shapes(open_batches(tmp_path, [X])) == [{"x": (i + 1, 3)} for i in range(3)]
+    np.savez(tmp_path / "4.npz", x=x())
+    refusal(dt.SpecError, [str(tmp_path), ".npz files, or .npy files"], tmp_path, [X])
+
+
+def test_a_state_whose_first_axis_counts_no_samples_needs_a_folder(tmp_path):
+    state, rate = InputInfo("state", F32, (2, None)), InputInfo("rate", I64, ())
+    arrays = {"x": x(1), "state": np.zeros((2, 1), np.float32), "rate": np.array(16000)}
+    np.savez(tmp_path / "0.npz", **arrays)
+    assert shapes(open_batches(tmp_path, [X, state, rate])) == [{"x": (1, 3), "state": (2, 1), "rate": ()}]
+    refusal(dt.ShapeError, ["samples"], tmp_path / "0.npz", [X, state, rate])
+    np.savez(tmp_path / "0.npz", x=x(2), rate=np.array([1, 2]))
+    refusal(dt.ShapeError, ["a folder"], tmp_path / "0.npz", [X, rate])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "error", "words"),
+    [
+        ({"x": x(), "mask": mask(3)}, dt.ShapeError, ["{'x': 2, 'mask': 3}", "equal"]),
+        ({"x": x(0), "mask": mask(0)}, dt.ShapeError, ["not 0"]),
+        ({"x": x()}, dt.SpecError, ["mask"]),
+        ({"x": x(), "musk": mask()}, dt.SpecError, ["'musk'", "did you mean 'mask'"]),
+        ({"x": x().astype(np.float64), "mask": mask()}, dt.DtypeError, ["float64", "astype"]),
+        ({"x": x()[:, :2], "mask": mask()}, dt.ShapeError, ["(1, 2)", "(any, 3)"]),
+        ({"x": x() * np.float32(np.nan), "mask": mask()}, dt.NaNError, ["batch 0", "'x'"]),
+        ({"x": np.array([None]), "mask": mask()}, dt.FileFormatError, ["'x'", "no plain numbers"]),
+        ({"x": np.array(["a"]), "mask": mask()}, dt.FileFormatError, ["'x'", "no plain numbers"]),
+        ({"x": np.zeros(2, "f4,i4"), "mask": mask()}, dt.FileFormatError, ["'x'", "no plain numbers"]),
+    ],
+    ids=["lengths", "empty", "missing", "misspelt", "dtype", "shape", "nan", "objects", "texts", "records"],
+)
+def test_files_that_do_not_fit(tmp_path, arrays, error, words):
+    np.savez(tmp_path / "d.npz", **arrays)
+    refusal(error, [*words, "d.npz"], tmp_path / "d.npz", [X, MASK])
+
+
+def test_files_of_a_folder_are_checked_before_the_first_is_read(tmp_path):
+    np.savez(tmp_path / "0.npz", x=x())
+    np.savez(tmp_path / "1.npz", x=x()[:, :2])
+    with pytest.raises(dt.ShapeError, match=re.escape("1.npz: input 'x' has shape (2, 2)")):
+        open_batches(tmp_path, [X])
+
+
+def test_missing_files(tmp_path):
+    refusal(dt.FileFormatError, ["none.npz", "no such file"], tmp_path / "none.npz", [X])
+    refusal(dt.SpecError, ["0 files"], tmp_path, [X])
+    (tmp_path / "f.npz").mkdir()
+    refusal(dt.FileFormatError, ["f.npz", "no such file"], tmp_path, [X])
+
+
+# Fingerprints
+
+
+def test_a_fingerprint_is_of_what_was_seen(tmp_path):
+    np.savez(tmp_path / "d.npz", x=x(4))
+    prints = []
+    for data in (tmp_path / "d.npz", [{"x": x(4)[i : i + 1]} for i in range(4)], iter(np.split(x(4), 4))):
+        batches = open_batches(data, [X])
+        with pytest.raises(dt.NotCalibratedError, match="iterate"):
+            batches.fingerprint()
+        list(batches)
+        prints.append(batches.fingerprint())
+    assert len({*prints}) == 1
+    assert re.fullmatch("[0-9a-f]{64}", prints[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "info"),
+    [
+        ([x(4)], X),
+        ([x(2), x(2, 6)], X),
+        ([x(4, start=1)], X),
+        ([x(4)], InputInfo("z", F32, None)),
+        ([x(4).view(np.int32)], InputInfo("x", np.dtype("int32"), None)),
+        ([x(4).reshape(3, 4)], InputInfo("x", F32, None)),
+    ],
+    ids=["same", "other batches", "other values", "other name", "other type", "other shape"],
+)
+def test_whatever_differs_changes_the_fingerprint(data, info):
+    first, other = Batches([x(4)], [X]), Batches(data, [info])
+    list(first), list(other)
+    assert (first.fingerprint() == other.fingerprint()) == (info is X and np.array_equal(data[0], x(4)))
+
+
+# Inputs
+
+
+def test_inputs_leave_initializers_out_and_know_what_varies():
+    model = parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N, 3, 4] a, int64[2] b, float c, float w) => (float y) <float w = {1}> { y = Add(c, w) }"""
+    )
+    assert inputs_of(model) == [
+        InputInfo("a", F32, (None, 3, 4)),
+        InputInfo("b", I64, (2,)),
+        InputInfo("c", F32, ()),
+    ]
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = -1
+    model.graph.input[1].type.tensor_type.ClearField("shape")
+    assert [info.shape for info in inputs_of(model)] == [(None, None, 4), None, ()]
+
+
+def test_inputs_that_are_no_tensors_or_of_no_type():
+    model = parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (seq(float[N]) s) => (int64 n) { n = SequenceLength(s) }'
+    )
+    with pytest.raises(dt.UnsupportedError, match="'s' is no tensor"):
+        inputs_of(model)
+    del model.graph.input[:]
+    model.graph.input.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]))
+    model.graph.input[0].type.tensor_type.elem_type = 99
+    with pytest.raises(dt.UnsupportedError, match="unknown type 99"):
+        inputs_of(model)
+
+
+def test_this_folder_does_not_shadow_onnx():
+    assert not Path(__file__).with_name("__init__.py").exists()

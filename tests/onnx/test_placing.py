@@ -1,0 +1,204 @@
+"""Where quantizers stand, checked in the graph that ONNX Runtime makes of the file."""
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.qdq import Graph, make_session
+
+
+def quantized(model, feeds, recipe="w8a8", **options):
+    plan = qo.plan(qo.prepare(model), recipe, **options)
+    return qo.insert(plan, qo.calibrate(plan, feeds, observer="minmax")), plan
+
+
+def close(model, made, feeds, least_db=25):
+    for feed in feeds:
+        for old, new in zip(make_session(model).run(None, feed), make_session(made).run(None, feed), strict=True):
+            assert dt.metrics.sqnr_db(old, new) > least_db
+
+
+def test_convolutions_with_relu_run_in_integers():
+    model, feeds = conv_chain(), images()
+    made, _ = quantized(model, feeds)
+    found = operators(made)
+    assert found["QLinearConv"] == 2
+    assert found["Relu"] == 0, "a quantizer behind a Relu does its work"
+    close(model, made, feeds)
+
+
+def test_the_last_layer_keeps_a_float_result():
+    made, _ = quantized(conv_chain(), images())
+    graph = Graph(made)
+    last = next(node for node in graph.nodes if node.name == "last")
+    assert last.output[0] in graph.outputs
+
+
+def test_clip_is_redundant_and_its_bound_is_kept():
+    m = Maker()
+    low, high = m.constant(np.float32(0)), m.constant(np.float32(0.5))
+    t = m.add("Clip", [m.conv("x", 3, 16), low, high])
+    y = m.conv(t, 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    assert operators(made)["Clip"] == 0
+    graph = Graph(made)
+    node = next(each for each in graph.nodes if each.op_type == "QuantizeLinear" and each.input[0] == t)
+    scale, zero = graph.array(node.input[1]), graph.array(node.input[2])
+    assert zero == 0
+    assert np.float32(255) * scale <= np.float32(0.5)
+    close(model, made, feeds)
+
+
+def test_residual_blocks_add_in_integers():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    t = m.add("Relu", [m.add("Add", [m.conv(t, 16, 16), t])])
+    y = m.conv(t, 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    found = operators(made)
+    assert (found["QLinearAdd"], found["Add"], found["Relu"]) == (1, 0, 0)
+    close(model, made, feeds)
+
+
+def test_swish_runs_in_integers():
+    m = Maker()
+    t = m.conv("x", 3, 16)
+    t = m.add("Mul", [t, m.add("Sigmoid", [t])])
+    y = m.conv(t, 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    found = operators(made)
+    assert (found["QLinearSigmoid"], found["QLinearMul"], found["Mul"]) == (1, 1, 0)
+    close(model, made, feeds)
+
+
+def test_hard_swish_written_out_runs_in_integers():
+    m = Maker()
+    three, zero, six = (m.constant(np.float32([value])) for value in (3, 0, 6))
+    scalars = [m.constant(np.float32(value)) for value in (0, 6)]
+    t = m.conv("x", 3, 16)
+    gate = m.add("Clip", [m.add("Add", [t, three]), *scalars])
+    t = m.add("Div", [m.add("Mul", [t, gate]), six])
+    y = m.conv(t, 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images(scale=3.0)
+    made, _ = quantized(model, feeds)
+    found = operators(made)
+    assert (found["QLinearAdd"], found["QLinearMul"], found["Div"], found["Clip"]) == (1, 1, 0, 0)
+    assert zero not in Graph(made).constants
+    close(model, made, feeds)
+
+
+def test_gates_are_quantized_for_their_product():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    gate = m.add("HardSigmoid", [m.conv(m.add("GlobalAveragePool", [t]), 16, 16, 1)])
+    y = m.conv(m.add("Mul", [t, gate]), 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    assert operators(made)["QLinearMul"] == 1
+    close(model, made, feeds)
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes"),
+    [("MaxPool", {"kernel_shape": [2, 2], "strides": [2, 2]}), ("Transpose", {"perm": [0, 1, 3, 2]}), ("Flatten", {})],
+)
+def test_moving_operators_have_equal_parameters_on_both_sides(op, attributes):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    moved = m.add(op, [t], **attributes)
+    y = m.conv(moved, 16, 4) if op != "Flatten" else m.add("Gemm", [moved, m.constant(weights(1024, 5))])
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    graph = Graph(made)
+    before, behind = (
+        next(each for each in graph.nodes if each.op_type == "QuantizeLinear" and each.input[0] == name)
+        for name in (t, moved)
+    )
+    assert list(before.input[1:]) == list(behind.input[1:])
+    assert operators(made)["QuantizeLinear"] == 1, "only the model's input"
+    close(model, made, feeds)
+
+
+@pytest.mark.parametrize(("factor", "kind"), [(1.0, "QLinearSigmoid"), (20.0, "Sigmoid")], ids=["alike", "mixed"])
+def test_what_follows_a_concat_of_very_different_ranges_stays_float(factor, kind):
+    m = Maker()
+    parts = [m.conv("x", 3, 8), m.conv("x", 3, 8, weight=factor * weights(8, 3, 3, 3))]
+    y = m.conv(m.add("Sigmoid", [m.add("Concat", parts, axis=1)]), 16, 4)
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    made, _ = quantized(model, feeds)
+    assert operators(made)[kind] == 1
+    close(model, made, feeds)
+
+
+def attention(width=16):
+    m = Maker()
+    gain, offset = m.constant(np.ones(width, np.float32)), m.constant(np.zeros(width, np.float32))
+    norm = m.add("LayerNormalization", ["x", gain, offset], axis=-1)
+    q, k, v = (m.matmul(norm, width, width, name=name) for name in ("q", "k", "v"))
+    scores = m.add("Softmax", [m.add("MatMul", [q, m.add("Transpose", [k], perm=[0, 2, 1])], name="scores")], axis=-1)
+    t = m.add("Add", ["x", m.matmul(m.add("MatMul", [scores, v], name="mixed"), width, width, name="out")])
+    y = m.matmul(t, width, 5, name="head")
+    return m.model([("x", [1, "n", width])], [y])
+
+
+def test_transformers_keep_attention_and_normalisation_float():
+    model, feeds = attention(), rows()
+    made, plan = quantized(model, feeds)
+    found = operators(made)
+    assert found["MatMulIntegerToFloat"] == 5
+    assert found["LayerNormalization"] == 1
+    assert {line.name: line.reason for line in plan.layers if line.reason} == {
+        "scores": "a product of two activations",
+        "mixed": "a product of two activations",
+    }
+    close(model, made, feeds, 30)
+
+
+def test_tensors_that_only_layers_read_quantized_stay_float_for_others():
+    made, _ = quantized(attention(), rows())
+    graph = Graph(made)
+    residual = next(node for node in graph.nodes if node.op_type == "Add")
+    assert residual.input[0] == "x"
+
+
+def test_what_feeds_only_roots_and_logarithms_stays_float():
+    m = Maker()
+    t = m.conv("x", 3, 8, name="spectrum")
+    power = m.add("Log", [m.add("Add", [m.add("Mul", [t, t]), m.constant(np.float32(1))])])
+    y = m.conv(power, 8, 4, name="behind")
+    plan = qo.plan(qo.prepare(m.model([("x", [2, 3, 8, 8])], [y])))
+    assert [line.name for line in plan.quantized] == ["behind"]
+    assert "logarithms" in plan.layers[0].reason
+
+
+def test_float_layers_between_quantizers_stay_float():
+    """ONNX Runtime would quantize them by itself, per tensor."""
+    model, feeds = conv_chain(), images()
+    made, _ = quantized(model, feeds, skip=["second"])
+    found = operators(made)
+    assert found["QLinearConv"] == 1
+    assert found["Conv"] + found["FusedConv"] == 2
+    close(model, made, feeds)
+
+
+def test_rows_of_a_table_are_looked_up_as_codes():
+    m = Maker()
+    table = weights(50, 16)
+    y = m.matmul(m.add("Gather", [m.constant(table, "table"), "ids"], name="words"), 16, 4)
+    model = m.model([("ids", [1, "n"], 7)], [y])
+    plan = qo.plan(qo.prepare(model), "w8a16")
+    made = qo.insert(plan)
+    graph = Graph(made)
+    gather = next(node for node in graph.nodes if node.name == "words")
+    assert graph.array(gather.input[0]).dtype == np.int8
+    assert not [name for name in graph.constants if graph.array(name).shape == (50, 16) and graph.kind(name) == 1]
+    ids = np.arange(50).reshape(1, -1)
+    params = dt.QuantParams.from_data("int8/axis0", table)
+    looked = make_session(made, optimise=False).run(None, {"ids": ids})[0]
+    head = dt.fake_quantize(weights(16, 4, seed=1), dt.QuantParams.from_data("int8/axis1", weights(16, 4, seed=1)))
+    np.testing.assert_allclose(looked[0], dt.fake_quantize(table, params) @ head, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,126 @@
+"""Any model in one form: what it computes stays."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_graphs import Maker, conv_chain, images, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.qdq import Graph, make_session
+
+
+def kinds(model):
+    return [node.op_type for node in model.graph.node]
+
+
+def assert_same(before, after, feeds, tolerance=1e-5):
+    for feed in feeds:
+        for old, new in zip(make_session(before).run(None, feed), make_session(after).run(None, feed), strict=True):
+            np.testing.assert_allclose(new, old, rtol=0, atol=tolerance * np.abs(old).max())
+
+
+def with_norm(op="Conv"):
+    m = Maker()
+    if op == "Conv":
+        t = m.conv("x", 3, 6, bias=False)
+    else:
+        t = m.add("ConvTranspose", ["x", m.constant(weights(3, 3, 3, 3))], group=1)
+    channels = 6 if op == "Conv" else 3
+    parts = [m.constant(np.random.default_rng(i).uniform(0.5, 2, channels).astype(np.float32)) for i in range(4)]
+    t = m.add("BatchNormalization", [t, *parts])
+    t = m.add("Mul", [t, m.constant(np.float32(0.5))])
+    t = m.add("Sub", [t, m.constant(np.arange(channels, dtype=np.float32).reshape(1, -1, 1, 1))])
+    return m.model([("x", [2, 3, 8, 8])], [m.add("Relu", [t])])
+
+
+@pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
+def test_arithmetic_with_constants_moves_into_the_layer_before_it(op):
+    model = with_norm(op)
+    made = qo.prepare(model)
+    assert kinds(made) == [op, "Relu"]
+    assert_same(model, made, images())
+
+
+def test_grouped_transposed_convolutions_fold_by_group():
+    m = Maker()
+    t = m.add("ConvTranspose", ["x", m.constant(weights(4, 3, 3, 3))], group=2)
+    parts = [m.constant(np.random.default_rng(i).uniform(0.5, 2, 6).astype(np.float32)) for i in range(4)]
+    model = m.model([("x", [2, 4, 8, 8])], [m.add("BatchNormalization", [t, *parts])])
+    made = qo.prepare(model)
+    assert kinds(made) == ["ConvTranspose"]
+    assert_same(model, made, images(channels=4))
+
+
+def test_nothing_is_folded_into_a_result_that_others_read():
+    m = Maker()
+    t = m.conv("x", 3, 6)
+    scaled = m.add("Mul", [t, m.constant(np.float32(2))])
+    model = m.model([("x", [2, 3, 8, 8])], [m.add("Add", [t, scaled])])
+    assert "Mul" in kinds(qo.prepare(model))
+
+
+def test_constants_of_all_kinds_become_initializers():
+    m = Maker()
+    m.nodes.append(helper.make_node("Constant", [], ["two"], value_float=2.0))
+    m.nodes.append(helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights(3, 6, 1, 1), "w")))
+    m.nodes.append(helper.make_node("Identity", ["w"], ["copy"]))
+    turned = m.add("Transpose", ["copy"], perm=[1, 0, 2, 3])
+    t = m.add("Conv", ["x", turned], name="layer")
+    model = m.model([("x", [2, 3, 8, 8])], [m.add("Mul", [t, "two"])])
+    model.graph.input.append(helper.make_tensor_value_info("unused", TensorProto.FLOAT, [1]))
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "unused"))
+    made = qo.prepare(model)
+    assert kinds(made) == ["Conv"]
+    assert [value.name for value in made.graph.input] == ["x"]
+    assert "unused" not in Graph(made).constants
+    assert_same(model, made, images())
+
+
+def test_nodes_get_names_of_their_own():
+    model = conv_chain()
+    for node in model.graph.node:
+        node.name = "same"
+    names = [node.name for node in qo.prepare(model).graph.node]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("opset", "low_bits", "expected"), [(11, False, 13), (17, False, 17), (17, True, 21)])
+def test_operator_sets_are_raised_only_where_quantizers_need_it(opset, low_bits, expected):
+    model = conv_chain()
+    model.opset_import[0].version = opset
+    made = qo.prepare(model, low_bits=low_bits, feed=images()[0])
+    assert Graph(made).opset == expected
+    assert made.ir_version <= 10
+    assert_same(model, made, images(1))
+
+
+def test_foreign_domains_are_kept():
+    model = conv_chain()
+    model.opset_import.append(helper.make_opsetid("Paddle", 1))
+    model.opset_import[0].version = 11
+    assert {entry.domain for entry in qo.prepare(model).opset_import} == {"", "Paddle"}
+
+
+def test_the_source_is_not_changed():
+    model = with_norm()
+    before = model.SerializeToString()
+    qo.prepare(model)
+    assert model.SerializeToString() == before
+
+
+def test_quantized_models_are_refused_unless_forced():
+    plan = qo.plan(qo.prepare(conv_chain()))
+    made = qo.insert(plan, qo.calibrate(plan, images()))
+    with pytest.raises(dt.UnsupportedError, match=r"quantized already.*force=True"):
+        qo.prepare(made)
+    assert qo.prepare(made, force=True).graph.node
+
+
+def test_half_precision_models_are_refused():
+    m = Maker()
+    t = m.add("MatMul", ["x", m.constant(weights(4, 4).astype(np.float16))])
+    model = m.model([("x", [1, 4], TensorProto.FLOAT16)], [t])
+    model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
+    with pytest.raises(dt.UnsupportedError, match=r"FLOAT16.*float32"):
+        qo.prepare(model)

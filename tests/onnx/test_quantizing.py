@@ -1,0 +1,241 @@
+"""The main job: a float file and data in, a quantized file and a report out."""
+
+import json
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.qdq import TARGETS, Graph, Provenance, make_session, save
+
+FEEDS = images(6)
+
+
+def quantize(model, tmp_path, data=FEEDS, **options):
+    return qo.quantize(model, tmp_path / "q.onnx", data, progress=False, **options)
+
+
+def codes_of(path):
+    model = qo.load(path)
+    graph, about = Graph(model), Provenance.read(model)
+    return {layer: graph.constants[name] for name, layer in about.weights.items()}, graph
+
+
+def mlp(width=16):
+    m = Maker(opset=13)
+    t = m.add("Relu", [m.matmul("x", width, 32, name="up")])
+    return m.model([("x", [1, "n", width])], [m.matmul(t, 32, 8, name="down")])
+
+
+def test_report_and_file(tmp_path):
+    model = conv_chain()
+    save(model, tmp_path / "float.onnx")
+    report = quantize(tmp_path / "float.onnx", tmp_path)
+    assert report.output == tmp_path / "q.onnx"
+    assert report.nbytes_after == report.output.stat().st_size
+    assert [layer.kernel for layer in report.layers] == ["QLinearConv", "QLinearConv", "Conv"]
+    assert [layer.in_integers for layer in report.layers] == [True, True, False]
+    assert report.output_sqnr_db > 30
+    assert report.seconds > 0
+    plain = json.loads(report.to_json())
+    assert plain["layers"][0]["in_integers"] is True
+    assert plain["target"] == "onnxruntime"
+    assert "2 in integers" in str(report)
+    about = Provenance.read(qo.load(report.output))
+    assert about.target == "onnxruntime"
+    assert about.made_by == dt.__version__
+    assert dt.Recipe.from_json(about.recipe) == dt.Recipe.preset("w8a8")
+    assert len(about.data) == 64
+
+
+def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):
+    m = Maker()
+    dead = weights(16, 3, 3, 3)
+    dead[5] = 0
+    t = m.add("Relu", [m.conv("x", 3, 16, weight=dead, name="dense")])
+    t = m.add("Relu", [m.conv(t, 16, 16, group=16, name="depthwise")])
+    y = m.conv(t, 16, 4, name="last")
+    quantize(m.model([("x", [2, 3, 8, 8])], [y]), tmp_path, keep_float="none")
+    tensors, graph = codes_of(tmp_path / "q.onnx")
+    assert tensors["dense"].data_type == TensorProto.UINT8
+    assert tensors["depthwise"].data_type == TensorProto.INT8
+    zeros = next(graph.array(node.input[2]) for node in graph.nodes if node.input[0] == tensors["dense"].name)
+    assert (zeros == 128).all()
+    assert zeros.shape == (16,)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets(target, tmp_path):
+    report = quantize(conv_chain(), tmp_path, target=target)
+    tensors, graph = codes_of(report.output)
+    kinds = {tensor.data_type for tensor in tensors.values()}
+    signed = target in {"onnxruntime-avx2", "onnxruntime-vnni", "openvino-vnni"}
+    assert kinds == ({TensorProto.INT8} if signed else {TensorProto.UINT8})
+    largest = max(np.abs(graph.array(t.name).astype(int) - (0 if signed else 128)).max() for t in tensors.values())
+    assert largest == (64 if target == "onnxruntime-avx2" else 127)
+    for node in graph.nodes:
+        if node.op_type == "QuantizeLinear":
+            assert graph.kind(node.input[2]) == TensorProto.UINT8
+    assert report.output_sqnr_db > 25
+
+
+def test_openvino_runs_the_file(tmp_path):
+    openvino = pytest.importorskip("openvino")
+    report = quantize(conv_chain(), tmp_path, target="openvino")
+    compiled = openvino.Core().compile_model(report.output, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    for feed in FEEDS:
+        expected = make_session(conv_chain()).run(None, feed)[0]
+        found = next(iter(compiled(feed).values()))
+        assert dt.metrics.sqnr_db(expected, np.asarray(found)) > 25
+
+
+@pytest.mark.parametrize(
+    ("recipe", "opset", "kind"),
+    [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.INT4), ("w4a8", 21, TensorProto.UINT8)],
+)
+def test_recipes_ask_for_the_operator_set_they_need(recipe, opset, kind, tmp_path):
+    m = Maker(opset=13)
+    t = m.add("Relu", [m.matmul("x", 64, 64, name="up")])
+    t = m.add("Relu", [m.matmul(t, 64, 64, name="middle")])
+    model = m.model([("x", [1, "n", 64])], [m.matmul(t, 64, 8, name="down")])
+    data = None if recipe.endswith("16") or "16-" in recipe else rows(width=64)
+    report = quantize(model, tmp_path, data, recipe=recipe)
+    made = qo.load(report.output)
+    assert Graph(made).opset == opset
+    assert made.ir_version <= 10
+    tensors, _ = codes_of(report.output)
+    assert tensors["up"].data_type == kind
+    feed = rows(width=64)[0]
+    config = {"session.qdq_matmulnbits_accuracy_level": "0"}
+    expected, found = make_session(model).run(None, feed)[0], make_session(made, config=config).run(None, feed)[0]
+    assert dt.metrics.sqnr_db(expected, found) > (12 if "w4" in recipe else 35)
+
+
+def test_weight_only_reminds_of_the_accuracy_level(tmp_path):
+    m = Maker()
+    model = m.model([("x", [1, "n", 64])], [m.matmul("x", 64, 64, name="fc")])
+    report = quantize(model, tmp_path, None, recipe="w4a16-g32")
+    assert report.layers[0].kernel == "MatMulNBits"
+    assert "qdq_matmulnbits_accuracy_level" in str(report)
+    assert report.output_sqnr_db is None
+
+
+def test_sixteen_bits_are_said_to_run_in_float():
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint16/tensor/affine")])
+    plan = qo.plan(qo.prepare(mlp(), low_bits=True), recipe)
+    assert "float" in plan.layers[0].note
+
+
+def test_biases_that_would_overflow_widen_their_channel(tmp_path):
+    m = Maker()
+    weight, bias = weights(16, 3, 3, 3), np.zeros(16, np.float32)
+    weight[0] *= 1e-7
+    bias[0] = 1e4
+    t = m.add("Conv", ["x", m.constant(weight), m.constant(bias)], pads=[1] * 4, name="first")
+    y = m.conv(m.add("Relu", [t]), 16, 4)
+    report = quantize(m.model([("x", [2, 3, 8, 8])], [y]), tmp_path, keep_float="none", bias_correction=False)
+    assert report.output_sqnr_db > 20
+
+
+def test_weights_of_two_layers_that_are_one_stay_one_value(tmp_path):
+    m = Maker()
+    shared = m.constant(weights(16, 16), "shared")
+    t = m.add("Relu", [m.add("MatMul", ["x", shared], name="a")])
+    model = m.model([("x", [1, "n", 16])], [m.add("MatMul", [t, shared], name="b")])
+    report = quantize(model, tmp_path, rows(), smooth=False)
+    assert report.output_sqnr_db > 30
+    assert "shared" not in Graph(qo.load(report.output)).constants
+
+
+def test_bodies_of_if_are_listed():
+    m = Maker()
+    inner = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["inside"], name="product")],
+        "then",
+        [],
+        [helper.make_tensor_value_info("inside", TensorProto.FLOAT, None)],
+        [helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).ravel())],
+    )
+    y = m.add("If", [m.constant(np.array(True))], name="choice", then_branch=inner, else_branch=inner)
+    plan = qo.plan(qo.prepare(m.model([("x", [1, 4])], [y])), dt.Recipe([]))
+    assert {line.reason for line in plan.layers} == {"inside the body of If 'choice'"}
+
+
+def test_one_shot_data_are_enough(tmp_path):
+    report = quantize(conv_chain(), tmp_path, iter(FEEDS))
+    assert report.output_sqnr_db == quantize(conv_chain(), tmp_path, FEEDS).output_sqnr_db
+
+
+def test_the_same_file_every_time(tmp_path):
+    first = quantize(conv_chain(), tmp_path).output.read_bytes()
+    assert quantize(conv_chain(), tmp_path).output.read_bytes() == first
+
+
+def test_budget_takes_tensors_in_groups_and_changes_nothing(tmp_path):
+    whole = quantize(conv_chain(), tmp_path).output.read_bytes()
+    assert quantize(conv_chain(), tmp_path, memory_budget=10_000).output.read_bytes() == whole
+    with pytest.raises(dt.SpecError, match="more than once"):
+        quantize(conv_chain(), tmp_path, iter(FEEDS), memory_budget=10_000)
+
+
+def test_interrupted_calibration_goes_on(tmp_path):
+    plan = qo.plan(qo.prepare(conv_chain()))
+    file = tmp_path / "seen.safetensors"
+
+    def interrupted():
+        yield from FEEDS[:3]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        qo.calibrate(plan, interrupted(), checkpoint=file)
+    resumed = qo.calibrate(plan, FEEDS, checkpoint=file)
+    whole = qo.calibrate(plan, FEEDS)
+    assert resumed.ranges == whole.ranges
+
+
+def test_progress_is_told(tmp_path):
+    seen = []
+    qo.quantize(conv_chain(), tmp_path / "q.onnx", FEEDS, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (6, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"data": None}, dt.NotCalibratedError, "give data="),
+        ({"data": []}, dt.SpecError, "no batches"),
+        ({"data": [{"y": FEEDS[0]["x"]}]}, dt.DetentError, "no input 'y': it takes x"),
+        ({"data": [FEEDS[0]["x"][0]]}, dt.ShapeError, "shape"),
+        ({"data": [FEEDS[0]["x"].astype(np.float64)]}, dt.DtypeError, "astype"),
+        ({"skip": ["frist"]}, dt.SpecError, "first"),
+        ({"recipe": dt.Recipe([dt.Rule("nothing*", weight="int8/axis0")])}, dt.SpecError, "matches none"),
+        ({"target": "onnxruntme"}, dt.SpecError, "onnxruntime"),
+        ({"recipe": "w9a9"}, dt.SpecError, "w9a9"),
+    ],
+    ids=["no-data", "empty", "name", "rank", "dtype", "skip", "rule", "target", "recipe"],
+)
+def test_bad_arguments_are_told_before_anything_is_written(options, kind, words, tmp_path):
+    with pytest.raises(kind, match=words):
+        quantize(conv_chain(), tmp_path, **{"data": FEEDS, **options})
+    assert not list(tmp_path.iterdir())
+
+
+def test_nan_inside_the_model_names_tensor_and_batch(tmp_path):
+    m = Maker()
+    t = m.add("Log", [m.conv("x", 3, 8)])
+    model = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 8, 4)])
+    with pytest.raises(dt.NaNError, match=r"'t2'.*batch 0"):
+        quantize(model, tmp_path)
+
+
+def test_foreign_operators_are_left_alone(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16)])
+    m.nodes.append(helper.make_node("Gelu", [t], ["g"], name="foreign", domain="com.microsoft"))
+    model = m.model([("x", [2, 3, 8, 8])], [m.conv("g", 16, 4)], domains=["com.microsoft"])
+    report = quantize(model, tmp_path)
+    assert "Gelu" in operators(qo.load(report.output))
+    assert report.output_sqnr_db > 25

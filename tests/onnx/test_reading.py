@@ -1,0 +1,311 @@
+"""Quantized models of others: every weight in them has the values that ONNX Runtime gives it."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper, parser
+
+import detent as dt
+from detent.onnx.reading import load_quantized
+from detent.qdq import make_tensor
+from detent.testing import ZOO
+
+RNG = np.random.default_rng(0)
+X = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])
+
+
+def model_of(nodes, tensors, inputs=(X,), outputs=("y",), opset=21, **options):
+    """A model of those nodes and initializers."""
+    values = [helper.make_empty_tensor_value_info(name) for name in outputs]
+    for value in values:
+        value.type.tensor_type.elem_type = TensorProto.FLOAT
+    graph = helper.make_graph(nodes, "g", list(inputs), values, initializer=tensors)
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=imports, ir_version=10, **options)
+
+
+def float_of(model, names):
+    """What ONNX Runtime makes of tensors of a model, without optimisations."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    del copy.graph.output[:]
+    for name in names:
+        copy.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(copy.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feeds = {
+        each.name: np.zeros([size if isinstance(size, int) else 1 for size in each.shape], np.float32)
+        for each in session.get_inputs()
+    }
+    return dict(zip(names, session.run(names, feeds), strict=True))
+
+
+def same_bits(a, b):
+    assert a.dtype == b.dtype == np.float32
+    assert a.shape == b.shape
+    assert np.array_equal(a.view(np.uint32), b.view(np.uint32))
+
+
+KINDS = ["INT8", "UINT8", "INT4", "UINT4", "INT16", "UINT16", "INT32", "FLOAT8E4M3FN", "FLOAT8E5M2"]
+WAYS = {
+    "tensor": ((), {}),
+    "one of shape 1": ((1,), {}),
+    "axis 0": ((6,), {"axis": 0}),
+    "axis 1": ((4,), {"axis": 1}),
+    "default axis": ((4,), {}),
+    "last axis": ((4,), {"axis": -1}),
+    "blocks": ((3, 4), {"axis": 0, "block_size": 2}),
+}
+
+
+def codes_of(kind):
+    if kind.startswith("FLOAT8"):
+        dtype = {"FLOAT8E4M3FN": ml_dtypes.float8_e4m3fn, "FLOAT8E5M2": ml_dtypes.float8_e5m2}[kind]
+        return (RNG.normal(size=(6, 4)) * 8).astype(dtype)
+    bits, signed = int(kind.lstrip("UINT")), kind.startswith("INT")
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+    codes = RNG.integers(low, high, (6, 4), dtype=np.int64, endpoint=True)
+    codes[0, :2] = low, high
+    return codes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("with_zero", [False, True], ids=["no zero point", "zero point"])
+def test_values_are_those_of_onnx_runtime(kind, way, with_zero):
+    shape, attributes = WAYS[way]
+    code = getattr(TensorProto, kind)
+    codes = codes_of(kind)
+    scale = RNG.uniform(1e-3, 1, shape).astype(np.float32)
+    is_integer = not kind.startswith("FLOAT") and kind != "INT32"
+    zero = RNG.integers(0, 8, shape) if is_integer else np.zeros(shape)
+    tensors = [make_tensor("w", codes, code), make_tensor("s", scale)]
+    tensors += [make_tensor("z", zero, code)] if with_zero else []
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s", "z"][: 2 + with_zero], ["v"], **attributes),
+        helper.make_node("Gemm", ["x", "v"], ["y"], name="layer", transB=1),
+    ]
+    model = model_of(nodes, tensors)
+    found = load_quantized(model)
+    kept = found.biases if kind == "INT32" else found.weights
+    assert not found.skipped
+    assert list(kept) == ["w"]
+    assert np.array_equal(np.asarray(kept["w"].codes, np.float64), codes.astype(np.float64))
+    assert found.readers["w"] == ("Gemm layer",)
+    assert found.float_nbytes == 0
+    if kind == "INT32" and way == "blocks":
+        return  # of which ONNX Runtime has none
+    same_bits(kept["w"].dequantize(), float_of(model, ["v"])["v"])
+
+
+def test_a_bias_with_large_codes_and_a_zero_point_is_read_as_onnx_runtime_does():
+    codes = np.array([2**31 - 1, -(2**31), 2**24 + 1, -(2**25) - 3, 7], np.int32)
+    scale = np.float32([1e-9, 3e-8, 0.1, 0.3, 1.0])
+    tensors = [make_tensor("b", codes), make_tensor("s", scale), make_tensor("z", np.zeros(5, np.int32))]
+    model = model_of(
+        [
+            helper.make_node("DequantizeLinear", ["b", "s", "z"], ["v"], axis=0),
+            helper.make_node("Add", ["x", "v"], ["y"]),
+        ],
+        tensors,
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5])],
+    )
+    found = load_quantized(model)
+    same_bits(found.biases["b"].dequantize(), float_of(model, ["v"])["v"])
+    assert found.biases["b"].nbytes == 40
+    assert not found.weights
+
+
+def test_activations_with_their_readers():
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 4] x, uint8[N, 4] u) => (float[N, 4] y, uint8[N, 4] q)
+        <float s = {0.5}, uint8 z = {3}, float t = {0.25}, int16 zt = {-7}>
+        {
+            [first] xq = QuantizeLinear(x, s, z)
+            xd = DequantizeLinear(xq, s, z)
+            [relu] r = Relu(xd)
+            [second] q = QuantizeLinear(xd, s, z)
+            rq = QuantizeLinear(r, t, zt)
+            rd = DequantizeLinear(rq, t, zt)
+            ud = DequantizeLinear(u, s, z)
+            [sum] y = Add(rd, ud)
+        }"""
+    )
+    found = load_quantized(model)
+    assert [(each.tensor, each.type, float(each.scale), int(each.zero_point)) for each in found.activations] == [
+        ("x", "UINT8", 0.5, 3),
+        ("xd", "UINT8", 0.5, 3),
+        ("r", "INT16", 0.25, -7),
+        ("u", "UINT8", 0.5, 3),
+    ]
+    assert found.readers["xq"] == ("Relu relu", "QuantizeLinear second")
+    assert found.readers["rq"] == found.readers["u"] == ("Add sum",)
+    assert found.nodes["QuantizeLinear"] == 3
+    assert not found.weights
+    assert found.float_nbytes == 0
+
+
+def test_a_float_weight_that_is_quantized_in_the_graph():
+    weight = RNG.normal(size=(4, 3)).astype(np.float32)
+    weight[0, 0] = 100
+    tensors = [make_tensor("w", weight), make_tensor("s", np.float32([0.5, 0.01, 0.02]))]
+    tensors.append(make_tensor("z", np.zeros(3, np.int8)))
+    nodes = [
+        helper.make_node("QuantizeLinear", ["w", "s", "z"], ["q"], axis=1),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["v"], axis=1),
+        helper.make_node("MatMul", ["x", "v"], ["y"], name="m"),
+    ]
+    model = model_of(nodes, tensors)
+    found = load_quantized(model)
+    same_bits(found.weights["w"].dequantize(), float_of(model, ["v"])["v"])
+    assert (found.activations, found.float_nbytes, found.readers["w"]) == ((), 0, ("MatMul m",))
+
+
+def test_weights_in_constants_and_in_branches():
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2] x, bool c) => (float[N, 2] y)
+        <int8[2] outer = {5, -6}, float s = {0.5}>
+        {
+            k = Constant<value = int8[2] {1, 2}>()
+            kd = DequantizeLinear(k, s)
+            h = Add(x, kd)
+            y = If(c)<
+                then_branch = a () => (float[N, 2] p) <int8[2] inner = {3, 4}> {
+                    i = DequantizeLinear(inner, s)
+                    [plus] p = Add(h, i)
+                },
+                else_branch = e () => (float[N, 2] q) {
+                    o = DequantizeLinear(outer, s)
+                    [minus] q = Sub(h, o)
+                }>
+        }"""
+    )
+    found = load_quantized(model)
+    assert {name: tensor.dequantize().tolist() for name, tensor in found.weights.items()} == {
+        "k": [0.5, 1.0],
+        "inner": [1.5, 2.0],
+        "outer": [2.5, -3.0],
+    }
+    assert (found.readers["inner"], found.readers["outer"]) == (("Add plus",), ("Sub minus",))
+
+
+@pytest.mark.parametrize("form", ["dequantized", "one scale", "scale per row"])
+def test_embeddings_are_looked_up_in_codes(form):
+    table = RNG.integers(-128, 128, (6, 4)).astype(np.int8)
+    scale = RNG.uniform(0.1, 1, (6, 1) if form == "scale per row" else ()).astype(np.float32)
+    nodes = [helper.make_node("Gather", ["w", "i"], ["rows"])]
+    if form == "dequantized":
+        nodes.append(helper.make_node("DequantizeLinear", ["rows", "s"], ["v"]))
+    else:
+        nodes.append(helper.make_node("Cast", ["rows"], ["floats"], to=TensorProto.FLOAT))
+        if form == "scale per row":
+            nodes.append(helper.make_node("Gather", ["s", "i"], ["factors"]))
+        nodes.append(helper.make_node("Mul", ["floats", "factors" if form == "scale per row" else "s"], ["v"]))
+    nodes.append(helper.make_node("Add", ["x", "v"], ["y"], name="sum"))
+    tensors = [make_tensor("w", table), make_tensor("s", scale), make_tensor("i", np.arange(6))]
+    model = model_of(nodes, tensors)
+    found = load_quantized(model)
+    same_bits(found.weights["w"].dequantize(), float_of(model, ["v"])["v"])
+    assert (found.readers["w"], found.float_nbytes) == (("Add sum",), 0)
+
+
+def test_what_is_not_read_is_listed_with_the_reason():
+    codes, scale = make_tensor("w", np.zeros((4, 4), np.int8)), make_tensor("s", np.float32(0.5))
+    zero = make_tensor("zero", np.float32(0))
+    nodes = [
+        helper.make_node("Abs", ["s"], ["computed"]),
+        helper.make_node("DequantizeLinear", ["w", "computed"], ["a"], name="dynamic"),
+        helper.make_node("DequantizeLinear", ["w", "zero"], ["b"], name="flat"),
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "qs", "qz"], name="now"),
+        helper.make_node("MatMulInteger", ["q", "w", "qz"], ["i"], name="whole"),
+        helper.make_node("Cast", ["i"], ["c"], to=TensorProto.FLOAT),
+        helper.make_node("Sum", ["a", "b", "c"], ["y"]),
+    ]
+    found = load_quantized(model_of(nodes, [codes, scale, zero]))
+    assert not found.weights
+    assert "computed" in found.skipped["DequantizeLinear dynamic"]
+    assert "scale" in found.skipped["DequantizeLinear flat"]
+    assert {"DynamicQuantizeLinear now", "MatMulInteger whole"} < found.skipped.keys()
+    assert "not read: DequantizeLinear dynamic: " in str(found.summary())
+
+
+def test_one_constant_with_two_scales():
+    tensors = [
+        make_tensor("w", np.ones((4,), np.int8)),
+        make_tensor("s", np.float32(0.5)),
+        make_tensor("t", np.float32(1)),
+    ]
+    nodes = [
+        helper.make_node("DequantizeLinear", ["w", "s"], ["a"]),
+        helper.make_node("DequantizeLinear", ["w", "t"], ["b"]),
+        helper.make_node("Sum", ["x", "a", "b"], ["y"]),
+    ]
+    found = load_quantized(model_of(nodes, tensors))
+    assert found.weights["w"].dequantize().tolist() == [0.5] * 4
+    assert "two ways" in found.skipped["w"]
+
+
+def test_weights_inside_of_functions(tmp_path):
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21, "own": 1]> g (float[2] x) => (float[2] y)
+        <int8[2] w = {3, -4}, float s = {0.5}> { y = own.add(x, w, s) }
+        <domain: "own", opset_import: ["" : 21]> add (x, w, s) => (y) { v = DequantizeLinear(w, s) y = Add(x, v) }"""
+    )
+    onnx.save(model, tmp_path / "m.onnx")
+    assert load_quantized(tmp_path / "m.onnx").weights["w"].dequantize().tolist() == [1.5, -2.0]
+
+
+def test_the_summary_is_a_table_and_json():
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2] x) => (float[N, 2] y)
+        <int8[2, 2] w = {1, 2, 3, 4}, float s = {0.5}, int32[2] b = {1, 2}, float[3] other = {1, 2, 3}>
+        {
+            xq = QuantizeLinear(x, s)
+            xd = DequantizeLinear(xq, s)
+            v = DequantizeLinear(w, s)
+            bd = DequantizeLinear(b, s)
+            [gemm] y = Gemm(xd, v, bd)
+        }"""
+    )
+    summary = load_quantized(model).summary()
+    lines = str(summary).splitlines()
+    assert lines[0] == (
+        "1 weight, 9 bytes (16 as float32); 1 bias, 12 bytes; 1 activation quantizer; 12 bytes of other floats"
+    )
+    assert [line.split()[0] for line in lines[2:]] == ["tensor", "w", "b", "x"]
+    assert all(line.endswith("Gemm gemm") for line in lines[3:])
+    facts = json.loads(summary.to_json())
+    assert facts["rows"][0]["shape"] == [2, 2]
+    assert facts["nodes"]["DequantizeLinear"] == 3
+    assert (summary.count("bias"), summary.nbytes("bias")) == (1, 12)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    (tmp_path / "m.onnx").write_bytes(b"no model")
+    with pytest.raises(dt.FileFormatError, match="no ONNX model"):
+        load_quantized(tmp_path / "m.onnx")
+
+
+def test_smart_turn_has_the_values_of_onnx_runtime():
+    entry = ZOO["smart-turn"]
+    if not entry.is_installed:
+        pytest.skip(f"{entry.package} is not installed")
+    model = onnx.load(entry.path)
+    found = load_quantized(entry.path)
+    assert (found.nodes["QuantizeLinear"], found.nodes["DequantizeLinear"]) == (78, 114)
+    assert (len(found.weights), len(found.biases), len(found.activations)) == (31, 5, 78)
+    assert not found.skipped
+    behind = {node.input[0]: node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
+    kept = {**found.weights, **found.biases}
+    expected = float_of(model, [behind[name] for name in kept])
+    for name, tensor in kept.items():
+        same_bits(tensor.dequantize(), expected[behind[name]])
+        stored = next(each for each in model.graph.initializer if each.name == name)
+        assert np.array_equal(numpy_helper.to_array(stored), tensor.codes)
+        assert found.readers[name]
+    assert found.summary().nbytes("weight") < 8e6
