@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from onnx_graphs import Maker, conv_chain, images, rows, weights
+from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
 from detent.onnx.biases import corrected_biases
 from detent.onnx.clipping import choose_clipped
 from detent.onnx.damage import Switches, choose_float
+from detent.onnx.equalizing import equalize
 from detent.onnx.inserting import choose_params
 from detent.onnx.quantizing import output_sqnr
 from detent.onnx.smoothing import smooth
@@ -100,8 +101,9 @@ def test_layers_that_hurt_stay_float(tmp_path):
     found = choose_float(plan, choose_params(plan, seen), seen.samples[:1])
     assert next(iter(found)) in {"spread", "mix"}
     assert found[next(iter(found))] >= 0.25
-    kept = qo.quantize(model, tmp_path / "a.onnx", feeds, progress=False, bias_correction=False)
-    all_in = qo.quantize(model, tmp_path / "b.onnx", feeds, progress=False, keep_float="none", bias_correction=False)
+    others = {"progress": False, "bias_correction": False, "equalize": False}
+    kept = qo.quantize(model, tmp_path / "a.onnx", feeds, **others)
+    all_in = qo.quantize(model, tmp_path / "b.onnx", feeds, keep_float="none", **others)
     assert kept.output_sqnr_db > all_in.output_sqnr_db + 3
     assert any("noise" in step for step in kept.steps)
     assert sum(bool(layer.reason) for layer in kept.layers) <= 5
@@ -143,3 +145,47 @@ def test_tensors_on_their_way_out_keep_all_of_their_range():
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, images())
     assert t not in choose_clipped(plan, seen)
+
+
+def test_channels_before_a_depthwise_convolution_are_equalized(tmp_path):
+    m = Maker()
+    uneven = weights(16, 3, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 3, 16, 1, weight=uneven, bias=False, name="before")])
+    even = weights(16, 1, 3, 3) / np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv(t, 16, 16, group=16, weight=even, name="depthwise")])
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4, name="behind")]), images()
+    made, done = equalize(qo.plan(qo.prepare(model)), feeds)
+    assert done[0].layers == ("before", "depthwise")
+    assert done[0].strength == 1
+    for feed in feeds:
+        expected, found = (make_session(each).run(None, feed)[0] for each in (model, made))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    plain, better = (
+        qo.quantize(model, tmp_path / "q.onnx", feeds, equalize=on, keep_float="none", progress=False)
+        for on in (False, True)
+    )
+    assert better.output_sqnr_db > plain.output_sqnr_db + 6
+
+
+def test_grouped_readers_get_the_factors_of_their_own_inputs():
+    m = Maker()
+    uneven = weights(8, 3, 1, 1) * np.logspace(-2, 0.5, 8, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.conv("x", 3, 8, 1, weight=uneven, name="before")
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 8, 6, group=2, name="grouped")]), images()
+    made, done = equalize(qo.plan(qo.prepare(model)), feeds)
+    assert done
+    expected, found = (make_session(each).run(None, feeds[0])[0] for each in (model, made))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_gelu_stays_one_operator():
+    m = Maker()
+    t = m.conv("x", 3, 16)
+    root, one, half = (m.constant(np.float32([value])) for value in (2**0.5, 1, 0.5))
+    bent = m.add("Add", [m.add("Erf", [m.add("Div", [t, root])]), one])
+    t = m.add("Mul", [m.add("Mul", [t, bent]), half])
+    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4)]), images()
+    plan = qo.plan(qo.prepare(model))
+    made = qo.insert(plan, qo.calibrate(plan, feeds))
+    assert operators(made)["Gelu"] == 1
+    assert operators(made)["Erf"] == 0

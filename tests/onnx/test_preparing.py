@@ -124,3 +124,12 @@ def test_half_precision_models_are_refused():
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT16
     with pytest.raises(dt.UnsupportedError, match=r"FLOAT16.*float32"):
         qo.prepare(model)
+
+
+def test_transposed_weights_are_turned():
+    m = Maker()
+    y = m.add("Gemm", ["x", m.constant(weights(5, 16))], transB=1)
+    model = m.model([("x", ["n", 16])], [y])
+    made = qo.prepare(model)
+    assert Graph(made).array(made.graph.node[0].input[1]).shape == (16, 5)
+    assert_same(model, made, [{"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}])

@@ -24,7 +24,7 @@ CHANNELS = {"Conv": 1, "Gemm": -1}
 
 
 def corrected_biases(
-    plan: GraphPlan, calibration: Calibration, params: Mapping[str, QuantParams], samples: int = 4
+    plan: GraphPlan, calibration: Calibration, params: Mapping[str, QuantParams], samples: int = 2
 ) -> dict[str, Array]:
     """The biases of layers that can have one, by the layers' names.
 
@@ -43,19 +43,22 @@ def corrected_biases(
     ['fc']
     """
     lines = {line.name: line for line in plan.quantized if line.type in CHANNELS and line.weight is not None}
+    if not lines:
+        return {}
     sums: dict[str, Array] = {}
     probes = {name: Probe(plan.found[name]) for name in lines}
     weights = {name: plan.graph.array(plan.found[name].weight) for name in lines}
+    coarse = {
+        name: fake_quantize(weights[name], weight_params(weights[name], line.weight))
+        for name, line in lines.items()
+        if line.weight is not None
+    }
     used = calibration.samples[:samples]
     for inputs in recorded_inputs(plan, lines, used):
         for name, x in inputs.items():
-            spec = lines[name].weight
-            if spec is None:
-                continue
-            coarse = fake_quantize(weights[name], weight_params(weights[name], spec))
             incoming = params.get(plan.found[name].data)
             seen = x if incoming is None else fake_quantize(x, incoming)
-            off = probes[name].run(x, weights[name]) - probes[name].run(seen, coarse)
+            off = probes[name].run(x, weights[name]) - probes[name].run(seen, coarse[name])
             axis = CHANNELS[lines[name].type] % off.ndim
             mean = off.mean(axis=tuple(i for i in range(off.ndim) if i != axis), dtype=np.float64)
             sums[name] = sums.get(name, 0.0) + mean / len(used)

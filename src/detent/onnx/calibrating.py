@@ -5,6 +5,7 @@ budget, only so many bytes of tensors are taken from a run, and the batches pass
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -207,20 +208,26 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
     wanted = list(dict.fromkeys(names))
     graph = Graph(model)
     made = [name for name in wanted if name not in graph.inputs]
-    session = make_session(_with_outputs(model, made), threads=threads)
+    with _more_outputs(model, made):
+        session = make_session(model, threads=threads)
     for feed in feeds:
         with refusals():
             results = dict(zip(made, session.run(made, feed), strict=True)) if made else {}
         yield {name: results[name] if name in results else feed[name] for name in wanted}
 
 
-def _with_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> ModelProto:
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    present = {value.name for value in copy.graph.output}
-    copy.graph.node.extend(nodes)
-    copy.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
-    return copy
+@contextmanager
+def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> Iterator[None]:
+    """A model with some more outputs for a while; a copy of a large one would be large."""
+    graph = model.graph
+    outputs, before = len(graph.output), len(graph.node)
+    present = {value.name for value in graph.output}
+    graph.node.extend(nodes)
+    graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
+    try:
+        yield
+    finally:
+        del graph.output[outputs:], graph.node[before:]
 
 
 def _groups(model: ModelProto, names: list[str], batches: Batches, budget: int) -> list[list[str]]:
@@ -231,7 +238,8 @@ def _groups(model: ModelProto, names: list[str], batches: Batches, budget: int) 
     graph = Graph(model)
     made = [name for name in names if name not in graph.inputs]
     shapes = [helper.make_node("Shape", [name], [f"{name}//shape"]) for name in made]
-    session = make_session(_with_outputs(model, [f"{name}//shape" for name in made], shapes))
+    with _more_outputs(model, [f"{name}//shape" for name in made], shapes):
+        session = make_session(model)
     found = session.run([f"{name}//shape" for name in made], feed) if made else []
     sizes = {name: 4 * prod(int(size) for size in shape) for name, shape in zip(made, found, strict=True)}
     groups: list[list[str]] = [[]]

@@ -3,6 +3,9 @@
 A Conv or Gemm with a float weight that stands between a DequantizeLinear and a QuantizeLinear is quantized by ONNX
 Runtime when it loads the model (seen in 1.31.1): per tensor and without a word, which can cost more than all other
 layers together. A Max with the lowest float between them changes no value and keeps the layer as it is.
+
+ONNX Runtime also gives every reader of dequantized data a DequantizeLinear of its own. Patterns of several float
+operators that begin with one tensor, such as GELU, are no longer found then: they read it behind such a Max, too.
 """
 
 import numpy as np
@@ -10,8 +13,9 @@ from onnx import NodeProto, TensorProto, helper
 
 from detent.qdq.graph import Graph
 
-__all__ = ["guard_float"]
+__all__ = ["guard_float", "share_floats"]
 
+LOWEST = "lowest_float"
 GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -26,15 +30,41 @@ def guard_float(graph: Graph) -> list[str]:
     (['fc'], ['DequantizeLinear', 'Max', 'Gemm', 'QuantizeLinear'])
     """
     found = [node for node in graph.nodes if node.op_type in GUARDED and _is_threatened(graph, node)]
-    if not found:
-        return []
-    lowest = graph.add_constant("lowest", np.asarray(np.finfo(np.float32).min, np.float32))
     for node in found:
-        source = node.input[0]
-        kept = graph.fresh(f"{source}_kept_float")
-        graph.insert([helper.make_node("Max", [source, lowest], [kept], name=f"{kept}_node")])
-        graph.give(node, 0, kept)
+        _keep(graph, node.input[0], [node])
     return [graph.node_name(node) for node in found]
+
+
+def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
+    if LOWEST not in graph.constants:
+        graph.add_constant(LOWEST, np.asarray(np.finfo(np.float32).min, np.float32))
+    kept = graph.fresh(f"{tensor}_kept_float")
+    graph.redirect(tensor, kept, readers)
+    graph.insert([helper.make_node("Max", [tensor, LOWEST], [kept], name=f"{kept}_node")])
+
+
+def share_floats(graph: Graph) -> list[str]:
+    """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names.
+
+    >>> from onnx import parser
+    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (uint8[1] x) => (float[1] y) <float s = {1.0}, uint8 z = {0}, float r = {1.4142135}, float o = {1.0}> {
+    ...       a = DequantizeLinear(x, s, z) b = Div(a, r) c = Erf(b) d = Add(c, o) y = Mul(a, d) }'''))
+    >>> share_floats(graph), [node.op_type for node in graph.finish().graph.node][:2]
+    (['a'], ['DequantizeLinear', 'Max'])
+    """
+    found = []
+    for node in [each for each in graph.nodes if each.op_type == "Erf"]:
+        scaled = graph.producer(node.input[0])
+        if scaled is None or scaled.op_type not in {"Mul", "Div"}:
+            continue
+        for tensor in scaled.input:
+            made = graph.producer(tensor)
+            readers = graph.consumers(tensor)
+            if made is not None and made.op_type == "DequantizeLinear" and len(readers) > 1:
+                _keep(graph, tensor, list(readers))
+                found.append(tensor)
+    return found
 
 
 def _is_threatened(graph: Graph, node: NodeProto) -> bool:

@@ -13,7 +13,7 @@ from detent.errors import NotCalibratedError
 from detent.granularity import PerAxis
 from detent.observers import MSE, Observer
 from detent.onnx.calibrating import Calibration
-from detent.onnx.guarding import guard_float
+from detent.onnx.guarding import guard_float, share_floats
 from detent.onnx.layers import Layer
 from detent.onnx.placing import Place
 from detent.onnx.planning import GraphPlan, LayerPlan
@@ -167,6 +167,7 @@ def insert(
     for line in plan.quantized:
         _write_layer(writer, line, plan.found[line.name], by_name[line.name], (biases or {}).get(line.name))
     guard_float(writer.graph)
+    share_floats(writer.graph)
     writer.graph.drop_unread()
     finished = writer.graph.finish()
     recipe = plan.recipe.to_json()

@@ -224,7 +224,14 @@ class _Placer:
         value = float(self.graph.array(node.input[numbers[0]]).item())
         if not np.isfinite(value) or value <= 0 or len(shape) > 1:
             return None
+        # Where float operators read the product, its codes are no use, and a fusion such as GELU's would break.
+        if not all(self._reads_codes(reader) for reader in self.graph.consumers(node.output[0])):
+            return None
         return value if node.op_type == "Mul" else 1 / value
+
+    def _reads_codes(self, node: NodeProto) -> bool:
+        layer = self.by_node.get(id(node))
+        return node.op_type in {*CHAINED, *MOVING} or (layer is not None and layer.name in self.specs)
 
     def _scale(self, node: NodeProto) -> None:
         source = next(self.chain[name] for name in node.input if name in self.chain)

@@ -64,6 +64,7 @@ def prepare(
     _name_nodes(graph)
     _drop_identities(graph)
     _compute_constants(graph)
+    _turn_weights(graph)
     fold(graph)
     graph.drop_unread()
     return _with_shapes(graph.finish())
@@ -135,6 +136,18 @@ def _drop_identities(graph: Graph) -> None:
             continue
         graph.redirect(old, new, graph.consumers(old))
         graph.remove([node])
+
+
+def _turn_weights(graph: Graph) -> None:
+    """Store the weights of Gemm as MatMul's, inputs first: the one order whose blocks runtimes multiply with."""
+    for node in graph.nodes:
+        turned = [each for each in node.attribute if each.name == "transB" and each.i]
+        if node.op_type != "Gemm" or not turned or node.input[1] not in graph.constants:
+            continue
+        weight = graph.array(node.input[1])
+        if weight.dtype == np.float32:
+            graph.give(node, 1, graph.add_constant(f"{node.input[1]}_turned", np.ascontiguousarray(weight.T)))
+            turned[0].i = 0
 
 
 def _compute_constants(graph: Graph) -> None:

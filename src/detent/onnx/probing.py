@@ -7,7 +7,6 @@ hundreds of times longer.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -27,6 +26,7 @@ ROWS = 512
 class Probe:
     """A layer of its own.
 
+    >>> import numpy as np
     >>> from onnx import parser
     >>> from detent.onnx.layers import layers_of
     >>> from detent.qdq import Graph
@@ -74,18 +74,19 @@ def _alone(node: NodeProto) -> ModelProto:
 def noise(reference: Array, found: Array) -> float:
     """The power of a difference.
 
+    >>> import numpy as np
     >>> noise(np.ones(2), np.zeros(2))
     2.0
     """
-    difference = (found - reference).ravel().astype(np.float64)
+    difference = (found - reference).ravel()
     return float(difference @ difference)
 
 
 def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Feed]) -> Iterator[Mapping[str, Array]]:
     """The data that come to some layers, sample after sample, by the layers' names.
 
+    >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
-    >>> import detent.onnx as qo
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
     >>> next(recorded_inputs(made, ["fc"], [{"x": np.float32([[2.0]])}]))

@@ -19,6 +19,7 @@ from detent.onnx.calibrating import Progress, calibrate
 from detent.onnx.clipping import choose_clipped
 from detent.onnx.damage import choose_float
 from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx.equalizing import equalize as equalize_channels
 from detent.onnx.inserting import choose_params, insert
 from detent.onnx.integers import kernels_of
 from detent.onnx.planning import GraphPlan, RecipeLike, plan
@@ -52,6 +53,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     skip: Iterable[str] = (),
     keep_float: Literal["auto", "none"] = "auto",
     bias_correction: bool = True,
+    equalize: bool = True,
     smooth: bool = True,
     memory_budget: int | None = None,
     progress: Progress | None = None,
@@ -72,6 +74,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         skip: names of nodes to leave in float, or globs of them.
         keep_float: "auto" leaves small layers in float that alone cause over a quarter of the noise at the outputs.
         bias_correction: add the mean error of a layer's output to its bias.
+        equalize: make the channels between convolutions equally large, where that helps.
         smooth: move outliers in the inputs of matrix products into their weights, where that helps.
         memory_budget: bytes of activations that may be held at once.
         progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
@@ -97,13 +100,19 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     original = load(model)
     batches = _checked_data(original, data, wanted)
     first = None if batches is None else batches.check_first()
+    size = original.ByteSize()
     prepared = prepare(original, low_bits=_needs_low_bits(wanted), feed=first, force=force)
+    del original  # a large model is large, and the source is still there
     made = plan(prepared, wanted, target=aim, skip=skip)
     path, steps = Path(output), list[str]()
     if batches is None:
         quantized = insert(made)
         save(quantized, path)
-        return _report(path, made, original, quantized, {}, steps, start)
+        return _report(path, made, size, quantized, {}, steps, start)
+    if equalize:
+        equalized, even = equalize_channels(made, batches.peek(SAMPLES))
+        steps += map(str, even)
+        made = plan(equalized, wanted, target=aim, skip=skip) if even else made
     if smooth:
         smoothed, done = smooth_inputs(made, batches.peek(SAMPLES), seed=seed)
         steps += map(str, done)
@@ -125,8 +134,8 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     biases = corrected_biases(made, seen, params) if bias_correction else {}
     quantized = insert(made, seen, params=params, biases=biases)
     save(quantized, path)
-    errors = output_sqnr(original, quantized, seen.samples)
-    return _report(path, made, original, quantized, errors, steps, start)
+    errors = output_sqnr(model, quantized, seen.samples)
+    return _report(path, made, size, quantized, errors, steps, start)
 
 
 def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:
@@ -150,7 +159,7 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 
 
 def output_sqnr(
-    before: ModelProto, after: ModelProto, feeds: Sequence[Feed], config: Mapping[str, str] | None = None
+    before: ModelSource, after: ModelProto, feeds: Sequence[Feed], config: Mapping[str, str] | None = None
 ) -> dict[str, float]:
     """The ratio of signal to quantization noise of every float output, in decibels, over some batches.
 
@@ -160,7 +169,7 @@ def output_sqnr(
     >>> output_sqnr(made, made, [{"x": np.float32([1.0])}])
     {'y': inf}
     """
-    names = Graph(before).outputs
+    names = Graph(after).outputs
     sessions = make_session(before), make_session(after, config=config)
     parts: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in names}
     for feed in feeds:
@@ -177,7 +186,7 @@ def output_sqnr(
 def _report(
     path: Path,
     made: GraphPlan,
-    before: ModelProto,
+    size: int,
     after: ModelProto,
     errors: Mapping[str, float],
     steps: list[str],
@@ -200,7 +209,7 @@ def _report(
     return QuantizeReport(
         path,
         made,
-        before.ByteSize(),
+        size,
         path.stat().st_size,
         layers,
         next(iter(errors.values()), None),

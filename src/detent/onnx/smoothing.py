@@ -32,7 +32,7 @@ __all__ = ["Smoothing", "smooth"]
 
 Array = NDArray[Any]
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-ROWS = 512
+ROWS = 256
 FREE, COSTLY = 0.95, 0.7  # the part of the noise that may be left where smoothing is folded away, and where it is not
 
 
@@ -85,10 +85,10 @@ def smooth(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
         if line.type in {"MatMul", "Gemm"} and line.input is not None and line.weight is not None:
             groups[plan.found[line.name].data].append(line.name)
             specs[line.name] = line.input, line.weight
+    if not groups or not samples:
+        return plan.model, []
     model = ModelProto()
     model.CopyFrom(plan.model)
-    if not groups or not samples:
-        return model, []
     graph, done = Graph(model), []
     rows = _rows(plan.model, list(groups), samples, np.random.default_rng(seed))
     for tensor, names in groups.items():

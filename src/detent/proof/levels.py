@@ -23,6 +23,7 @@ from detent.onnx.data import inputs_of, open_batches
 from detent.proof.activations import ActivationCheck
 from detent.proof.artifact import Artifact, is_bias
 from detent.proof.decoding import check_biases, check_decoding, check_limit
+from detent.proof.digests import check_digests
 from detent.proof.fused import Found, find_codes
 from detent.proof.kernels import KernelCheck, is_integer_kernel
 from detent.proof.openvino_run import OpenVino, is_installed
@@ -136,6 +137,8 @@ class _Verification:
                 self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
             check_decoding(self.artifact, weight, self.tally, count=known is None and not is_bias(weight))
             check_limit(self.artifact, weight, self.tally)
+        if not self.tally.differing:  # else the source has told more of it
+            check_digests(self.artifact, self.tally)
         if self.artifact.provenance is not None:
             check_biases(self.artifact, self.tally, biases, scales)
         self.missing = {name: tensor for name, tensor in state.items() if name not in found}

@@ -55,6 +55,7 @@ class Graph:
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
+        self._written = dict(self.constants)  # those that the model holds
         self.inputs = [value.name for value in graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in graph.output]
         self._infos: dict[str, ValueInfoProto] = {
@@ -195,11 +196,14 @@ class Graph:
         """The model with all changes, its nodes in order."""
         graph = self._proto
         nodes = [NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
-        tensors = list(self.constants.values())
-        kept = [TensorProto.FromString(tensor.SerializeToString()) for tensor in tensors]
-        del graph.node[:], graph.initializer[:]
+        del graph.node[:]
         graph.node.extend(nodes)
-        graph.initializer.extend(kept)
+        # Weights may be large: what stays is left where it is.
+        stays = {name for name, tensor in self._written.items() if self.constants.get(name) is tensor}
+        for i in reversed(range(len(graph.initializer))):
+            if graph.initializer[i].name not in stays:
+                del graph.initializer[i]
+        graph.initializer.extend(tensor for name, tensor in self.constants.items() if name not in stays)
         sort_nodes(graph)
         self.refresh()
         return self.model

