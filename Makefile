@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat peers docs wheel clean
+.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat bench-onnx peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,7 +64,12 @@ bench-qat: $(PEERED) ## time, weigh and test quantization-aware training beside 
 	$(RACE) benchmarks/qat_accuracy.py --peers --output benchmarks/results/qat_accuracy.json
 	$(RUN) benchmarks/render_qat.py
 
-peers: $(PEERED) ## the libraries that bench-qat compares with, in an environment of their own
+bench-onnx: $(PEERED) ## quantize ONNX files beside peers, and with each accuracy step left out; renew the tables of docs
+	$(RACE) benchmarks/onnx_ptq.py --patience 120 --output benchmarks/results/onnx_ptq.json
+	$(RUN) benchmarks/onnx_helpers.py --output benchmarks/results/onnx_helpers.json
+	$(RUN) benchmarks/render_onnx.py
+
+peers: $(PEERED) ## the libraries that bench-qat and bench-onnx compare with, in an environment of their own
 
 docs: $(STAMP) ## execute every snippet and example, resolve every link
 	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
@@ -97,7 +102,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 
 # An environment on top of the project's, with the very same torch and detent: its site-packages come first, the others
 # after them. Packages that disagree with the ones below are for the peers alone.
-PEER_PACKAGES := torchao brevitas nvidia-modelopt requests huggingface_hub
+PEER_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
 
 $(PEERED): $(STAMP) benchmarks/peers-constraints.txt
 	@rm -rf $(PEERS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
-TIMEOUT = 120 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference is slow
+TIMEOUT = 300 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference is slow
 
 
 def run(script, directory):

@@ -15,7 +15,7 @@ def weights(*shape, seed=0):
 
 
 class Maker:
-    """Builds a graph node by node: ``t = m.conv("x", 3, 8)``."""
+    """Builds a graph node by node: ``t = m.conv("x", 8, 8)``."""
 
     def __init__(self, opset=17, ir=8):
         self.nodes, self.tensors, self.opset, self.ir = [], [], opset, ir
@@ -54,7 +54,7 @@ class Maker:
         return helper.make_model(graph, opset_imports=opsets, ir_version=self.ir)
 
 
-def images(count=4, channels=3, side=8, batch=2, scale=1.0):
+def images(count=4, channels=8, side=8, batch=2, scale=1.0):
     return [
         {"x": (scale * np.random.default_rng(i).normal(size=(batch, channels, side, side))).astype(np.float32)}
         for i in range(count)
@@ -72,9 +72,9 @@ def operators(model) -> Counter:
 
 def conv_chain(activation="Relu"):
     m = Maker()
-    t = m.conv("x", 3, 16, name="first")
+    t = m.conv("x", 8, 16, name="first")
     t = m.add(activation, [t])
     t = m.conv(t, 16, 16, name="second")
     t = m.add(activation, [t])
     y = m.conv(t, 16, 4, name="last")
-    return m.model([("x", ["n", 3, 8, 8])], [y])
+    return m.model([("x", ["n", 8, 8, 8])], [y])

@@ -61,9 +61,9 @@ def test_inputs_without_outliers_are_left_alone():
 
 def test_bias_correction_removes_the_mean_error():
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16, name="first")])
+    t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
     t = m.add("Relu", [m.conv(t, 16, 16, name="second")])
-    model = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4, name="last")])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="last")])
     feeds = images(6)
     plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
     seen = qo.calibrate(plan, feeds)
@@ -138,10 +138,10 @@ def test_outliers_are_clipped_only_where_layers_gain():
 
 def test_tensors_on_their_way_out_keep_all_of_their_range():
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16, name="first")])
+    t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
     scores = m.add("Sigmoid", [t])
     y = m.conv(t, 16, 4, name="second")
-    model = m.model([("x", [2, 3, 8, 8])], [y, scores])
+    model = m.model([("x", [2, 8, 8, 8])], [y, scores])
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, images())
     assert t not in choose_clipped(plan, seen)
@@ -149,11 +149,11 @@ def test_tensors_on_their_way_out_keep_all_of_their_range():
 
 def test_channels_before_a_depthwise_convolution_are_equalized(tmp_path):
     m = Maker()
-    uneven = weights(16, 3, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
-    t = m.add("Relu", [m.conv("x", 3, 16, 1, weight=uneven, bias=False, name="before")])
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=uneven, bias=False, name="before")])
     even = weights(16, 1, 3, 3) / np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
     t = m.add("Relu", [m.conv(t, 16, 16, group=16, weight=even, name="depthwise")])
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4, name="behind")]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="behind")]), images()
     made, done = equalize(qo.plan(qo.prepare(model)), feeds)
     assert done[0].layers == ("before", "depthwise")
     assert done[0].strength == 1
@@ -169,9 +169,9 @@ def test_channels_before_a_depthwise_convolution_are_equalized(tmp_path):
 
 def test_grouped_readers_get_the_factors_of_their_own_inputs():
     m = Maker()
-    uneven = weights(8, 3, 1, 1) * np.logspace(-2, 0.5, 8, dtype=np.float32).reshape(-1, 1, 1, 1)
-    t = m.conv("x", 3, 8, 1, weight=uneven, name="before")
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 8, 6, group=2, name="grouped")]), images()
+    uneven = weights(16, 8, 1, 1) * np.logspace(-2, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
+    t = m.conv("x", 8, 16, 1, weight=uneven, name="before")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 6, group=2, name="grouped")]), images()
     made, done = equalize(qo.plan(qo.prepare(model)), feeds)
     assert done
     expected, found = (make_session(each).run(None, feeds[0])[0] for each in (model, made))
@@ -180,11 +180,11 @@ def test_grouped_readers_get_the_factors_of_their_own_inputs():
 
 def test_gelu_stays_one_operator():
     m = Maker()
-    t = m.conv("x", 3, 16)
+    t = m.conv("x", 8, 16)
     root, one, half = (m.constant(np.float32([value])) for value in (2**0.5, 1, 0.5))
     bent = m.add("Add", [m.add("Erf", [m.add("Div", [t, root])]), one])
     t = m.add("Mul", [m.add("Mul", [t, bent]), half])
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 16, 4)]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4)]), images()
     plan = qo.plan(qo.prepare(model))
     made = qo.insert(plan, qo.calibrate(plan, feeds))
     assert operators(made)["Gelu"] == 1

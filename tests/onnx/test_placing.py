@@ -39,9 +39,9 @@ def test_the_last_layer_keeps_a_float_result():
 def test_clip_is_redundant_and_its_bound_is_kept():
     m = Maker()
     low, high = m.constant(np.float32(0)), m.constant(np.float32(0.5))
-    t = m.add("Clip", [m.conv("x", 3, 16), low, high])
+    t = m.add("Clip", [m.conv("x", 8, 16), low, high])
     y = m.conv(t, 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     assert operators(made)["Clip"] == 0
     graph = Graph(made)
@@ -54,10 +54,10 @@ def test_clip_is_redundant_and_its_bound_is_kept():
 
 def test_residual_blocks_add_in_integers():
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16)])
+    t = m.add("Relu", [m.conv("x", 8, 16)])
     t = m.add("Relu", [m.add("Add", [m.conv(t, 16, 16), t])])
     y = m.conv(t, 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     found = operators(made)
     assert (found["QLinearAdd"], found["Add"], found["Relu"]) == (1, 0, 0)
@@ -66,10 +66,10 @@ def test_residual_blocks_add_in_integers():
 
 def test_swish_runs_in_integers():
     m = Maker()
-    t = m.conv("x", 3, 16)
+    t = m.conv("x", 8, 16)
     t = m.add("Mul", [t, m.add("Sigmoid", [t])])
     y = m.conv(t, 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     found = operators(made)
     assert (found["QLinearSigmoid"], found["QLinearMul"], found["Mul"]) == (1, 1, 0)
@@ -80,11 +80,11 @@ def test_hard_swish_written_out_runs_in_integers():
     m = Maker()
     three, zero, six = (m.constant(np.float32([value])) for value in (3, 0, 6))
     scalars = [m.constant(np.float32(value)) for value in (0, 6)]
-    t = m.conv("x", 3, 16)
+    t = m.conv("x", 8, 16)
     gate = m.add("Clip", [m.add("Add", [t, three]), *scalars])
     t = m.add("Div", [m.add("Mul", [t, gate]), six])
     y = m.conv(t, 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images(scale=3.0)
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images(scale=3.0)
     made, _ = quantized(model, feeds)
     found = operators(made)
     assert (found["QLinearAdd"], found["QLinearMul"], found["Div"], found["Clip"]) == (1, 1, 0, 0)
@@ -94,10 +94,10 @@ def test_hard_swish_written_out_runs_in_integers():
 
 def test_gates_are_quantized_for_their_product():
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16)])
+    t = m.add("Relu", [m.conv("x", 8, 16)])
     gate = m.add("HardSigmoid", [m.conv(m.add("GlobalAveragePool", [t]), 16, 16, 1)])
     y = m.conv(m.add("Mul", [t, gate]), 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     assert operators(made)["QLinearMul"] == 1
     close(model, made, feeds)
@@ -109,10 +109,10 @@ def test_gates_are_quantized_for_their_product():
 )
 def test_moving_operators_have_equal_parameters_on_both_sides(op, attributes):
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16)])
+    t = m.add("Relu", [m.conv("x", 8, 16)])
     moved = m.add(op, [t], **attributes)
     y = m.conv(moved, 16, 4) if op != "Flatten" else m.add("Gemm", [moved, m.constant(weights(1024, 5))])
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     graph = Graph(made)
     before, behind = (
@@ -127,9 +127,9 @@ def test_moving_operators_have_equal_parameters_on_both_sides(op, attributes):
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, "QLinearSigmoid"), (20.0, "Sigmoid")], ids=["alike", "mixed"])
 def test_what_follows_a_concat_of_very_different_ranges_stays_float(factor, kind):
     m = Maker()
-    parts = [m.conv("x", 3, 8), m.conv("x", 3, 8, weight=factor * weights(8, 3, 3, 3))]
+    parts = [m.conv("x", 8, 8), m.conv("x", 8, 8, weight=factor * weights(8, 8, 3, 3))]
     y = m.conv(m.add("Sigmoid", [m.add("Concat", parts, axis=1)]), 16, 4)
-    model, feeds = m.model([("x", [2, 3, 8, 8])], [y]), images()
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
     made, _ = quantized(model, feeds)
     assert operators(made)[kind] == 1
     close(model, made, feeds)
@@ -168,10 +168,10 @@ def test_tensors_that_only_layers_read_quantized_stay_float_for_others():
 
 def test_what_feeds_only_roots_and_logarithms_stays_float():
     m = Maker()
-    t = m.conv("x", 3, 8, name="spectrum")
+    t = m.conv("x", 8, 8, name="spectrum")
     power = m.add("Log", [m.add("Add", [m.add("Mul", [t, t]), m.constant(np.float32(1))])])
     y = m.conv(power, 8, 4, name="behind")
-    plan = qo.plan(qo.prepare(m.model([("x", [2, 3, 8, 8])], [y])))
+    plan = qo.plan(qo.prepare(m.model([("x", [2, 8, 8, 8])], [y])))
     assert [line.name for line in plan.quantized] == ["behind"]
     assert "logarithms" in plan.layers[0].reason
 
@@ -202,3 +202,13 @@ def test_rows_of_a_table_are_looked_up_as_codes():
     looked = make_session(made, optimise=False).run(None, {"ids": ids})[0]
     head = dt.fake_quantize(weights(16, 4, seed=1), dt.QuantParams.from_data("int8/axis1", weights(16, 4, seed=1)))
     np.testing.assert_allclose(looked[0], dt.fake_quantize(table, params) @ head, rtol=1e-5, atol=1e-6)
+
+
+def test_convolutions_of_few_channels_stay_float():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 16, name="pixels")])
+    model = m.model([("x", [2, 3, 8, 8])], [m.conv(m.add("Relu", [m.conv(t, 16, 16)]), 16, 4)])
+    plan = qo.plan(qo.prepare(model))
+    assert "3 channels in" in plan.layers[0].reason
+    assert len(plan.quantized) == 2
+    assert len(qo.plan(qo.prepare(model), target="openvino").quantized) == 3

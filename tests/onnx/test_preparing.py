@@ -23,15 +23,15 @@ def assert_same(before, after, feeds, tolerance=1e-5):
 def with_norm(op="Conv"):
     m = Maker()
     if op == "Conv":
-        t = m.conv("x", 3, 6, bias=False)
+        t = m.conv("x", 8, 6, bias=False)
     else:
-        t = m.add("ConvTranspose", ["x", m.constant(weights(3, 3, 3, 3))], group=1)
+        t = m.add("ConvTranspose", ["x", m.constant(weights(8, 3, 3, 3))], group=1)
     channels = 6 if op == "Conv" else 3
     parts = [m.constant(np.random.default_rng(i).uniform(0.5, 2, channels).astype(np.float32)) for i in range(4)]
     t = m.add("BatchNormalization", [t, *parts])
     t = m.add("Mul", [t, m.constant(np.float32(0.5))])
     t = m.add("Sub", [t, m.constant(np.arange(channels, dtype=np.float32).reshape(1, -1, 1, 1))])
-    return m.model([("x", [2, 3, 8, 8])], [m.add("Relu", [t])])
+    return m.model([("x", [2, 8, 8, 8])], [m.add("Relu", [t])])
 
 
 @pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
@@ -54,20 +54,20 @@ def test_grouped_transposed_convolutions_fold_by_group():
 
 def test_nothing_is_folded_into_a_result_that_others_read():
     m = Maker()
-    t = m.conv("x", 3, 6)
+    t = m.conv("x", 8, 6)
     scaled = m.add("Mul", [t, m.constant(np.float32(2))])
-    model = m.model([("x", [2, 3, 8, 8])], [m.add("Add", [t, scaled])])
+    model = m.model([("x", [2, 8, 8, 8])], [m.add("Add", [t, scaled])])
     assert "Mul" in kinds(qo.prepare(model))
 
 
 def test_constants_of_all_kinds_become_initializers():
     m = Maker()
     m.nodes.append(helper.make_node("Constant", [], ["two"], value_float=2.0))
-    m.nodes.append(helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights(3, 6, 1, 1), "w")))
+    m.nodes.append(helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(weights(8, 6, 1, 1), "w")))
     m.nodes.append(helper.make_node("Identity", ["w"], ["copy"]))
     turned = m.add("Transpose", ["copy"], perm=[1, 0, 2, 3])
     t = m.add("Conv", ["x", turned], name="layer")
-    model = m.model([("x", [2, 3, 8, 8])], [m.add("Mul", [t, "two"])])
+    model = m.model([("x", [2, 8, 8, 8])], [m.add("Mul", [t, "two"])])
     model.graph.input.append(helper.make_tensor_value_info("unused", TensorProto.FLOAT, [1]))
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "unused"))
     made = qo.prepare(model)

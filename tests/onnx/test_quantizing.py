@@ -53,12 +53,12 @@ def test_report_and_file(tmp_path):
 
 def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):
     m = Maker()
-    dead = weights(16, 3, 3, 3)
+    dead = weights(16, 8, 3, 3)
     dead[5] = 0
-    t = m.add("Relu", [m.conv("x", 3, 16, weight=dead, name="dense")])
+    t = m.add("Relu", [m.conv("x", 8, 16, weight=dead, name="dense")])
     t = m.add("Relu", [m.conv(t, 16, 16, group=16, name="depthwise")])
     y = m.conv(t, 16, 4, name="last")
-    quantize(m.model([("x", [2, 3, 8, 8])], [y]), tmp_path, keep_float="none")
+    quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path, keep_float="none")
     tensors, graph = codes_of(tmp_path / "q.onnx")
     assert tensors["dense"].data_type == TensorProto.UINT8
     assert tensors["depthwise"].data_type == TensorProto.INT8
@@ -131,12 +131,12 @@ def test_sixteen_bits_are_said_to_run_in_float():
 
 def test_biases_that_would_overflow_widen_their_channel(tmp_path):
     m = Maker()
-    weight, bias = weights(16, 3, 3, 3), np.zeros(16, np.float32)
+    weight, bias = weights(16, 8, 3, 3), np.zeros(16, np.float32)
     weight[0] *= 1e-7
     bias[0] = 1e4
     t = m.add("Conv", ["x", m.constant(weight), m.constant(bias)], pads=[1] * 4, name="first")
     y = m.conv(m.add("Relu", [t]), 16, 4)
-    report = quantize(m.model([("x", [2, 3, 8, 8])], [y]), tmp_path, keep_float="none", bias_correction=False)
+    report = quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path, keep_float="none", bias_correction=False)
     assert report.output_sqnr_db > 20
 
 
@@ -225,17 +225,17 @@ def test_bad_arguments_are_told_before_anything_is_written(options, kind, words,
 
 def test_nan_inside_the_model_names_tensor_and_batch(tmp_path):
     m = Maker()
-    t = m.add("Log", [m.conv("x", 3, 8)])
-    model = m.model([("x", [2, 3, 8, 8])], [m.conv(t, 8, 4)])
+    t = m.add("Log", [m.conv("x", 8, 8)])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 8, 4)])
     with pytest.raises(dt.NaNError, match=r"'t2'.*batch 0"):
         quantize(model, tmp_path)
 
 
 def test_foreign_operators_are_left_alone(tmp_path):
     m = Maker()
-    t = m.add("Relu", [m.conv("x", 3, 16)])
+    t = m.add("Relu", [m.conv("x", 8, 16)])
     m.nodes.append(helper.make_node("Gelu", [t], ["g"], name="foreign", domain="com.microsoft"))
-    model = m.model([("x", [2, 3, 8, 8])], [m.conv("g", 16, 4)], domains=["com.microsoft"])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv("g", 16, 4)], domains=["com.microsoft"])
     report = quantize(model, tmp_path)
     assert "Gelu" in operators(qo.load(report.output))
     assert report.output_sqnr_db > 25

@@ -20,7 +20,7 @@ from detent.qdq.graph import Graph
 
 __all__ = ["choose_clipped"]
 
-SAMPLES = 2
+SAMPLES = 1
 GAIN = 0.98  # clipping must make something better
 
 

@@ -27,6 +27,7 @@ from detent.qdq.tensors import element_type
 __all__ = ["Switches", "choose_float"]
 
 SHARE, LARGEST, MOST = 0.25, 0.1, 5
+HELPS = 0.9  # the part of the noise that may be left without a layer
 Array = NDArray[Any]
 
 
@@ -113,9 +114,10 @@ class Switches:
         flags = [flag for name in layers for flag in self._of_layer[name]]
         return self._noise(flags)
 
-    def all_noise(self) -> float:
-        """The same when everything is quantized."""
-        return self._noise(self._flags)
+    def all_noise(self, but: Iterable[str] = ()) -> float:
+        """The same when everything is quantized but some layers."""
+        off = {flag for name in but for flag in self._of_layer[name]}
+        return self._noise(flag for flag in self._flags if flag not in off)
 
     def _noise(self, flags: Iterable[str]) -> float:
         self.runs += 1
@@ -166,7 +168,9 @@ def _makes(plan: GraphPlan, name: str, tensor: str) -> bool:
 
 
 def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> dict[str, float]:
-    """The layers that cause more than a quarter of all noise and hold few weights, with their share of it; at most 5.
+    """The layers that cause more than a quarter of all noise, hold few weights and are better left out; at most 5.
+
+    Each comes with its share of the noise.
 
     >>> import detent.onnx as qo
     >>> from onnx import parser
@@ -184,4 +188,9 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     limit = LARGEST * plan.nbytes_before
     small = {name: noise for name, noise in caused.items() if sizes[name] < limit}
     ranked = sorted(small, key=lambda name: -small[name] / sizes[name])
-    return {name: small[name] / total for name in ranked[:MOST]}
+    kept, left = dict[str, float](), total
+    for name in ranked[:MOST]:  # where noise is as large as the signal, less of it in one place may be more in all
+        without = switches.all_noise([*kept, name])
+        if without < HELPS * left:
+            kept[name], left = small[name] / total, without
+    return kept

@@ -127,7 +127,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     )
     params = choose_params(made, seen, choose_clipped(made, seen) if observer is None else None)
     if keep_float == "auto":
-        hurting = choose_float(made, params, seen.samples[:1])
+        hurting = choose_float(made, params, seen.samples[:2])
         steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in hurting.items()]
         made = made.without(hurting, "it alone causes more than a quarter of the noise")
         params = choose_params(made, seen, None) | params if hurting else params

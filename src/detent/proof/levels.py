@@ -111,6 +111,8 @@ class _Verification:
         finally:
             if self.second is not None:
                 self.second.close()
+        if 1 in self.levels and not self.tally.differing:  # else the source has told more of it
+            check_digests(self.artifact, self.tally)
         return self._report(count)
 
     def _weights(self) -> None:
@@ -137,8 +139,6 @@ class _Verification:
                 self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
             check_decoding(self.artifact, weight, self.tally, count=known is None and not is_bias(weight))
             check_limit(self.artifact, weight, self.tally)
-        if not self.tally.differing:  # else the source has told more of it
-            check_digests(self.artifact, self.tally)
         if self.artifact.provenance is not None:
             check_biases(self.artifact, self.tally, biases, scales)
         self.missing = {name: tensor for name, tensor in state.items() if name not in found}
