@@ -27,6 +27,7 @@ from detent.qdq.tensors import element_type
 __all__ = ["Switches", "choose_float"]
 
 SHARE, LARGEST, MOST = 0.25, 0.1, 5
+LITTLE = 1e-4  # of an output's power: noise that nobody has to be left in float for
 HELPS = 0.9  # the part of the noise that may be left without a layer
 Array = NDArray[Any]
 
@@ -114,6 +115,11 @@ class Switches:
         flags = [flag for name in layers for flag in self._of_layer[name]]
         return self._noise(flags)
 
+    @property
+    def count(self) -> int:
+        """How many outputs are compared in all."""
+        return len(self._names) * len(self._samples)
+
     def all_noise(self, but: Iterable[str] = ()) -> float:
         """The same when everything is quantized but some layers."""
         off = {flag for name in but for flag in self._of_layer[name]}
@@ -181,7 +187,7 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     """
     switches = Switches(plan, params, samples)
     total = switches.all_noise()
-    if not np.isfinite(total) or total <= 0:
+    if not np.isfinite(total) or total <= LITTLE * switches.count:
         return {}
     caused = switches.worst(SHARE * total)
     sizes = {line.name: line.nbytes_before for line in plan.layers}
