@@ -15,6 +15,7 @@ from page import placed
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
 RESULT = ROOT / "benchmarks" / "results" / "onnx_ptq.json"
+HELPERS = ROOT / "benchmarks" / "results" / "onnx_helpers.json"
 FAILED = "failed"
 PACKAGES = ("onnxruntime", "onnx", "nncf", "openvino")
 
@@ -33,6 +34,24 @@ def rendered(result: dict) -> dict[str, str]:
         "onnx-openvino": _table(result, "mean SQNR in OpenVINO, difference to ONNX Runtime", _openvino),
         "onnx-notes": _notes(result),
     }
+
+
+def rendered_helpers(result: dict) -> dict[str, str]:
+    """The table of the accuracy steps, by the name of its section."""
+    models = result["models"]
+    ways = list(next(iter(models.values())))
+    lines = [_line("mean SQNR in dB, decisions as of float", *models), "|---|" + "--:|" * len(models)]
+    for way in ways:
+        rows = [about[way] for about in models.values()]
+        cells = [f"{_mean(row['sqnr_db']):.1f}, {row['agreement']:.1%}" for row in rows]
+        lines.append(_line(f"**{way}**" if way == ways[0] else way, *cells))
+    means = {way: _mean([_mean(about[way]["sqnr_db"]) for about in models.values()]) for way in ways}
+    worth = [f"{way} {means[ways[0]] - means[way]:.1f} dB" for way in ways[1:]]
+    return {"onnx-helpers": "\n".join([*lines, "", f"What is lost on the mean of the models: {', '.join(worth)}."])}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _reading(found: list[Verdict]) -> str:
@@ -137,8 +156,9 @@ def _line(*cells: str) -> str:
 def main() -> None:
     """Rewrite the page."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
+    helpers = json.loads(HELPERS.read_text(encoding="utf-8"))
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(placed(page, rendered(result)), encoding="utf-8")
+    PAGE.write_text(placed(page, rendered(result) | rendered_helpers(helpers)), encoding="utf-8")
 
 
 if __name__ == "__main__":

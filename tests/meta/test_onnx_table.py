@@ -4,6 +4,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -163,3 +164,21 @@ def test_float_stands_first(render, made):
 )
 def test_reasons_are_short(render, text, expected):
     assert importlib.import_module("onnx_errors").first_line(ValueError(text)) == expected
+
+
+def test_the_table_of_steps_is_rendered(render):
+    page = render.PAGE.read_text(encoding="utf-8")
+    result = json.loads(render.HELPERS.read_text(encoding="utf-8"))
+    assert set(result["models"]) == set(MODELS)
+    sections = render.rendered_helpers(result)
+    assert sections["onnx-helpers"] in page
+    assert render.placed(page, sections) == page
+
+
+def test_steps_are_on_by_default_because_they_help(render):
+    """On the mean over the zoo no step does harm beyond what chance does."""
+    models = json.loads(render.HELPERS.read_text(encoding="utf-8"))["models"].values()
+    ways = list(next(iter(models)))
+    means = {way: np.mean([np.mean(about[way]["sqnr_db"]) for about in models]) for way in ways}
+    assert means["all"] > means["none of them"] + 3
+    assert all(means["all"] > means[way] - 0.5 for way in ways)
