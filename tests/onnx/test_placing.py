@@ -194,7 +194,7 @@ def test_rows_of_a_table_are_looked_up_as_codes():
     plan = qo.plan(qo.prepare(model), "w8a16")
     made = qo.insert(plan)
     graph = Graph(made)
-    gather = next(node for node in graph.nodes if node.name == "words")
+    gather = next(node for node in graph.nodes if node.op_type == "Gather" and node.input[0] == "table_codes")
     assert graph.array(gather.input[0]).dtype == np.int8
     assert not [name for name in graph.constants if graph.array(name).shape == (50, 16) and graph.kind(name) == 1]
     ids = np.arange(50).reshape(1, -1)

@@ -147,7 +147,10 @@ def test_weights_of_two_layers_that_are_one_stay_one_value(tmp_path):
     model = m.model([("x", [1, "n", 16])], [m.add("MatMul", [t, shared], name="b")])
     report = quantize(model, tmp_path, rows(), smooth=False)
     assert report.output_sqnr_db > 30
-    assert "shared" not in Graph(qo.load(report.output)).constants
+    constants = Graph(qo.load(report.output)).constants
+    assert "shared" not in constants
+    assert len([name for name in constants if name.endswith("_codes")]) == 1
+    assert all(layer.in_integers for layer in report.layers)
 
 
 def test_bodies_of_if_are_listed():

@@ -24,7 +24,7 @@ from detent.onnx.planning import GraphPlan
 from detent.qdq.graph import Graph
 from detent.qdq.sessions import make_session, refusals
 
-__all__ = ["Calibration", "calibrate", "record"]
+__all__ = ["Calibration", "calibrate", "record", "tensor_groups"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -112,7 +112,7 @@ def calibrate(
     kept = _Kept(batches)
     groups = [list(seen)]
     if memory_budget is not None:
-        groups = _groups(plan.model, list(seen), batches, memory_budget)
+        groups = tensor_groups(plan, batches, memory_budget)
     if checkpoint is not None and len(groups) > 1:
         raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
     for number, names in enumerate(groups):
@@ -230,17 +230,27 @@ def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto
         del graph.output[outputs:], graph.node[before:]
 
 
-def _groups(model: ModelProto, names: list[str], batches: Batches, budget: int) -> list[list[str]]:
-    """Tensors that fit the budget together; sizes are those of the first batch."""
-    feed = next(iter(batches), None) if batches.is_repeatable else None
-    if feed is None:
-        raise SpecError("a memory budget needs data that can be read more than once: give a list, a file or a folder")
-    graph = Graph(model)
-    made = [name for name in names if name not in graph.inputs]
+def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
+    """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch.
+
+    Raises:
+        SpecError: several passes are needed over data that can be read once.
+
+    >>> import detent.onnx as qo
+    >>> from onnx import parser
+    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
+    >>> tensor_groups(made, open_batches([np.float32([[2.0]])], inputs_of(made.model)), 100)
+    [['x']]
+    """
+    model, names = plan.model, list(_observers(plan, None))
+    made = [name for name in names if name not in plan.graph.inputs]
     shapes = [helper.make_node("Shape", [name], [f"{name}//shape"]) for name in made]
-    with _more_outputs(model, [f"{name}//shape" for name in made], shapes):
+    outputs = [f"{name}//shape" for name in made]
+    with _more_outputs(model, outputs, shapes):
         session = make_session(model)
-    found = session.run([f"{name}//shape" for name in made], feed) if made else []
+    with refusals():
+        found = session.run(outputs, batches.check_first()) if made else []
     sizes = {name: 4 * prod(int(size) for size in shape) for name, shape in zip(made, found, strict=True)}
     groups: list[list[str]] = [[]]
     used = 0
@@ -251,4 +261,9 @@ def _groups(model: ModelProto, names: list[str], batches: Batches, budget: int) 
             used = 0
         groups[-1].append(name)
         used += size
+    if len(groups) > 1 and not batches.is_repeatable:
+        raise SpecError(
+            f"the tensors of a batch take {sum(sizes.values()):,} bytes, a budget of {budget:,} needs {len(groups)} "
+            "passes, and the data can be read once: give a list, a file or a folder, which can be read more than once"
+        )
     return groups

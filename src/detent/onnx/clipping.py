@@ -17,6 +17,7 @@ from detent.onnx.planning import GraphPlan
 from detent.onnx.probing import Probe, noise, recorded_inputs
 from detent.ops import fake_quantize
 from detent.qdq.graph import Graph
+from detent.qdq.order import reads
 
 __all__ = ["choose_clipped"]
 
@@ -80,5 +81,5 @@ def _leaving(graph: Graph, stops: Iterable[str]) -> set[str]:
     found = set(graph.outputs)
     for node in reversed(graph.nodes):
         if found & set(node.output) and not made_by_layers & set(node.output) and node.op_type != "Shape":
-            found.update(name for name in node.input if name)
+            found.update(reads(node))
     return found

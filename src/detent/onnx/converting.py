@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, version_converter
+from onnx import ModelProto, defs, version_converter
 
 from detent.errors import UnsupportedError
 from detent.qdq.graph import MAIN, Graph
@@ -71,11 +71,17 @@ def _compare(before: ModelProto, after: ModelProto, feed: Mapping[str, NDArray[A
     for name, old, new in zip(Graph(before).outputs, *results, strict=True):
         if np.shape(old) == np.shape(new) and _close(np.asarray(old), np.asarray(new)):
             continue
-        kinds = sorted({node.op_type for node in before.graph.node})
         raise UnsupportedError(
-            f"converted from operator set {opsets[0]} to {opsets[1]}, the model computes another {name!r}: one of its "
-            f"operators changed ({', '.join(kinds)}); export it with operator set {opsets[1]}"
+            f"converted from operator set {opsets[0]} to {opsets[1]}, the model computes another {name!r}: between "
+            f"these {', '.join(_changed(before, *opsets)) or 'no operators'} changed; export it with operator set "
+            f"{opsets[1]}"
         )
+
+
+def _changed(model: ModelProto, old: int, new: int) -> list[str]:
+    """The operators of a model whose definition changed between two operator sets."""
+    kinds = {node.op_type for node in model.graph.node if node.domain in MAIN}
+    return sorted(kind for kind in kinds if old < defs.get_schema(kind, new).since_version <= new)
 
 
 def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:

@@ -97,8 +97,11 @@ def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list
     seen: dict[str, list[Array]] = {each.tensor: [] for each in between}
     for found in record(plan.model, seen, used):
         for name, values in found.items():
-            seen[name].append(values)
+            if values.size:
+                seen[name].append(values)
     for each in between:
+        if not seen[each.tensor]:
+            continue
         # Weights may have been changed by the tensor before.
         weights = [graph.array(by_name[line.name].input[1]) for line in each.readers]
         chosen = _choose(plan, each, seen[each.tensor], weights)
@@ -119,7 +122,7 @@ def _find(plan: GraphPlan) -> list[_Between]:
     for node in graph.nodes:
         if node.op_type != "Conv" or node.input[1] not in graph.constants:
             continue
-        if len(node.input) > 2 and node.input[2] not in graph.constants:
+        if len(node.input) > 2 and node.input[2] and node.input[2] not in graph.constants:
             continue
         tensor = _result(graph, node)
         readers = [lines.get(graph.node_name(each)) for each in graph.consumers(tensor)]

@@ -45,7 +45,7 @@ def fold(graph: Graph) -> int:
 def _fold_next(graph: Graph, layer: NodeProto) -> bool:
     """Fold the node after a layer into it, if that is possible."""
     result = layer.output[0]
-    if layer.input[1] not in graph.constants or (len(layer.input) > 2 and layer.input[2] not in graph.constants):
+    if any(name and name not in graph.constants for name in layer.input[1:]):
         return False
     readers = graph.consumers(result)
     if len(readers) != 1 or result in graph.outputs or result in graph.captured:
@@ -104,6 +104,8 @@ def _affine(graph: Graph, node: NodeProto, x: str, channels: int, rank: int) -> 
     if any(size != 1 for axis, size in enumerate(aligned.shape) if axis != 1) or aligned.shape[1] not in {1, channels}:
         return None
     values = np.broadcast_to(aligned.ravel(), channels).astype(np.float64)
+    if node.op_type == "Div" and not values.all():
+        return None
     ones, zeros = np.ones(channels), np.zeros(channels)
     return {
         "Add": (ones, values),

@@ -15,7 +15,6 @@ from detent.qdq.graph import Graph
 
 __all__ = ["guard_float", "share_floats"]
 
-LOWEST = "lowest_float"
 GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
@@ -36,11 +35,10 @@ def guard_float(graph: Graph) -> list[str]:
 
 
 def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
-    if LOWEST not in graph.constants:
-        graph.add_constant(LOWEST, np.asarray(np.finfo(np.float32).min, np.float32))
+    lowest = graph.add_constant("lowest_float", np.asarray(np.finfo(np.float32).min, np.float32))
     kept = graph.fresh(f"{tensor}_kept_float")
     graph.redirect(tensor, kept, readers)
-    graph.insert([helper.make_node("Max", [tensor, LOWEST], [kept], name=f"{kept}_node")])
+    graph.insert([helper.make_node("Max", [tensor, lowest], [kept], name=f"{kept}_node")])
 
 
 def share_floats(graph: Graph) -> list[str]:
@@ -60,9 +58,9 @@ def share_floats(graph: Graph) -> list[str]:
             continue
         for tensor in scaled.input:
             made = graph.producer(tensor)
-            readers = graph.consumers(tensor)
+            readers = [each for each in graph.consumers(tensor) if each is scaled or each.op_type == "Mul"]
             if made is not None and made.op_type == "DequantizeLinear" and len(readers) > 1:
-                _keep(graph, tensor, list(readers))
+                _keep(graph, tensor, readers)
                 found.append(tensor)
     return found
 

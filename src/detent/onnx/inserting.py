@@ -10,7 +10,6 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent import __version__
 from detent.errors import NotCalibratedError
-from detent.granularity import PerAxis
 from detent.observers import MSE, Observer
 from detent.onnx.calibrating import Calibration
 from detent.onnx.guarding import guard_float, share_floats
@@ -19,6 +18,7 @@ from detent.onnx.placing import Place
 from detent.onnx.planning import GraphPlan, LayerPlan
 from detent.ops import quantize
 from detent.params import QuantParams
+from detent.qdq.gathering import gather
 from detent.qdq.graph import Graph
 from detent.qdq.nodes import Quantization, dequantize_node, needs_clip, quantize_node
 from detent.qdq.provenance import Provenance
@@ -107,6 +107,15 @@ def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
 
 
 @dataclass
+class _Stored:
+    """The constants of a quantized weight, and what they are dequantized to."""
+
+    names: tuple[str, str, str]
+    how: Quantization
+    back: str = ""
+
+
+@dataclass
 class _Writer:
     """What is written so far."""
 
@@ -119,6 +128,7 @@ class _Writer:
     groups: dict[str, QuantParams]
     codes: dict[str, str]
     places: list[Place] = field(default_factory=list)
+    stored: dict[tuple[str, QuantParams, Container], _Stored] = field(default_factory=dict)
 
 
 def insert(
@@ -273,46 +283,38 @@ def _write_layer(writer: _Writer, line: LayerPlan, layer: Layer, node: NodeProto
     if bias is not None and incoming is not None:
         params = _widened(params, bias, incoming)
     if layer.node.op_type == "Gather":
-        _write_table(writer, node, layer, weight, params)
+        container = target.weight_container(params.spec.format, depthwise=True, least=EIGHT)
+        stored = _store(writer, layer, weight, params, container)
+        nodes = gather(graph, node, stored.names, stored.how, weight.shape, graph.fresh(f"{layer.weight}_rows"))
+        graph.remove([node])
+        graph.insert(nodes)
         return
     least = EIGHT if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
     container = target.weight_container(params.spec.format, depthwise=layer.depthwise, least=least)
-    codes = _write_codes(writer, layer, weight, params, container)
-    how = Quantization.of(params, container, weight.ndim)
-    scale = graph.add_constant(f"{layer.weight}_scale", how.scale)
-    zero = graph.add_constant(f"{layer.weight}_zero_point", how.zero_point, how.kind)
-    back = graph.fresh(f"{layer.weight}_dequantized")
-    graph.insert([dequantize_node(codes, scale, zero, back, how)])
-    graph.give(node, 1, back)
+    stored = _store(writer, layer, weight, params, container)
+    if not stored.back:
+        stored.back = graph.fresh(f"{layer.weight}_dequantized")
+        graph.insert([dequantize_node(*stored.names, stored.back, stored.how)])
+    graph.give(node, 1, stored.back)
     if bias is not None and incoming is not None:
-        _write_bias(graph, node, layer, bias, np.float32(incoming.scale) * how.scale)
+        _write_bias(graph, node, layer, bias, np.float32(incoming.scale) * stored.how.scale)
 
 
-def _write_codes(writer: _Writer, layer: Layer, weight: Array, params: QuantParams, container: Container) -> str:
-    codes = quantize(weight, params).codes
+def _store(writer: _Writer, layer: Layer, weight: Array, params: QuantParams, container: Container) -> _Stored:
+    """The constants of a weight; layers that share it share them."""
+    key = layer.weight, params, container
+    if key in writer.stored:
+        return writer.stored[key]
+    graph, codes = writer.graph, quantize(weight, params).codes
     if params.spec.format.is_integer:
         codes = codes.astype(np.int32) + container.shift
-    name = writer.graph.add_constant(f"{layer.weight}_codes", codes, container.kind)
+    how = Quantization.of(params, container, weight.ndim)
+    name = graph.add_constant(f"{layer.weight}_codes", codes, container.kind)
+    scale = graph.add_constant(f"{layer.weight}_scale", how.scale)
+    zero = graph.add_constant(f"{layer.weight}_zero_point", how.zero_point, how.kind)
     writer.weights[name] = layer.name
-    return name
-
-
-def _write_table(writer: _Writer, node: NodeProto, layer: Layer, weight: Array, params: QuantParams) -> None:
-    """Look codes up and dequantize the rows that were found, never the whole table."""
-    graph = writer.graph
-    codes = _write_codes(writer, layer, weight, params, Container(TensorProto.INT8))
-    per_row = isinstance(params.spec.granularity, PerAxis)
-    scale = graph.add_constant(f"{layer.weight}_scale", params.scale.reshape(-1, 1) if per_row else params.scale)
-    rows, floats, result = graph.fresh(f"{layer.weight}_rows"), graph.fresh(f"{layer.weight}_floats"), node.output[0]
-    graph.give(node, 0, codes)
-    graph.rename(result, rows)
-    nodes = [helper.make_node("Cast", [rows], [floats], name=f"{floats}_node", to=TensorProto.FLOAT)]
-    if per_row:
-        found = graph.fresh(f"{layer.weight}_row_scales")
-        nodes.append(helper.make_node("Gather", [scale, node.input[1]], [found], name=f"{found}_node", axis=0))
-        scale = found
-    nodes.append(helper.make_node("Mul", [floats, scale], [result], name=f"{layer.weight}_dequantized_node"))
-    graph.insert(nodes)
+    writer.stored[key] = _Stored((name, scale, zero), how)
+    return writer.stored[key]
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:

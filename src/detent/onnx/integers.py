@@ -47,5 +47,5 @@ def _by_name(operators: Mapping[str, str], written: Graph, layer: str) -> str:
     if layer in operators:
         return operators[layer]
     outputs = next((node.op_type for node in written.nodes if node.name == layer), "")
-    near = [kind for name, kind in operators.items() if name.startswith(f"{layer}_") and kind in INTEGER]
+    near = [kind for name, kind in operators.items() if name.startswith(f"{layer}_token_") and kind in INTEGER]
     return near[0] if near else outputs

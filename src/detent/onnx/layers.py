@@ -41,7 +41,7 @@ class Layer:
         shape: the weight's shape.
         axis: the weight's axis of output channels.
         bias: the name of its bias, "" where it has none.
-        depthwise: whether each channel is convolved by itself.
+        depthwise: whether each channel is convolved by itself into one.
         reason: why it cannot be quantized, "" where it can.
 
     >>> Layer(NodeProto(), "fc", ("MatMul",), "x", "w", (2, 3), 1).inner
@@ -78,17 +78,21 @@ def layers_of(graph: Graph) -> Iterator[Layer]:
     [(('MatMul', 'Linear'), 'w', 1, '')]
     """
     for node in graph.nodes:
-        for body in subgraphs(node):
-            for inner in body.node:
-                if inner.op_type in WEIGHTED and inner.op_type != "Gather":
-                    name = f"{graph.node_name(node)}/{inner.name or inner.op_type + '_' + inner.output[0]}"
-                    yield Layer(
-                        inner, name, (inner.op_type,), reason=f"inside the body of {node.op_type} {node.name!r}"
-                    )
+        yield from _inside(node, graph.node_name(node))
         if node.op_type in WEIGHTED and node.domain in MAIN:
             found = _layer(graph, node)
             if found is not None:
                 yield found
+
+
+def _inside(node: NodeProto, name: str) -> Iterator[Layer]:
+    """The layers in the bodies of a node, and in bodies within them, which are listed and left alone."""
+    for body in subgraphs(node):
+        for inner in body.node:
+            own = f"{name}/{inner.name or inner.op_type + '_' + ''.join(inner.output[:1])}"
+            if inner.op_type in WEIGHTED and inner.op_type != "Gather":
+                yield Layer(inner, own, (inner.op_type,), reason=f"inside the body of {node.op_type} {name!r}")
+            yield from _inside(inner, own)
 
 
 def _layer(graph: Graph, node: NodeProto) -> Layer | None:
@@ -99,6 +103,9 @@ def _layer(graph: Graph, node: NodeProto) -> Layer | None:
     weight = node.input[place]
     if op == "Gather" and not _is_table(graph, node):
         return None
+    made = graph.producer(weight)
+    if made is not None and made.op_type == "DequantizeLinear":
+        return Layer(node, name, (op,), reason="its weight is quantized already")
     if weight not in graph.constants:
         constant = node.input[0] in graph.constants
         return Layer(
@@ -125,7 +132,7 @@ def _layer(graph: Graph, node: NodeProto) -> Layer | None:
         shape,
         axis,
         bias,
-        op == "Conv" and groups > 1 and len(shape) > 1 and shape[1] == 1,
+        op == "Conv" and 1 < groups == shape[0] and shape[1] == 1,
         reason,
     )
 
@@ -141,7 +148,21 @@ def _is_table(graph: Graph, node: NodeProto) -> bool:
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False
-    return len(graph.constants[table].dims) == MATRIX and attribute_of(node, "axis", 0) == 0
+    rows = len(graph.constants[table].dims) == MATRIX and attribute_of(node, "axis", 0) == 0
+    return rows and _leads_to_layer(graph, node)
+
+
+def _leads_to_layer(graph: Graph, node: NodeProto) -> bool:
+    """Whether a layer reads what is made of a node's result: anchors at the end of a detector are no embeddings."""
+    seen: set[str] = set()
+    pending = list(node.output)
+    while pending:
+        for reader in graph.consumers(pending.pop()):
+            if reader.op_type in WEIGHTED and reader.op_type != "Gather":
+                return True
+            pending += [name for name in reader.output if name and name not in seen]
+            seen.update(reader.output)
+    return False
 
 
 def _misfit(node: NodeProto, shape: tuple[int, ...]) -> str:

@@ -20,6 +20,7 @@ from onnx import NodeProto, TensorProto
 
 from detent.onnx.layers import Layer
 from detent.qdq.graph import Graph, attribute_of
+from detent.qdq.order import reads
 from detent.spec import QuantSpec
 
 __all__ = ["Place", "place"]
@@ -125,7 +126,7 @@ class _Placer:
         leading = set(self.readers)
         for node in reversed(self.graph.nodes):
             if node.op_type != "Shape" and leading & set(node.output):
-                leading.update(name for name in node.input if name)
+                leading.update(reads(node))
         return leading
 
     def run(self) -> list[Place]:
@@ -247,7 +248,7 @@ class _Placer:
 
     def _move(self, node: NodeProto) -> None:
         source = self.chain[node.input[0]]
-        for name in node.output:
+        for name in node.output if node.op_type == "Split" else node.output[:1]:
             if name in self.leading and name not in self.graph.outputs and name not in self.graph.captured:
                 self.chain[name] = Place(name, source.spec, source.group)
 

@@ -12,7 +12,7 @@ from os import PathLike
 
 from onnx import ModelProto
 
-from detent.errors import SpecError, closest
+from detent.errors import SpecError, UnsupportedError, closest
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observer_spec import ObserverSpec
 from detent.onnx.layers import Layer, layers_of
@@ -183,7 +183,12 @@ def plan(
     1 of 1 layers quantized by recipe 'w8a16' for onnxruntime; weights 4 -> 6 bytes
     """
     wanted, aim = get_recipe(recipe), get_target(target)
-    found = list(layers_of(Graph(model)))
+    graph = Graph(model)
+    found = list(layers_of(graph))
+    if not found and wanted.rules:
+        raise UnsupportedError(
+            "the model has no Conv, MatMul, Gemm or Gather with a constant weight: there is nothing to quantize"
+        )
     usable = [layer.name for layer in found if not layer.reason]
     ends = (usable[0], usable[-1]) if usable else ("", "")
     seen = [Seen(each.name, each.types, each.name == ends[0], each.name == ends[1]) for each in found]
@@ -192,7 +197,7 @@ def plan(
     lines = []
     for about, layer in zip(seen, found, strict=True):
         decision = wanted.resolve(about.name, about.types, first=about.first, last=about.last)
-        lines.append(_plan_layer(layer, decision, aim, skipped=layer.name in skipped))
+        lines.append(_plan_layer(graph, layer, decision, aim, skipped=layer.name in skipped))
     return GraphPlan(wanted, aim, tuple(lines), model)
 
 
@@ -207,25 +212,27 @@ def _skipped(names: list[str], patterns: Iterable[str]) -> set[str]:
     return found
 
 
-def _plan_layer(layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:
+def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:
     rule = decision.rules[-1] if decision.rules else None
     before = FLOAT_BYTES
     for size in layer.shape:
         before *= size
     before = before if layer.shape else 0
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    reason = layer.reason or _unsuited(layer, target)
+    given = None if layer.node.op_type == "Gather" else decision.input
+    reason = layer.reason or ("" if given is None else _unsuited(layer, target))
     if reason:
         return line.left(reason)
     if skipped or decision.skip or rule is None:
         return line.left("skipped" if skipped else "no rule matches" if rule is None else "excluded")
     if decision.weight is None:
         return line.left("its rule names no spec for its weight")
-    weight = target.weight_spec(_placed(decision.weight, layer))
-    reason = _misfit(weight, layer)
+    weight = _placed(decision.weight, layer)
+    if given is not None and not layer.depthwise:  # others add no products that could saturate
+        weight = target.weight_spec(weight)
+    reason = _misfit(weight, layer) or _unknown(graph, layer, weight)
     if reason:
         return line.left(reason)
-    given = None if layer.node.op_type == "Gather" else decision.input
     reason = "" if given is None else _unfit(given)
     if reason:
         return line.left(reason)
@@ -258,6 +265,8 @@ def _misfit(spec: QuantSpec, layer: Layer) -> str:
     kind = spec.granularity
     if not isinstance(kind, PerTensor | PerAxis | PerGroup) or spec.scale_format != "float":
         return f"ONNX files cannot hold weights of {spec}"
+    if layer.node.op_type == "Gather" and kind == PerAxis(1) and not spec.symmetric:
+        return "a table looked up by rows has one scale per row, or symmetric ones per column"
     if isinstance(kind, PerGroup):
         if layer.node.op_type not in {"MatMul", "Gemm", "Gather"}:
             return f"groups are for matrices, {layer.node.op_type} has none"
@@ -265,6 +274,12 @@ def _misfit(spec: QuantSpec, layer: Layer) -> str:
             return (
                 f"groups of {kind.size} do not divide the {layer.shape[kind.axis]} of a weight of shape {layer.shape}"
             )
+    return ""
+
+
+def _unknown(graph: Graph, layer: Layer, spec: QuantSpec) -> str:
+    if layer.node.op_type == "Gather" and isinstance(spec.granularity, PerGroup) and graph.shape(layer.data) is None:
+        return "how many axes its indices have is not known, which groups need"
     return ""
 
 
@@ -279,5 +294,6 @@ def _stored(spec: QuantSpec, layer: Layer) -> int:
     count, sets = 1, spec.granularity.tiling(layer.shape).sets
     for size in layer.shape:
         count *= size
-    bits = next(width for width in (4, 8, 16) if width >= spec.bits)
+    least = 4 if layer.node.op_type in {"MatMul", "Gemm"} else 8  # other operators take no 4-bit types
+    bits = next(width for width in (4, 8, 16) if width >= max(spec.bits, least))
     return -(-count * bits // 8) + sets * FLOAT_BYTES + -(-sets * bits // 8)

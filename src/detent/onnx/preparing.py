@@ -16,7 +16,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper, numpy_helper
 from detent.errors import UnsupportedError
 from detent.onnx.converting import convert, needed_opset
 from detent.onnx.folding import fold
-from detent.qdq.files import SAVE_LIMIT, ModelSource, load
+from detent.qdq.files import SAVE_LIMIT, ModelSource, load, nbytes_of
 from detent.qdq.graph import MAIN, Graph
 from detent.qdq.order import subgraphs
 from detent.qdq.sessions import make_session
@@ -26,6 +26,7 @@ __all__ = ["prepare"]
 
 LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
+_GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
@@ -54,6 +55,8 @@ def prepare(
     (['Mul'], 'c', 'Mul_y')
     """
     model = load(source)
+    if model.functions:
+        model = onnx.inliner.inline_local_functions(model)
     _refuse(model, force=force)
     graph = Graph(model)
     _take_inputs_out(graph)
@@ -65,6 +68,7 @@ def prepare(
     _drop_identities(graph)
     _compute_constants(graph)
     _turn_weights(graph)
+    _flatten_biases(graph)
     fold(graph)
     graph.drop_unread()
     return _with_shapes(graph.finish())
@@ -150,11 +154,25 @@ def _turn_weights(graph: Graph) -> None:
             turned[0].i = 0
 
 
+def _flatten_biases(graph: Graph) -> None:
+    """Give every constant bias of a Gemm one number per output, which integer kernels expect."""
+    for node in graph.nodes:
+        if node.op_type != "Gemm" or len(node.input) < 3 or node.input[2] not in graph.constants:
+            continue
+        bias, weight = graph.array(node.input[2]), graph.shape(node.input[1])
+        if bias.ndim != 1 or (weight is not None and bias.shape != weight[1:]):
+            row = bias.ndim < 2 or bias.shape[0] == 1
+            if row and bias.dtype == np.float32 and weight is not None and weight[1] is not None:
+                flat = np.broadcast_to(bias.ravel(), weight[1]).copy()
+                graph.give(node, 2, graph.add_constant(f"{node.input[2]}_flat", flat))
+
+
 def _compute_constants(graph: Graph) -> None:
     """Replace nodes that read nothing but constants by what they compute."""
     known, found = set(graph.constants), []
     for node in graph.nodes:
-        fixed = node.op_type not in _RANDOM and not any(subgraphs(node)) and node.domain in MAIN
+        fixed = node.op_type not in {*_RANDOM, *_GROWING, *QUANTIZERS} and not any(subgraphs(node))
+        fixed = fixed and node.domain in MAIN
         if fixed and node.input and all(name in known or not name for name in node.input):
             found.append(node)
             known.update(node.output)
@@ -182,11 +200,7 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
     part = GraphProto(name="constants", node=nodes, initializer=[graph.constants[name] for name in sorted(read)])
     part.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
     model = ModelProto(graph=part, ir_version=graph.model.ir_version, opset_import=graph.model.opset_import)
-    size = sum(array_of(graph.constants[name]).nbytes for name in read)
-    if (
-        any(node.op_type in {"Expand", "Tile", "ConstantOfShape", "Range", "Pad"} for node in nodes)
-        or size > LARGEST_FOLDED
-    ):
+    if sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
         return None
     try:
         results = make_session(model, optimise=False).run(None, {})
@@ -196,9 +210,9 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
-    if model.ByteSize() > SAVE_LIMIT:
-        return model
     try:
+        if nbytes_of(model) > SAVE_LIMIT:
+            return model
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes help to explain plans, and are needed for nothing else
         return model

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import NotCalibratedError
+from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import sqnr_db
 from detent.observer_spec import ObserverLike
 from detent.onnx.biases import corrected_biases
-from detent.onnx.calibrating import Progress, calibrate
+from detent.onnx.calibrating import Progress, calibrate, tensor_groups
 from detent.onnx.clipping import choose_clipped
 from detent.onnx.damage import choose_float
 from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
@@ -26,7 +26,7 @@ from detent.onnx.planning import GraphPlan, RecipeLike, plan
 from detent.onnx.preparing import prepare
 from detent.onnx.report import LayerReport, QuantizeReport
 from detent.onnx.smoothing import smooth as smooth_inputs
-from detent.qdq.files import ModelSource, load, save
+from detent.qdq.files import ModelSource, load, nbytes_of, save
 from detent.qdq.graph import Graph
 from detent.qdq.sessions import make_session
 from detent.qdq.targets import Target, get_target
@@ -76,7 +76,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         bias_correction: add the mean error of a layer's output to its bias.
         equalize: make the channels between convolutions equally large, where that helps.
         smooth: move outliers in the inputs of matrix products into their weights, where that helps.
-        memory_budget: bytes of activations that may be held at once.
+        memory_budget: bytes of activations that calibration may hold at once.
         progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
         checkpoint: a file from which an interrupted calibration goes on.
         seed: of the rows that smoothing is judged on.
@@ -96,19 +96,23 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     'MatMulIntegerToFloat'
     """
     start = time.perf_counter()
+    if keep_float not in {"auto", "none"}:
+        raise SpecError(f"keep_float is 'auto' or 'none', got {keep_float!r}; skip= names layers to leave in float")
     wanted, aim = get_recipe(recipe), get_target(target)
     original = load(model)
     batches = _checked_data(original, data, wanted)
     first = None if batches is None else batches.check_first()
-    size = original.ByteSize()
+    size, opset = nbytes_of(original), Graph(original).opset
     prepared = prepare(original, low_bits=_needs_low_bits(wanted), feed=first, force=force)
     del original  # a large model is large, and the source is still there
     made = plan(prepared, wanted, target=aim, skip=skip)
     path, steps = Path(output), list[str]()
     if batches is None:
-        quantized = insert(made)
-        save(quantized, path)
-        return _report(path, made, size, quantized, {}, steps, start)
+        if opset < made.graph.opset:
+            steps.append(f"converted from operator set {opset} to {made.graph.opset}; not compared, without data")
+        return _finish(path, made, size, insert(made), {}, steps, start)
+    if memory_budget is not None:  # whether it fits is told before anything takes long
+        tensor_groups(made, batches, memory_budget)
     if equalize:
         equalized, even = equalize_channels(made, batches.peek(SAMPLES))
         steps += map(str, even)
@@ -133,9 +137,8 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         params = choose_params(made, seen, None) | params if hurting else params
     biases = corrected_biases(made, seen, params) if bias_correction else {}
     quantized = insert(made, seen, params=params, biases=biases)
-    save(quantized, path)
     errors = output_sqnr(model, quantized, seen.samples)
-    return _report(path, made, size, quantized, errors, steps, start)
+    return _finish(path, made, size, quantized, errors, steps, start)
 
 
 def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:
@@ -183,7 +186,7 @@ def output_sqnr(
     }
 
 
-def _report(
+def _finish(
     path: Path,
     made: GraphPlan,
     size: int,
@@ -192,7 +195,9 @@ def _report(
     steps: list[str],
     start: float,
 ) -> QuantizeReport:
-    kernels = kernels_of(after)
+    kernels = kernels_of(after)  # which loads the model: a file that nothing loads is not written
+    by_weight = {made.found[name].weight: kernel for name, kernel in kernels.items() if name in made.found}
+    written = save(after, path)
     layers = tuple(
         LayerReport(
             each.name,
@@ -200,7 +205,7 @@ def _report(
             "" if each.weight is None else str(each.weight),
             "" if each.input is None else str(each.input),
             each.reason,
-            kernels.get(each.name, ""),
+            kernels.get(each.name, by_weight.get(made.found[each.name].weight, "") if each.is_quantized else ""),
             each.note,
         )
         for each in made.layers
@@ -210,7 +215,7 @@ def _report(
         path,
         made,
         size,
-        path.stat().st_size,
+        written,
         layers,
         next(iter(errors.values()), None),
         errors,

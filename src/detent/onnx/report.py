@@ -103,7 +103,7 @@ class QuantizeReport:
             )
             for each in self.layers
         ]
-        head = ("layer", "type", "weight", "input", "runs as", "")
+        head = ("layer", "type", "weight", "input", "in ONNX Runtime", "")
         table = [head, *rows] if rows else []
         widths = [max(len(row[i]) for row in table) for i in range(len(head))] if table else []
         lines = [

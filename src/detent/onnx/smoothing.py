@@ -92,6 +92,8 @@ def smooth(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
     graph, done = Graph(model), []
     rows = _rows(plan.model, list(groups), samples, np.random.default_rng(seed))
     for tensor, names in groups.items():
+        if tensor not in rows:  # there was nothing in it
+            continue
         layers = [plan.found[name] for name in names]
         matrices = [_matrix(plan.graph, layer) for layer in layers]
         found = _choose(rows[tensor], matrices, [specs[name] for name in names])
@@ -114,6 +116,8 @@ def _rows(model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: n
     each = max(1, ROWS // len(samples))
     for found in record(model, tensors, samples):
         for name, values in found.items():
+            if not values.size:
+                continue
             flat = values.reshape(-1, values.shape[-1])
             chosen = rng.choice(len(flat), min(each, len(flat)), replace=False)
             kept[name] += [flat[np.sort(chosen)], flat.max(0)[None], flat.min(0)[None]]
@@ -173,7 +177,8 @@ def _norm_before(graph: Graph, tensor: str, names: list[str]) -> list[tuple[Node
     if node is None:
         return None
     if node.op_type == "LayerNormalization":
-        return [(node, i) for i in range(1, len(node.input)) if node.input[i]]
+        places = [(node, i) for i in range(1, len(node.input)) if node.input[i]]
+        return places if all(node.input[i] in graph.constants for _, i in places) else None
     places = []
     if node.op_type == "Add":
         constant = [i for i, name in enumerate(node.input) if name in graph.constants]

@@ -162,8 +162,7 @@ def check_limit(artifact: Artifact, weight: FileWeight, tally: Tally) -> None:
     about = artifact.provenance
     limit = None if about is None or not about.target else get_target(about.target).limit
     readers = artifact.graph.consumers(weight.node.output[0])
-    dense = readers and all(each.op_type in {"Conv", "Gemm", "MatMul"} and not _is_depthwise(each) for each in readers)
-    if limit is None or weight.how.kind != TensorProto.INT8 or not dense:
+    if limit is None or weight.how.kind != TensorProto.INT8 or not any(_is_dense(artifact, each) for each in readers):
         return
     codes = artifact.graph.array(weight.name).astype(np.int64)
     bad = np.abs(codes) > limit
@@ -176,5 +175,14 @@ def check_limit(artifact: Artifact, weight: FileWeight, tally: Tally) -> None:
         )
 
 
-def _is_depthwise(node: NodeProto) -> bool:
-    return int(attribute_of(node, "group", 1)) > 1
+def _is_dense(artifact: Artifact, node: NodeProto) -> bool:
+    """Whether a node adds products of several channels of quantized data, which may saturate."""
+    if node.op_type not in {"Conv", "Gemm", "MatMul"}:
+        return False
+    before = artifact.graph.producer(node.input[0])
+    if before is None or before.op_type != "DequantizeLinear":
+        return False
+    made = artifact.graph.producer(node.input[1])
+    shape = artifact.graph.shape(made.input[0]) if made is not None else None
+    groups = int(attribute_of(node, "group", 1))
+    return not (shape is not None and 1 < groups == shape[0] and shape[1] == 1)

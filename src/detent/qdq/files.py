@@ -23,7 +23,7 @@ from detent.qdq.order import check_depth, sort_nodes
 from detent.qdq.outside import Outside, element_count
 from detent.qdq.tensors import BITS
 
-__all__ = ["SAVE_LIMIT", "ModelSource", "load", "save", "tensors_of"]
+__all__ = ["SAVE_LIMIT", "ModelSource", "load", "nbytes_of", "save", "tensors_of"]
 
 ModelSource = ModelProto | str | PathLike[str]
 FILE_LIMIT = (1 << 31) - 1  # what a protocol buffer can hold
@@ -161,10 +161,19 @@ def _check_by_onnx(model: ModelProto) -> None:
 
 def _is_small(model: ModelProto) -> bool:
     """Whether the model fits into one protocol buffer, now that its data are here."""
+    return nbytes_of(model) < SAVE_LIMIT
+
+
+def nbytes_of(model: ModelProto) -> int:
+    """The bytes of a model; of one that is larger than a protocol buffer, of its tensors.
+
+    >>> nbytes_of(ModelProto(ir_version=8))
+    2
+    """
     try:
-        return bool(model.ByteSize() < SAVE_LIMIT)
+        return int(model.ByteSize())
     except EncodeError:
-        return False
+        return sum(len(tensor.raw_data) for tensor in tensors_of(model))
 
 
 def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
@@ -215,8 +224,8 @@ def _check_tensor(tensor: TensorProto) -> None:
         raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} numbers, the file holds {held}")
 
 
-def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> None:
-    """Write a model atomically: readers see the old file or the new one.
+def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
+    """Write a model atomically: readers see the old file or the new one. Returns the bytes written.
 
     Args:
         model: what to write.
@@ -228,7 +237,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     >>> made = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(made, pathlib.Path(folder, "a.onnx"))
+    ...     written = save(made, pathlib.Path(folder, "a.onnx"))
     ...     load(pathlib.Path(folder, "a.onnx")).graph.name
     'g'
     """
@@ -236,8 +245,9 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     large = [tensor for tensor in tensors_of(model) if len(tensor.raw_data) >= SMALLEST_OUTSIDE]
     total = sum(len(tensor.raw_data) for tensor in large)
     if total + _rest(model, large) <= limit:
-        storage.write_atomic(target, model.SerializeToString(deterministic=True))
-        return
+        whole = model.SerializeToString(deterministic=True)
+        storage.write_atomic(target, whole)
+        return len(whole)
     chunks = [tensor.raw_data for tensor in large]
     digest = hashlib.sha256()
     for chunk in chunks:
@@ -247,12 +257,14 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     was_there = outside.exists()
     storage.write_atomic(outside, chunks)
     try:
-        storage.write_atomic(target, _lean(model, outside.name))
+        lean = _lean(model, outside.name)
+        storage.write_atomic(target, lean)
     except BaseException:
         with suppress(OSError):
             if not was_there:
                 outside.unlink()
         raise
+    return len(lean) + total
 
 
 def _lean(model: ModelProto, location: str) -> bytes:
@@ -274,7 +286,4 @@ def _lean(model: ModelProto, location: str) -> bytes:
 
 def _rest(model: ModelProto, large: list[TensorProto]) -> int:
     """The bytes of all that is not in these tensors; what is too large to be counted is none of it."""
-    try:
-        return int(max(0, model.ByteSize() - sum(len(tensor.raw_data) for tensor in large)))
-    except EncodeError:
-        return 0
+    return max(0, nbytes_of(model) - sum(len(tensor.raw_data) for tensor in large))

@@ -102,10 +102,11 @@ def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProt
     if kind is None:
         return numpy_helper.from_array(np.ascontiguousarray(given).reshape(given.shape), name)
     tensor = TensorProto(name=name, data_type=kind, dims=given.shape)
-    if kind in _NARROW:
+    if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") and given.size:
         low, high = element_range(kind)
-        if given.size and (given.min() < low or given.max() > high):
+        if given.min() < low or given.max() > high:
             raise FileFormatError(f"{name}: codes from {given.min()} to {given.max()} do not fit {low}..{high}")
+    if kind in _NARROW:
         tensor.raw_data = pack(given.ravel().astype(np.uint8) & 0xF, 4).tobytes()
         return tensor
     dtype = helper.tensor_dtype_to_np_dtype(kind)

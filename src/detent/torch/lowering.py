@@ -25,12 +25,12 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
 from detent.params import QuantParams
 from detent.qdq import Graph, Quantization, Target, dequantize_node, quantize_node
+from detent.qdq.gathering import gather
 from detent.qdq.graph import attribute_of
 from detent.qdq.nodes import needs_clip
 from detent.qdq.order import subgraphs
 from detent.qdq.tensors import BITS
 from detent.scale_mode import PerBatch
-from detent.torch.gathering import gather
 from detent.torch.marking import DOMAIN, Marked
 from detent.torch.quantizer import FakeQuantize
 

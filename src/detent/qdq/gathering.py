@@ -19,7 +19,8 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
 from detent.errors import UnsupportedError
-from detent.qdq import Graph, Quantization, dequantize_node
+from detent.qdq.graph import Graph
+from detent.qdq.nodes import Quantization, dequantize_node
 
 __all__ = ["gather"]
 

@@ -1,0 +1,243 @@
+"""Graphs that are legal and seldom: each once gave a wrong file, a bare error or a wrong report."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.qdq import Graph, make_session, save
+
+INT64 = TensorProto.INT64
+
+
+def quantize(model, tmp_path, data, **options):
+    return qo.quantize(model, tmp_path / "q.onnx", data, progress=False, **options)
+
+
+def sqnr(model, path, feed, **config):
+    expected, found = (make_session(each, config=config).run(None, feed)[0] for each in (model, path))
+    return dt.metrics.sqnr_db(expected, found)
+
+
+def lookups(count=1, width=64):
+    m = Maker(opset=13)
+    table = m.constant(weights(50, width), "table")
+    parts = [m.add("Gather", [table, f"i{k}"], name=f"words{k}") for k in range(count)]
+    t = parts[0] if count == 1 else m.add("Add", parts)
+    inputs = [(f"i{k}", [1, "n"], INT64) for k in range(count)]
+    return m.model(inputs, [m.matmul(t, width, 8, name="fc")])
+
+
+def ids(count=1):
+    return {f"i{k}": np.arange(20).reshape(1, -1) + k for k in range(count)}
+
+
+def test_two_lookups_share_one_table(tmp_path):
+    report = quantize(lookups(2), tmp_path, [ids(2)])
+    graph = Graph(qo.load(report.output))
+    assert len([name for name in graph.constants if graph.shape(name) == (50, 64)]) == 1
+    assert report.output_sqnr_db > 30
+
+
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [
+        ("int8/axis0", 35),
+        ("uint8/axis0/affine", 35),
+        ("int8/axis0/affine", 35),
+        ("int16/axis0", 60),
+        ("int8/axis1", 30),
+        ("int4/group32", 14),
+        ("uint4/group32/affine", 14),
+        ("int8", 30),
+    ],
+)
+def test_tables_of_any_spec(spec, least, tmp_path):
+    model = lookups()
+    recipe = dt.Recipe([dt.Rule(types="Embedding", weight=spec)])
+    report = quantize(model, tmp_path, None, recipe=recipe)
+    assert sqnr(model, report.output, ids()) > least
+
+
+def test_weight_only_presets_take_tables(tmp_path):
+    model = lookups()
+    report = quantize(model, tmp_path, None, recipe="w4a16-g32")
+    assert [bool(layer.reason) for layer in report.layers] == [False, False]
+    config = {"session.qdq_matmulnbits_accuracy_level": "0"}
+    assert sqnr(model, report.output, ids(), **config) > 14
+    assert dt.verify(model, report.output, [ids()], levels=(1,)).ok
+
+
+def test_a_file_may_replace_its_source(tmp_path):
+    path = tmp_path / "q.onnx"
+    save(conv_chain(), path)
+    report = quantize(path, tmp_path, images())
+    assert 20 < report.output_sqnr_db < 100
+
+
+def test_normalisation_with_a_computed_scale(tmp_path):
+    m = Maker()
+    scale = m.add("Abs", ["s"])
+    norm = m.add("LayerNormalization", ["x", scale], axis=-1)
+    model = m.model([("x", [1, "n", 16]), ("s", [16])], [m.matmul(norm, 16, 16)])
+    uneven = np.logspace(0, 2, 16).astype(np.float32)
+    report = quantize(model, tmp_path, [feed | {"s": uneven} for feed in rows(length=50)])
+    assert report.output_sqnr_db > 25
+
+
+def test_names_of_a_user_are_no_names_of_ours(tmp_path):
+    m = Maker()
+    t = m.conv("lowest_float", 8, 16, name="c1")
+    t = m.conv(m.add("Relu", [t]), 16, 16, name="c2")
+    model = m.model([("lowest_float", [2, 8, 8, 8])], [m.conv(m.add("Relu", [t]), 16, 4)])
+    data = [{"lowest_float": feed["x"]} for feed in images()]
+    assert quantize(model, tmp_path, data, skip=["c2"]).output_sqnr_db > 25
+
+
+def test_indices_of_a_pool_are_no_activations(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16)])
+    pooled, where = m.add("MaxPool", [t], outputs=2, kernel_shape=[2, 2], strides=[2, 2])
+    back = m.add("MaxUnpool", [pooled, where], kernel_shape=[2, 2], strides=[2, 2])
+    model = m.model([("x", [1, 8, 8, 8])], [m.conv(back, 16, 4)])
+    assert quantize(model, tmp_path, images(batch=1)).output_sqnr_db > 25
+
+
+def test_tensors_may_be_empty(tmp_path):
+    m = Maker()
+    kept = m.add("Compress", ["x", "keep"], axis=0)
+    model = m.model([("x", ["n", 16]), ("keep", ["n"], TensorProto.BOOL)], [m.matmul(kept, 16, 8)])
+    x = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
+    feeds = [{"x": x, "keep": np.full(6, on)} for on in (True, False, True)]
+    assert quantize(model, tmp_path, feeds).output_sqnr_db > 30
+
+
+def test_anchors_behind_the_last_layer_are_no_embeddings():
+    m = Maker()
+    scores = m.matmul("x", 16, 100, name="fc")
+    _, best = m.add("TopK", [scores, m.constant(np.int64([5]))], outputs=2)
+    boxes = m.add("Gather", [m.constant(weights(100, 4)), best], name="anchors")
+    plan = qo.plan(qo.prepare(m.model([("x", [1, 16])], [boxes])))
+    assert [line.name for line in plan.layers] == ["fc"]
+
+
+def test_bodies_within_bodies_are_listed():
+    value = helper.make_tensor_value_info("inside", TensorProto.FLOAT, None)
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).ravel())
+    product = helper.make_node("MatMul", ["x", "w"], ["inside"], name="product")
+    inner = helper.make_graph([product], "inner", [], [value], [weight])
+    outer_value = helper.make_tensor_value_info("outer", TensorProto.FLOAT, None)
+    choice = helper.make_node("If", ["yes"], ["outer"], name="second", then_branch=inner, else_branch=inner)
+    outer = helper.make_graph([choice], "outer", [], [outer_value])
+    m = Maker()
+    y = m.add("If", [m.constant(np.array(True), "yes")], name="first", then_branch=outer, else_branch=outer)
+    plan = qo.plan(qo.prepare(m.model([("x", [1, 4])], [y])), dt.Recipe([]))
+    assert plan.layers[0].name == "first/second/product"
+    assert "inside the body" in plan.layers[0].reason
+
+
+def test_functions_are_taken_apart():
+    m = Maker()
+    m.nodes.append(helper.make_node("Dense", ["x", m.constant(weights(16, 4))], ["y"], domain="mine"))
+    model = m.model([("x", [1, 16])], ["y"], domains=["mine"])
+    body = [helper.make_node("MatMul", ["a", "b"], ["c"])]
+    model.functions.append(
+        helper.make_function("mine", "Dense", ["a", "b"], ["c"], body, [helper.make_opsetid("", 17)])
+    )
+    assert len(qo.plan(qo.prepare(model)).quantized) == 1
+
+
+def test_a_model_without_layers_is_told_so():
+    m = Maker()
+    with pytest.raises(dt.UnsupportedError, match="nothing to quantize"):
+        qo.plan(qo.prepare(m.model([("x", [1])], [m.add("Relu", ["x"])])))
+
+
+def test_constants_that_grow_do_not_keep_others_from_being_computed():
+    m = Maker()
+    large = m.add("Expand", [m.constant(np.float32([1])), m.constant(np.int64([1, 4]))])
+    turned = m.add("Transpose", [m.constant(weights(4, 16))], perm=[1, 0])
+    model = m.model([("x", [1, 16])], [m.add("Add", [m.add("MatMul", ["x", turned], name="fc"), large])])
+    assert [line.name for line in qo.plan(qo.prepare(model)).quantized] == ["fc"]
+
+
+def test_a_budget_that_suffices_takes_an_iterator(tmp_path):
+    assert quantize(conv_chain(), tmp_path, iter(images()), memory_budget=1 << 30).output_sqnr_db > 20
+
+
+def test_the_limit_of_avx2_is_for_products_that_may_saturate():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 16, 16, group=16, name="depthwise")])
+    model = m.model([("x", [1, 16, 8, 8])], [m.conv(t, 16, 4, name="dense")])
+    prepared = qo.prepare(model)
+    limits = {line.name: line.weight.qmax for line in qo.plan(prepared, target="onnxruntime-avx2").layers}
+    assert limits == {"depthwise": 127, "dense": 64}
+    assert {line.weight.qmax for line in qo.plan(prepared, "w8a16", target="onnxruntime-avx2").layers} == {127}
+
+
+def test_a_channel_multiplier_is_not_depthwise(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 16, 32, group=16, name="multiplied")])
+    found = qo.plan(qo.prepare(m.model([("x", [1, 16, 8, 8])], [m.conv(t, 32, 4)]))).found
+    assert not found["multiplied"].depthwise
+
+
+def test_weight_only_takes_layers_that_are_slow_in_integers():
+    m = Maker()
+    t = m.add("ConvTranspose", [m.conv("x", 3, 8, name="pixels"), m.constant(weights(8, 4, 3, 3))], name="up")
+    plan = qo.plan(qo.prepare(m.model([("x", [1, 3, 8, 8])], [t])), "w8a16")
+    assert [line.name for line in plan.quantized] == ["pixels", "up"]
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (1,), ()])
+def test_biases_of_any_shape_run_in_integers(shape, tmp_path):
+    m = Maker()
+    t = m.add("Gemm", ["x", m.constant(weights(8, 16)), m.constant(np.full(shape, 0.3, np.float32))], name="a")
+    model = m.model([("x", ["n", 8])], [m.add("Gemm", [m.add("Relu", [t]), m.constant(weights(16, 4))], name="b")])
+    data = [np.random.default_rng(i).normal(size=(4, 8)).astype(np.float32) for i in range(3)]
+    report = quantize(model, tmp_path, data, smooth=False, keep_float="none")
+    assert report.layers[0].kernel == "QGemm"
+
+
+def test_gelu_leaves_other_readers_alone():
+    m = Maker()
+    t = m.conv("x", 8, 16)
+    root, one, half = (m.constant(np.float32([value])) for value in (2**0.5, 1, 0.5))
+    bent = m.add("Add", [m.add("Erf", [m.add("Div", [t, root])]), one])
+    bent = m.conv(m.add("Mul", [m.add("Mul", [t, bent]), half]), 16, 16)
+    beside = m.conv(t, 16, 16)
+    y = m.conv(m.add("Relu", [m.add("Add", [bent, beside])]), 16, 4)
+    plan = qo.plan(qo.prepare(m.model([("x", [2, 8, 8, 8])], [y])))
+    found = operators(qo.insert(plan, qo.calibrate(plan, images())))
+    assert (found["Gelu"], found["QLinearConv"]) == (1, 3)
+
+
+def test_what_is_quantized_already_stays_as_it_is(tmp_path):
+    first = quantize(conv_chain(), tmp_path, images())
+    plan = qo.plan(qo.prepare(first.output, force=True))
+    assert {line.reason for line in plan.layers} == {"its weight is quantized already"}
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8", "w8a16", "w4a16-g32"])
+def test_planned_bytes_are_those_of_the_file(recipe, tmp_path):
+    m = Maker(opset=13)
+    t = m.add("Relu", [m.conv("x", 16, 32, name="a")])
+    t = m.add("Relu", [m.conv(t, 32, 32, name="b")])
+    t = m.add("GlobalAveragePool", [m.conv(t, 32, 64, name="c")])
+    model = m.model([("x", [2, 16, 8, 8])], [m.matmul(m.add("Flatten", [t]), 64, 64, name="d")])
+    report = quantize(model, tmp_path, images(channels=16), recipe=recipe, keep_float="none", smooth=False)
+    graph = Graph(qo.load(report.output))
+    ends = ("_codes", "_scale", "_zero_point")
+    stored = [name for name in graph.constants if name.endswith(ends) and name.startswith("c")]
+    weights_only = [name for name in stored if graph.kind(name) != TensorProto.INT32]
+    found = sum(len(graph.constants[name].raw_data) for name in weights_only)
+    biases = sum(len(graph.constants[f"{name[:-6]}_scale"].raw_data) for name in set(stored) - set(weights_only))
+    assert found - biases == sum(line.nbytes_after for line in report.plan.quantized)
+
+
+@pytest.mark.parametrize("value", ["Auto", False, None])
+def test_words_of_keep_float(value, tmp_path):
+    with pytest.raises(dt.SpecError, match="keep_float"):
+        quantize(conv_chain(), tmp_path, images(), keep_float=value)
