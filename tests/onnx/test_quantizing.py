@@ -140,6 +140,17 @@ def test_biases_that_would_overflow_widen_their_channel(tmp_path):
     assert report.output_sqnr_db > 20
 
 
+def test_channels_of_next_to_nothing_have_sound_scales(tmp_path):
+    m = Maker()
+    weight = weights(16, 8, 3, 3)
+    weight[3] *= 1e-37
+    t = m.add("Relu", [m.conv("x", 8, 16, weight=weight, name="first")])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="last")])
+    report = quantize(model, tmp_path, keep_float="none")
+    assert dt.verify(model, report.output, FEEDS[:1], levels=(1, 3)).ok
+    assert report.output_sqnr_db > 25
+
+
 def test_weights_of_two_layers_that_are_one_stay_one_value(tmp_path):
     m = Maker()
     shared = m.constant(weights(16, 16), "shared")

@@ -30,6 +30,7 @@ __all__ = ["activation_params", "choose_params", "insert", "weight_params"]
 Array = NDArray[Any]
 EIGHT = 8
 LARGEST_BIAS = (1 << 31) - 1
+ROOMY_BIAS = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
 
 
 def activation_params(place: Place, calibration: Calibration, *, clipped: bool) -> QuantParams:
@@ -318,8 +319,9 @@ def _store(writer: _Writer, layer: Layer, weight: Array, params: QuantParams, co
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:
-    """Weight scales so wide that the bias fits 32 bits in units of both scales."""
-    least = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * LARGEST_BIAS)
+    """Weight scales so wide that bias and products add up in 32 bits, and that both scales' product is normal."""
+    least = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS)
+    least = np.maximum(least, 2 * float(np.finfo(np.float32).smallest_normal) / float(incoming.scale))
     least = least if params.scale.ndim else least.max(initial=0.0)
     if least.shape != params.scale.shape or (least <= params.scale).all():
         return params
