@@ -8,7 +8,7 @@ What a rule leaves open is the frontend's to decide: without a mode, activations
 and weights their current range.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from os import PathLike
@@ -17,6 +17,7 @@ from pathlib import Path
 from detent import _recipe_files, storage
 from detent._recipe_presets import PRESETS, preset
 from detent._rule_texts import storable
+from detent._table import table_lines
 from detent._unmatched import explain
 from detent.errors import SpecError
 from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
@@ -288,12 +289,10 @@ def _cells(rule: Rule) -> dict[str, str]:
     return {key: text if text.isprintable() else ascii(text)[1:-1] for key, text in texts.items() if text}
 
 
-def _table(rows: list[dict[str, str]]) -> Iterator[str]:
+def _table(rows: list[dict[str, str]]) -> list[str]:
     """The lines of a table, the first of them its head; none where there are no rows."""
     used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
-    widths = {key: max(len(key), *(len(row.get(key, "-")) for row in rows)) for key in used}
-    for row in [{key: key for key in used}, *rows] if rows else []:
-        yield "  ".join(row.get(key, "-").ljust(widths[key]) for key in used).rstrip()
+    return table_lines([used, *([row.get(key, "-") for key in used] for row in rows)]) if rows else []
 
 
 def _as_layer(value: LayerLike) -> Layer:

@@ -12,6 +12,8 @@ from os import PathLike
 
 from onnx import ModelProto
 
+from detent._plan_totals import PlanTotals
+from detent._table import table_lines
 from detent.errors import SpecError, UnsupportedError, closest
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observer_spec import ObserverSpec
@@ -77,7 +79,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class GraphPlan:
+class GraphPlan(PlanTotals[LayerPlan]):
     """What happens to a model; ``str`` is a table.
 
     Attributes:
@@ -98,21 +100,6 @@ class GraphPlan:
     target: Target
     layers: tuple[LayerPlan, ...]
     model: ModelProto = field(repr=False, compare=False)
-
-    @property
-    def quantized(self) -> tuple[LayerPlan, ...]:
-        """The layers that something happens to."""
-        return tuple(layer for layer in self.layers if layer.is_quantized)
-
-    @property
-    def nbytes_before(self) -> int:
-        """The bytes of all weights in the table."""
-        return sum(layer.nbytes_before for layer in self.layers)
-
-    @property
-    def nbytes_after(self) -> int:
-        """The same when quantized, with their scales."""
-        return sum(layer.nbytes_after for layer in self.layers)
 
     @cached_property
     def graph(self) -> Graph:
@@ -137,15 +124,7 @@ class GraphPlan:
 
     def __str__(self) -> str:
         head = ("layer", "type", "rule", "weight", "input", "bytes", "after", "")
-        rows = [head, *(_row(layer) for layer in self.layers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        name = f"recipe {self.recipe.name!r}" if self.recipe.name else f"a recipe of {len(self.recipe.rules)} rules"
-        lines.append(
-            f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name} for {self.target.name}; weights "
-            f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes"
-        )
-        return "\n".join(lines)
+        return "\n".join([*table_lines([head, *map(_row, self.layers)]), self._summary(f" for {self.target.name}")])
 
 
 def _row(layer: LayerPlan) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -113,14 +114,15 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         return _finish(path, made, size, insert(made), {}, steps, start)
     if memory_budget is not None:  # whether it fits is told before anything takes long
         tensor_groups(made, batches, memory_budget)
+    samples = batches.peek(SAMPLES) if equalize or smooth else []
     if equalize:
-        equalized, even = equalize_channels(made, batches.peek(SAMPLES))
+        equalized, even = equalize_channels(made, samples)
         steps += map(str, even)
-        made = plan(equalized, wanted, target=aim, skip=skip) if even else made
+        made = replace(made, model=equalized)  # layers keep their names, specs and bytes
     if smooth:
-        smoothed, done = smooth_inputs(made, batches.peek(SAMPLES), seed=seed)
+        smoothed, done = smooth_inputs(made, samples, seed=seed)
         steps += map(str, done)
-        made = plan(smoothed, wanted, target=aim, skip=skip) if done else made
+        made = replace(made, model=smoothed)
     seen = calibrate(
         made,
         batches,

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from detent._table import table_lines
 from detent.onnx.integers import INTEGER
 from detent.onnx.planning import GraphPlan
 
@@ -104,11 +105,7 @@ class QuantizeReport:
             for each in self.layers
         ]
         head = ("layer", "type", "weight", "input", "in ONNX Runtime", "")
-        table = [head, *rows] if rows else []
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))] if table else []
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
+        lines = table_lines([head, *rows]) if rows else []
         quantized = sum(not layer.reason for layer in self.layers)
         integers = sum(layer.in_integers for layer in self.layers)
         sqnr = "" if self.output_sqnr_db is None else f", {self.output_sqnr_db:.1f} dB"

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from detent._table import table_lines
 from detent.errors import DtypeError, SpecError, closest
 from detent.granularity import PerTensor
 from detent.metrics import code_usage
@@ -112,15 +113,7 @@ class HealthReport:
         return found[name]
 
     def __str__(self) -> str:
-        rows = [HEAD, *(_row(each) for each in self.quantizers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-        lines = []
-        for row in rows:
-            cells = [
-                cell.ljust(size) if i < 2 else cell.rjust(size)
-                for i, (cell, size) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
+        lines = table_lines([HEAD, *(_row(each) for each in self.quantizers)], right=range(2, len(HEAD)))
         lines += [f"! {text}" for text in self.warnings] or ["no warnings"]
         return "\n".join(lines)
 

@@ -106,10 +106,7 @@ def export_onnx(
         made_by=version,
     ).write(made)
     checked = qdq.load(made)
-    try:
-        qdq.make_session(checked, optimise=wanted.runtime == "onnxruntime")
-    except Exception as error:  # of no common class
-        raise UnsupportedError(f"ONNX Runtime does not take the exported model: {error}") from error
+    qdq.make_session(checked, optimise=wanted.runtime == "onnxruntime")  # a file that nothing runs is not written
     qdq.save(checked, goal)
     return goal
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
+from detent._plan_totals import PlanTotals
+from detent._table import table_lines
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
 from detent.recipe import Decision, Layer, ObserverSpec, Recipe, get_recipe
@@ -74,7 +76,7 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
-class ModelPlan:
+class ModelPlan(PlanTotals[LayerPlan]):
     """What happens to a model, layer by layer; ``str`` is a table.
 
     >>> import detent.torch as qt
@@ -86,33 +88,10 @@ class ModelPlan:
     recipe: Recipe
     layers: tuple[LayerPlan, ...]
 
-    @property
-    def quantized(self) -> tuple[LayerPlan, ...]:
-        """The layers that something happens to."""
-        return tuple(layer for layer in self.layers if layer.is_quantized)
-
-    @property
-    def nbytes_before(self) -> int:
-        """The bytes of all weights in the table."""
-        return sum(layer.nbytes_before for layer in self.layers)
-
-    @property
-    def nbytes_after(self) -> int:
-        """The same when quantized and packed, with their scales."""
-        return sum(layer.nbytes_after for layer in self.layers)
-
     def __str__(self) -> str:
         head = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed", "")
-        rows = [head, *(_row(layer) for layer in self.layers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         ratio = f", {self.nbytes_before / self.nbytes_after:.2f} times smaller" if self.nbytes_after else ""
-        name = f"recipe {self.recipe.name!r}" if self.recipe.name else f"a recipe of {len(self.recipe.rules)} rules"
-        lines.append(
-            f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}; weights "
-            f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes{ratio}"
-        )
-        return "\n".join(lines)
+        return "\n".join([*table_lines([head, *map(_row, self.layers)]), self._summary() + ratio])
 
 
 def _row(layer: LayerPlan) -> tuple[str, ...]:
