@@ -182,6 +182,7 @@ class _Stream:
                 if observer.nonfinite > before[name]:
                     _refuse_nan(name, tensors[name], number)
                     before[name] = observer.nonfinite
+            tensors.clear()  # or they would be held while the model runs on the next batch
 
 
 def _refuse_nan(name: str, values: Array, batch: int) -> None:
@@ -213,7 +214,9 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
     for feed in feeds:
         with refusals():
             results = dict(zip(made, session.run(made, feed), strict=True)) if made else {}
-        yield {name: results[name] if name in results else feed[name] for name in wanted}
+        found = {name: results[name] if name in results else feed[name] for name in wanted}
+        del results
+        yield found
 
 
 @contextmanager

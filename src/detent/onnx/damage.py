@@ -28,6 +28,7 @@ __all__ = ["Switches", "choose_float"]
 
 SHARE, LARGEST, MOST = 0.25, 0.1, 5
 LITTLE = 1e-4  # of an output's power: noise that nobody has to be left in float for
+FIRST = 1  # samples on which layers are searched; whether it helps to leave them out is judged on all
 HELPS = 0.9  # the part of the noise that may be left without a layer
 Array = NDArray[Any]
 
@@ -47,7 +48,7 @@ class Switches:
     >>> switches = Switches(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
     >>> switches.noise([]), switches.noise(["fc"]) > 0, switches.all_noise() == switches.noise(["fc"])
     (0.0, True, True)
-    >>> list(switches.worst(0.0))
+    >>> list(switches.worst(0.25))
     ['fc']
     """
 
@@ -110,10 +111,9 @@ class Switches:
         found: list[Array] = self._session.run(self._names, {**feed, **switches})
         return found
 
-    def noise(self, layers: Iterable[str]) -> float:
+    def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
         """The noise at the outputs, relative to their power, when these layers are quantized and no others."""
-        flags = [flag for name in layers for flag in self._of_layer[name]]
-        return self._noise(flags)
+        return self._noise([flag for name in layers for flag in self._of_layer[name]], samples)
 
     @property
     def count(self) -> int:
@@ -125,23 +125,24 @@ class Switches:
         off = {flag for name in but for flag in self._of_layer[name]}
         return self._noise(flag for flag in self._flags if flag not in off)
 
-    def _noise(self, flags: Iterable[str]) -> float:
+    def _noise(self, flags: Iterable[str], samples: int | None = None) -> float:
         self.runs += 1
         total = 0.0
         on = list(flags)
-        for feed, reference in zip(self._samples, self._references, strict=True):
+        for feed, reference in list(zip(self._samples, self._references, strict=True))[:samples]:
             for old, new in zip(reference, self._run(feed, on), strict=True):
                 if old.dtype == np.float32:
                     total += noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
         return total
 
-    def worst(self, least: float) -> dict[str, float]:
-        """The layers that alone cause at least so much noise."""
+    def worst(self, share: float) -> dict[str, float]:
+        """The layers that alone cause at least so much of all noise, and how much; on the first sample alone."""
+        total = self._noise(self._flags, FIRST)
         found: dict[str, float] = {}
 
         def ask(names: list[str]) -> None:
-            caused = self.noise(names)
-            if caused < least or not names:
+            caused = self.noise(names, FIRST) / max(total, 1e-30)
+            if caused < share or not names:
                 return
             if len(names) == 1:
                 found[names[0]] = caused
@@ -189,7 +190,7 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     total = switches.all_noise()
     if not np.isfinite(total) or total <= LITTLE * switches.count:
         return {}
-    caused = switches.worst(SHARE * total)
+    caused = switches.worst(SHARE)
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     limit = LARGEST * plan.nbytes_before
     small = {name: noise for name, noise in caused.items() if sizes[name] < limit}
@@ -198,5 +199,5 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     for name in ranked[:MOST]:  # where noise is as large as the signal, less of it in one place may be more in all
         without = switches.all_noise([*kept, name])
         if without < HELPS * left:
-            kept[name], left = small[name] / total, without
+            kept[name], left = small[name], without
     return kept

@@ -21,7 +21,7 @@ from detent.onnx.calibrating import Feed, record
 from detent.onnx.inserting import weight_params
 from detent.onnx.layers import Layer
 from detent.onnx.planning import GraphPlan, LayerPlan
-from detent.onnx.probing import Probe, noise
+from detent.onnx.probing import Probe, noise, part_of
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.qdq.graph import Graph, attribute_of
@@ -69,6 +69,19 @@ class _Between:
     readers: tuple[LayerPlan, ...]
 
 
+class _Channels:
+    """The ends of a tensor's channels in all samples, and the parts of them that each of its readers is judged on."""
+
+    def __init__(self) -> None:
+        self.low, self.high = np.float32(0), np.float32(0)
+        self.parts: list[list[Array]] = []
+
+    def see(self, x: Array, readers: list[Layer]) -> None:
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        self.low, self.high = np.minimum(self.low, x.min(axis=axes)), np.maximum(self.high, x.max(axis=axes))
+        self.parts.append([part_of(layer, x) for layer in readers])
+
+
 def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list[Equalization]]:
     """The plan's model with equalized activations, and what was done.
 
@@ -94,13 +107,13 @@ def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list
     graph, done = Graph(model), []
     by_name = {graph.node_name(node): node for node in graph.nodes}
     used = samples[:SAMPLES]
-    seen: dict[str, list[Array]] = {each.tensor: [] for each in between}
+    seen = {each.tensor: _Channels() for each in between}
     for found in record(plan.model, seen, used):
-        for name, values in found.items():
-            if values.size:
-                seen[name].append(values)
+        for each in between:
+            if found[each.tensor].size:
+                seen[each.tensor].see(found[each.tensor], [plan.found[line.name] for line in each.readers])
     for each in between:
-        if not seen[each.tensor]:
+        if not seen[each.tensor].parts:
             continue
         # Weights may have been changed by the tensor before.
         weights = [graph.array(by_name[line.name].input[1]) for line in each.readers]
@@ -142,31 +155,32 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 def _choose(
-    plan: GraphPlan, between: _Between, data: list[Array], weights: list[Array]
+    plan: GraphPlan, between: _Between, seen: _Channels, weights: list[Array]
 ) -> tuple[float, Array, float] | None:
     """The strength, the factors and the part of the noise that is left; None where nothing helps enough."""
-    axes = tuple(axis for axis in range(data[0].ndim) if axis != 1)
-    largest = np.max([np.abs(x).max(axis=axes) for x in data], axis=0).astype(np.float64)
+    largest = np.maximum(-seen.low, seen.high).astype(np.float64)
     if not (largest > 0).any():
         return None
     layers = [plan.found[line.name] for line in between.readers]
     probes = [Probe(layer) for layer in layers]
-    references = [[probe.run(x, weight) for x in data] for probe, weight in zip(probes, weights, strict=True)]
-    shape = [1, -1, *(1,) * (data[0].ndim - 2)]
+    data = list(zip(*seen.parts, strict=True))  # by reader, then by sample
+    runs = zip(probes, weights, data, strict=True)
+    references = [[probe.run(x, weight) for x in parts] for probe, weight, parts in runs]
+    shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
 
     def error(factors: Array) -> float:
         total = 0.0
-        scaled = [(x / factors.reshape(shape)).astype(np.float32) for x in data]
-        low, high = min(float(x.min()) for x in scaled), max(float(x.max()) for x in scaled)
-        parts = zip(between.readers, layers, probes, weights, references, strict=True)
-        for line, layer, probe, weight, expected in parts:
+        low, high = float((seen.low / factors).min()), float((seen.high / factors).max())
+        rows = zip(between.readers, layers, probes, weights, data, references, strict=True)
+        for line, layer, probe, weight, parts, expected in rows:
             if line.weight is None or line.input is None:
                 continue
             params = QuantParams.from_range(line.input, low, high, dtype="float32")
             turned = _columns(layer, weight, factors)
             coarse = fake_quantize(turned, weight_params(turned, line.weight))
-            for x, reference in zip(scaled, expected, strict=True):
-                total += noise(reference, probe.run(fake_quantize(x, params), coarse))
+            for x, reference in zip(parts, expected, strict=True):
+                scaled = (x / factors.reshape(shape)).astype(np.float32)
+                total += noise(reference, probe.run(fake_quantize(scaled, params), coarse))
         return total
 
     plain = error(np.ones(len(largest)))

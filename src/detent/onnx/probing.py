@@ -1,12 +1,13 @@
 """Probing: what one layer computes, alone, from its inputs on sample data.
 
 Steps that choose between ways to quantize a layer compare its outputs; running the whole model for each would take
-hundreds of times longer.
+hundreds of times longer. A part of the data is enough: some rows of a matrix, some blocks of an image.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -17,16 +18,16 @@ from detent.onnx.planning import GraphPlan
 from detent.qdq.graph import attribute_of
 from detent.qdq.sessions import make_session
 
-__all__ = ["Probe", "noise", "recorded_inputs"]
+__all__ = ["Probe", "noise", "part_of", "recorded_inputs"]
 
 Array = NDArray[Any]
 ROWS = 512
+SIDE, BLOCK = 64, 8  # the longest side of an image that is looked at, and of the blocks it is put together from
 
 
 class Probe:
     """A layer of its own.
 
-    >>> import numpy as np
     >>> from onnx import parser
     >>> from detent.onnx.layers import layers_of
     >>> from detent.qdq import Graph
@@ -41,21 +42,44 @@ class Probe:
         self._session: ort.InferenceSession | None = None
 
     def run(self, x: Array, weight: Array) -> Array:
-        """The result without a bias; of matrix products only of some rows."""
+        """The result without a bias."""
         kind = self.layer.node.op_type
         if kind in {"MatMul", "Gemm"}:
             matrix = weight.T if attribute_of(self.layer.node, "transB", 0) else weight
-            return _rows(x) @ matrix
+            return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
-            self._session = make_session(_alone(self.layer.node), threads=0)
+            self._session = make_session(_alone(self.layer.node), threads=1)  # pools of many sessions would spin
         found: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return found
 
 
-def _rows(x: Array) -> Array:
-    """At most so many rows of a matrix, evenly spread."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat[:: max(1, len(flat) // ROWS)][:ROWS]
+def part_of(layer: Layer, x: Array) -> Array:
+    """As much of a layer's input as tells how well it is quantized: rows of a matrix, blocks of an image, all spread.
+
+    >>> from onnx import helper
+    >>> part_of(Layer(helper.make_node("MatMul", ["x", "w"], ["y"]), "fc", ()), np.zeros((4, 1000, 3))).shape
+    (512, 3)
+    >>> conv = Layer(helper.make_node("Conv", ["x", "w"], ["y"]), "conv", (), shape=(8, 3, 3, 3))
+    >>> part_of(conv, np.zeros((1, 3, 50, 500))).shape
+    (1, 3, 50, 64)
+    """
+    if layer.node.op_type in {"MatMul", "Gemm"}:
+        flat = x.reshape(-1, x.shape[-1])
+        return flat[:: max(1, len(flat) // ROWS)][:ROWS]
+    sizes = layer.shape[2:]
+    gaps = attribute_of(layer.node, "dilations", [1] * len(sizes))
+    for axis, (size, gap) in enumerate(zip(sizes, gaps, strict=True), 2):
+        side = max(SIDE, 2 * (size - 1) * gap + 2)  # wider than what one result is made of
+        if x.shape[axis] > side:
+            x = x.take(_blocks(x.shape[axis], side), axis)
+    return x
+
+
+def _blocks(length: int, side: int) -> NDArray[np.intp]:
+    """Indices of blocks of neighbours, evenly spread, as many as a side takes."""
+    count = side // BLOCK
+    starts = np.linspace(0, length - BLOCK, count).astype(np.intp)
+    return (starts[:, None] + np.arange(BLOCK)).ravel()
 
 
 def _alone(node: NodeProto) -> ModelProto:
@@ -74,7 +98,6 @@ def _alone(node: NodeProto) -> ModelProto:
 def noise(reference: Array, found: Array) -> float:
     """The power of a difference.
 
-    >>> import numpy as np
     >>> noise(np.ones(2), np.zeros(2))
     2.0
     """
@@ -83,9 +106,9 @@ def noise(reference: Array, found: Array) -> float:
 
 
 def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Feed]) -> Iterator[Mapping[str, Array]]:
-    """The data that come to some layers, sample after sample, by the layers' names.
+    """A part of the data that come to some layers, sample after sample, by the layers' names.
 
-    >>> import numpy as np, detent.onnx as qo
+    >>> import detent.onnx as qo
     >>> from onnx import parser
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
@@ -94,4 +117,4 @@ def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Fee
     """
     wanted = {name: plan.found[name].data for name in names}
     for tensors in record(plan.model, wanted.values(), samples):
-        yield {name: tensors[tensor] for name, tensor in wanted.items()}
+        yield {name: part_of(plan.found[name], tensors[tensor]) for name, tensor in wanted.items()}

@@ -36,7 +36,8 @@ from detent.recipe import Recipe, get_recipe
 __all__ = ["output_sqnr", "quantize"]
 
 Feed = dict[str, NDArray[Any]]
-SAMPLES = 8
+SAMPLES = 8  # batches that channels are made even on
+JUDGED = 4  # batches that the outputs are compared on
 WEIGHT_ONLY_HINT = (
     "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
     "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
@@ -139,7 +140,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         params = choose_params(made, seen, None) | params if hurting else params
     biases = corrected_biases(made, seen, params) if bias_correction else {}
     quantized = insert(made, seen, params=params, biases=biases)
-    errors = output_sqnr(model, quantized, seen.samples)
+    errors = output_sqnr(model, quantized, seen.samples[:JUDGED])
     return _finish(path, made, size, quantized, errors, steps, start)
 
 
