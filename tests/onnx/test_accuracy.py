@@ -41,6 +41,24 @@ def test_smoothing_moves_outliers_into_the_weight(folded):
         np.testing.assert_allclose(new, old, rtol=0, atol=1e-5 * np.abs(old).max())
 
 
+def test_a_handful_of_rows_is_no_reason_to_smooth():
+    """The largest of eight numbers is chance: factors made of it would cost what they seem to bring."""
+    m = Maker()
+    model = m.model([("x", ["N", 288])], [m.matmul("x", 288, 4, name="head")])
+    few = [{"x": np.random.default_rng(i).normal(size=(1, 288)).astype(np.float32)} for i in range(8)]
+    _, done = smooth(qo.plan(qo.prepare(model)), few)
+    assert done == []
+
+
+def test_a_channel_of_few_values_is_not_equalized():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, size=1, name="squeeze")])
+    model = m.model([("x", ["N", 8, 1, 1])], [m.conv(t, 64, 8, size=1, name="excite")])
+    plan = qo.plan(qo.prepare(model))
+    _, few = equalize(plan, images(side=1))
+    assert few == []
+
+
 def test_smoothing_in_the_whole_job(tmp_path):
     model, feeds = outlying(), rows(width=32, length=64)
     plain, smoothed = (

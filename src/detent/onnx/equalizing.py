@@ -33,6 +33,7 @@ STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 WIDEST = 1e3  # how far the factors of a tensor may lie apart
 ENOUGH = 0.9  # the part of the noise that may be left
 SAMPLES = 2
+ENOUGH_VALUES = 256  # of a channel, below which its largest says little about others to come
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
 
 
@@ -74,11 +75,13 @@ class _Channels:
 
     def __init__(self) -> None:
         self.low, self.high = np.float32(0), np.float32(0)
+        self.count = 0  # of values in a channel
         self.parts: list[list[Array]] = []
 
     def see(self, x: Array, readers: list[Layer]) -> None:
         axes = tuple(axis for axis in range(x.ndim) if axis != 1)
         self.low, self.high = np.minimum(self.low, x.min(axis=axes)), np.maximum(self.high, x.max(axis=axes))
+        self.count += x.size // x.shape[1]
         self.parts.append([part_of(layer, x) for layer in readers])
 
 
@@ -92,10 +95,10 @@ def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list
     >>> import detent.onnx as qo
     >>> from onnx import parser
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2,2] x) => (float[1,2,2] y)
+    ...     g (float[1,2,N] x) => (float[1,2,N] y)
     ...     <float[2,2,1] v = {9.0, 0.0, 0.0, 0.01}, float[2,1,1] w = {1.0, 1.0}> {
     ...       [a] t = Conv(x, v) [b] y = Conv<group = 2>(t, w) }'''))
-    >>> model, done = equalize(made, [{"x": np.float32([[[0.3, 1.0], [0.7, 1.0]]])}])
+    >>> model, done = equalize(made, [{"x": np.linspace(0, 1, 1000, dtype=np.float32).reshape(1, 2, 500)}])
     >>> [each.layers for each in done]
     [('a', 'b')]
     """
@@ -113,7 +116,7 @@ def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list
             if found[each.tensor].size:
                 seen[each.tensor].see(found[each.tensor], [plan.found[line.name] for line in each.readers])
     for each in between:
-        if not seen[each.tensor].parts:
+        if seen[each.tensor].count < ENOUGH_VALUES:
             continue
         # Weights may have been changed by the tensor before.
         weights = [graph.array(by_name[line.name].input[1]) for line in each.readers]

@@ -181,6 +181,7 @@ def insert(
     share_floats(writer.graph)
     writer.graph.drop_unread()
     finished = writer.graph.finish()
+    del finished.graph.value_info[:]  # inferred shapes, which runtimes infer again; a tenth of a small file
     recipe = plan.recipe.to_json()
     data = "" if calibration is None else calibration.fingerprint
     Provenance(writer.weights, writer.activations, plan.target.name, recipe, __version__, data).write(finished)

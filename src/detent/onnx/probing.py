@@ -22,7 +22,7 @@ __all__ = ["Probe", "noise", "part_of", "recorded_inputs"]
 
 Array = NDArray[Any]
 ROWS = 512
-SIDE, BLOCK = 64, 8  # the longest side of an image that is looked at, and of the blocks it is put together from
+POINTS, BLOCK = 64 * 64, 8  # of an image that are looked at, and the side of the blocks they are taken in
 
 
 class Probe:
@@ -61,23 +61,27 @@ def part_of(layer: Layer, x: Array) -> Array:
     (512, 3)
     >>> conv = Layer(helper.make_node("Conv", ["x", "w"], ["y"]), "conv", (), shape=(8, 3, 3, 3))
     >>> part_of(conv, np.zeros((1, 3, 50, 500))).shape
-    (1, 3, 50, 64)
+    (1, 3, 50, 88)
     """
     if layer.node.op_type in {"MatMul", "Gemm"}:
         flat = x.reshape(-1, x.shape[-1])
         return flat[:: max(1, len(flat) // ROWS)][:ROWS]
     sizes = layer.shape[2:]
     gaps = attribute_of(layer.node, "dilations", [1] * len(sizes))
-    for axis, (size, gap) in enumerate(zip(sizes, gaps, strict=True), 2):
-        side = max(SIDE, 2 * (size - 1) * gap + 2)  # wider than what one result is made of
+    left = POINTS
+    for number, axis in enumerate(sorted(range(2, x.ndim), key=lambda axis: x.shape[axis])):
+        fair = int(left ** (1 / (x.ndim - 2 - number)) + 1e-9)
+        whole = 2 * (sizes[axis - 2] - 1) * gaps[axis - 2] + 2  # wider than what one result is made of
+        side = max(fair, whole)
         if x.shape[axis] > side:
             x = x.take(_blocks(x.shape[axis], side), axis)
+        left = max(1, left // x.shape[axis])
     return x
 
 
 def _blocks(length: int, side: int) -> NDArray[np.intp]:
     """Indices of blocks of neighbours, evenly spread, as many as a side takes."""
-    count = side // BLOCK
+    count = -(-side // BLOCK)
     starts = np.linspace(0, length - BLOCK, count).astype(np.intp)
     return (starts[:, None] + np.arange(BLOCK)).ravel()
 

@@ -4,7 +4,8 @@ r"""Smoothing: outliers in some channels of a matrix product's input, moved into
           s_j = \max|X_j|^\alpha / \max|W_j|^{1 - \alpha}
 
 (SmoothQuant, Xiao et al. 2022). No single strength fits all layers, so each has the one under which its own output is
-closest to float, or none. The division is folded into the normalisation before the layer where nobody else reads that,
+closest to float, or none. Strengths are judged on data that the factors were not made of: what looks like an outlier
+in a handful of rows is often chance, and factors made of chance cost more than they bring. The division is folded into the normalisation before the layer where nobody else reads that,
 and is a product with a constant elsewhere.
 """
 
@@ -74,8 +75,8 @@ def smooth(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
     >>> import detent.onnx as qo
     >>> from onnx import parser
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {1.0, 1.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> model, done = smooth(made, [{"x": np.float32([[0.013, 100.0]])}])
+    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {100.0, 0.01}> { [fc] y = MatMul(x, w) }'''))
+    >>> model, done = smooth(made, [{"x": np.float32([[0.013, 100.0], [0.012, -90.0]])}])
     >>> done[0].layers, done[0].is_folded, [node.op_type for node in model.graph.node]
     (('fc',), False, ['Mul', 'MatMul'])
     """
@@ -110,18 +111,21 @@ def smooth(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
     return graph.finish(), done
 
 
-def _rows(model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: np.random.Generator) -> dict[str, Array]:
-    """Some rows of each tensor, and the largest magnitude of each channel as two rows more."""
-    kept: dict[str, list[Array]] = defaultdict(list)
+def _rows(
+    model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: np.random.Generator
+) -> dict[str, tuple[Array, Array]]:
+    """Two halves of some rows of each tensor, each with the ends of its channels as two rows more."""
+    kept: dict[str, tuple[list[Array], list[Array]]] = defaultdict(lambda: ([], []))
     each = max(1, ROWS // len(samples))
-    for found in record(model, tensors, samples):
+    for number, found in enumerate(record(model, tensors, samples)):
         for name, values in found.items():
-            if not values.size:
-                continue
             flat = values.reshape(-1, values.shape[-1])
-            chosen = rng.choice(len(flat), min(each, len(flat)), replace=False)
-            kept[name] += [flat[np.sort(chosen)], flat.max(0)[None], flat.min(0)[None]]
-    return {name: np.concatenate(parts) for name, parts in kept.items()}
+            parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
+            for half, part in enumerate(parts, number):
+                if len(part):
+                    chosen = rng.choice(len(part), min(each, len(part)), replace=False)
+                    kept[name][half % 2].extend([part[np.sort(chosen)], part.max(0)[None], part.min(0)[None]])
+    return {name: (np.concatenate(a), np.concatenate(b)) for name, (a, b) in kept.items() if a and b}
 
 
 def _matrix(graph: Graph, layer: Layer) -> Array:
@@ -131,31 +135,37 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 
 
 def _choose(
-    x: Array, weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
+    halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
     """The strength, the factors and the part of the noise that is left; None where nothing helps."""
-    references = [x @ weight for weight in weights]
-    largest_x = np.abs(x).max(0).astype(np.float64)
+    whole = np.concatenate(halves)
+    references = [[x @ weight for weight in weights] for x in halves]
     largest_w = np.max([np.abs(weight).max(1) for weight in weights], axis=0).astype(np.float64)
 
-    def error(factors: Array) -> float:
+    def largest(x: Array) -> Array:
+        found: Array = np.abs(x).max(0).astype(np.float64)
+        return found
+
+    def error(factors: Array, half: int) -> float:
         total = 0.0
-        for weight, reference, (incoming, kept) in zip(weights, references, specs, strict=True):
-            data = (x / factors).astype(np.float32)
+        data = (halves[half] / factors).astype(np.float32)
+        for weight, reference, (incoming, kept) in zip(weights, references[half], specs, strict=True):
+            params = QuantParams.from_data(incoming, (whole / factors).astype(np.float32))
             matrix = np.ascontiguousarray((weight * factors[:, None]).astype(np.float32))
             aligned = kept.replace(granularity=PerAxis(1)) if isinstance(kept.granularity, PerAxis) else kept
             rounded = fake_quantize(matrix, weight_params(matrix, aligned))
-            coarse = fake_quantize(data, QuantParams.from_data(incoming, data))
+            coarse = fake_quantize(data, params)
             total += noise(reference, coarse @ rounded) / max(noise(reference, np.zeros_like(reference)), 1e-30)
         return total
 
-    plain = error(np.ones(x.shape[1]))
+    ones = np.ones(whole.shape[1])
+    plain = error(ones, 0) + error(ones, 1)
     best: tuple[float, Array, float] | None = None
     for strength in STRENGTHS:
-        factors = _factors(largest_x, largest_w, strength)
-        ratio = error(factors) / max(plain, 1e-30)
+        unseen = [error(_factors(largest(halves[1 - half]), largest_w, strength), half) for half in (0, 1)]
+        ratio = sum(unseen) / max(plain, 1e-30)
         if best is None or ratio < best[2]:
-            best = strength, factors, ratio
+            best = strength, _factors(largest(whole), largest_w, strength), ratio
     return best
 
 
