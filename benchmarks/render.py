@@ -1,10 +1,10 @@
-"""The README's speed table, made from the committed results and never typed.
+"""The speed table of docs/benchmarks.md, made from the committed results and never typed.
 
 ::
 
     python benchmarks/render.py [--check]
 
-Rewrites what stands between the markers in README.md; with ``--check`` it only says whether that is up to date.
+Rewrites what stands between the markers on that page; with ``--check`` it only says whether that is up to date.
 """
 
 import json
@@ -15,7 +15,7 @@ import page
 from budget import CALL_MICROSECONDS, TIMES_COPY, TORCH_FACTOR, TORCH_OPERATIONS, TORCH_SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RESULT = ROOT / "benchmarks" / "results" / "latest.json"
 SIZES = (2**20, 2**24)
 PEERS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
@@ -73,19 +73,19 @@ def _judged(value: float, bar: float | None) -> str:
     return f"{value:.2f}" + (" (missed)" if bar is not None and value > bar else "")
 
 
-def placed(readme: str, section: str) -> str:
-    """The README with the section between its markers."""
-    return page.placed(readme, {"bench": section})
+def placed(text: str, section: str) -> str:
+    """The page with the section between its markers."""
+    return page.placed(text, {"bench": section})
 
 
 def main() -> int:
-    """Bring the README up to date, or say that it is not."""
-    old = README.read_text(encoding="utf-8")
+    """Bring the page up to date, or say that it is not."""
+    old = PAGE.read_text(encoding="utf-8")
     new = placed(old, rendered(json.loads(RESULT.read_text(encoding="utf-8"))))
     if "--check" in sys.argv[1:]:
-        print("up to date" if new == old else "README.md: the speed table is stale, run benchmarks/render.py")
+        print("up to date" if new == old else "docs/benchmarks.md: the speed table is stale, run benchmarks/render.py")
         return int(new != old)
-    README.write_text(new, encoding="utf-8")
+    PAGE.write_text(new, encoding="utf-8")
     return 0
 
 

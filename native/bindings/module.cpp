@@ -149,7 +149,9 @@ NB_MODULE(_native, m) {
   });
   m.def("best_level", &best_level);
   m.def("set_num_threads", [](int count) { thread_count.store(count); });
-  m.def("join_team", [](uintptr_t address) { join_team(reinterpret_cast<Team>(address)); });
+  m.def("join_team", [](uintptr_t team, uintptr_t size) {
+    join_team(reinterpret_cast<Team>(team), reinterpret_cast<TeamSize>(size));
+  });
   m.def("error_sum", &error_sum);
   m.def("largest_error", &largest_error);
   m.def("checksum", &checksum);

@@ -145,6 +145,7 @@ Pool& the_pool() {
 }
 
 std::atomic<Team> team{nullptr};
+std::atomic<TeamSize> team_size{nullptr};
 
 struct TeamJob {
   Task task;
@@ -160,11 +161,12 @@ void work_in_team(void* context) {
 
 }  // namespace
 
-void join_team(Team given) {
+void join_team(Team given, TeamSize size) {
 #if defined(DETENT_FORKS)
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { team.store(nullptr); }); });
 #endif
+  team_size.store(size);
   team.store(given);
 }
 
@@ -182,8 +184,11 @@ void run_tasks(Task task, const void* context, int64_t count, int threads) {
   int64_t most = threads < count ? threads : count;
   most = count > kMostTasks ? 1 : most < kMostThreads ? most : kMostThreads;
   if (const Team joined = most > 1 ? team.load(std::memory_order_relaxed) : nullptr) {
+    const TeamSize size = team_size.load(std::memory_order_relaxed);
+    const int64_t wanted = size ? size() : most;
     TeamJob job{task, context, count};
-    return joined(work_in_team, &job, static_cast<unsigned>(most), 0);
+    if (wanted > 1) return joined(work_in_team, &job, static_cast<unsigned>(wanted < most ? wanted : most), 0);
+    return work_in_team(&job);
   }
   if (most > 1 && the_pool().run(task, context, count, static_cast<int>(most) - 1)) return;
   for (int64_t i = 0; i < count; ++i) task(context, i);

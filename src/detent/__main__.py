@@ -1,8 +1,8 @@
-"""``python -m detent``: what this installation can do."""
+"""``python -m detent``: the same as the command ``detent``."""
 
-from detent import __version__
-from detent.kernels import capabilities
+import sys
+
+from detent.cli import main
 
 if __name__ == "__main__":
-    print(f"detent   {__version__}")  # noqa: T201 - what it is for
-    print(capabilities())  # noqa: T201
+    sys.exit(main())

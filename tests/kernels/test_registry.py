@@ -64,10 +64,10 @@ def test_capabilities_follow_the_choice():
         assert set(dt.capabilities().kernels.values()) == {"reference"}
 
 
-def test_python_m_detent_prints_them():
-    run = [sys.executable, "-m", "detent"]
+def test_the_doctor_prints_them():
+    run = [sys.executable, "-m", "detent", "doctor"]
     text = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert text.startswith(f"detent   {dt.__version__}\n")
+    assert text.startswith(f"detent    {dt.__version__}, ")
     assert all(name in text for name in (*OPERATIONS, *PARTS, *PRESETS, *DTYPES))
 
 

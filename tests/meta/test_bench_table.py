@@ -1,4 +1,4 @@
-"""The README's speed table is what benchmarks/render.py makes of the committed results, and the check can fail."""
+"""The speed table of the docs is what benchmarks/render.py makes of the committed results, and the check can fail."""
 
 import importlib
 import json
@@ -21,8 +21,8 @@ def result(render):
 
 
 def test_table_is_rendered_from_the_committed_results(render, result):
-    readme = render.README.read_text(encoding="utf-8")
-    assert render.placed(readme, render.rendered(result)) == readme, "run benchmarks/render.py"
+    page = render.PAGE.read_text(encoding="utf-8")
+    assert render.placed(page, render.rendered(result)) == page, "run benchmarks/render.py"
 
 
 def test_another_number_makes_another_table(render, result):

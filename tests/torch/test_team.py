@@ -1,5 +1,6 @@
 """Kernels on PyTorch's own threads: the same bits, from several threads at once, and in a forked child."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import detent as dt
 from detent.kernels import join_team
@@ -30,6 +32,39 @@ def test_the_same_bits(team):
     assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
     with dt.use_kernels("reference"):
         assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
+
+
+@pytest.mark.parametrize(("wanted", "asked"), [(1, []), (2, [2]), (64, [4])])
+def test_no_more_threads_than_the_runtime_has(wanted, asked, team):
+    found = []
+    body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    def parallel(function, context, threads, flags):
+        found.append(threads)
+        body(function)(context)
+
+    size = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: wanted)
+    before = dt.get_num_threads()
+    expected = dt.fake_quantize(X, PARAMS)
+    try:
+        dt.set_num_threads(4)
+        join_team(*(ctypes.cast(entry, ctypes.c_void_p).value for entry in (parallel, size)))
+        assert np.array_equal(dt.fake_quantize(X, PARAMS), expected)
+    finally:
+        dt.set_num_threads(before)
+        join_torch()
+    assert found == asked
+
+
+def test_torch_says_how_many(team):
+    before = torch.get_num_threads()
+    runtime = ctypes.CDLL(find_runtime())
+    try:
+        torch.set_num_threads(1)
+        assert runtime.omp_get_max_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_several_threads_at_once(team):

@@ -33,7 +33,11 @@ void run_tasks(Task task, const void* context, int64_t count, int threads);
 // OpenMP's entry to a parallel region, as GCC's runtime and those compatible with it have it.
 using Team = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 
-// Lets tasks run on the team of that runtime, or, with null, on threads of our own; a child process starts with the latter.
-void join_team(Team team);
+// How many threads the caller wants of that runtime: its omp_get_max_threads.
+using TeamSize = int (*)();
+
+// Lets tasks run on the team of that runtime and on no more threads than it has, or, with null, on threads of our own; a
+// child process starts with the latter. Without a size the team is as large as a task asks for.
+void join_team(Team team, TeamSize size);
 
 }  // namespace detent

@@ -114,13 +114,17 @@ def set_num_threads(count: int) -> None:
         _native.set_num_threads(count)
 
 
-def join_team(address: int) -> None:
+def join_team(address: int, size: int = 0) -> None:
     """Run on the threads of the OpenMP runtime whose ``GOMP_parallel`` is at that address; 0 is our own threads again.
+
+    Args:
+        address: of ``GOMP_parallel``.
+        size: the address of ``omp_get_max_threads``, which says how many threads the caller wants; 0 for all of ours.
 
     >>> join_team(0)
     """
     if _native is not None:
-        _native.join_team(address)
+        _native.join_team(address, size)
 
 
 def refusal(problem: Problem) -> str | None:

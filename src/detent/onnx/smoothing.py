@@ -5,8 +5,8 @@ r"""Smoothing: outliers in some channels of a matrix product's input, moved into
 
 (SmoothQuant, Xiao et al. 2022). No single strength fits all layers, so each has the one under which its own output is
 closest to float, or none. Strengths are judged on data that the factors were not made of: what looks like an outlier
-in a handful of rows is often chance, and factors made of chance cost more than they bring. The division is folded into the normalisation before the layer where nobody else reads that,
-and is a product with a constant elsewhere.
+in a handful of rows is often chance, and factors made of chance cost more than they bring. The division is folded into
+the normalisation before the layer where nobody else reads that, and is a product with a constant elsewhere.
 """
 
 from collections import defaultdict

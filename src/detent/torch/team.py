@@ -2,7 +2,7 @@
 
 PyTorch computes with OpenMP, whose threads stay awake for a while after their work. A second pool on the same
 processors would wait for them at every turn, and they for it. So kernels run on the same team, where PyTorch's runtime
-can be found.
+can be found, and on no more of them than ``torch.set_num_threads`` says.
 """
 
 import ctypes
@@ -42,10 +42,11 @@ def join_torch() -> bool:
     if path is None:
         return False
     try:
-        entry = ctypes.CDLL(path).GOMP_parallel
+        runtime = ctypes.CDLL(path)
+        entries = (runtime.GOMP_parallel, runtime.omp_get_max_threads)
     except (OSError, AttributeError):
         return False
-    join_team(ctypes.cast(entry, ctypes.c_void_p).value or 0)
+    join_team(*(ctypes.cast(entry, ctypes.c_void_p).value or 0 for entry in entries))
     return True
 
 

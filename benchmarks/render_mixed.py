@@ -1,0 +1,83 @@
+"""The tables of docs/howto/choose-bits.md, made from the committed results and never typed.
+
+::
+
+    python benchmarks/render_mixed.py
+"""
+
+import json
+from pathlib import Path
+
+from page import placed
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "howto" / "choose-bits.md"
+RESULT = ROOT / "benchmarks" / "results" / "mixed_precision.json"
+KINDS = ("packed", "onnx")
+
+
+def rendered(result: dict) -> dict[str, str]:
+    """Each section by its name, as Markdown."""
+    return {f"mixed-{kind}": _table(result["models"], kind) for kind in KINDS} | {
+        "mixed-reading": _reading(result["models"]),
+        "mixed-models": _models(result["models"]),
+    }
+
+
+def is_won(row: dict) -> bool:
+    """Whether the mix has less noise in a file that is not larger."""
+    return "mix_bytes" in row and row["mix_bytes"] <= row["bytes"] and row["mix_sqnr_db"] > row["sqnr_db"]
+
+
+def _table(models: dict, kind: str) -> str:
+    """A row per uniform width and a column per model: uniform, mix and the bytes of both files."""
+    widths = [row["bits"] for row in next(iter(models.values()))["files"][kind]]
+    lines = [_line("uniform bits", *models), "|--:|" + "--:|" * len(models)]
+    for place, bits in enumerate(widths):
+        rows = [about["files"][kind][place] for about in models.values()]
+        lines.append(_line(str(bits), *map(_cell, rows)))
+    return "\n".join(lines)
+
+
+def _cell(row: dict) -> str:
+    if "mix_bytes" not in row:
+        return f"{row['sqnr_db']:.1f} dB in {row['bytes'] / 1000:,.1f} kB; no mix fits"
+    mix = f"{row['mix_sqnr_db']:.1f}"
+    mix = f"**{mix}**" if is_won(row) else mix
+    return f"{row['sqnr_db']:.1f} → {mix} dB in {row['bytes'] / 1000:,.1f} → {row['mix_bytes'] / 1000:,.1f} kB"
+
+
+def _reading(models: dict) -> str:
+    """In how many widths each model's mix wins, and by how much."""
+    lines = []
+    for kind, words in zip(KINDS, ("Packed files", "ONNX files"), strict=True):
+        parts = []
+        for name, about in models.items():
+            rows = about["files"][kind]
+            gains = [row["mix_sqnr_db"] - row["sqnr_db"] for row in rows if "mix_bytes" in row]
+            span = f" ({min(gains):+.1f} to {max(gains):+.1f} dB)" if gains else ""
+            parts.append(f"{name} {sum(map(is_won, rows))} of {len(rows)}{span}")
+        lines.append(f"- {words}, widths at which the mix has the higher SQNR: {'; '.join(parts)}.")
+    return "\n".join(lines)
+
+
+def _models(models: dict) -> str:
+    lines = [_line("model", "layers", "samples", "options", "runs", "seconds"), "|---|--:|--:|--:|--:|--:|"]
+    for name, about in models.items():
+        cells = (about["layers"], about["samples"], len(about["widths"]), about["runs"], f"{about['seconds']:.0f}")
+        lines.append(_line(name, *map(str, cells)))
+    return "\n".join(lines)
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Rewrite the page."""
+    result = json.loads(RESULT.read_text(encoding="utf-8"))
+    PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), rendered(result)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Amounts: numbers of bytes, as people write and read them."""
+
+import re
+
+from detent.errors import SpecError
+
+__all__ = ["as_text", "of_whole", "parse_bytes"]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes that "1500000", "1.5MB" or "512 KiB" stand for.
+
+    Raises:
+        SpecError: no such amount.
+
+    >>> parse_bytes("1.5MB"), parse_bytes("2 KiB"), parse_bytes("300")
+    (1500000, 2048, 300)
+    >>> parse_bytes("many")
+    Traceback (most recent call last):
+    ...
+    detent.errors.SpecError: 'many' is no number of bytes: expected one such as 1500000, 1.5MB or 512KiB
+    """
+    found = _AMOUNT.fullmatch(text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or not (count := int(float(found[1]) * unit)):
+        raise SpecError(f"{text!r} is no number of bytes: expected one such as 1500000, 1.5MB or 512KiB")
+    return count
+
+
+def of_whole(text: str, whole: int) -> int:
+    """The same, or a part of the whole such as "50%".
+
+    >>> of_whole("50%", 3000), of_whole("1KB", 3000)
+    (1500, 1000)
+    """
+    if not text.strip().endswith("%"):
+        return parse_bytes(text)
+    try:
+        share = float(text.strip()[:-1])
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 100:
+        raise SpecError(f"{text!r} is no part of a whole: expected one such as 50%")
+    return int(whole * share / 100)
+
+
+def as_text(count: float) -> str:
+    """The number of bytes with three digits and a unit.
+
+    >>> as_text(999), as_text(1234567), as_text(45e9)
+    ('999 B', '1.23 MB', '45.0 GB')
+    """
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}".replace("e+02", "00")
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,50 @@
+"""App: the commands put together."""
+
+from typing import Annotated
+
+import rich.console  # noqa: F401 - typer works without it, our tables do not: entry says so
+import typer
+
+from detent import __version__
+from detent.cli import bench, compare, demo, doctor, inspect, quantize, sensitivity, verify
+
+__all__ = ["make_app"]
+
+ABOUT = """Quantize neural networks, and prove that what you ship is what you tried.
+
+Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]"""
+CODES = "Exit codes: 0 done, 1 a difference or a limit missed, 2 bad input, 3 a missing extra, 130 interrupted."
+
+
+def make_app() -> typer.Typer:
+    """All commands.
+
+    >>> [command.name for command in make_app().registered_commands]
+    ['demo', 'quantize', 'verify', 'inspect', 'compare', 'sensitivity', 'bench', 'doctor']
+    """
+    app = typer.Typer(
+        name="detent",
+        help=ABOUT,
+        epilog=CODES,
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for module in (demo, quantize, verify, inspect, compare, sensitivity, bench, doctor):
+        module.register(app)
+    return app
+
+
+def _show(on: bool) -> None:
+    if on:
+        typer.echo(f"detent {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show, is_eager=True)
+    ] = False,
+) -> None:
+    del version  # its callback does the work

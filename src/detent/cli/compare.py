@@ -1,0 +1,101 @@
+"""``detent compare``: two reports, or two quantized models of one origin, layer by layer."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from detent.cli.exits import check_free, guarded, require
+from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
+from detent.cli.screen import Screen
+from detent.errors import FileFormatError, SpecError
+
+if TYPE_CHECKING:
+    from detent.report import Report as Page
+
+__all__ = ["register"]
+
+HELP = """Compare two reports (.json), or two quantized models of one origin (.onnx), layer by layer.
+
+With data, and the float model as --source, models are compared by what they compute, and not only by what they hold.
+
+Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
+FEW = 8
+LARGEST = 1 << 28
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command.
+
+    >>> app = typer.Typer()
+    >>> register(app)
+    >>> app.registered_commands[0].name
+    'compare'
+    """
+    app.command("compare", help=HELP)(guarded(_compare))
+
+
+def _compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A report or a model.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another of them.", show_default=False)],
+    data: Data = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="The float model that both were made from.", show_default=False)
+    ] = None,
+    report: Report = None,
+    batch_size: BatchSize = None,
+    force: Force = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    check_free(report, force=force, suffixes=(".html", ".json"))
+    if report is not None and report.suffix.lower() == ".html":
+        require("jinja2")
+    from detent import report as qr  # noqa: PLC0415 - it may load ONNX
+
+    screen = Screen(as_json=as_json, quiet=quiet)
+    both = qr.compare(*(_page(path, data, source, batch_size, screen) for path in (first, second)))
+    screen.say(str(both))
+    if report is not None:
+        both.save(report)
+        screen.say(f"report: {report}")
+    screen.emit(json.loads(both.to_json()))
+
+
+def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen) -> "Page":
+    from detent import report as qr  # noqa: PLC0415 - loaded by now
+
+    if not path.is_file():
+        raise FileFormatError(f"{path}: there is no such file" if not path.exists() else f"{path} is no file")
+    if path.suffix.lower() == ".json":
+        if data is not None or source is not None:
+            raise SpecError("--data and --source are for models: a report has been measured already")
+        if path.stat().st_size > LARGEST:
+            raise FileFormatError(f"{path} has {path.stat().st_size:,} bytes, no report has more than {LARGEST:,}")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise FileFormatError(f"{path} is no report: {error}") from error
+        return qr.Report.from_json(text)
+    require("onnx")
+    require("onnxruntime")
+    _check_quantized(path)
+    screen.note(f"looking at {path}")
+    return qr.build(path, None if data is None else _few(path, data, batch_size), source=source)
+
+
+def _check_quantized(path: Path) -> None:
+    from detent.qdq import load  # noqa: PLC0415 - it loads ONNX
+
+    if not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in load(path).graph.node}:
+        raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
+
+
+def _few(model: Path, data: Path, batch_size: int | None) -> list[object]:
+    from detent.cli.holdout import Part  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
+    from detent.qdq import load  # noqa: PLC0415
+
+    opened = open_batches(data, inputs_of(load(model)), batch_size)
+    return list(Part(opened, range(min(FEW, opened.count or 0))))

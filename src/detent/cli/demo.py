@@ -1,0 +1,54 @@
+"""``detent demo``: the main job from end to end, on data that come with the package."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from detent.cli.exits import DIFFERENCE, guarded, require
+from detent.cli.options import AsJson, Quiet
+from detent.cli.screen import Screen
+from detent.errors import FileFormatError
+
+__all__ = ["register"]
+
+HELP = """Train a small network, quantize it at 8, 4 and 2 bits, export, verify, and write demo-report.html.
+
+Nothing is downloaded: the digits it learns are in the package. It takes under two minutes on two cores.
+
+Example: [bold]detent demo[/bold]"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command.
+
+    >>> app = typer.Typer()
+    >>> register(app)
+    >>> app.registered_commands[0].name
+    'demo'
+    """
+    app.command("demo", help=HELP)(guarded(_demo))
+
+
+def _demo(
+    folder: Annotated[Path, typer.Argument(help="Where demo-report.html and the models are written.")] = Path(),
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="4 bits only and few epochs, in seconds.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    if not folder.is_dir():
+        raise FileFormatError(f"{folder} is no folder: make it first, or give another one")
+    for module in ("torch", "onnx", "onnxscript", "onnxruntime", "jinja2"):
+        require(module)
+    from detent import demo  # noqa: PLC0415 - it loads PyTorch
+
+    screen = Screen(as_json=as_json, quiet=quiet)
+    with screen.stages() as step:
+        result = demo.run(folder, seed=seed, quick=quick, say=screen.note, progress=step)
+    screen.say(str(result))
+    screen.say(f"report: {result.report_path}")
+    screen.emit(json.loads(result.to_json()))
+    if not result.ok:
+        raise typer.Exit(DIFFERENCE)

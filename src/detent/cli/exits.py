@@ -1,0 +1,127 @@
+"""Exits: exit codes, and the one line that an error becomes."""
+
+import errno
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from os import PathLike
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TypeVar
+
+import typer
+
+from detent.errors import DetentError, SpecError, VerificationError
+
+__all__ = ["BAD_INPUT", "DIFFERENCE", "EXTRAS", "INTERRUPTED", "MISSING", "check_free", "fail", "guarded", "require"]
+
+DIFFERENCE, BAD_INPUT, MISSING, INTERRUPTED = 1, 2, 3, 130
+EXTRAS = {  # modules, and the extra that brings them
+    "typer": "cli",
+    "rich": "cli",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "torch": "torch",
+    "jinja2": "report",
+}
+_INSTALL = "pip install 'detent["
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
+    """Say what is wrong on stderr, and leave.
+
+    >>> try:
+    ...     fail("no such file")
+    ... except typer.Exit as done:
+    ...     print(done.exit_code)
+    2
+    """
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def guarded(function: Callable[P, R]) -> Callable[P, R]:
+    """A command whose errors are messages and exit codes, and no tracebacks.
+
+    Errors that detent does not raise on purpose keep their traceback: they are bugs.
+
+    >>> @guarded
+    ... def command():
+    ...     raise SpecError("no such recipe")
+    >>> try:
+    ...     command()
+    ... except typer.Exit as done:
+    ...     print(done.exit_code)
+    2
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt:
+            fail("interrupted", INTERRUPTED)
+        except ImportError as error:
+            fail(_missing(error), MISSING)
+        except DetentError as error:
+            fail(str(error), _code(error))
+        except MemoryError:
+            fail("out of memory: see --dry-run, or give fewer samples at a time")
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # a pager that was left: typer knows what to do
+                raise
+            named = f"{error.filename}: " if error.filename else ""
+            fail(f"{named}{error.strerror or error}")
+
+    return run
+
+
+def _missing(error: ImportError) -> str:
+    module = (error.name or "").partition(".")[0]
+    if module not in EXTRAS:
+        raise error
+    return f"this needs {module}, which is not installed: {_INSTALL}{EXTRAS[module]}]'"
+
+
+def _code(error: DetentError) -> int:
+    if isinstance(error, VerificationError):
+        return DIFFERENCE
+    return MISSING if isinstance(error.__cause__, ImportError) or _INSTALL in str(error) else BAD_INPUT
+
+
+def require(module: str) -> None:
+    """Make sure that a module is there before anything takes long.
+
+    >>> require("onnx")
+    """
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        error.name = error.name or module
+        raise
+
+
+def check_free(path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = ()) -> None:
+    """Refuse a file that exists, a folder that does not, or a name of another kind, before anything takes long.
+
+    Raises:
+        SpecError: with what to do.
+
+    >>> check_free("report.txt", force=False, suffixes=(".html", ".json"))
+    Traceback (most recent call last):
+    ...
+    detent.errors.SpecError: report.txt: expected a name that ends in .html or .json
+    """
+    if path is None:
+        return
+    target = Path(path)
+    if suffixes and target.suffix.lower() not in suffixes:
+        raise SpecError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
+    if target.is_dir():
+        raise SpecError(f"{path} is a folder: give the name of a file")
+    if not target.parent.is_dir():
+        raise SpecError(f"{target.parent} is no folder: make it first, or choose another place for {target.name}")
+    if target.exists() and not force:
+        raise SpecError(f"{path} exists already: give --force to replace it, or another name")

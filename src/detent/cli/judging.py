@@ -1,0 +1,94 @@
+"""Judging: what a quantized file is worth, beside the model it was made from."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+from numpy.typing import NDArray
+
+from detent.errors import SpecError
+from detent.proof.outputs import OutputCheck
+from detent.qdq import load, make_session
+from detent.qdq.graph import Graph
+from detent.qdq.sessions import refusals
+
+__all__ = ["Accuracy", "check_has_classes", "judge"]
+
+Feed = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How near the outputs are.
+
+    Attributes:
+        outputs_sqnr_db: of each float output, over all batches.
+        agreement: the share of samples with the same largest class; None where the first output holds no classes.
+        batches: how many there were.
+
+    >>> Accuracy({"y": 41.0}, 1.0, 3).sqnr_db
+    41.0
+    """
+
+    outputs_sqnr_db: Mapping[str, float]
+    agreement: float | None
+    batches: int
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Of the first float output."""
+        return next(iter(self.outputs_sqnr_db.values()), None)
+
+
+def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Iterable[Feed]) -> Accuracy:
+    """Run both on some batches, and compare what they give.
+
+    >>> import tempfile, numpy as np
+    >>> from onnx import parser
+    >>> from detent.qdq import save
+    >>> made = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2] x) => (float[1,2] y) { y = Abs(x) }')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save(made, f"{folder}/a.onnx")
+    ...     judge(f"{folder}/a.onnx", f"{folder}/a.onnx", [{"x": np.float32([[1, 2]])}]).agreement
+    1.0
+    """
+    names = Graph(load(artifact)).outputs
+    before, after = make_session(source), make_session(artifact)
+    check, count = OutputCheck(names), 0
+    with refusals():
+        for feed in feeds:
+            count += 1
+            check.add_outputs(before.run(names, feed), after.run(names, feed))
+    found = check.result()
+    return Accuracy(found.output_sqnr_db, found.agreement, count)
+
+
+def check_has_classes(source: str | PathLike[str], feed: Feed) -> None:
+    """Make sure that agreement can be told, before anything takes long.
+
+    Raises:
+        SpecError: the first output is no table of scores.
+
+    >>> import numpy as np
+    >>> from onnx import parser
+    >>> check_has_classes(parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Abs(x) }'),
+    ...     {"x": np.float32([1, 2])})
+    Traceback (most recent call last):
+    ...
+    detent.errors.SpecError: the first output has shape (2,): agreement needs one row of class scores per sample, \
+so use --fail-below-sqnr
+    """
+    session = make_session(source)
+    names = [value.name for value in session.get_outputs()]
+    check = OutputCheck(names)
+    with refusals():
+        outputs = session.run(names, feed)
+    check.add_outputs(outputs, outputs)
+    if check.result().agreement is None:
+        raise SpecError(
+            f"the first output has shape {outputs[0].shape}: agreement needs one row of class scores per sample, so "
+            "use --fail-below-sqnr"
+        )

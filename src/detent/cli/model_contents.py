@@ -1,0 +1,165 @@
+"""Model contents: what an ONNX model holds, float or quantized, whoever wrote it."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, ValueInfoProto
+
+from detent.cli.contents import Contents, Held
+from detent.errors import FileFormatError
+from detent.onnx.reading import ActivationQuantizer, QuantizedModel, load_quantized
+from detent.qdq import Provenance, array_of, load
+from detent.qdq.graph import Graph
+from detent.qdq.tensors import element_range
+
+__all__ = ["model_contents"]
+
+OPERATORS = 12
+_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+
+
+def model_contents(path: str | PathLike[str]) -> Contents:
+    """Read an ONNX model, checked as ``qo.load`` does.
+
+    >>> import tempfile
+    >>> from onnx import parser
+    >>> from detent.qdq import save
+    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save(made, f"{folder}/a.onnx")
+    ...     found = model_contents(f"{folder}/a.onnx")
+    >>> found.facts["operators"], found.rows[0].cells()
+    ('1 MatMul', ('w', 'constant', 'float32', '1x1', '4 B', '3 .. 3'))
+    """
+    model = load(path)
+    quantized = load_quantized(model)
+    graph = Graph(model)
+    about, broken = _provenance(model)
+    rows = [*_quantized_rows(quantized), *_constants(model, quantized)]
+    size = Path(path).stat().st_size
+    kinds = Counter(row.kind for row in rows)
+    inputs = {value.name: _shape_text(value) for value in model.graph.input if value.name not in graph.constants}
+    outputs = {value.name: _shape_text(value) for value in model.graph.output}
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    facts = {
+        "file": f"{fspath(path)}, {size:,} bytes, ONNX",
+        "made by": f"{model.producer_name or 'unknown'} {model.producer_version}".strip(),
+        "versions": f"IR {model.ir_version}, operator set {graph.opset}",
+        "inputs": ", ".join(f"{name} {text}" for name, text in inputs.items()),
+        "outputs": ", ".join(f"{name} {text}" for name, text in outputs.items()),
+        "operators": _operators(quantized.nodes),
+        "holds": ", ".join(_counted(count, kind) for kind, count in kinds.items()) or "no tensors",
+    }
+    if about is not None:
+        facts["quantized by"] = f"detent {about.made_by}, recipe {_recipe_name(about)}, target {about.target}"
+        facts["data"] = f"sha256 {about.data}" if about.data else "none"
+    if broken:
+        facts["metadata"] = broken
+    facts |= {f"not read: {name}": reason for name, reason in list(quantized.skipped.items())[:8]}
+    document = {
+        "file": fspath(path),
+        "kind": "onnx",
+        "nbytes": size,
+        "is_quantized": bool(quantized.weights or quantized.activations or quantized.skipped),
+        "ir_version": model.ir_version,
+        "opset": graph.opset,
+        "producer": model.producer_name,
+        "inputs": inputs,
+        "outputs": outputs,
+        "operators": dict(quantized.nodes),
+        "provenance": None if about is None else _origin(about),
+        "metadata": {key: value for key, value in metadata.items() if key != "detent"},
+        "not_read": dict(quantized.skipped),
+        "tensors": [asdict(row) for row in rows],
+    }
+    return Contents(facts, rows, document)
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind}" if count == 1 else f"{count} {kind}{'es' if kind.endswith('s') else 's'}"
+
+
+def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
+    try:
+        return Provenance.read(model), ""
+    except FileFormatError as error:  # all else of the file can be shown
+        return None, str(error)
+
+
+def _origin(about: Provenance) -> dict[str, Any]:
+    recipe = _json(about.recipe)
+    return {"made_by": about.made_by, "target": about.target, "recipe": recipe, "data_sha256": about.data}
+
+
+def _recipe_name(about: Provenance) -> str:
+    found = _json(about.recipe)
+    return str(found.get("name") or "without a name") if isinstance(found, dict) else "unknown"
+
+
+def _json(text: str) -> Any:  # noqa: ANN401 - any document
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _operators(nodes: Mapping[str, int]) -> str:
+    ordered = sorted(nodes.items(), key=lambda each: (-each[1], each[0]))
+    more = f" and {len(ordered) - OPERATORS} more" if len(ordered) > OPERATORS else ""
+    return ", ".join(f"{count} {name}" for name, count in ordered[:OPERATORS]) + more
+
+
+def _shape_text(value: ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    if not kind.elem_type:
+        return "(no tensor)"
+    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in kind.shape.dim]
+    name = str(TensorProto.DataType.Name(kind.elem_type)).lower()
+    return f"{name}[{', '.join(sizes)}]" if kind.HasField("shape") else name
+
+
+def _quantized_rows(model: QuantizedModel) -> Iterator[Held]:
+    for name, tensor in model.weights.items():
+        yield Held(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, *_ends(tensor.dequantize("float32")))
+    for name, bias in model.biases.items():
+        yield Held(name, "bias", "int32", bias.codes.shape, bias.nbytes, *_ends(bias.dequantize()))
+    for each in model.activations:
+        yield Held(each.tensor, "activation", each.type.lower(), None, 0, *_reach(each))
+
+
+def _ends(values: NDArray[Any]) -> tuple[float, float] | tuple[None, None]:
+    if not values.size or values.dtype.kind not in "fiub":
+        return None, None
+    return float(values.min()), float(values.max())
+
+
+def _reach(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]:
+    """What a quantizer can hold: the ends of its codes as numbers."""
+    if "INT" not in each.type:
+        return None, None
+    low, high = element_range(TensorProto.DataType.Value(each.type))
+    scale, zero = each.scale.astype(np.float64), each.zero_point.astype(np.float64)
+    return float(((low - zero) * scale).min()), float(((high - zero) * scale).max())
+
+
+def _constants(model: ModelProto, quantized: QuantizedModel) -> list[Held]:
+    """The constants that belong to no quantizer, the largest first."""
+    known = {*quantized.weights, *quantized.biases}
+    for node in model.graph.node:
+        if node.op_type in _QUANTIZERS:
+            known.update(node.input[1:])
+    rows = []
+    for tensor in model.graph.initializer:
+        if tensor.name not in known:
+            values = array_of(tensor)
+            shape = tuple(int(size) for size in tensor.dims)
+            rows.append(Held(tensor.name, "constant", values.dtype.name, shape, values.nbytes, *_ends(values)))
+    return sorted(rows, key=lambda row: -row.nbytes)

@@ -1,0 +1,127 @@
+"""Screen: what commands say, and where. Results go to stdout, all else to stderr; with --json they are one document."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import isfinite
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+__all__ = ["Screen", "plain"]
+
+LEAST = 20  # characters of a name that are not folded
+
+
+class Screen:
+    """The two streams.
+
+    Args:
+        as_json: stdout gets one JSON document and nothing else.
+        quiet: nothing is said but errors and that document.
+
+    >>> screen = Screen(as_json=False)
+    >>> screen.say("3 layers")
+    3 layers
+    >>> screen.table(("layer", "dB"), [("fc", "41.2")], right=(1,))
+    layer    dB
+    ───────────
+    fc     41.2
+    >>> screen.emit({"layers": 3})
+    >>> Screen(as_json=True).emit({"layers": float("inf")})
+    {
+      "layers": "inf"
+    }
+    >>> screen.note("reading"), screen.warn("slow")
+    (None, None)
+    >>> with screen.progress("calibrating") as step, screen.stages() as named:
+    ...     step(1, 2), named("training", 1, 2)
+    (None, None)
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json, self.quiet = as_json, quiet
+        self._out = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+
+    @property
+    def _speaks(self) -> bool:
+        return not (self.as_json or self.quiet)
+
+    def say(self, text: str = "", style: str | None = None) -> None:
+        """A line of the result."""
+        if self._speaks:
+            self._out.print(text, style=style, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """What goes on, for those who watch."""
+        if not self.quiet:
+            self._err.print(text, style="dim", soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """What should be known."""
+        if not self.quiet:
+            self._err.print(f"warning: {text}", style="yellow", soft_wrap=True)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+        """A table of the result, as wide as the terminal at most: long cells are folded."""
+        if not self._speaks:
+            return
+        made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        longest = max((len(row[0]) for row in rows), default=0)
+        for i, name in enumerate(columns):
+            made.add_column(
+                name,
+                justify="right" if i in right else "left",
+                overflow="fold",
+                no_wrap=i in right,
+                min_width=None if i else min(longest, LEAST),  # names are what a reader looks for
+            )
+        for row in rows:
+            made.add_row(*row)
+        self._out.print(made)
+
+    def emit(self, document: Mapping[str, Any]) -> None:
+        """The result for machines."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
+        """The same for a job of several parts; the function takes the part's name first."""
+        with self._bar() as step:
+            yield step
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Callable[[int, int | None], None]]:
+        """A bar on stderr, on terminals only; gives a function of what is done and what there is in all."""
+        with self._bar() as step:
+            step(label, 0, None)
+            yield lambda done, total: step(label, done, total)
+
+    @contextmanager
+    def _bar(self) -> Iterator[Callable[[str, int, int | None], None]]:
+        if self.quiet or not self._err.is_terminal:
+            yield lambda label, done, total: None  # noqa: ARG005 - nobody watches
+            return
+        parts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*parts, console=self._err, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
+
+
+def plain(value: Any) -> Any:  # noqa: ANN401 - any part of a document
+    """The value with text for numbers that JSON has not.
+
+    >>> plain({"a": (1.0, float("nan"))})
+    {'a': [1.0, 'nan']}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,169 @@
+"""Coding: frozen dataclasses as JSON and back, where their annotations say what is allowed.
+
+What comes back is checked value by value: a report that someone sent is as hostile as any other file. Numbers that are
+not finite are written as "inf", "-inf" and "nan", for JSON has none of them.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from math import inf, isfinite, nan
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from detent._checks import unique_keys
+from detent.errors import FileFormatError
+
+__all__ = ["decode", "encode", "parse"]
+
+T = TypeVar("T")
+TEXT_LIMIT = 1 << 26
+INTEGER_LIMIT = 1 << 62
+SHOWN = 60
+_HINTS: dict[type, Mapping[str, Any]] = {}
+_SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan": nan})
+
+
+def encode(value: object) -> Any:  # noqa: ANN401 - any part of a document
+    """A value of dataclasses, mappings, tuples and plain values as what JSON can say.
+
+    >>> from detent.report.parts import Size
+    >>> encode((Size("codes", 8), float("inf")))
+    [{'name': 'codes', 'nbytes': 8}, 'inf']
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: encode(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [encode(each) for each in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value
+
+
+def parse(text: str, what: str) -> dict[str, Any]:
+    """The object that a JSON text holds.
+
+    Args:
+        text: of at most 64 MiB.
+        what: what messages call it.
+
+    Raises:
+        FileFormatError: not text, too large, no JSON, keys that come twice, or something else than an object.
+
+    >>> parse('{"a": 1}', "a report")
+    {'a': 1}
+    """
+    if not isinstance(text, str):
+        raise FileFormatError(f"{what} is JSON text, got {type(text).__name__}")
+    if len(text) > TEXT_LIMIT:
+        raise FileFormatError(f"{what} has {len(text)} characters, at most {TEXT_LIMIT} are read")
+    try:
+        found = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{what} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise FileFormatError(f"{what} is a JSON object, got {type(found).__name__}")
+    return found
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def decode(cls: type[T], value: object, where: str) -> T:
+    """The dataclass that ``encode`` wrote.
+
+    Args:
+        cls: a dataclass.
+        value: an object of JSON with the fields of the class, no more and no fewer.
+        where: what messages call the place.
+
+    Raises:
+        FileFormatError: a key, a type or a value that is not allowed; the message says where.
+
+    >>> from detent.report.parts import Size
+    >>> decode(Size, {"name": "codes", "nbytes": 8}, "sizes")
+    Size(name='codes', nbytes=8)
+    >>> decode(Size, {"name": "codes", "nbytes": "8"}, "sizes")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: sizes.nbytes must be an integer, got '8'
+    """
+    hints = _hints(cls)
+    if not isinstance(value, dict):
+        raise _wrong(where, "an object", value)
+    if set(value) != set(hints):
+        unknown, missing = sorted(set(value) - set(hints)), sorted(set(hints) - set(value))
+        raise FileFormatError(
+            f"{where} has other keys than it should: unknown {str(unknown)[:SHOWN]}, missing {missing}"
+        )
+    return cls(**{name: _decoded(kind, value[name], f"{where}.{name}") for name, kind in hints.items()})
+
+
+def _hints(cls: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
+    if cls not in _HINTS:
+        hints = get_type_hints(cls)
+        _HINTS[cls] = {field.name: hints[field.name] for field in fields(cls)}
+    return _HINTS[cls]
+
+
+def _decoded(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an annotation
+    origin = get_origin(kind)
+    if origin in {Union, UnionType}:
+        inner = [each for each in get_args(kind) if each is not NoneType]
+        return None if value is None else _decoded(inner[0], value, where)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in get_args(kind):
+            raise _wrong(where, f"one of {', '.join(map(repr, get_args(kind)))}", value)
+        return value
+    if origin is tuple:
+        return _sequence(get_args(kind), value, where)
+    if origin is Mapping:
+        if not isinstance(value, dict):
+            raise _wrong(where, "an object", value)
+        kept = get_args(kind)[1]
+        return {_text(key, where): _decoded(kept, each, f"{where}[{key[:SHOWN]!r}]") for key, each in value.items()}
+    if isinstance(kind, type) and is_dataclass(kind):
+        return decode(kind, value, where)
+    return _plain(kind, value, where)
+
+
+def _sequence(kinds: tuple[Any, ...], value: object, where: str) -> tuple[object, ...]:
+    if not isinstance(value, list):
+        raise _wrong(where, "a list", value)
+    if kinds[-1] is Ellipsis:
+        return tuple(_decoded(kinds[0], each, f"{where}[{i}]") for i, each in enumerate(value))
+    if len(value) != len(kinds):
+        raise _wrong(where, f"a list of {len(kinds)}", value)
+    return tuple(_decoded(kind, each, f"{where}[{i}]") for i, (kind, each) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _plain(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an annotation
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str):
+        return _text(value, where)
+    if kind is int and type(value) is int and abs(value) < INTEGER_LIMIT:
+        return value
+    if kind is float:
+        if isinstance(value, str) and value in _SPECIAL:
+            return _SPECIAL[value]
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+            return float(value)
+    names = {bool: "true or false", str: "text", int: "an integer", float: "a number"}
+    raise _wrong(where, names[kind], value)
+
+
+def _text(value: str, where: str) -> str:
+    """Text that can be written again: JSON can hold halves of characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _wrong(where, "text of whole characters", value) from error
+    return value
+
+
+def _wrong(where: str, expected: str, value: object) -> FileFormatError:
+    return FileFormatError(f"{where} must be {expected}, got {repr(value)[:SHOWN]}")

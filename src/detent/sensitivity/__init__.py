@@ -1,0 +1,20 @@
+"""Sensitivity: which layers cause how much noise at the outputs, and how many bits each should have.
+
+::
+
+    import detent.sensitivity as qs
+
+    found = qs.measure(model, data, widths=(3, 4, 6, 8))     each layer alone, at each width
+    mix = found.choose(1_000_000)                            the least noise in so many bytes
+    print(qs.run_mix(model, data, mix))                      predicted and measured
+    qs.refine(model, data, found, 1_000_000)                 and what running finds beyond the sum
+
+``import detent.sensitivity`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
+"""
+
+from detent.sensitivity.found import Sensitivity
+from detent.sensitivity.measuring import measure, refine, run_mix
+from detent.sensitivity.mix import Mix
+from detent.sensitivity.noise import Cost, LayerNoise, sqnr_of
+
+__all__ = ["Cost", "LayerNoise", "Mix", "Sensitivity", "measure", "refine", "run_mix", "sqnr_of"]

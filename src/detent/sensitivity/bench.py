@@ -1,0 +1,182 @@
+"""Bench: a model whose layers can be quantized one by one, and the meter of the noise that causes.
+
+``onnx_bench`` and ``torch_bench`` each make one; the loop over layers and options is the same for both.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent.errors import RangeError, UnsupportedError
+from detent.recipe import Recipe
+from detent.sensitivity.noise import LARGEST, Cost, LayerNoise
+
+__all__ = ["Bench", "Meter", "Progress", "Unit", "measure_all", "reporter"]
+
+Array = NDArray[Any]
+Progress = Callable[[int, int], object] | bool | None
+WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that share a weight, or one that shares none: what is quantized at a time.
+
+    Attributes:
+        names: of the layers, in order.
+        type: of the first.
+        elements: of its weights.
+        nbytes_float: of its weights in float.
+        nbytes: by option.
+
+    >>> Unit(("fc",), "MatMul", 8, 32, {"int8/axis0": 12}).names
+    ('fc',)
+    """
+
+    names: tuple[str, ...]
+    type: str
+    elements: int
+    nbytes_float: int
+    nbytes: Mapping[str, int]
+
+
+class Bench(Protocol):
+    """What the loop needs of a model.
+
+    Attributes:
+        units: what can be quantized.
+        options: their labels.
+        samples: how many there are.
+        names: of the float outputs.
+        recipe: what the measured recipe gives each layer; None where options are specs.
+
+    >>> Bench.__name__
+    'Bench'
+    """
+
+    units: Sequence[Unit]
+    options: tuple[str, ...]
+    samples: int
+    names: Sequence[str]
+    recipe: Recipe | None
+
+    def reference(self) -> Iterator[Sequence[Array]]:
+        """The float outputs of the float model, batch by batch."""
+
+    def tasks(self) -> Iterator[tuple[Unit, str]]:
+        """Every unit at every option it has, in the order that costs least."""
+
+    def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
+        """The same outputs with some units quantized: their options, by the names of their first layers."""
+
+
+class Meter:
+    """The noise of outputs relative to those of the float model.
+
+    Args:
+        names: of the outputs, for messages.
+        reference: the float model's outputs, batch by batch; they are kept.
+
+    Raises:
+        UnsupportedError: there is no float output.
+        RangeError: an output holds NaN or infinity, or nothing but zeros.
+
+    >>> meter = Meter(["y"], [[np.float32([3.0, 4.0])]])
+    >>> meter.noise([[np.float32([3.0, 3.5])]])
+    0.01
+    """
+
+    def __init__(self, names: Sequence[str], reference: Iterable[Sequence[Array]]) -> None:
+        self._names = list(names)
+        if not self._names:
+            raise UnsupportedError("the model has no float output, whose noise could be measured")
+        self._reference = [list(batch) for batch in reference]
+        self._powers = np.zeros(len(self._names))
+        for batch in self._reference:
+            self._powers += [_power(each) for each in batch]
+        for name, power in zip(self._names, self._powers, strict=True):
+            if not np.isfinite(power):
+                raise RangeError(f"output {name!r} of the float model holds NaN or infinity on these data: mend them")
+        if not self._powers.any():
+            raise RangeError("all outputs of the float model are zero on these data: there is no signal to compare")
+
+    def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
+        """The mean over the outputs of their noise power by their power; outputs that are all zero are left out."""
+        noise = np.zeros(len(self._names))
+        for old, new in zip(self._reference, outputs, strict=True):
+            for at, (before, after) in enumerate(zip(old, new, strict=True)):
+                if before.shape != after.shape:
+                    raise UnsupportedError(
+                        f"output {self._names[at]!r} has shape {after.shape} once a layer is quantized, {before.shape} "
+                        "in float: its noise cannot be told"
+                    )
+                with np.errstate(over="ignore", invalid="ignore"):  # layers of few bits may overflow
+                    noise[at] += _power(np.subtract(after, before, dtype=np.float64))
+        has_signal = self._powers > 0
+        found = float(np.mean(noise[has_signal] / self._powers[has_signal]))
+        return min(found, LARGEST) if np.isfinite(found) else LARGEST
+
+
+def _power(values: Array) -> float:
+    return float(np.sum(np.square(values, dtype=np.float64)))
+
+
+def measure_all(bench: Bench, announce: Callable[[Cost], object] | None, progress: Progress) -> tuple[LayerNoise, ...]:
+    """The noise of every unit at every option, in the model's order.
+
+    >>> measure_all.__name__
+    'measure_all'
+    """
+    start = time.perf_counter()
+    meter = Meter(bench.names, bench.reference())
+    first = time.perf_counter() - start
+    tasks = list(bench.tasks())
+    found: dict[tuple[str, ...], dict[str, float]] = {unit.names: {} for unit in bench.units}
+    if announce is not None:
+        start = time.perf_counter()  # once more: the first run reserves memory
+        meter.noise(bench.reference())
+        seconds = min(first, time.perf_counter() - start) * len(tasks)
+        announce(Cost(len(bench.units), len(bench.options), len(tasks), bench.samples, seconds))
+    report = reporter(progress)
+    for done, (unit, option) in enumerate(tasks, 1):
+        found[unit.names][option] = meter.noise(bench.outputs({unit.names[0]: option}))
+        report(done, len(tasks))
+    return tuple(
+        LayerNoise(
+            unit.names[0],
+            unit.type,
+            unit.elements,
+            unit.nbytes_float,
+            {option: found[unit.names][option] for option in bench.options if option in unit.nbytes},
+            {option: unit.nbytes[option] for option in bench.options if option in unit.nbytes},
+            unit.names[1:],
+        )
+        for unit in bench.units
+    )
+
+
+def reporter(progress: Progress) -> Callable[[int, int], object]:
+    """The function of the runs done and in all that a caller means.
+
+    >>> reporter(False)(1, 2)
+    """
+    if callable(progress):
+        return progress
+    wanted = progress is None or progress
+    return _draw if wanted and sys.stderr.isatty() else _say_nothing
+
+
+def _say_nothing(done: int, total: int) -> None:
+    del done, total
+
+
+def _draw(done: int, total: int) -> None:
+    filled = WIDTH * done // total
+    bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}]"
+    sys.stderr.write(f"\rmeasuring {bar} {done}/{total} runs{'' if done < total else chr(10)}")
+    sys.stderr.flush()

@@ -1,0 +1,298 @@
+"""The bench of ONNX models: one session, whose weights are inputs, and whose activations have switches.
+
+A weight that is an input can be another one in every run, so that no session is made for a layer or a width, and
+memory holds the float weights and the one weight that is rounded. Where a recipe quantizes activations, the data that
+come to a layer pass a quantizer that a switch turns on: the layer's alone, whoever else reads the same tensor.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from detent.errors import UnsupportedError
+from detent.onnx.calibrating import calibrate, record
+from detent.onnx.data import Batches, BatchSource, InputInfo, inputs_of, open_batches
+from detent.onnx.inserting import insert, weight_params
+from detent.onnx.layers import Layer
+from detent.onnx.planning import GraphPlan, LayerPlan, plan
+from detent.onnx.preparing import prepare
+from detent.ops import fake_quantize
+from detent.params import QuantParams
+from detent.qdq.files import ModelSource, load
+from detent.qdq.graph import Graph
+from detent.qdq.nodes import Quantization, dequantize_node, needs_clip, quantize_node
+from detent.qdq.sessions import make_session, refusals
+from detent.qdq.targets import Target, get_target
+from detent.recipe import Recipe
+from detent.rule import Rule
+from detent.sensitivity.bench import Meter, Unit
+from detent.sensitivity.mix import FLOAT, exact
+from detent.sensitivity.options import Storage, stored_nbytes
+from detent.spec import QuantSpec
+
+__all__ = ["EXACT", "OnnxBench", "first_samples", "run_recipe"]
+
+Array = NDArray[Any]
+Feed = dict[str, Array]
+# Weight-only products are computed in float: what is measured is the noise of the weights.
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
+# Threads that wait do not spin: hundreds of short runs would burn a second core for nothing.
+PATIENT = {"session.intra_op.allow_spinning": "0"}
+EXCLUDED = ("excluded", "no rule matches")
+PRODUCTS = ("MatMul", "Gemm")
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+
+
+def first_samples(batches: Batches, wanted: int) -> tuple[list[Feed], int]:
+    """The first samples of the data, which are counted along the first axis of the inputs, and how many they are.
+
+    The last batch is cut where all inputs have as many samples and the model takes any number, and kept whole
+    elsewhere.
+
+    >>> x = InputInfo("x", np.dtype("float32"), (None, 2))
+    >>> feeds, count = first_samples(open_batches([np.ones((4, 2), np.float32)] * 3, [x]), 6)
+    >>> [feed["x"].shape for feed in feeds], count
+    ([(4, 2), (2, 2)], 6)
+    """
+    feeds, count = list[Feed](), 0
+    for feed in batches:
+        size = next((array.shape[0] for array in feed.values() if array.ndim), 1)
+        is_cut = count + size > wanted and _can_cut(feed, batches.inputs)
+        feeds.append({name: array[: wanted - count] for name, array in feed.items()} if is_cut else feed)
+        count += wanted - count if is_cut else size
+        if count >= wanted:
+            break
+    return feeds, count
+
+
+def _can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
+    if len({array.shape[:1] for array in feed.values()}) != 1:
+        return False
+    return all(info.shape is None or (bool(info.shape) and info.shape[0] is None) for info in inputs)
+
+
+class OnnxBench:
+    """A model as a ``Bench``.
+
+    Args:
+        source: the float model.
+        data: see ``qo.quantize``.
+        recipe: says which layers are measured, and how where there are no widths.
+        widths: specs of weights by label; None for the recipe's own.
+        samples: how many.
+        target: what it is to run on.
+        skip: names or globs of layers to leave out.
+        storage: how bytes are counted.
+
+    >>> from onnx import parser
+    >>> from detent.recipe import get_recipe
+    >>> bench = OnnxBench(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''),
+    ...     [np.float32([[2.0, 2.0]])], get_recipe("w8a8"), None, 32, "onnxruntime", (), "onnx")
+    >>> bench.units[0].names, bench.options, list(bench.reference()), bench.names
+    (('fc',), ('w8a8',), [[array([[255.2]], dtype=float32)]], ['y'])
+    >>> [list(bench.outputs({unit.names[0]: option})) for unit, option in bench.tasks()]
+    [[[array([[256.]], dtype=float32)]]]
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        data: BatchSource,
+        recipe: Recipe,
+        widths: Mapping[str, QuantSpec] | None,
+        samples: int,
+        target: Target | str,
+        skip: Iterable[str],
+        storage: Storage,
+    ) -> None:
+        original = load(source)
+        batches = open_batches(data, inputs_of(original))
+        self._feeds, self.samples = first_samples(batches, samples)
+        prepared = prepare(original, low_bits=True, feed=self._feeds[0])
+        del original
+        skipped = (skip,) if isinstance(skip, str) else tuple(skip)
+        whole = plan(prepared, recipe, target=target, skip=skipped)
+        if widths is None:
+            plans = {recipe.name or "recipe": whole}
+        else:
+            left = tuple(exact(line.name) for line in whole.layers if line.reason in EXCLUDED)
+            plans = {
+                label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skipped, *left))
+                for label, spec in widths.items()
+            }
+        self.options = tuple(plans)
+        self._lines = {label: {line.name: line for line in made.quantized} for label, made in plans.items()}
+        self._found = whole.found
+        self.units: Sequence[Unit] = _units(self._lines, whole.found, storage)
+        if not self.units:
+            raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
+        self.recipe = None if widths is not None else _named(whole)
+        self.names: Sequence[str] = [
+            each.name for each in prepared.graph.output if whole.graph.kind(each.name) in FLOATS
+        ]
+        ranges = {} if widths is not None else _ranges(whole, self._feeds)
+        self._build(prepared, ranges)
+
+    def _build(self, model: ModelProto, ranges: Mapping[str, tuple[float, float]]) -> None:
+        """Turn weights into inputs, in the prepared model itself: a copy of a large one would be large."""
+        graph = Graph(model)
+        by_name = {graph.node_name(node): node for node in graph.nodes}
+        self._weights: dict[str, Array] = {}
+        self._given: dict[str, str] = {}  # the input that holds a unit's weight, by its first layer
+        flags: list[str] = []
+        for unit in self.units:
+            layer = self._found[unit.names[0]]
+            given = self._given[unit.names[0]] = graph.fresh(f"{layer.weight}//given")
+            self._weights[given] = graph.array(layer.weight).copy()
+            model.graph.input.append(helper.make_tensor_value_info(given, TensorProto.FLOAT, layer.shape))
+            for name in unit.names:
+                node = by_name[name]
+                graph.give(node, 0 if node.op_type == "Gather" else 1, given)
+                line = self._lines[self.options[0]].get(name)
+                if name in ranges and line is not None and line.input is not None:
+                    flags.append(_add_switch(graph, node, self._found[name], line.input, ranges[name]))
+                    model.graph.input.append(helper.make_tensor_value_info(flags[-1], TensorProto.BOOL, []))
+        graph.drop_unread()
+        self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
+        self._off = {flag: np.array(False) for flag in flags}
+        self._session = make_session(graph.finish(), config=PATIENT)
+
+    def reference(self) -> Iterator[Sequence[Array]]:
+        """The float outputs of the float model, batch by batch."""
+        return self._run({})
+
+    def tasks(self) -> Iterator[tuple[Unit, str]]:
+        """Every unit at every option it has."""
+        return ((unit, option) for unit in self.units for option in self.options if option in unit.nbytes)
+
+    def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
+        """The same outputs with some units quantized."""
+        changed: Feed = {}
+        for unit in self.units:
+            option = options.get(unit.names[0], FLOAT)
+            if option == FLOAT:
+                continue
+            changed |= {flag: np.array(True) for name in unit.names if (flag := _flag(name)) in self._off}
+            given, spec = self._given[unit.names[0]], self._lines[option][unit.names[0]].weight
+            if spec is not None:
+                changed[given] = self._rounded(given, spec)
+        return self._run(changed)
+
+    def _rounded(self, given: str, spec: QuantSpec) -> Array:
+        """A weight as its codes say. Its parameters are kept: a search that takes long comes back to them."""
+        weight, key = self._weights[given], (given, spec)
+        if key not in self._params:
+            self._params[key] = weight_params(weight, spec)
+        return np.asarray(fake_quantize(weight, self._params[key]), np.float32)
+
+    def _run(self, changed: Feed) -> Iterator[Sequence[Array]]:
+        for feed in self._feeds:
+            with refusals():
+                yield self._session.run(self.names, {**feed, **self._weights, **self._off, **changed})
+
+
+def _flag(name: str) -> str:
+    return f"{name}//switch"
+
+
+def _add_switch(graph: Graph, node: NodeProto, layer: Layer, spec: QuantSpec, ends: tuple[float, float]) -> str:
+    """Let a node read its data through a quantizer, where its switch is on; returns the switch."""
+    name = layer.name
+    params = QuantParams.from_range(spec, *ends, dtype="float32")
+    how = Quantization.of(params, get_target("onnxruntime").activation_container(spec.format, least=8), 0)
+    scale = graph.add_constant(f"{name}//scale", how.scale)
+    zero = graph.add_constant(f"{name}//zero", how.zero_point, how.kind)
+    source, codes, back, chosen = (graph.fresh(f"{name}//{part}") for part in ("source", "codes", "back", "chosen"))
+    nodes = []
+    if needs_clip(how):
+        codes_of_ends = (np.float32(code) - params.zero_point for code in (spec.qmin, spec.qmax))
+        limits = [
+            graph.add_constant(f"{name}//end", np.asarray(each * params.scale, np.float32)) for each in codes_of_ends
+        ]
+        nodes.append(helper.make_node("Clip", [layer.data, *limits], [source], name=source))
+    else:
+        source = layer.data
+    nodes += [
+        quantize_node(source, scale, zero, codes, how),
+        dequantize_node(codes, scale, zero, back, how),
+        helper.make_node("Where", [_flag(name), back, layer.data], [chosen], name=chosen),
+    ]
+    graph.give(node, 0, chosen)
+    graph.insert(nodes)
+    return _flag(name)
+
+
+def _units(
+    lines: Mapping[str, Mapping[str, LayerPlan]], found: Mapping[str, Layer], storage: Storage
+) -> tuple[Unit, ...]:
+    """The layers by their weights, in order; those that share one and its specs, and so its codes, are one unit."""
+    sharing: dict[tuple[str, tuple[QuantSpec | None, ...]], list[str]] = defaultdict(list)
+    for name, layer in found.items():
+        specs = tuple(made[name].weight if name in made else None for made in lines.values())
+        if any(spec is not None for spec in specs):
+            sharing[layer.weight, specs].append(name)
+    units = []
+    for (_, specs), names in sharing.items():
+        layer = found[names[0]]
+        is_product = all(found[name].node.op_type in PRODUCTS for name in names)
+        nbytes = {
+            label: stored_nbytes(spec, layer.shape, storage, is_product=is_product)
+            for label, spec in zip(lines, specs, strict=True)
+            if spec is not None
+        }
+        elements = int(np.prod(layer.shape))
+        units.append(Unit(tuple(names), layer.node.op_type, elements, 4 * elements, nbytes))
+    return tuple(units)
+
+
+def _float_outputs(made: GraphPlan) -> list[str]:
+    return [each.name for each in made.model.graph.output if made.graph.kind(each.name) in FLOATS]
+
+
+def _named(whole: GraphPlan) -> Recipe:
+    """What a recipe gives each layer, in a rule of its own."""
+    rules = (
+        Rule(exact(line.name), weight=line.weight, input=line.input, observer=line.observer) for line in whole.quantized
+    )
+    return Recipe(rules, whole.recipe.name)
+
+
+def _ranges(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, tuple[float, float]]:
+    """The smallest and largest value that comes to each layer whose input is quantized."""
+    tensors = {line.name: whole.found[line.name].data for line in whole.quantized if line.input is not None}
+    ends: dict[str, tuple[float, float]] = {}
+    for values in record(whole.model, tensors.values(), feeds) if tensors else ():
+        for tensor, array in values.items():
+            low, high = ends.get(tensor, (np.inf, -np.inf))
+            if array.size:
+                ends[tensor] = min(low, float(array.min())), max(high, float(array.max()))
+    return {name: ends[tensor] for name, tensor in tensors.items() if tensor in ends}
+
+
+def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
+    """The noise at the outputs of the model that a recipe makes, quantizers inserted and run as a file would be.
+
+    >>> from onnx import parser
+    >>> run_recipe(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''),
+    ...     [np.float32([[2.0, 2.0]])], Recipe.preset("w8a16"), 32, "onnxruntime") < 1e-4
+    True
+    """
+    original = load(source)
+    feeds, _ = first_samples(open_batches(data, inputs_of(original)), samples)
+    made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
+    seen = calibrate(made, feeds, observer="minmax") if made.places() else None
+    names = _float_outputs(made)
+    sessions = make_session(original), make_session(insert(made, seen), config=EXACT)
+
+    def run(at: int) -> Iterator[Sequence[Array]]:
+        with refusals():
+            for feed in feeds:
+                yield sessions[at].run(names, feed)
+
+    return Meter(names, run(0)).noise(run(1))

@@ -1,0 +1,74 @@
+"""A small classifier with data, and the command line run as users run it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from onnx import TensorProto, helper, numpy_helper, save
+
+TIMEOUT = 120
+
+
+def weights(*shape, seed):
+    return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
+
+
+def write_model(path, channels=16):
+    """Two convolutions and a classifier of ten classes, for any number of pictures."""
+    tensors = {
+        "w1": weights(channels, 8, 3, 3, seed=1),
+        "b1": weights(channels, 1, seed=2).ravel(),
+        "w2": weights(channels, channels, 3, 3, seed=3),
+        "b2": weights(channels, 1, seed=4).ravel(),
+        "w3": weights(channels, 10, seed=5),
+        "b3": weights(10, 1, seed=6).ravel(),
+    }
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["t1"], name="first", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["t1"], ["t2"], name="relu1"),
+        helper.make_node("Conv", ["t2", "w2", "b2"], ["t3"], name="second", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["t3"], ["t4"], name="relu2"),
+        helper.make_node("GlobalAveragePool", ["t4"], ["t5"], name="pool"),
+        helper.make_node("Flatten", ["t5"], ["t6"], name="flat"),
+        helper.make_node("Gemm", ["t6", "w3", "b3"], ["y"], name="head"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "classifier",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8, 8, 8])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])],
+        [numpy_helper.from_array(value, name) for name, value in tensors.items()],
+    )
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    return Path(path)
+
+
+def write_data(path, samples=24, seed=0):
+    np.savez(path, x=np.random.default_rng(seed).normal(size=(samples, 8, 8, 8)).astype(np.float32))
+    return Path(path)
+
+
+def environment(path=None, **more):
+    """Ours, without what colours or widths of a terminal would change; `path` is ahead of all other modules."""
+    made = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "COLUMNS", "NO_COLOR"}}
+    if path is not None:
+        made["PYTHONPATH"] = os.pathsep.join([str(path), made.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return made | more
+
+
+def detent(*arguments, cwd=None, path=None, timeout=TIMEOUT, **more):
+    """Run `python -m detent` to its end."""
+    command = [sys.executable, "-W", "error", "-m", "detent", *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(path, **more), capture_output=True, text=True, check=False, timeout=timeout
+    )
+
+
+def started(*arguments, cwd=None):
+    """The same, running."""
+    command = [sys.executable, "-m", "detent", *map(str, arguments)]
+    return subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )

@@ -1,0 +1,389 @@
+"""The other commands, each as users run it, on good and on bad input."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+
+import detent as dt
+from detent.cli import main
+from detent.qdq import save
+
+from .cli_cases import detent, environment
+
+COMMANDS = ["demo", "quantize", "verify", "inspect", "compare", "sensitivity", "bench", "doctor"]
+
+
+def run(monkeypatch, capsys, folder, *arguments):
+    """The command in this process, which has loaded everything already: exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+    code = main([str(each) for each in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_help_without_arguments():
+    done = detent()
+    assert done.returncode == 0
+    for name in COMMANDS:
+        assert f"│ {name} " in done.stdout
+    assert "Exit codes" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_begins_with_what_it_does_and_has_an_example(name, capsys):
+    assert main([name, "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(rf"Usage: detent {name} .*? (Train|Quantize|Prove|Say|Compare|Measure|Time) ", text)
+    assert f"Example: detent {name}" in text
+    assert "--json" in text
+
+
+def test_version():
+    done = detent("--version")
+    assert (done.returncode, done.stdout) == (0, f"detent {dt.__version__}\n")
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys; from detent.cli import main; main(['quantize', '--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = {name.partition(".")[0] for name in done.stderr.split()}
+    assert {"detent", "typer", "rich"} <= loaded
+    assert not loaded & {"torch", "onnx", "onnxruntime", "jinja2", "openvino"}
+
+
+def test_completion():
+    done = detent(_DETENT_COMPLETE="complete_bash", COMP_WORDS="detent qu", COMP_CWORD="1")
+    assert "quantize" in done.stdout
+
+
+def test_unknown_command():
+    done = detent("quantise")
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+
+
+# verify
+
+
+def test_verify(shop):
+    done = detent(
+        "verify", "model.onnx", "model.w8a8.onnx", "-d", "calib.npz", "--batches", 3, "--levels", "1,3", cwd=shop
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("codes that differ: 0 of ")
+    assert "(3 batches)" in done.stdout
+
+
+def test_verify_finds_a_difference(shop, tmp_path):
+    model = onnx.load(shop / "model.w8a8.onnx")
+    codes = next(tensor for tensor in model.graph.initializer if tensor.name == "w2_codes")
+    raw = bytearray(codes.raw_data)
+    raw[7] ^= 1
+    codes.raw_data = bytes(raw)
+    onnx.save(model, tmp_path / "changed.onnx")
+    done = detent(
+        "verify", "model.onnx", tmp_path / "changed.onnx", "-d", "few.npz", "--levels", "1", "--json", cwd=shop
+    )
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert not found["ok"]
+    assert found["differing_codes"] or found["first_difference"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["model.onnx", "model.onnx", "-d", "few.npz"], "quantize"),
+        (["model.onnx", "nothing.onnx", "-d", "few.npz"], "there is no such file"),
+        (["model.onnx", "model.w8a8.onnx", "-d", "nothing.npz"], "nothing.npz"),
+        (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--levels", "4"], "some of 1, 2 and 3"),
+        (["model.onnx", "model.w8a8.onnx"], "--data"),
+    ],
+    ids=["float", "no file", "no data", "level", "usage"],
+)
+def test_verify_bad_input(shop, arguments, complaint, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, shop, "verify", *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+# inspect
+
+
+def test_inspect_quantized(shop):
+    done = detent("inspect", "model.w8a8.onnx", cwd=shop)
+    assert done.returncode == 0, done.stderr
+    for part in ("recipe w8a8, target onnxruntime", "sha256", "3 weights, 3 biases", "uint8 axis0", "activation"):
+        assert part in done.stdout
+    assert max(map(len, done.stdout.splitlines()[8:])) <= 80
+
+
+def test_inspect_json(shop, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.w8a8.onnx", "--json")
+    found = json.loads(out)
+    assert (code, found["is_quantized"], found["provenance"]["target"]) == (0, True, "onnxruntime")
+    rows = {row["name"]: row for row in found["tensors"]}
+    weight = onnx.numpy_helper.to_array(next(t for t in onnx.load("model.onnx").graph.initializer if t.name == "w2"))
+    assert rows["w2_codes"]["high"] == pytest.approx(weight.max(), rel=0.02)
+    assert rows["x"]["kind"] == "activation"
+    assert rows["x"]["low"] < -1 < 1 < rows["x"]["high"]
+
+
+def test_inspect_float(shop, monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.onnx", "--json")
+    found = json.loads(out)
+    assert (code, found["is_quantized"], found["provenance"]) == (0, False, None)
+    assert [row["name"] for row in found["tensors"]][:2] == ["w2", "w1"]
+    assert found["inputs"] == {"x": "float[n, 8, 8, 8]"}
+
+
+def test_inspect_safetensors(tmp_path):
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(4, 16)
+    dt.quantize(x, dt.QuantParams.from_data("int4/axis0", x)).save(tmp_path / "q.safetensors")
+    done = detent("inspect", "q.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for part in ("int4/axis0/symmetric/onnx", "4x16", "-1 .. 1", "scales: 4", "codes in use"):
+        assert part in done.stdout
+
+
+def test_inspect_checkpoint_of_observers(tmp_path, monkeypatch, capsys):
+    observer = dt.observers.MinMax()
+    dt.observers.calibrate([np.float32([1, 2])], observer, checkpoint=tmp_path / "c.bin", progress=False)
+    code, out, _ = run(monkeypatch, capsys, tmp_path, "inspect", "c.bin", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert "detent.calibration" in found["metadata"]
+    assert "quantized_tensor" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("junk.onnx", b"junk"), ("junk.safetensors", b"12345678{"), ("empty", b""), ("none", None), ("folder", ...)],
+    ids=["onnx", "safetensors", "empty", "none", "folder"],
+)
+def test_inspect_bad_input(tmp_path, monkeypatch, capsys, name, content):
+    if content is ...:
+        (tmp_path / name).mkdir()
+    elif content is not None:
+        (tmp_path / name).write_bytes(content)
+    code, out, err = run(monkeypatch, capsys, tmp_path, "inspect", name)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+
+
+# compare
+
+
+@pytest.fixture(scope="module")
+def pair(shop):
+    """Two models and two reports."""
+    done = detent(
+        "quantize", "model.onnx", "-d", "calib.npz", "--recipe", "w4a8", "--report", "b.json", "--quiet", cwd=shop
+    )
+    assert done.returncode == 0, done.stderr
+    return shop
+
+
+@pytest.mark.parametrize(
+    "both", [("a.json", "b.json"), ("model.w8a8.onnx", "model.w4a8.onnx")], ids=["reports", "models"]
+)
+def test_compare(pair, both, tmp_path):
+    done = detent("compare", *both, "--report", tmp_path / "c.html", cwd=pair)
+    assert done.returncode == 0, done.stderr
+    for part in ("second", "head", "first"):
+        assert part in done.stdout
+    assert "second" in (tmp_path / "c.html").read_text(encoding="utf-8")
+
+
+def test_compare_with_data(pair, monkeypatch, capsys):
+    code, out, err = run(
+        monkeypatch, capsys, pair, "compare", "model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz", "--source",
+        "model.onnx", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["a.json", "nothing.json"], "there is no such file"),
+        (["a.json", "broken.json"], ""),
+        (["a.json", "a.json", "-d", "few.npz"], "--data and --source are for models"),
+        (["model.w8a8.onnx", "few.npz"], "no ONNX model"),
+        (["model.w8a8.onnx", "model.onnx"], "model.onnx is not quantized"),
+    ],
+    ids=["no file", "broken", "data", "no model", "float"],
+)
+def test_compare_bad_input(pair, arguments, complaint, monkeypatch, capsys):
+    (pair / "broken.json").write_text('{"a": 1}')
+    code, out, err = run(monkeypatch, capsys, pair, "compare", *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+# sensitivity
+
+
+def test_sensitivity(shop, tmp_path):
+    done = detent(
+        "sensitivity", "model.onnx", "-d", "calib.npz", "--widths", "3,4,6,8", "--budget", "30%", "--save-recipe",
+        tmp_path / "mix.toml", "--samples", 8, "--report", tmp_path / "s.html", cwd=shop,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for part in ("int3", "chosen", "dB predicted", "dB measured", "8 samples"):
+        assert part in done.stdout
+    assert len(dt.Recipe.load(tmp_path / "mix.toml").rules) == 3
+    assert (tmp_path / "s.html").stat().st_size > 1000
+
+
+def test_sensitivity_json(shop, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, shop, "sensitivity", "model.onnx", "-d", "few.npz", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert {layer["name"] for layer in found["sensitivity"]["layers"]} == {"first", "second", "head"}
+    assert found["mix"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nothing.onnx", "-d", "few.npz"], "there is no such file"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4,many"], "expected bits from 2 to 8"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "5"], "the smallest takes"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "200%"], "'200%' is no part"),
+        (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "give --budget as well"),
+        (["model.onnx"], "--data"),
+    ],
+    ids=["no file", "widths", "budget", "share", "recipe", "usage"],
+)
+def test_sensitivity_bad_input(shop, arguments, complaint, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, shop, "sensitivity", *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+# bench
+
+
+def test_bench(shop):
+    done = detent("bench", "model.onnx", "model.w8a8.onnx", "--shape", "x=2,8,8,8", "--repeat", 4, cwd=shop)
+    assert done.returncode == 0, done.stderr
+    assert "medians of 4 alternating runs, 1 thread, random inputs: x 2x8x8x8" in done.stdout
+
+
+def test_bench_with_data(shop, monkeypatch, capsys):
+    code, out, _ = run(
+        monkeypatch,
+        capsys,
+        shop,
+        "bench",
+        "model.onnx",
+        "model.w8a8.onnx",
+        "-d",
+        "few.npz",
+        "--json",
+        "--batch-size",
+        2,
+    )
+    found = json.loads(out)
+    assert (code, found["inputs"], found["random"]) == (0, {"x": [2, 8, 8, 8]}, False)
+    assert found["times_as_fast"] == pytest.approx(found["ms_float"] / found["ms_quantized"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--shape", "x=2,3"], "has shape (2, 3)"),
+        (["--shape", "z=2"], "no input 'z'"),
+        (["--shape", "x"], "expected NAME=1,3,224,224"),
+        (["-d", "nothing.npz"], "nothing.npz"),
+    ],
+    ids=["shape", "name", "text", "data"],
+)
+def test_bench_bad_input(shop, arguments, complaint, monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, shop, "bench", "model.onnx", "model.w8a8.onnx", *arguments)
+    assert (code, out) == (2, "")
+    assert complaint in err
+
+
+def test_bench_says_which_types_cannot_be_made_up(tmp_path, monkeypatch, capsys):
+    made = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["" : 17]> g (string[1] x) => (string[1] y) { y = Identity(x) }'
+    )
+    save(made, tmp_path / "text.onnx")
+    code, _, err = run(monkeypatch, capsys, tmp_path, "bench", "text.onnx", "text.onnx")
+    assert code == 2
+    assert "give --data" in err
+
+
+# doctor
+
+
+def test_doctor():
+    done = detent("doctor")
+    assert done.returncode == 0, done.stderr
+    for part in (dt.__version__, "level ", "fake_quantize", "onnxruntime", "nothing is missing"):
+        assert part in done.stdout
+
+
+def test_doctor_names_what_is_missing(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('torch', 'jinja2'):\n    sys.modules[name] = None\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "detent", "doctor", "--json"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {each["extra"]: each["install"] for each in found["missing"]} == {
+        "torch": "pip install 'detent[torch]'",
+        "report": "pip install 'detent[report]'",
+    }
+    assert found["packages"]["onnx"]
+
+
+# demo
+
+
+def test_demo_bad_input(tmp_path):
+    done = detent("demo", tmp_path / "nothing")
+    assert done.returncode == 2
+    assert "nothing is no folder" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    done = detent("demo", "--quick", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]
+    assert (tmp_path / "demo-report.html").is_file()
+
+
+# all
+
+
+def test_no_file_is_replaced_without_force(shop, tmp_path, monkeypatch, capsys):
+    for name in ("a.json", "model.onnx", "few.npz"):
+        shutil.copy(shop / name, tmp_path / name)
+    kept = (tmp_path / "a.json").read_bytes()
+    for arguments in (
+        ["quantize", "model.onnx", "-d", "few.npz", "--report", "a.json"],
+        ["sensitivity", "model.onnx", "-d", "few.npz", "--report", "a.json"],
+        ["compare", "a.json", "a.json", "--report", "a.json"],
+    ):
+        code, _, err = run(monkeypatch, capsys, tmp_path, *arguments)
+        assert code == 2
+        assert "a.json exists already" in err
+    assert (tmp_path / "a.json").read_bytes() == kept

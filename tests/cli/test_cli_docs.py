@@ -1,0 +1,43 @@
+"""The shell lines of the page about the command line run, in the order in which they stand there."""
+
+import re
+import shlex
+
+from detent.cli import main
+
+from .cli_cases import write_data, write_model
+
+FENCE = re.compile(r"^```sh\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = {"quantize", "verify", "inspect", "compare", "sensitivity", "bench", "doctor"}
+
+
+def lines(root):
+    text = (root / "docs/howto/cli.md").read_text(encoding="utf-8")
+    return [line for match in FENCE.finditer(text) for line in match["code"].splitlines() if line.strip()]
+
+
+def test_every_command_is_shown(root):
+    assert {shlex.split(line)[1] for line in lines(root)} == COMMANDS
+
+
+def test_shell_lines_run(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_model("model.onnx")
+    write_data("calibration.npz")
+    for line in lines(root):
+        program, *arguments = shlex.split(line)
+        assert program == "detent"
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        assert code == 0, f"{line}\n{err}"
+        assert out
+    for name in (
+        "model.w8a8.onnx",
+        "report.html",
+        "weights-only.onnx",
+        "comparison.html",
+        "mix.toml",
+        "model.mix.onnx",
+    ):
+        assert (tmp_path / name).is_file()
+    assert not (tmp_path / "planned.onnx").exists()

@@ -1,0 +1,199 @@
+"""The parts that commands share: amounts, data held back, targets and CPUs, timing, rehearsals."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+from detent.cli import processor, rehearsal
+from detent.cli.amounts import as_text, of_whole, parse_bytes
+from detent.cli.holdout import split
+from detent.cli.rehearsal import Rehearsal, rehearse
+from detent.cli.screen import Screen, plain
+from detent.cli.timing import made_up_feed, race
+from detent.cli.verdict import Hurting
+from detent.errors import DetentError, SpecError, UnsupportedError
+from detent.onnx.data import InputInfo
+
+from .cli_cases import write_data, write_model
+
+X = [InputInfo("x", np.dtype("float32"), (None, 2))]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("7", 7), ("1kB", 1000), ("1.5 GB", 1_500_000_000), ("2MiB", 2 << 20)])
+def test_amounts(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1e9", "MB", "1 XB", "0.1", "\u0661"])
+def test_no_amounts(text):
+    with pytest.raises(SpecError, match="is no number of bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "%", "nan%", "x%"])
+def test_no_shares(text):
+    with pytest.raises(SpecError, match="no part of a whole"):
+        of_whole(text, 100)
+
+
+@pytest.mark.parametrize("count", [0, 1, 999, 1000, 99_950, 999_499, 999_500, 123_456_789, 10**10])
+def test_amounts_in_words_are_near(count):
+    number, unit = as_text(count).split()
+    assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit] == pytest.approx(count, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("samples", "held"), [(1, []), (19, []), (20, [9, 19]), (29, [9, 19]), (101, list(range(9, 101, 10)))]
+)
+def test_a_tenth_is_held_back_from_20_batches_on(tmp_path, samples, held):
+    values = np.arange(2 * samples, dtype=np.float32).reshape(samples, 2)
+    np.save(tmp_path / "x.npy", values)
+    made = split(tmp_path / "x.npy", X)
+    assert made.is_held_back == bool(held)
+    seen = [int(feed["x"][0, 0]) // 2 for feed in made.calibration]
+    judged = [int(feed["x"][0, 0]) // 2 for feed in made.judged]
+    assert (
+        seen == [i for i in range(samples) if i not in held] == [int(feed["x"][0, 0]) // 2 for feed in made.calibration]
+    )
+    assert judged == (held or list(range(min(8, samples))))
+
+
+def test_batches_not_samples_are_held_back(tmp_path):
+    np.save(tmp_path / "x.npy", np.zeros((60, 2), np.float32))
+    assert list(split(tmp_path / "x.npy", X, 3).judged.chosen) == [9, 19]
+    assert not split(tmp_path / "x.npy", X, 4).is_held_back
+
+
+FLAGS = "processor : 0\nflags : fpu avx2 {}\n"
+
+
+@pytest.mark.parametrize(
+    ("machine", "text", "expected"),
+    [
+        ("x86_64", FLAGS.format("avx512_vnni"), True),
+        ("x86_64", FLAGS.format("avx_vnni sha"), True),
+        ("AMD64", FLAGS.format(""), False),
+        ("x86_64", "nothing", None),
+        ("aarch64", FLAGS.format("avx512_vnni"), None),
+    ],
+    ids=["avx512", "avx", "none", "unknown", "arm"],
+)
+def test_vnni(monkeypatch, tmp_path, machine, text, expected):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert processor.has_vnni() is expected
+
+
+@pytest.mark.parametrize(
+    ("target", "vnni", "complaint"),
+    [
+        ("onnxruntime", True, ""),
+        ("onnxruntime", False, ""),
+        ("openvino", None, ""),
+        ("onnxruntime-vnni", True, ""),
+        ("onnxruntime-vnni", None, ""),
+        ("onnxruntime-vnni", False, "--target onnxruntime is exact"),
+        ("openvino-vnni", False, "--target openvino is exact"),
+        ("onnxruntime-avx2", False, ""),
+        ("onnxruntime-avx2", True, "--target onnxruntime-vnni keeps it"),
+    ],
+)
+def test_target_and_cpu(monkeypatch, target, vnni, complaint):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    found = processor.mismatch(target, vnni)
+    assert complaint in found
+    assert bool(found) == bool(complaint)
+
+
+def test_target_on_another_machine(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "made for x86" in processor.mismatch("openvino-vnni")
+    assert not processor.mismatch("openvino")
+
+
+@pytest.mark.parametrize(
+    ("name", "flag"), [("a/b.c", "--skip a/b.c"), ("a b", "--skip 'a b'"), ("x[0]", "--skip 'x[0]'")]
+)
+def test_flag_can_be_typed(name, flag):
+    assert Hurting(name, 0.5).flag == flag
+
+
+def test_screen_keeps_stdout_for_the_document(capsys):
+    screen = Screen(as_json=True)
+    screen.say("text")
+    screen.table(("a",), [("b",)])
+    screen.note("note")
+    screen.emit({"a": [float("-inf"), None, 1]})
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"a": ["-inf", None, 1]}
+    assert "note" in err
+
+
+def test_quiet_screen(capsys):
+    screen = Screen(quiet=True)
+    screen.say("text")
+    screen.note("note")
+    screen.warn("warning")
+    screen.emit({})
+    assert capsys.readouterr() == ("", "")
+
+
+def test_bar_on_a_terminal_only(monkeypatch, capsys):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Screen().progress("calibrating") as step:
+        step(1, 2)
+    assert "calibrating" in terminal.getvalue()
+    assert capsys.readouterr().out == ""
+
+
+def test_long_names_are_folded_and_not_cut(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "module." * 30 + "end"
+    Screen().table(("layer", "type", "bytes"), [(name, "Conv", "1.2 MB")], right=(2,))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
+
+
+def test_plain_leaves_finite_numbers_alone():
+    assert plain({"a": 1.5, 2: [True, "x", None]}) == {"a": 1.5, "2": [True, "x", None]}
+
+
+def test_race_runs_both_equally_often(tmp_path):
+    model = write_model(tmp_path / "a.onnx")
+    found = race(model, model, [made_up_feed(model, {"x": (2, 8, 8, 8)})], repeat=5)
+    assert found.runs == 5
+    assert found.first_ms > 0 < found.second_ms
+
+
+def test_rehearsal_raises_what_quantizing_would(tmp_path):
+    model, data = write_model(tmp_path / "a.onnx"), write_data(tmp_path / "a.npz", samples=2)
+    with pytest.raises(DetentError, match="did you mean 'head'"):
+        rehearse(str(model), str(data), [0, 1], None, {"recipe": "w8a8", "skip": ["haed"]})
+
+
+def test_rehearsal_that_is_killed(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_CODE", "import os; os.kill(os.getpid(), 9)")
+    with pytest.raises(UnsupportedError, match="killed by signal 9"):
+        rehearse("a.onnx", None, [], None, {})
+
+
+def test_rehearsal_that_crashes(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_CODE", "raise RuntimeError('oh')")
+    with pytest.raises(UnsupportedError, match="RuntimeError: oh"):
+        rehearse("a.onnx", None, [], None, {})
+
+
+def test_memory_is_not_known_everywhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(rehearsal, "_STATUS", tmp_path / "nothing")
+    assert rehearsal._memory("VmRSS") is None
+    assert Rehearsal(1, 1, None, 1.0, 0, 0, 0.0, (), ()).memory_bound is None

@@ -1,0 +1,262 @@
+"""`detent quantize`: what it writes, what it says, and what it refuses."""
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import pytest
+
+import detent as dt
+import detent.sensitivity as qs
+from detent.cli import main
+from detent.onnx.data import inputs_of, open_batches
+from detent.qdq import Provenance
+
+from .cli_cases import detent, write_data, write_model
+
+
+@pytest.fixture
+def desk(shop, tmp_path):
+    """A folder of one's own with model and data."""
+    for name in ("model.onnx", "calib.npz", "few.npz"):
+        shutil.copy(shop / name, tmp_path / name)
+    return tmp_path
+
+
+def test_output_lies_beside_the_model(shop):
+    assert (shop / "model.w8a8.onnx").is_file()
+    onnx.checker.check_model(onnx.load(shop / "model.w8a8.onnx"))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "size:",
+        "on 2 batches that were held back",
+        "agreement:",
+        " ms -> ",
+        "layers in integers:  3 of 3",
+        "codes that differ: 0 of ",
+        "--skip head",
+        "report: a.json",
+    ],
+)
+def test_summary(shop, part):
+    assert part in (shop / "quantize.txt").read_text(encoding="utf-8")
+
+
+def test_not_more_than_80_columns_and_no_colour(shop):
+    text = (shop / "quantize.txt").read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text + (shop / "quantize.err").read_text(encoding="utf-8")
+
+
+def test_origin_is_in_the_file(shop):
+    model = onnx.load(shop / "model.w8a8.onnx")
+    about = Provenance.read(model)
+    batches = list(open_batches(shop / "calib.npz", inputs_of(onnx.load(shop / "model.onnx"))))
+    kept = open_batches([feed for i, feed in enumerate(batches) if i % 10 != 9], inputs_of(model))
+    assert len(list(kept)) == 22
+    assert about.data == kept.fingerprint()
+    assert about.made_by == dt.__version__
+    assert dt.Recipe.from_json(about.recipe) == dt.Recipe.preset("w8a8")
+
+
+def test_result_verifies(shop):
+    assert dt.verify(shop / "model.onnx", shop / "model.w8a8.onnx", shop / "calib.npz", levels=(1, 3)).ok
+
+
+def test_existing_file_is_kept(shop):
+    before = (shop / "model.w8a8.onnx").read_bytes()
+    done = detent("quantize", "model.onnx", "--data", "calib.npz", cwd=shop)
+    assert done.returncode == 2
+    assert "model.w8a8.onnx exists already: give --force" in done.stderr
+    assert (shop / "model.w8a8.onnx").read_bytes() == before
+
+
+def test_json_is_all_there_is_on_stdout(desk):
+    done = detent("quantize", "model.onnx", "-d", "few.npz", "--recipe", "w4a8", "--json", "--skip", "first", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ok"]
+    assert found["output"] == "model.w4a8.onnx"
+    assert found["nbytes_after"] == (desk / "model.w4a8.onnx").stat().st_size
+    assert not found["judged_on_held_back"]
+    assert found["differing_codes"] == 0 < found["compared_codes"]
+    assert [layer["reason"] for layer in found["layers"]] == ["skipped", "", ""]
+    assert "first" not in [each["layer"] for each in found["hurting"]]
+    assert found["ms_float"] > 0 < found["ms_quantized"]
+
+
+def test_limits_missed(desk):
+    done = detent(
+        "quantize",
+        "model.onnx",
+        "-d",
+        "few.npz",
+        "--fail-below-sqnr",
+        200,
+        "--no-rank",
+        "--no-bench",
+        "--json",
+        cwd=desk,
+    )
+    assert done.returncode == 1
+    assert "below the limit of 200 dB" in done.stderr
+    assert not json.loads(done.stdout)["ok"]
+    kept = detent(
+        "quantize", "model.onnx", "-d", "few.npz", "--fail-below-sqnr", 20, "--fail-below-agreement", 0.5, "--force",
+        "--no-rank", "--no-bench", "--quiet", cwd=desk,
+    )  # fmt: skip
+    assert (kept.returncode, kept.stdout, kept.stderr) == (0, "", "")
+
+
+def test_weights_alone_need_no_data(desk):
+    done = detent("quantize", "model.onnx", "--recipe", "w8a16", "-o", "small.onnx", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    assert "not compared: give --data" in done.stdout
+    assert (desk / "small.onnx").is_file()
+
+
+def test_dry_run_writes_nothing_and_knows_the_size(desk):
+    done = detent("quantize", "model.onnx", "-d", "calib.npz", "--dry-run", "--json", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in desk.iterdir()) == ["calib.npz", "few.npz", "model.onnx"]
+    found = json.loads(done.stdout)
+    real = detent("quantize", "model.onnx", "-d", "calib.npz", "--no-rank", "--no-bench", "--no-verify", cwd=desk)
+    assert real.returncode == 0, real.stderr
+    assert abs(found["nbytes_after"] / (desk / "model.w8a8.onnx").stat().st_size - 1) <= 0.01
+    assert found["memory_bytes"] > 1 << 20
+    assert found["seconds"] > 0
+    assert [layer["name"] for layer in found["layers"]] == ["first", "second", "head"]
+
+
+def test_dry_run_table(desk):
+    done = detent("quantize", "model.onnx", "--recipe", "w4a16-g8", "--dry-run", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    for part in ("groups are for matrices", "memory:  at most", "time:    about", "(not written)"):
+        assert part in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nothing.onnx", "-d", "few.npz"], "nothing.onnx: there is no such file"),
+        (["few.npz", "-d", "few.npz"], "few.npz is no ONNX model"),
+        (["model.onnx"], "quantizes activations"),
+        (["model.onnx", "-d", "nothing.npz"], "nothing.npz"),
+        (["model.onnx", "-d", "model.onnx"], "model.onnx"),
+        (["model.onnx", "-d", "other.npz"], "input 'x' has shape"),
+        (["model.onnx", "-d", "nan.npz"], "NaN"),
+        (["model.onnx", "-d", "few.npz", "--recipe", "w9a9"], "w9a9"),
+        (["model.onnx", "-d", "few.npz", "--recipe", "nothing.toml"], "nothing.toml"),
+        (["model.onnx", "-d", "few.npz", "--observer", "maxmin"], "did you mean 'minmax'"),
+        (["model.onnx", "-d", "few.npz", "--target", "onnxruntime-vni"], "did you mean 'onnxruntime-vnni'"),
+        (["model.onnx", "-d", "few.npz", "--skip", "haed"], "did you mean 'head'"),
+        (["model.onnx", "-d", "few.npz", "--memory-budget", "much"], "'much' is no number of bytes"),
+        (["model.onnx", "-d", "few.npz", "--report", "report.pdf"], "report.pdf: expected a name that ends in .html"),
+        (["model.onnx", "-d", "few.npz", "-o", "model.onnx", "--force"], "model.onnx is the model itself"),
+        (["model.onnx", "-d", "few.npz", "-o", "few.npz/a.onnx"], "few.npz is no folder"),
+        (["model.onnx", "-d", "few.npz", "-o", "/proc/a.onnx"], "/proc"),
+        (["model.onnx", "--recipe", "w8a16", "--fail-below-sqnr", "3"], "limits need data"),
+        (["model.onnx", "--fail-below-agreement", "3"], "--fail-below-agreement"),
+        (["model.onnx", "--nothing"], "No such option"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(desk, arguments, complaint, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    np.savez("other.npz", x=np.zeros((4, 3, 8, 8), np.float32))
+    np.savez("nan.npz", x=np.full((4, 8, 8, 8), np.nan, np.float32))
+    before = sorted(path.name for path in desk.iterdir())
+    assert main(["quantize", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert complaint in " ".join(err.replace("│", " ").split())
+    assert out == ""
+    assert sorted(path.name for path in desk.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["few.npz", "-d", "few.npz"], ["model.onnx", "-d", "model.onnx"], ["model.onnx", "--nothing"]],
+    ids=["wrong file", "wrong data", "usage"],
+)
+def test_bad_input_gives_no_traceback(shop, arguments):
+    done = detent("quantize", *arguments, "-o", "none.onnx", cwd=shop)
+    assert done.returncode == 2
+    assert done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (shop / "none.onnx").exists()
+
+
+def test_agreement_needs_classes(desk):
+    model = onnx.load(desk / "model.onnx")
+    del model.graph.output[:]
+    model.graph.output.append(onnx.helper.make_tensor_value_info("t4", onnx.TensorProto.FLOAT, None))
+    onnx.save(model, desk / "maps.onnx")
+    done = detent("quantize", "maps.onnx", "-d", "few.npz", "--fail-below-agreement", 0.5, cwd=desk)
+    assert done.returncode == 2
+    assert "agreement needs one row of class scores per sample" in done.stderr
+    assert not (desk / "maps.w8a8.onnx").exists()
+
+
+def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    code = main(["quantize", "model.onnx", "-d", "few.npz", "--skip", "*", "--report", "r.html", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert "no layer was quantized (skipped)" in err
+    assert not json.loads(out)["ok"]
+    assert not (desk / "r.html").exists()
+
+
+def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--target", "onnxruntime-vnni", "--no-rank", "--no-bench"]
+    assert main([*arguments, "--no-verify", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "warning: target onnxruntime-vnni needs a CPU with VNNI" in err
+    assert json.loads(out)["warnings"][0].startswith("target onnxruntime-vnni")
+
+
+@pytest.mark.parametrize(("seconds", "asked"), [((1e6, 1e6), [4, 1]), ((1e6, 1.0), [4, 1]), ((1.0,), [4])])
+def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, asked):
+    given, estimates, real = [], iter(seconds), qs.measure
+
+    def measure(model, data, recipe, *, samples, announce, **options):
+        given.append(samples)
+        announce(qs.Cost(3, 1, 3, samples, next(estimates)))
+        return real(model, data, recipe, samples=samples, **options)
+
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(qs, "measure", measure)
+    assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-bench", "--no-verify"]) == 0
+    out, err = capsys.readouterr()
+    assert given == asked
+    assert ("--skip head" in out) == (seconds[-1] == 1)
+    assert ("layers were not ranked: 3 layers" in err) == (seconds[-1] != 1)
+
+
+def test_folder_of_batches(desk):
+    folder = desk / "batches"
+    folder.mkdir()
+    for i in range(3):
+        np.savez(folder / f"{i}.npz", x=np.random.default_rng(i).normal(size=(2, 8, 8, 8)).astype(np.float32))
+    done = detent("quantize", "model.onnx", "-d", "batches", "--json", "--no-rank", "--no-bench", cwd=desk)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["calibration_batches"] == 3
+
+
+def test_unusual_names(tmp_path):
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    write_model(folder / "my [net].onnx")
+    write_data(folder / "d.npz", samples=2)
+    done = detent("quantize", folder / "my [net].onnx", "-d", folder / "d.npz", "--no-rank", "--no-bench")
+    assert done.returncode == 0, done.stderr
+    assert "my [net].w8a8.onnx" in done.stdout
+    assert (folder / "my [net].w8a8.onnx").is_file()

@@ -1,0 +1,83 @@
+"""The tables of docs/howto/choose-bits.md are what benchmarks/render_mixed.py makes of the committed results."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+LEAST_MODELS = 3
+WIDTHS = [3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def render(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("render_mixed")
+
+
+@pytest.fixture
+def committed(render):
+    return json.loads(render.RESULT.read_text(encoding="utf-8"))
+
+
+def row(**changed):
+    return {"bits": 3, "bytes": 1000, "sqnr_db": 10.0, "mix_bytes": 990, "mix_sqnr_db": 12.0} | changed
+
+
+def test_tables_are_rendered_from_the_committed_results(render, committed):
+    page = render.PAGE.read_text(encoding="utf-8")
+    assert render.placed(page, render.rendered(committed)) == page, "run benchmarks/render_mixed.py"
+
+
+def test_results_are_complete(committed):
+    for about in committed["models"].values():
+        for rows in about["files"].values():
+            assert [each["bits"] for each in rows] == WIDTHS
+
+
+def test_no_file_of_a_mix_is_larger(committed):
+    for name, about in committed["models"].items():
+        for kind, rows in about["files"].items():
+            for each in rows:
+                assert each.get("mix_bytes", 0) <= each["bytes"], (name, kind, each["bits"])
+
+
+@pytest.mark.parametrize("kind", ["packed", "onnx"])
+def test_mixes_beat_every_uniform_width_on_three_models(render, committed, kind):
+    won = [name for name, about in committed["models"].items() if all(map(render.is_won, about["files"][kind]))]
+    assert len(won) >= LEAST_MODELS, won
+
+
+@pytest.mark.parametrize(
+    ("changed", "won"),
+    [({}, True), ({"mix_sqnr_db": 10.0}, False), ({"mix_bytes": 1001}, False), ({"mix_bytes": 1000}, True)],
+    ids=["better", "equal", "larger", "as large"],
+)
+def test_winning_is_less_noise_in_no_more_bytes(render, changed, won):
+    assert render.is_won(row(**changed)) is won
+
+
+def test_a_width_without_a_mix_is_told(render):
+    alone = {"bits": 3, "bytes": 1000, "sqnr_db": 10.0}
+    assert not render.is_won(alone)
+    about = {"files": {"packed": [row()], "onnx": [alone]}, "layers": 2, "samples": 4, "widths": [], "runs": 8}
+    sections = render.rendered({"models": {"a": {**about, "seconds": 1}}})
+    assert "| 3 | 10.0 dB in 1.0 kB; no mix fits |" in sections["mixed-onnx"]
+
+
+def test_a_lost_width_is_not_set_in_bold(render):
+    def about(each):
+        return {
+            "files": {"packed": [each], "onnx": [each]},
+            "layers": 2,
+            "samples": 4,
+            "widths": [],
+            "runs": 8,
+            "seconds": 1,
+        }
+
+    sections = render.rendered({"models": {"a": about(row()), "b": about(row(mix_sqnr_db=9.0))}})
+    assert "| 3 | 10.0 → **12.0** dB in 1.0 → 1.0 kB | 10.0 → 9.0 dB in 1.0 → 1.0 kB |" in sections["mixed-packed"]
+    assert "a 1 of 1 (+2.0 to +2.0 dB); b 0 of 1 (-1.0 to -1.0 dB)" in sections["mixed-reading"]

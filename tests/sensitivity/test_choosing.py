@@ -1,0 +1,89 @@
+"""The choice under a budget is exact: it equals what trying everything finds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detent.sensitivity.choosing import best_choice, hull_choices, smallest_total
+
+OPTIONS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1, width=32)), min_size=1, max_size=5)
+LAYERS = st.lists(OPTIONS, min_size=1, max_size=5)
+GRAINY = st.lists(
+    st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.0, 0.25, 0.5, 1.0])), min_size=1, max_size=5),
+    min_size=1,
+    max_size=5,
+)
+
+
+def totals(layers, places):
+    chosen = [options[place] for options, place in zip(layers, places, strict=True)]
+    return sum(nbytes for nbytes, _ in chosen), sum(noise for _, noise in chosen)
+
+
+def everything(layers):
+    return [totals(layers, places) for places in itertools.product(*(range(len(each)) for each in layers))]
+
+
+def least(layers, budget):
+    return min((noise for nbytes, noise in everything(layers) if nbytes <= budget), default=None)
+
+
+@pytest.mark.parametrize("kind", ["any", "ties"])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_the_choice_is_the_best_of_all(kind, data):
+    layers = data.draw(LAYERS if kind == "any" else GRAINY)
+    budget = data.draw(st.integers(0, 160 if kind == "any" else 32))
+    found, expected = best_choice(layers, budget), least(layers, budget)
+    if expected is None:
+        assert found is None
+        assert smallest_total(layers) > budget
+        return
+    nbytes, noise = totals(layers, found)
+    assert nbytes <= budget
+    assert noise == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers=LAYERS)
+def test_the_curve_holds_best_choices_and_grows(layers):
+    points = list(hull_choices(layers))
+    assert points[0][0] == smallest_total(layers)
+    assert points[-1][1] == pytest.approx(min(noise for _, noise in everything(layers)), abs=1e-12)
+    for (fewer, more_noise), (more, less_noise) in itertools.pairwise(points):
+        assert fewer < more
+        assert more_noise > less_noise or more_noise == pytest.approx(less_noise)
+    for nbytes, noise in points:
+        assert noise == pytest.approx(least(layers, nbytes), rel=1e-9, abs=1e-12)
+
+
+def test_greedy_would_be_wrong():
+    """The step of the most gain per byte leaves no room for the one that gains most."""
+    layers = [[(1, 1.0), (2, 0.8)], [(1, 1.0), (11, 0.0)]]
+    assert best_choice(layers, 12) == [0, 1]
+
+
+def test_of_equal_noise_the_smaller_is_taken():
+    assert best_choice([[(9, 0.5), (4, 0.5), (7, 0.5)]], 100) == [1]
+
+
+def test_many_layers_take_little_time():
+    """A hundred layers of a dozen options with odd sizes: more choices than atoms, found exactly."""
+    rng = np.random.default_rng(0)
+    layers = []
+    for _ in range(100):
+        count, factor = int(rng.integers(100, 200_000)), float(rng.lognormal(-6, 2))
+        layers.append([(count * bits // 8 + 37, factor * 4.0**-bits) for bits in range(2, 14)])
+    budget = sum(options[3][0] for options in layers)
+    places = best_choice(layers, budget)
+    nbytes, noise = totals(layers, places)
+    assert nbytes <= budget
+    below = max((point for point in hull_choices(layers) if point[0] <= budget), key=lambda point: point[0])
+    above = min((point for point in hull_choices(layers) if point[0] > budget), key=lambda point: point[0])
+    share = (budget - below[0]) / (above[0] - below[0])
+    relaxed = below[1] + share * (above[1] - below[1])  # no real choice is better
+    assert relaxed <= noise * (1 + 1e-9)
+    assert noise <= below[1] * (1 + 1e-9)

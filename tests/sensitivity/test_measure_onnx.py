@@ -1,0 +1,368 @@
+"""Sensitivity of ONNX models: what is measured is what quantizing one layer does, and the mix is what was chosen."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+import detent as dt
+import detent.onnx as qo
+import detent.sensitivity as qs
+from detent.errors import DtypeError, RangeError, ShapeError, SpecError, UnsupportedError
+from detent.onnx.data import inputs_of, open_batches
+from detent.onnx.inserting import weight_params
+from detent.qdq import make_session
+from detent.sensitivity.onnx_bench import first_samples
+
+EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
+
+
+def tensor(name, *shape, seed=0, scale=0.3):
+    return numpy_helper.from_array((scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32), name)
+
+
+def made(nodes, weights, inputs, outputs, opset=17):
+    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in inputs]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    graph = helper.make_graph(nodes, "g", given, results, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
+
+
+@pytest.fixture
+def network():
+    """A convolution, a depthwise one and two products; the first is the loud one."""
+    nodes = [
+        helper.make_node("Conv", ["x", "w1", "b1"], ["a"], name="first[0]*", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("Conv", ["b", "w2"], ["c"], name="deep", pads=[1, 1, 1, 1], group=16),
+        helper.make_node("GlobalAveragePool", ["c"], ["d"], name="pool"),
+        helper.make_node("Flatten", ["d"], ["e"], name="flat"),
+        helper.make_node("Gemm", ["e", "w3", "b3"], ["f"], name="body"),
+        helper.make_node("Relu", ["f"], ["h"], name="relu2"),
+        helper.make_node("MatMul", ["h", "w4"], ["y"], name="head"),
+    ]
+    weights = [
+        tensor("w1", 16, 8, 3, 3),
+        tensor("b1", 16, seed=1),
+        tensor("w2", 16, 1, 3, 3, seed=2),
+        tensor("w3", 16, 32, seed=3),
+        tensor("b3", 32, seed=4),
+        tensor("w4", 32, 10, seed=5),
+    ]
+    return made(nodes, weights, [("x", ["n", 8, 6, 6])], ["y"])
+
+
+@pytest.fixture
+def data():
+    return [{"x": np.random.default_rng(i).normal(size=(4, 8, 6, 6)).astype(np.float32)} for i in range(4)]
+
+
+NAMES = ["first[0]*", "deep", "body", "head"]
+
+
+def sqnr(model, other, data):
+    sessions = make_session(model), make_session(other, config=EXACT)
+    old, new = (np.concatenate([each.run(None, feed)[0].ravel() for feed in data]) for each in sessions)
+    return -10 * np.log10(np.sum((old - new) ** 2) / np.sum(old**2))
+
+
+def test_one_layer_alone_is_what_a_file_with_that_layer_does(network, data, tmp_path):
+    found = qs.measure(network, data, widths=(4, 8), progress=False)
+    assert [layer.name for layer in found.layers] == NAMES
+    assert found.options == ("int4/axis0", "int8/axis0")
+    assert found.samples == 16
+    for layer in found.layers:
+        for option, noise in layer.noise.items():
+            rule = dt.Rule(layer.name if layer.name != NAMES[0] else "first[[]0][*]", weight=option)
+            target = tmp_path / "one.onnx"
+            qo.quantize(network, target, recipe=dt.Recipe([rule]), progress=False)
+            assert qs.sqnr_of(noise) == pytest.approx(sqnr(network, target, data), abs=0.05)
+
+
+def test_bytes_are_those_of_the_plan(network, data):
+    found = qs.measure(network, data, widths=(3, 4, 6, 8, 12), progress=False)
+    prepared = qo.prepare(network, low_bits=True)
+    for option in found.options:
+        lines = {line.name: line for line in qo.plan(prepared, dt.Recipe([dt.Rule(weight=option)])).layers}
+        for layer in found.layers:
+            assert layer.nbytes[option] == lines[layer.name].nbytes_after
+            assert layer.nbytes_float == lines[layer.name].nbytes_before
+    packed = qs.measure(network, data, widths=(3, 4), storage="packed", progress=False)
+    assert packed.layers[0].nbytes["int3/axis0"] == 16 * 72 * 3 // 8 + 16 * 4
+    with pytest.raises(SpecError, match="storage is one of onnx, packed"):
+        qs.measure(network, data, widths=(4,), storage="zip")
+
+
+def test_a_recipe_quantizes_weight_and_input_of_the_layer(network, data):
+    weights = qs.measure(network, data, "w8a16", progress=False)
+    both = qs.measure(network, data, "w8a8", progress=False)
+    coarse = qs.measure(
+        network, data, dt.Recipe([dt.Rule(weight="int8/axis0", input="uint5/tensor/affine")]), progress=False
+    )
+    assert (weights.options, both.options, coarse.options) == (("w8a16",), ("w8a8",), ("recipe",))
+    for alone, layer, loud in zip(weights.layers, both.layers, coarse.layers, strict=True):
+        assert layer.noise["w8a8"] != alone.noise["w8a16"]
+        assert layer.noise["w8a8"] < 1e-3
+        assert loud.noise["recipe"] > 3 * alone.noise["w8a16"]
+    rules = {rule.match: rule for rule in both.choose(10**6).recipe.rules}
+    assert set(rules) == {"first[[]0][*]", "deep", "body", "head"}
+    assert all(rule.input is not None for rule in rules.values())
+
+
+def test_inputs_of_few_bits_are_clipped_to_their_codes(network, data):
+    """A quantizer of 4 bits lives in 8-bit codes: without its Clip it would not saturate."""
+    noise = [
+        qs.measure(network, data, f"w8a{bits}", progress=False).layers[1].noise[f"w8a{bits}"] for bits in (3, 4, 6)
+    ]
+    assert noise[0] > 2 * noise[1] > 8 * noise[2]
+
+
+def test_the_mix_of_a_recipe_runs(network, data):
+    found = qs.measure(network, data, "w8a8", progress=False)
+    ran = qs.run_mix(network, data, found.choose(10**6))
+    assert abs(ran.measured_sqnr_db - ran.predicted_sqnr_db) < 3
+
+
+def test_predicted_and_measured_agree(network, data):
+    found = qs.measure(network, data, widths=(6, 8, 10), storage="packed", progress=False)
+    mix = found.choose(found.uniform("int8/axis0").nbytes)
+    ran = qs.run_mix(network, data, mix)
+    assert mix.measured_sqnr_db is None
+    assert ran.measured_sqnr_db == pytest.approx(ran.predicted_sqnr_db, abs=2)
+    assert f"measured {ran.measured_sqnr_db:.1f} dB" in str(ran)
+
+
+def test_the_mix_is_what_quantize_writes(network, data, tmp_path):
+    found = qs.measure(network, data, widths=(4, 6, 8, 16, "int4/group16"), progress=False)
+    mix = qs.run_mix(network, data, found.choose(3000))
+    report = qo.quantize(network, tmp_path / "mix.onnx", recipe=mix.recipe, progress=False)
+    for layer in report.plan.layers:
+        expected = dt.QuantSpec.parse(mix.options[layer.name])
+        assert layer.weight.format == expected.format
+        assert type(layer.weight.granularity) is type(expected.granularity)
+    assert report.plan.nbytes_after == mix.nbytes
+    assert sqnr(network, report.output, data) == pytest.approx(mix.measured_sqnr_db, abs=0.01)
+
+
+def test_options_that_a_weight_cannot_have_are_left_out(network, data):
+    found = qs.measure(network, data, widths=(4, "int4/group16"), progress=False)
+    assert [list(layer.noise) for layer in found.layers] == [
+        ["int4/axis0"],
+        ["int4/axis0"],
+        ["int4/axis0", "int4/group16"],
+        ["int4/axis0", "int4/group16"],
+    ]
+    assert "-" in str(found)
+
+
+def test_skipped_and_excluded_layers_are_not_measured(network, data):
+    found = qs.measure(network, data, widths=(4,), skip="head", progress=False)
+    assert [layer.name for layer in found.layers] == NAMES[:3]
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0"), dt.Rule("b*", skip=True), dt.Rule("first*", skip=True)])
+    for widths in (None, (4,)):
+        found = qs.measure(network, data, recipe, widths=widths, progress=False)
+        assert [layer.name for layer in found.layers] == ["deep", "head"]
+    with pytest.raises(SpecError, match="did you mean 'head'"):
+        qs.measure(network, data, widths=(4,), skip="haed")
+
+
+def test_cost_is_announced_first_and_kept(network, data):
+    said = []
+    found = qs.measure(
+        network,
+        iter(data),
+        widths=(4, 8),
+        samples=6,
+        announce=said.append,
+        progress=lambda done, total: said.append((done, total)),
+    )
+    cost = said[0]
+    assert (cost.layers, cost.options, cost.runs, cost.samples) == (4, 2, 8, 6)
+    assert cost.seconds_estimate > 0
+    assert said[1:] == [(done, 8) for done in range(1, 9)]
+    assert found.samples == 6
+
+
+def test_batches_are_read_once_and_no_more_than_needed(network, data):
+    read = []
+
+    def stream():
+        for number, batch in enumerate(data * 100):
+            read.append(number)
+            yield batch
+
+    qs.measure(network, stream(), widths=(4, 8), samples=8, progress=False)
+    assert read == [0, 1]
+
+
+def test_the_model_is_left_alone(network, data):
+    before = network.SerializeToString()
+    qs.measure(network, data, widths=(4,), progress=False)
+    qs.measure(network, data, progress=False)
+    assert network.SerializeToString() == before
+
+
+def batches_of(shapes, names=("x",), sizes=((None, 2),)):
+    infos = inputs_of(
+        made(
+            [helper.make_node("Identity", [names[0]], ["y"])],
+            [],
+            [(name, list(size)) for name, size in zip(names, sizes, strict=True)],
+            ["y"],
+        )
+    )
+    return open_batches([tuple(np.zeros(each, np.float32) for each in shape) for shape in shapes], infos)
+
+
+@pytest.mark.parametrize(
+    ("batches", "wanted", "sizes", "count"),
+    [
+        (lambda: batches_of([((4, 2),)] * 3), 6, [4, 2], 6),
+        (lambda: batches_of([((4, 2),)] * 3), 100, [4, 4, 4], 12),
+        (lambda: batches_of([((4, 2),)] * 3, sizes=((4, 2),)), 6, [4, 4], 8),
+        (lambda: batches_of([((4, 2), (2, 4))] * 3, ("x", "s"), ((None, 2), (2, None))), 6, [4, 4], 8),
+    ],
+    ids=["cut", "all", "fixed", "states"],
+)
+def test_samples_are_counted_along_the_first_axis(batches, wanted, sizes, count):
+    feeds, found = first_samples(batches(), wanted)
+    assert [len(feed["x"]) for feed in feeds] == sizes
+    assert found == count
+
+
+def test_shared_weights_are_one_choice():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="one"),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("MatMul", ["b", "w"], ["c"], name="two"),
+        helper.make_node("MatMul", ["c", "v"], ["y"], name="other"),
+    ]
+    model = made(nodes, [tensor("w", 8, 8), tensor("v", 8, 4, seed=1)], [("x", ["n", 8])], ["y"])
+    batch = [np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)]
+    found = qs.measure(model, batch, widths=(4, 8), progress=False)
+    assert [layer.names for layer in found.layers] == [("one", "two"), ("other",)]
+    assert found.nbytes_float == 4 * (64 + 32)
+    mix = found.choose(10**4)
+    assert [rule.match for rule in mix.recipe.rules] == ["one", "two", "other"]
+    assert qs.run_mix(model, batch, mix).measured_sqnr_db == pytest.approx(mix.predicted_sqnr_db, abs=3)
+
+
+def test_shared_weights_with_other_rules_are_two_choices():
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="one"),
+        helper.make_node("MatMul", ["a", "w"], ["y"], name="two"),
+    ]
+    model = made(nodes, [tensor("w", 8, 8)], [("x", ["n", 8])], ["y"])
+    recipe = dt.Recipe([dt.Rule("one", weight="int4/axis0"), dt.Rule("two", weight="int8/axis0")])
+    batch = [np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)]
+    found = qs.measure(model, batch, recipe, progress=False)
+    assert [layer.names for layer in found.layers] == [("one",), ("two",)]
+    assert found.layers[0].noise["recipe"] > 10 * found.layers[1].noise["recipe"] > 0
+
+
+def test_small_floats_are_measured(network, data):
+    found = qs.measure(network, data, "fp8", progress=False)
+    assert all(15 < qs.sqnr_of(layer.noise["fp8"]) < 60 for layer in found.layers)
+
+
+def test_tables_are_measured_by_their_rows():
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["a"], name="words"),
+        helper.make_node("MatMul", ["a", "w"], ["y"], name="fc"),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, ["n", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [tensor("table", 20, 8), tensor("w", 8, 4, seed=1)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    found = qs.measure(model, [np.arange(12).reshape(4, 3)], widths=(4, 8), progress=False)
+    assert [layer.name for layer in found.layers] == ["words", "fc"]
+    assert found.samples == 4
+    assert all(layer.noise["int4/axis0"] > 10 * layer.noise["int8/axis0"] > 0 for layer in found.layers)
+
+
+def test_outputs_count_alike_whatever_their_size():
+    """An output a thousand times larger does not hide the noise of the other."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["small"], name="one"),
+        helper.make_node("MatMul", ["x", "v"], ["large"], name="two"),
+    ]
+    model = made(nodes, [tensor("w", 8, 8), tensor("v", 8, 8, scale=300.0)], [("x", ["n", 8])], ["small", "large"])
+    batch = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    found = qs.measure(model, [batch], widths=(4,), progress=False)
+    one, two = (layer.noise["int4/axis0"] for layer in found.layers)
+    assert one == pytest.approx(two, rel=0.2)
+    weight = numpy_helper.to_array(model.graph.initializer[0])
+    rounded = dt.fake_quantize(weight, weight_params(weight, dt.QuantSpec.parse("int4/axis1")))
+    expected = np.sum((batch @ (rounded - weight)) ** 2) / np.sum((batch @ weight) ** 2) / 2
+    assert one == pytest.approx(expected, rel=1e-3)
+
+
+def test_refining_is_no_worse_than_its_starts(network, data):
+    found = qs.measure(network, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
+    uniform, seen = found.uniform("int3/axis0"), []
+    best = qs.refine(
+        network, data, found, uniform.nbytes, runs=12, announce=seen.append, progress=lambda *each: seen.append(each)
+    )
+    assert best.nbytes <= uniform.nbytes
+    assert (seen[0].runs, seen[-1]) == (12, (12, 12))
+    for start in (uniform, found.choose(uniform.nbytes)):
+        assert best.measured_sqnr_db >= qs.run_mix(network, data, start).measured_sqnr_db - 0.05
+    assert best.measured_sqnr_db == pytest.approx(qs.run_mix(network, data, best).measured_sqnr_db, abs=0.05)
+
+
+def test_refining_needs_the_model_that_was_measured(network, data):
+    layer = qs.LayerNoise("else", "Conv", 1, 4, {"int4/axis0": 0.1}, {"int4/axis0": 3})
+    with pytest.raises(SpecError, match="no layer 'else'"):
+        qs.refine(network, data, qs.Sensitivity((layer,), ("int4/axis0",)), 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"data": []}, SpecError, "no batches"),
+        ({"data": None}, SpecError, "data is None"),
+        ({"data": [np.zeros((1, 8, 6, 6))]}, DtypeError, "float64"),
+        ({"data": [np.zeros((1, 7, 6, 6), np.float32)]}, ShapeError, "7"),
+        ({"samples": 0}, SpecError, "samples must be an integer of at least 1"),
+        ({"widths": (40,)}, SpecError, "a width must be an integer in 1..16"),
+        ({"target": "tpu"}, SpecError, "unknown target 'tpu'"),
+        ({"model": 3}, SpecError, "a model is an ONNX file"),
+        ({"skip": "*"}, UnsupportedError, "no layer of the model can be measured"),
+    ],
+    ids=["empty", "none", "dtype", "shape", "samples", "width", "target", "model", "all skipped"],
+)
+def test_what_cannot_be_measured_is_told(network, data, given, error, words):
+    about = {"model": network, "data": data, "widths": (4,), "progress": False} | given
+    with pytest.raises(error, match=words):
+        qs.measure(about.pop("model"), about.pop("data"), **about)
+
+
+@pytest.mark.parametrize(("scale", "words"), [(0.0, "all outputs"), (3e38, "NaN or infinity")], ids=["zero", "inf"])
+def test_outputs_without_a_signal_are_told(scale, words):
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="fc")]
+    model = made(nodes, [numpy_helper.from_array(np.full((8, 4), scale, np.float32), "w")], [("x", ["n", 8])], ["y"])
+    with pytest.raises(RangeError, match=words):
+        qs.measure(model, [np.ones((2, 8), np.float32)], widths=(8,), progress=False)
+
+
+def test_run_mix_takes_a_mix(network, data):
+    with pytest.raises(SpecError, match="what Sensitivity"):
+        qs.run_mix(network, data, {"a": 4})
+
+
+def test_importing_loads_no_framework():
+    code = (
+        "import sys, detent.sensitivity as qs\n"
+        "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules), sorted(sys.modules)\n"
+        "layer = qs.LayerNoise('a', 'Conv', 1, 4, {'int4/axis0': 0.1}, {'int4/axis0': 3})\n"
+        "found = qs.Sensitivity.from_json(qs.Sensitivity((layer,), ('int4/axis0',)).to_json())\n"
+        "assert found.choose(3).recipe.rules\n"
+        "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,80 @@
+"""The meter of noise, and what measuring says while it goes on."""
+
+import io
+
+import numpy as np
+import pytest
+
+import detent.sensitivity as qs
+from detent.errors import RangeError, UnsupportedError
+from detent.sensitivity.bench import Meter, reporter
+from detent.sensitivity.noise import LARGEST
+
+
+def arrays(*values):
+    return [np.array(each, np.float32) for each in values]
+
+
+def test_noise_is_summed_over_batches_before_it_is_divided():
+    meter = Meter(["y"], [arrays([1.0]), arrays([3.0])])
+    assert meter.noise([arrays([2.0]), arrays([3.0])]) == pytest.approx(1 / 10)
+
+
+def test_outputs_without_a_signal_are_left_out():
+    meter = Meter(["y", "zero"], [arrays([2.0], [0.0])])
+    assert meter.noise([arrays([1.0], [5.0])]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38], ids=["inf", "-inf", "nan", "huge"])
+def test_outputs_that_overflow_have_a_finite_noise(value):
+    found = Meter(["y"], [arrays([1e-3])]).noise([arrays([value])])
+    assert found == LARGEST
+    assert np.isfinite(qs.sqnr_of(found))
+
+
+def test_halves_are_compared_in_double_precision():
+    old, new = np.array([60000], np.float16), np.array([-60000], np.float16)
+    assert Meter(["y"], [[old]]).noise([[new]]) == pytest.approx(4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+def test_references_must_be_finite(value):
+    with pytest.raises(RangeError, match="output 'y'"):
+        Meter(["y"], [arrays([1.0, value])])
+
+
+def test_there_must_be_an_output():
+    with pytest.raises(UnsupportedError, match="no float output"):
+        Meter([], [[]])
+
+
+def test_outputs_that_change_their_shape_are_told():
+    with pytest.raises(UnsupportedError, match="shape"):
+        Meter(["y"], [arrays([1.0])]).noise([arrays([1.0, 2.0])])
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("progress", "stream", "drawn"),
+    [(None, Terminal, True), (True, Terminal, True), (False, Terminal, False), (True, io.StringIO, False)],
+    ids=["default", "yes", "no", "no terminal"],
+)
+def test_a_bar_is_drawn_on_terminals(monkeypatch, progress, stream, drawn):
+    shown = stream()
+    monkeypatch.setattr("sys.stderr", shown)
+    report = reporter(progress)
+    for done in (1, 2):
+        report(done, 2)
+    expected = "\rmeasuring [############............] 1/2 runs\rmeasuring [########################] 2/2 runs\n"
+    assert shown.getvalue() == (expected if drawn else "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "1 s or less"), (8.4, "8 s"), (300.0, "5 min")], ids=["short", "seconds", "minutes"]
+)
+def test_costs_are_told_in_words(seconds, text):
+    assert str(qs.Cost(1, 2, 2, 32, seconds)).endswith(f"2 runs over 32 samples, about {text}")

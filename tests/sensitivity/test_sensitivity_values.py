@@ -1,0 +1,300 @@
+"""Sensitivity and Mix as values: invariants, choices, recipes, JSON that is not trusted."""
+
+import copy
+import json
+import pickle
+
+import pytest
+
+import detent as dt
+import detent.sensitivity as qs
+from detent.errors import FileFormatError, SpecError
+from detent.recipe import Layer
+from detent.sensitivity.mix import exact
+from detent.sensitivity.options import as_widths, stored_nbytes
+
+FOUR, EIGHT = "int4/axis0", "int8/axis0"
+NASTY = [
+    "plain.0",
+    "a*",
+    "a[0]",
+    "[ab]",
+    "what?",
+    "@first",
+    "@last",
+    "re:x",
+    "re:",
+    "",
+    "!x",
+    "a\nb",
+    "x]",
+    "/m/Conv_1",
+]
+
+
+def layer(name, quiet=1.0, tied=()):
+    return qs.LayerNoise(name, "Conv", 10, 40, {FOUR: 0.01 * quiet, EIGHT: 1e-4 * quiet}, {FOUR: 9, EIGHT: 14}, tied)
+
+
+@pytest.fixture
+def found():
+    return qs.Sensitivity((layer("a"), layer("b", 10.0, ("c",))), (FOUR, EIGHT))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"noise": {}, "nbytes": {}},
+        {"noise": {FOUR: 0.1}, "nbytes": {EIGHT: 3}},
+        {"noise": {FOUR: -0.1}, "nbytes": {FOUR: 3}},
+        {"noise": {FOUR: float("nan")}, "nbytes": {FOUR: 3}},
+        {"noise": {FOUR: float("inf")}, "nbytes": {FOUR: 3}},
+        {"noise": {FOUR: True}, "nbytes": {FOUR: 3}},
+        {"noise": {FOUR: 0.1}, "nbytes": {FOUR: -3}},
+        {"noise": {FOUR: 0.1}, "nbytes": {FOUR: 3.5}},
+        {"elements": -1},
+        {"name": 3},
+    ],
+    ids=["nothing", "keys", "negative", "nan", "inf", "bool", "bytes", "fraction", "elements", "name"],
+)
+def test_layers_that_cannot_be(changed):
+    about = {
+        "name": "a",
+        "type": "Conv",
+        "elements": 1,
+        "nbytes_float": 4,
+        "noise": {FOUR: 0.1},
+        "nbytes": {FOUR: 3},
+    }
+    qs.LayerNoise(**about)
+    with pytest.raises(SpecError):
+        qs.LayerNoise(**about | changed)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(), (layer("a"), layer("a")), (layer("a"), layer("b", tied=("a",)))],
+    ids=["none", "twice", "tied twice"],
+)
+def test_sensitivities_that_cannot_be(layers):
+    with pytest.raises(SpecError):
+        qs.Sensitivity(layers, (FOUR, EIGHT))
+
+
+def test_unlisted_option_is_refused():
+    with pytest.raises(SpecError, match="not listed"):
+        qs.Sensitivity((layer("a"),), (FOUR,))
+
+
+def test_values_can_be_copied(found):
+    mix = found.choose(100)
+    for value in (found, mix):
+        assert copy.deepcopy(value) == value
+        assert pickle.loads(pickle.dumps(value)) == value
+    with pytest.raises(TypeError):
+        mix.options["a"] = FOUR
+    with pytest.raises(TypeError):
+        found.layers[0].noise[FOUR] = 0.0
+
+
+def test_noise_becomes_decibels():
+    assert qs.sqnr_of(0.01) == pytest.approx(20)
+    assert qs.sqnr_of(0.0) == float("inf")
+
+
+def test_layers_are_ranked_worst_first(found):
+    assert [each.name for each in found.ranked()] == ["b", "a"]
+    assert [each.name for each in found.ranked(EIGHT)] == ["b", "a"]
+    with pytest.raises(SpecError, match="int9"):
+        found.ranked("int9/axis0")
+
+
+def test_choices_fit_and_are_best(found):
+    assert dict(found.choose(23).options) == {"a": FOUR, "b": EIGHT}
+    assert dict(found.choose(22).options) == {"a": FOUR, "b": FOUR}
+    assert found.choose(28).nbytes == 28
+    assert found.choose(23).predicted_sqnr_db == pytest.approx(qs.sqnr_of(0.011))
+
+
+def test_what_does_not_fit_names_the_smallest(found):
+    with pytest.raises(SpecError, match="no choice fits 17 bytes: the smallest takes 18"):
+        found.choose(17)
+
+
+def test_layers_may_stay_float_when_asked(found):
+    assert dict(found.choose(10**6).options) == {"a": EIGHT, "b": EIGHT}
+    mix = found.choose(10**6, keep_float=True)
+    assert dict(mix.options) == {"a": "float", "b": "float"}
+    assert mix.predicted_sqnr_db == float("inf")
+    assert mix.recipe.rules == ()
+    assert dict(found.choose(54, keep_float=True).options) == {"a": EIGHT, "b": "float"}
+
+
+def test_uniform_and_mixed_options(found):
+    assert found.uniform(FOUR).nbytes == 18
+    with pytest.raises(SpecError, match="cannot have"):
+        found.uniform("int5/axis0")
+    with pytest.raises(SpecError, match="every layer"):
+        found.mixed({"a": FOUR})
+
+
+def test_the_curve_goes_from_the_smallest_to_the_largest(found):
+    points = found.curve()
+    assert [nbytes for nbytes, _ in points] == [18, 23, 28]
+    assert [sqnr for _, sqnr in points] == sorted(sqnr for _, sqnr in points)
+
+
+def test_a_mix_is_a_table_with_both_values(found):
+    mix = found.choose(23)
+    assert "measured not run" in str(mix)
+    assert "SQNR predicted 19.6 dB, measured 18.5 dB" in str(mix.with_measured(18.5))
+    assert mix.measured_sqnr_db is None
+    with pytest.raises(SpecError, match="NaN"):
+        mix.with_measured(float("nan"))
+
+
+@pytest.mark.parametrize("name", NASTY, ids=ascii)
+def test_rules_match_one_name_and_no_other(name):
+    recipe = qs.Sensitivity((layer(name),), (FOUR, EIGHT)).choose(100).recipe
+    assert dt.Recipe.from_json(recipe.to_json()) == recipe
+    others = [*NASTY, f"{name}x", f"x{name}", "a0", "ax", "first"]
+    matched = [each for each in dict.fromkeys(others) if recipe.rules[0].matches(Layer(each, (), True, True))]
+    assert matched == [name]
+    assert dt.Rule(exact(name), skip=True).match
+
+
+def test_tied_layers_get_one_rule_each(found):
+    recipe = found.choose(23).recipe
+    assert [(rule.match, str(rule.weight.format.name)) for rule in recipe.rules] == [
+        ("a", "int4"),
+        ("b", "int8"),
+        ("c", "int8"),
+    ]
+
+
+def test_a_measured_recipe_is_given_back_layer_by_layer():
+    given = dt.Recipe([dt.Rule("a", weight=EIGHT, input="uint8/tensor/affine"), dt.Rule("b", weight=FOUR)], "w8a8")
+    layers = tuple(qs.LayerNoise(name, "Conv", 10, 40, {"w8a8": 0.1}, {"w8a8": 14}) for name in "ab")
+    found = qs.Sensitivity(layers, ("w8a8",), given)
+    assert found.choose(28).recipe.rules == given.rules
+    assert dict(found.choose(60, keep_float=True).options) in ({"a": "float", "b": "w8a8"}, {"a": "w8a8", "b": "float"})
+    with pytest.raises(SpecError, match="no rule for layer 'b'"):
+        qs.Sensitivity(layers, ("w8a8",), dt.Recipe(given.rules[:1]))
+    assert qs.Sensitivity.from_json(found.to_json()) == found
+
+
+# JSON
+
+
+def test_json_goes_round(found):
+    assert qs.Sensitivity.from_json(found.to_json()) == found
+
+
+def changed(found, path, value):
+    data = json.loads(found.to_json())
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is KeyError:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("version",), 2),
+        (("version",), True),
+        (("version",), KeyError),
+        (("extra",), 1),
+        (("options",), "int4/axis0"),
+        (("options",), [4]),
+        (("options",), ["x"] * 100),
+        (("options",), [FOUR]),
+        (("samples",), 0),
+        (("samples",), 1.5),
+        (("samples",), 10**30),
+        (("storage",), "zip"),
+        (("storage",), None),
+        (("target",), 3),
+        (("recipe",), "w8a8"),
+        (("recipe",), {"version": 1}),
+        (("layers",), []),
+        (("layers",), {}),
+        (("layers", 0), 3),
+        (("layers", 0, "name"), KeyError),
+        (("layers", 0, "name"), 5),
+        (("layers", 0, "name"), "b"),
+        (("layers", 0, "elements"), -1),
+        (("layers", 0, "elements"), 1e9),
+        (("layers", 0, "nbytes_float"), 10**40),
+        (("layers", 0, "tied"), "x"),
+        (("layers", 0, "tied"), [1]),
+        (("layers", 0, "options"), {}),
+        (("layers", 0, "options"), [0.1, 3]),
+        (("layers", 0, "options", FOUR), 0.1),
+        (("layers", 0, "options", FOUR), [0.1, 3, 4]),
+        (("layers", 0, "options", FOUR), ["0.1", 3]),
+        (("layers", 0, "options", FOUR), [-0.1, 3]),
+        (("layers", 0, "options", FOUR), [True, 3]),
+        (("layers", 0, "options", FOUR), [10**400, 3]),
+        (("layers", 0, "options", FOUR), [0.1, -3]),
+        (("layers", 0, "options", FOUR), [0.1, 3.0]),
+        (("layers", 0, "options", FOUR), [float("nan"), 3]),
+        (("layers", 0, "options", FOUR), [float("inf"), 3]),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
+)
+def test_json_is_not_trusted(found, path, value):
+    with pytest.raises(FileFormatError):
+        qs.Sensitivity.from_json(changed(found, path, value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[" * 100_000, '{"version": 1, "version": 1}', "null", b"{}", 3],
+    ids=["empty", "open", "deep", "twice", "null", "bytes", "number"],
+)
+def test_text_that_is_no_json_of_ours(text):
+    with pytest.raises(FileFormatError):
+        qs.Sensitivity.from_json(text)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("widths", "expected"),
+    [
+        ([3, 8], ["int3/axis0", "int8/axis0"]),
+        (iter([4]), ["int4/axis0"]),
+        (["int4/group32", 4, "int8"], ["int4/group32", "int4/axis0", "int8/tensor"]),
+    ],
+    ids=["bits", "iterator", "specs"],
+)
+def test_widths_are_specs(widths, expected):
+    assert list(as_widths(widths)) == expected
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [[], 4, "int4", [0], [17], [4.0], [True], ["int44"], [4, "int4/axis0"], ["int8/token"], None],
+    ids=["none", "int", "text", "zero", "17", "float", "bool", "unknown", "twice", "token", "None"],
+)
+def test_widths_that_cannot_be(widths):
+    with pytest.raises(SpecError):
+        as_widths(widths)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_packed_bytes_are_those_of_tensors(bits):
+    import numpy as np
+
+    weight = np.random.default_rng(bits).normal(size=(7, 33)).astype(np.float32)
+    for text in (f"int{bits}/axis0", f"int{bits}/tensor", f"uint{bits}/axis0/affine"):
+        if text == "int1/tensor" or text.startswith("int1"):
+            continue
+        tensor = dt.quantize(weight, dt.QuantParams.from_data(text, weight))
+        assert stored_nbytes(tensor.spec, weight.shape, "packed", is_product=True) == tensor.nbytes
