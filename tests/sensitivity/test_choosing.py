@@ -16,6 +16,10 @@ GRAINY = st.lists(
     min_size=1,
     max_size=5,
 )
+WIDE = st.floats(-12, 0).map(lambda power: 10.0**power)
+DECADES = st.lists(
+    st.lists(st.tuples(st.integers(1, 1 << 40), WIDE | st.just(0.0)), min_size=1, max_size=5), min_size=1, max_size=5
+)
 
 
 def totals(layers, places):
@@ -45,6 +49,61 @@ def test_the_choice_is_the_best_of_all(kind, data):
     nbytes, noise = totals(layers, found)
     assert nbytes <= budget
     assert noise == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("keep_float", [False, True], ids=["quantized", "float too"])
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_noise_of_many_decades_is_added_up_without_loss(keep_float, data):
+    layers = data.draw(DECADES)
+    if keep_float:
+        layers = [[*options, (1 << 41, 0.0)] for options in layers]
+    smallest, largest = smallest_total(layers), sum(max(nbytes for nbytes, _ in options) for options in layers)
+    budget = data.draw(st.integers(smallest, largest) | st.sampled_from([smallest, largest]))
+    nbytes, noise = totals(layers, best_choice(layers, budget))
+    assert nbytes <= budget
+    assert noise == pytest.approx(least(layers, budget), rel=1e-12, abs=0)
+
+
+def ordinary(rng, keep_float):
+    """Layers at 2 to 16 bits, as they are measured: 6 dB per bit, and loud and quiet layers."""
+    layers = []
+    for _ in range(rng.integers(8, 26)):
+        count, loudness = int(rng.integers(100, 10**6)), 10 ** rng.uniform(-6, 1)
+        options = [
+            (count * bits // 8 + 64, float(loudness * 4.0**-bits * rng.uniform(0.8, 1.2))) for bits in range(2, 17)
+        ]
+        layers.append([*options, (4 * count, 0.0)] if keep_float else options)
+    return layers
+
+
+@pytest.mark.parametrize("keep_float", [False, True], ids=["quantized", "float too"])
+@pytest.mark.parametrize("seed", range(12))
+def test_ordinary_layers_have_a_choice_at_every_budget(seed, keep_float):
+    layers = ordinary(np.random.default_rng(seed), keep_float)
+    smallest, largest = smallest_total(layers), sum(options[-1][0] for options in layers)
+    points = list(hull_choices(layers))
+    before = np.inf
+    for share in (0.0, 0.3, 0.6, 0.9, 0.99, 1.0):
+        budget = int(smallest + share * (largest - smallest))
+        nbytes, noise = totals(layers, best_choice(layers, budget))
+        assert nbytes <= budget
+        assert noise <= min(known for size, known in points if size <= budget) * (1 + 1e-12)
+        assert noise <= before
+        before = noise
+    assert before == sum(options[-1][1] for options in layers)
+
+
+def test_the_best_is_found_where_one_layer_drowns_the_others():
+    """A bound that is the difference of large sums is off by more than the small noise that decides."""
+    layers = [[(1, 1.0), (1 << 40, 1e-15)], [(1, 3e-13), ((1 << 20), 1e-13), (1 << 21, 2e-14)], [(1, 1e-14), (9, 0.0)]]
+    for budget in ((1 << 40) + 2, (1 << 40) + (1 << 20) + 1, (1 << 40) + (1 << 21) + 8, (1 << 40) + (1 << 21) + 9):
+        assert totals(layers, best_choice(layers, budget))[1] == least(layers, budget)
+
+
+@pytest.mark.parametrize("budget", [2**62, 2**63, 2**64, 10**30], ids=["62", "63", "64", "10**30"])
+def test_budgets_of_any_size_are_taken(budget):
+    assert best_choice([[(4, 0.5), (8, 0.1)], [(4, 0.3), (8, 0.2)]], budget) == [1, 1]
 
 
 @settings(max_examples=80, deadline=None)

@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
-from detent.errors import DtypeError, RangeError, ShapeError, SpecError, UnsupportedError
+from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError, SpecError, UnsupportedError
 from detent.onnx.data import inputs_of, open_batches
 from detent.onnx.inserting import weight_params
 from detent.qdq import make_session
@@ -123,6 +123,56 @@ def test_the_mix_of_a_recipe_runs(network, data):
     found = qs.measure(network, data, "w8a8", progress=False)
     ran = qs.run_mix(network, data, found.choose(10**6))
     assert abs(ran.measured_sqnr_db - ran.predicted_sqnr_db) < 3
+
+
+OBSERVERS = ["minmax", "mse", "percentile(1, 99)", "entropy"]
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_inputs_have_the_range_of_the_rules_observer(network, data, observer):
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer=observer)])
+    skip = NAMES[1:]  # the first reads what no other layer makes: one layer alone is then all of the mix
+    found = qs.measure(network, data, recipe, skip=skip, progress=False)
+    mix = qs.run_mix(network, data, found.choose(10**6))
+    assert mix.measured_sqnr_db == pytest.approx(mix.predicted_sqnr_db, abs=0.1)
+    whole = qs.measure(network, data, recipe, progress=False)
+    mix = qs.run_mix(network, data, whole.choose(10**6))
+    assert mix.measured_sqnr_db == pytest.approx(mix.predicted_sqnr_db, abs=2)
+
+
+def test_some_layers_may_have_float_inputs_or_inputs_of_fewer_bits(network, data):
+    eight = "uint8/tensor/affine"
+    rules = [dt.Rule(weight="int8/axis0"), dt.Rule("deep", input=eight), dt.Rule("head", input="uint3/tensor/affine")]
+    found = qs.measure(network, data, dt.Recipe(rules), progress=False)
+    alone = qs.measure(network, data, dt.Recipe([dt.Rule(weight="int8/axis0")]), progress=False)
+    more = [one.worst / two.worst for one, two in zip(found.layers, alone.layers, strict=True)]
+    assert more == [pytest.approx(1), pytest.approx(2, abs=1.5), pytest.approx(1), pytest.approx(more[3])]
+    assert more[3] > 10
+
+
+def test_inputs_that_are_empty_are_told():
+    """A layer may get no rows at all: nothing is known of its input then, and no file could be written."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="one"),
+        helper.make_node("Slice", ["a", "end", "end"], ["none"], name="slice"),
+        helper.make_node("MatMul", ["none", "v"], ["b"], name="two"),
+        helper.make_node("Concat", ["a", "b"], ["y"], name="join", axis=0),
+    ]
+    weights = [tensor("w", 8, 8), tensor("v", 8, 8, seed=1), numpy_helper.from_array(np.int64([10**6]), "end")]
+    model = made(nodes, weights, [("x", ["n", 8])], ["y"])
+    with pytest.raises(NotCalibratedError, match="'none'"):
+        qs.measure(model, [np.ones((2, 8), np.float32)], progress=False)
+    found = qs.measure(model, [np.ones((2, 8), np.float32)], skip="two", progress=False)
+    assert [layer.name for layer in found.layers] == ["one"]
+
+
+def test_observers_differ(network, data):
+    """A clipped input is far louder than one that is not: were observers ignored, they would be alike."""
+    noise = []
+    for observer in ("minmax", "percentile(1, 99)"):
+        recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer=observer)])
+        noise.append(qs.measure(network, data, recipe, progress=False).layers[0].noise["recipe"])
+    assert noise[1] > 10 * noise[0]
 
 
 def test_predicted_and_measured_agree(network, data):
@@ -314,6 +364,17 @@ def test_refining_is_no_worse_than_its_starts(network, data):
     for start in (uniform, found.choose(uniform.nbytes)):
         assert best.measured_sqnr_db >= qs.run_mix(network, data, start).measured_sqnr_db - 0.05
     assert best.measured_sqnr_db == pytest.approx(qs.run_mix(network, data, best).measured_sqnr_db, abs=0.05)
+
+
+def test_refining_has_runs_for_all_its_starts(network, data):
+    found = qs.measure(network, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
+    budget = found.uniform("int4/axis0").nbytes  # three uniform options fit, and the chosen mix
+    with pytest.raises(SpecError, match=r"runs=3 .* at least 4"):
+        qs.refine(network, data, found, budget, runs=3, progress=False)
+    best = qs.refine(network, data, found, budget, runs=4, progress=False)
+    for bits in (2, 3, 4):
+        start = qs.run_mix(network, data, found.uniform(f"int{bits}/axis0"))
+        assert best.measured_sqnr_db >= start.measured_sqnr_db - 0.05
 
 
 def test_refining_needs_the_model_that_was_measured(network, data):

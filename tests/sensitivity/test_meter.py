@@ -78,3 +78,7 @@ def test_a_bar_is_drawn_on_terminals(monkeypatch, progress, stream, drawn):
 )
 def test_costs_are_told_in_words(seconds, text):
     assert str(qs.Cost(1, 2, 2, 32, seconds)).endswith(f"2 runs over 32 samples, about {text}")
+
+
+def test_what_there_is_one_of_is_told_so():
+    assert str(qs.Cost(1, 1, 1, 1, 5.0)) == "1 layer, 1 option: 1 run over 1 sample, about 5 s"

@@ -1,6 +1,7 @@
 """Sensitivity and Mix as values: invariants, choices, recipes, JSON that is not trusted."""
 
 import copy
+import dataclasses
 import json
 import pickle
 
@@ -49,13 +50,14 @@ def found():
         {"noise": {FOUR: -0.1}, "nbytes": {FOUR: 3}},
         {"noise": {FOUR: float("nan")}, "nbytes": {FOUR: 3}},
         {"noise": {FOUR: float("inf")}, "nbytes": {FOUR: 3}},
+        {"noise": {FOUR: 1e31}, "nbytes": {FOUR: 3}},
         {"noise": {FOUR: True}, "nbytes": {FOUR: 3}},
         {"noise": {FOUR: 0.1}, "nbytes": {FOUR: -3}},
         {"noise": {FOUR: 0.1}, "nbytes": {FOUR: 3.5}},
         {"elements": -1},
         {"name": 3},
     ],
-    ids=["nothing", "keys", "negative", "nan", "inf", "bool", "bytes", "fraction", "elements", "name"],
+    ids=["nothing", "keys", "negative", "nan", "inf", "huge", "bool", "bytes", "fraction", "elements", "name"],
 )
 def test_layers_that_cannot_be(changed):
     about = {
@@ -81,6 +83,17 @@ def test_sensitivities_that_cannot_be(layers):
         qs.Sensitivity(layers, (FOUR, EIGHT))
 
 
+@pytest.mark.parametrize("kind", ["option", "float"])
+def test_more_bytes_than_can_be_added_are_refused(kind):
+    most = 1 << 62
+    nbytes, nbytes_float = (most // 2, 4) if kind == "option" else (3, most // 2)
+    layers = [qs.LayerNoise(name, "Conv", 1, nbytes_float, {FOUR: 0.1}, {FOUR: nbytes}) for name in "abc"]
+    mix = qs.Sensitivity(layers[:2], (FOUR,)).choose(most, keep_float=True)
+    assert mix.nbytes in {6, 8, most, most // 2 + 4}
+    with pytest.raises(SpecError, match=f"{3 * (most // 2):,} bytes"):
+        qs.Sensitivity(layers, (FOUR,))
+
+
 def test_unlisted_option_is_refused():
     with pytest.raises(SpecError, match="not listed"):
         qs.Sensitivity((layer("a"),), (FOUR,))
@@ -95,6 +108,18 @@ def test_values_can_be_copied(found):
         mix.options["a"] = FOUR
     with pytest.raises(TypeError):
         found.layers[0].noise[FOUR] = 0.0
+
+
+def test_values_can_be_kept_in_sets(found):
+    mix = found.choose(100)
+    for value in (found, mix, mix.with_measured(18.5), *found.layers):
+        assert len({value, copy.deepcopy(value)}) == 1
+    other = qs.LayerNoise(
+        "a", "Conv", 10, 40, dict(reversed(found.layers[0].noise.items())), dict(found.layers[0].nbytes)
+    )
+    assert other == found.layers[0]
+    assert hash(other) == hash(found.layers[0])
+    assert len({mix, mix.with_measured(18.5), found.choose(18)}) == 3
 
 
 def test_noise_becomes_decibels():
@@ -114,6 +139,11 @@ def test_choices_fit_and_are_best(found):
     assert dict(found.choose(22).options) == {"a": FOUR, "b": FOUR}
     assert found.choose(28).nbytes == 28
     assert found.choose(23).predicted_sqnr_db == pytest.approx(qs.sqnr_of(0.011))
+
+
+@pytest.mark.parametrize("budget", [2**63, 10**30], ids=["63 bits", "10**30"])
+def test_budgets_may_be_larger_than_any_choice(found, budget):
+    assert found.choose(budget).nbytes == 28
 
 
 def test_what_does_not_fit_names_the_smallest(found):
@@ -142,6 +172,10 @@ def test_the_curve_goes_from_the_smallest_to_the_largest(found):
     points = found.curve()
     assert [nbytes for nbytes, _ in points] == [18, 23, 28]
     assert [sqnr for _, sqnr in points] == sorted(sqnr for _, sqnr in points)
+
+
+def test_one_sample_is_told_in_words(found):
+    assert "2 layers on 1 sample: SQNR" in str(dataclasses.replace(found, samples=1))
 
 
 def test_a_mix_is_a_table_with_both_values(found):
@@ -240,6 +274,9 @@ def changed(found, path, value):
         (("layers", 0, "options", FOUR), [-0.1, 3]),
         (("layers", 0, "options", FOUR), [True, 3]),
         (("layers", 0, "options", FOUR), [10**400, 3]),
+        (("layers", 0, "options", FOUR), [1e308, 3]),
+        (("layers", 0, "options", FOUR), [0.1, 1 << 62]),
+        (("layers", 0, "nbytes_float"), 1 << 62),
         (("layers", 0, "options", FOUR), [0.1, -3]),
         (("layers", 0, "options", FOUR), [0.1, 3.0]),
         (("layers", 0, "options", FOUR), [float("nan"), 3]),

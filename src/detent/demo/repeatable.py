@@ -40,5 +40,5 @@ def repeatable(seed: int) -> Iterator[None]:
         set_num_threads(1)  # for speed alone: two would wait for each other
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(True)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices, which are not given back
         yield

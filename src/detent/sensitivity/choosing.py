@@ -9,6 +9,9 @@ This is the multiple-choice knapsack problem. It is solved exactly, by dynamic p
 
 The relaxation takes the steps of all layers' lower convex hulls in the order of what they gain per byte (Sinha and
 Zoltners 1979). Where no step is cut, it is a real choice, and the best one for its bytes: ``hull_choices`` are these.
+
+Noise spans many decades. All sums are of numbers that are not negative and none is the difference of two sums, so that
+each is right to a few units of its own last place, however loud the layers are that it does not hold.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +26,7 @@ Option = tuple[int, float]  # bytes, noise
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 SLACK = 1e-9  # of the known choice's noise: sums of floats in another order must not cost the best choice
+Corners = tuple[Integers, Floats]  # of the relaxation: bytes, and the least noise in them
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
 
     Args:
         layers: of each layer the (bytes, noise) of its options.
-        budget: in bytes.
+        budget: in bytes; more than all largest options is as good as these.
 
     Returns:
         None where not even the smallest options fit.
@@ -72,21 +76,21 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
     fronts = [_front(options) for options in layers]
     if sum(int(front.nbytes[0]) for front in fronts) > budget:
         return None
+    budget = min(budget, sum(int(front.nbytes[-1]) for front in fronts))
     known = _relaxed_choice(fronts, budget)
     limit = sum(float(front.noise[at]) for front, at in zip(fronts, known, strict=True))
-    bounds = _bounds(fronts)
     nbytes, noise = np.zeros(1, np.int64), np.zeros(1)
     trail: list[tuple[Integers, Integers]] = []  # of each partial choice the one it continues, and its last option
-    for front, (bytes_to_come, noise_to_come) in zip(fronts, bounds[1:], strict=True):
+    for front, corners in zip(fronts, _bounds(fronts), strict=True):
         every = (nbytes[:, None] + front.nbytes[None]).ravel()
         caused = (noise[:, None] + front.noise[None]).ravel()
-        left = budget - every
-        least = np.where(left < bytes_to_come[0], np.inf, np.interp(left, bytes_to_come, noise_to_come))
-        kept = np.flatnonzero(caused + least <= limit * (1 + SLACK))
+        kept = np.flatnonzero(caused + _least(budget - every, corners) <= limit * (1 + SLACK))
         kept = kept[np.lexsort((caused[kept], every[kept]))]
         kept = kept[_improves(caused[kept])]
         trail.append((kept // len(front.nbytes), kept % len(front.nbytes)))
         nbytes, noise = every[kept], caused[kept]
+    if not len(noise) or noise[-1] > limit:  # numbers so small that rounding is no longer relative
+        return [int(front.places[at]) for front, at in zip(fronts, known, strict=True)]
     at, chosen = len(noise) - 1, list[int]()  # the last one has the least noise
     for (before, option), front in zip(reversed(trail), reversed(fronts), strict=True):
         chosen.append(int(front.places[option[at]]))
@@ -139,13 +143,14 @@ def _is_above(nbytes: Integers, noise: Floats, a: int, b: int, c: int) -> bool:
 
 def _steps(fronts: Sequence[_Front]) -> list[_Step]:
     """All steps, those that gain most per byte first; of one layer they are in order, as its hull is convex."""
-    steps = []
+    steps: list[tuple[float, _Step]] = []
     for layer, front in enumerate(fronts):
+        rate = np.inf
         for a, b in zip(front.hull, front.hull[1:], strict=False):
-            steps.append(
-                _Step(layer, b, int(front.nbytes[b] - front.nbytes[a]), float(front.noise[a] - front.noise[b]))
-            )
-    return sorted(steps, key=lambda step: (-step.gain / step.nbytes, step.layer, step.to))
+            nbytes, gain = int(front.nbytes[b] - front.nbytes[a]), float(front.noise[a] - front.noise[b])
+            rate = min(rate, gain / nbytes)  # of steps that are alike, rounding must not bring the later one forward
+            steps.append((rate, _Step(layer, b, nbytes, gain)))
+    return [step for _, step in sorted(steps, key=lambda each: (-each[0], each[1].layer, each[1].to))]
 
 
 def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
@@ -161,14 +166,30 @@ def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
     return at
 
 
-def _bounds(fronts: Sequence[_Front]) -> list[tuple[Floats, Floats]]:
-    """For the layers from each on the corners of their relaxation: bytes, and the least noise in them."""
-    found = []
+def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
+    """For each layer the corners of the relaxation of all layers behind it."""
     steps = _steps(fronts)
-    for first in range(len(fronts) + 1):
-        rest = [step for step in steps if step.layer >= first]
-        start = float(sum(int(front.nbytes[0]) for front in fronts[first:]))
-        noise = float(sum(float(front.noise[0]) for front in fronts[first:]))
-        nbytes = start + np.cumsum([0.0, *(step.nbytes for step in rest)])
-        found.append((nbytes, np.maximum(noise - np.cumsum([0.0, *(step.gain for step in rest)]), 0.0)))
-    return found
+    layers = np.array([step.layer for step in steps], np.int64)
+    sizes, gains = np.array([step.nbytes for step in steps], np.int64), np.array([step.gain for step in steps])
+    for layer in range(len(fronts)):
+        rest, behind = layers > layer, fronts[layer + 1 :]
+        nbytes = np.cumsum(
+            np.concatenate([[sum(int(front.nbytes[0]) for front in behind)], sizes[rest]]), dtype=np.int64
+        )
+        # Summed up from the end: the start minus what is gained would be off by the rounding of the largest noise.
+        end = sum(float(front.noise[front.hull[-1]]) for front in behind)
+        yield nbytes, np.cumsum(np.concatenate([[end], gains[rest][::-1]]))[::-1]
+
+
+def _least(left: Integers, corners: Corners) -> Floats:
+    """The relaxation's noise in the bytes that are left; infinite where they are too few.
+
+    Unlike ``np.interp`` it adds a share of either corner, and so is right where one is far louder than the other.
+    """
+    nbytes, noise = corners
+    after = np.searchsorted(nbytes, left, side="right")
+    a, b = np.maximum(after - 1, 0), np.minimum(after, len(nbytes) - 1)
+    between = np.maximum(nbytes[b] - nbytes[a], 1)
+    shares = np.where(a == b, 0.0, (left - nbytes[a]) / between)
+    rest = np.where(a == b, 1.0, (nbytes[b] - left) / between)
+    return np.where(after == 0, np.inf, rest * noise[a] + shares * noise[b])

@@ -10,16 +10,19 @@ from detent.recipe import Recipe
 from detent.sensitivity import reading
 from detent.sensitivity.choosing import best_choice, hull_choices, smallest_total
 from detent.sensitivity.mix import FLOAT, Mix, exact, mixed_recipe, short
-from detent.sensitivity.noise import LayerNoise, sqnr_of
+from detent.sensitivity.noise import LayerNoise, counted, sqnr_of
 
 __all__ = ["Sensitivity"]
+
+LARGEST = 1 << 62  # bytes, which then can be added up in 64 bits
 
 
 @dataclass(frozen=True)
 class Sensitivity:
     """What quantizing each layer alone does to a model's outputs; ``str`` is a table.
 
-    Invariants: names are unique, ties included; every layer's options are among ``options``.
+    Invariants: names are unique, ties included; every layer's options are among ``options``; the largest options of
+    all layers together, float among them, take at most 2**62 bytes.
 
     Attributes:
         layers: in the model's order.
@@ -72,6 +75,9 @@ class Sensitivity:
             unknown = [option for option in layer.noise if option not in self.options]
             if unknown:
                 raise SpecError(f"layer {layer.name!r} has the option {unknown[0]!r}, which is not listed")
+        most = sum(max(layer.nbytes_float, *layer.nbytes.values()) for layer in self.layers)
+        if most > LARGEST:
+            raise SpecError(f"the largest options of all layers take {most:,} bytes, expected at most {LARGEST:,}")
         if self.recipe is not None:
             known = {rule.match for rule in self.recipe.rules}
             missing = [name for name in names if exact(name) not in known]
@@ -110,7 +116,7 @@ class Sensitivity:
         """The options of least noise whose bytes fit a budget; exact for the sum of the layers' noise powers.
 
         Args:
-            budget_nbytes: of all weights that were measured.
+            budget_nbytes: of all weights that were measured; may be larger than any choice.
             keep_float: whether layers may also stay float.
 
         Raises:
@@ -209,7 +215,7 @@ storage, target, version, got ['version']
             ("bytes", "", f"{self.nbytes_float:,}", *(f"{sizes[o]:,}" if o in sizes else "-" for o in self.options))
         )
         last = (
-            f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} on {self.samples} samples: SQNR of the "
+            f"{counted(len(self.layers), 'layer')} on {counted(self.samples, 'sample')}: SQNR of the "
             "outputs when one layer alone is quantized; all: when their noise adds up"
         )
         return "\n".join([*table_lines(rows, right=range(2, len(self.options) + 3)), last])

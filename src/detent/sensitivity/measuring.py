@@ -63,6 +63,7 @@ def measure(  # noqa: PLR0913 - the options of one job
         SpecError: widths, recipe, samples or data that cannot be; a module that is prepared.
         UnsupportedError: no layer can be measured, no float output, or the model does not run.
         RangeError: the float model's outputs hold NaN or infinity, or are all zero.
+        NotCalibratedError: a layer of an ONNX model whose input is to be quantized gets no values: skip it.
         ShapeError, DtypeError, NaNError, FileFormatError: data or file do not fit.
 
     >>> import numpy as np, detent.sensitivity as qs
@@ -70,7 +71,7 @@ def measure(  # noqa: PLR0913 - the options of one job
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[n,2] x) => (float[n,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }''')
     >>> found = qs.measure(model, [np.float32([[2.0, 2.0]])], widths=(4, 8), announce=print)
-    1 layer, 2 options: 2 runs over 1 samples, about 1 s or less
+    1 layer, 2 options: 2 runs over 1 sample, about 1 s or less
     >>> found.options, found.layers[0].noise["int8/axis0"] < found.layers[0].noise["int4/axis0"]
     (('int4/axis0', 'int8/axis0'), True)
     """
@@ -102,14 +103,15 @@ def refine(
         model, data: those that were measured.
         found: what ``measure`` gave.
         budget_nbytes: of all weights that were measured.
-        runs: how often the model may run over all samples.
+        runs: how often the model may run over all samples; at least once for each mix that the search begins with.
         progress, announce: as for ``measure``.
 
     Returns:
         The mix, with the SQNR that was measured.
 
     Raises:
-        SpecError: no choice fits, or the model has other layers than those that were measured.
+        SpecError: no choice fits, the runs are fewer than the mixes that the search begins with, or the model has other
+            layers than those that were measured.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -122,6 +124,11 @@ def refine(
     """
     limit = as_integer("runs", runs, at_least=1)
     starts = starting_points(found, budget_nbytes)
+    if limit < len(starts):
+        raise SpecError(
+            f"runs={limit} are fewer than the mixes to begin with, the chosen one and all uniform options that fit: "
+            f"give at least {len(starts)}, or take what choose gives, which needs none"
+        )
     specs, recipe = (as_widths(found.options), get_recipe("w8a16")) if found.recipe is None else (None, found.recipe)
     bench = _open(model, data, recipe, specs, found.samples, found.target, (), as_storage(found.storage))
     known = {unit.names: set(unit.nbytes) for unit in bench.units}

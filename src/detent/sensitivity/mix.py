@@ -11,7 +11,7 @@ from detent._table import table_lines
 from detent.errors import SpecError
 from detent.recipe import Recipe
 from detent.rule import Rule
-from detent.sensitivity.noise import LayerNoise, sqnr_of
+from detent.sensitivity.noise import LayerNoise, counted, sqnr_of
 
 __all__ = ["FLOAT", "Mix", "exact", "mixed_recipe", "short"]
 
@@ -50,6 +50,7 @@ class Mix:
     measured_sqnr_db: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
         if set(self.options) != {layer.name for layer in self.layers}:
             raise SpecError("a mix has one option for every layer, and for no other")
         for layer in self.layers:
@@ -61,6 +62,10 @@ class Mix:
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.layers, dict(self.options), self.recipe, self.samples, self.target, self.measured_sqnr_db)
         return type(self), about
+
+    def __hash__(self) -> int:
+        options = frozenset(self.options.items())
+        return hash((self.layers, options, self.recipe, self.samples, self.target, self.measured_sqnr_db))
 
     @property
     def nbytes(self) -> int:
@@ -98,10 +103,9 @@ class Mix:
             alone = f"{sqnr_of(noise):.1f} dB" if noise else "-"
             rows.append((short(layer.name), layer.type, self.options[layer.name], f"{self._nbytes(layer):,}", alone))
         measured = "not run" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB"
-        count = f"{len(self.layers)} layer{'' if len(self.layers) == 1 else 's'}"
         last = (
-            f"{count} in {self.nbytes:,} bytes of weights; SQNR predicted {self.predicted_sqnr_db:.1f} dB, "
-            f"measured {measured}"
+            f"{counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
+            f"{self.predicted_sqnr_db:.1f} dB, measured {measured}"
         )
         return "\n".join([*table_lines(rows, right=(3, 4)), last])
 

@@ -6,14 +6,14 @@ over all samples, and of several outputs the mean, so that outputs of large valu
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, log10
+from math import inf, log10
 from types import MappingProxyType
 from typing import Any
 
 from detent._checks import as_integer
 from detent.errors import SpecError
 
-__all__ = ["Cost", "LayerNoise", "sqnr_of"]
+__all__ = ["LARGEST", "Cost", "LayerNoise", "counted", "sqnr_of"]
 
 LARGEST = 1e30  # what outputs that overflow are counted as
 
@@ -27,11 +27,21 @@ def sqnr_of(noise: float) -> float:
     return -10 * log10(noise) if noise > 0 else inf
 
 
+def counted(count: int, noun: str) -> str:
+    """So many things, in words.
+
+    >>> counted(1, "layer"), counted(2, "layer")
+    ('1 layer', '2 layers')
+    """
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class LayerNoise:
     """What was measured of one layer.
 
-    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one; noise is finite and not negative.
+    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one; noise is in 0..1e30. Equal values have equal
+    hashes, whatever the order of their options.
 
     Attributes:
         name: of the layer.
@@ -71,8 +81,8 @@ class LayerNoise:
                 f"{list(self.nbytes)}"
             )
         for option, value in self.noise.items():
-            if isinstance(value, bool) or not isinstance(value, float | int) or not (isfinite(value) and value >= 0):
-                raise SpecError(f"the noise of {where} at {option!r} is a finite number from 0 on, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value <= LARGEST:
+                raise SpecError(f"the noise of {where} at {option!r} is a number in 0..{LARGEST:g}, got {value!r}")
             as_integer(f"nbytes of {where} at {option!r}", self.nbytes[option], at_least=0)
         object.__setattr__(self, "noise", MappingProxyType({key: float(value) for key, value in self.noise.items()}))
         object.__setattr__(self, "nbytes", MappingProxyType(dict(self.nbytes)))
@@ -81,6 +91,10 @@ class LayerNoise:
     def __reduce__(self) -> tuple[Any, ...]:
         about = (self.name, self.type, self.elements, self.nbytes_float, dict(self.noise), dict(self.nbytes), self.tied)
         return type(self), about
+
+    def __hash__(self) -> int:
+        options = frozenset((option, noise, self.nbytes[option]) for option, noise in self.noise.items())
+        return hash((self.name, self.type, self.elements, self.nbytes_float, options, self.tied))
 
     @property
     def worst(self) -> float:
@@ -117,6 +131,5 @@ class Cost:
     def __str__(self) -> str:
         seconds = self.seconds_estimate
         time = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 1 else "1 s or less"
-        options = f"{self.options} option{'' if self.options == 1 else 's'}"
-        layers = f"{self.layers} layer{'' if self.layers == 1 else 's'}"
-        return f"{layers}, {options}: {self.runs} runs over {self.samples} samples, about {time}"
+        layers, options = counted(self.layers, "layer"), counted(self.options, "option")
+        return f"{layers}, {options}: {counted(self.runs, 'run')} over {counted(self.samples, 'sample')}, about {time}"

@@ -2,11 +2,13 @@
 
 A weight that is an input can be another one in every run, so that no session is made for a layer or a width, and
 memory holds the float weights and the one weight that is rounded. Where a recipe quantizes activations, the data that
-come to a layer pass a quantizer that a switch turns on: the layer's alone, whoever else reads the same tensor.
+come to a layer pass a quantizer that a switch turns on: the layer's alone, whoever else reads the same tensor. Its
+parameters are those that the quantizer in a file would have, from the observer of the layer's rule.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.errors import UnsupportedError
-from detent.onnx.calibrating import calibrate, record
+from detent.onnx.calibrating import Calibration, calibrate
 from detent.onnx.data import Batches, BatchSource, InputInfo, inputs_of, open_batches
-from detent.onnx.inserting import insert, weight_params
+from detent.onnx.inserting import activation_params, insert, weight_params
 from detent.onnx.layers import Layer
 from detent.onnx.planning import GraphPlan, LayerPlan, plan
 from detent.onnx.preparing import prepare
@@ -135,10 +137,9 @@ class OnnxBench:
         self.names: Sequence[str] = [
             each.name for each in prepared.graph.output if whole.graph.kind(each.name) in FLOATS
         ]
-        ranges = {} if widths is not None else _ranges(whole, self._feeds)
-        self._build(prepared, ranges)
+        self._build(prepared, {} if widths is not None else _input_params(whole, self._feeds))
 
-    def _build(self, model: ModelProto, ranges: Mapping[str, tuple[float, float]]) -> None:
+    def _build(self, model: ModelProto, inputs: Mapping[str, QuantParams]) -> None:
         """Turn weights into inputs, in the prepared model itself: a copy of a large one would be large."""
         graph = Graph(model)
         by_name = {graph.node_name(node): node for node in graph.nodes}
@@ -153,9 +154,8 @@ class OnnxBench:
             for name in unit.names:
                 node = by_name[name]
                 graph.give(node, 0 if node.op_type == "Gather" else 1, given)
-                line = self._lines[self.options[0]].get(name)
-                if name in ranges and line is not None and line.input is not None:
-                    flags.append(_add_switch(graph, node, self._found[name], line.input, ranges[name]))
+                if name in inputs:
+                    flags.append(_add_switch(graph, node, self._found[name], inputs[name]))
                     model.graph.input.append(helper.make_tensor_value_info(flags[-1], TensorProto.BOOL, []))
         graph.drop_unread()
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
@@ -200,10 +200,9 @@ def _flag(name: str) -> str:
     return f"{name}//switch"
 
 
-def _add_switch(graph: Graph, node: NodeProto, layer: Layer, spec: QuantSpec, ends: tuple[float, float]) -> str:
+def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams) -> str:
     """Let a node read its data through a quantizer, where its switch is on; returns the switch."""
-    name = layer.name
-    params = QuantParams.from_range(spec, *ends, dtype="float32")
+    name, spec = layer.name, params.spec
     how = Quantization.of(params, get_target("onnxruntime").activation_container(spec.format, least=8), 0)
     scale = graph.add_constant(f"{name}//scale", how.scale)
     zero = graph.add_constant(f"{name}//zero", how.zero_point, how.kind)
@@ -262,16 +261,22 @@ def _named(whole: GraphPlan) -> Recipe:
     return Recipe(rules, whole.recipe.name)
 
 
-def _ranges(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, tuple[float, float]]:
-    """The smallest and largest value that comes to each layer whose input is quantized."""
-    tensors = {line.name: whole.found[line.name].data for line in whole.quantized if line.input is not None}
-    ends: dict[str, tuple[float, float]] = {}
-    for values in record(whole.model, tensors.values(), feeds) if tensors else ():
-        for tensor, array in values.items():
-            low, high = ends.get(tensor, (np.inf, -np.inf))
-            if array.size:
-                ends[tensor] = min(low, float(array.min())), max(high, float(array.max()))
-    return {name: ends[tensor] for name, tensor in tensors.items() if tensor in ends}
+def _calibrated(made: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
+    """What the data have shown; rules that name no observer get the whole range."""
+    return calibrate(made, feeds, observer="minmax") if made.places() else None
+
+
+def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
+    """The parameters of each layer's input, where it is quantized, as in a file."""
+    seen = _calibrated(whole, feeds)
+    if seen is None:
+        return {}
+    places = {place.tensor: place for place in whole.places(seen.ranges)}
+    specs = {line.name: line.input for line in whole.quantized if line.input is not None}
+    return {
+        name: activation_params(replace(places[whole.found[name].data], spec=spec), seen, clipped=True)
+        for name, spec in specs.items()
+    }
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
@@ -286,7 +291,7 @@ def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: 
     original = load(source)
     feeds, _ = first_samples(open_batches(data, inputs_of(original)), samples)
     made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
-    seen = calibrate(made, feeds, observer="minmax") if made.places() else None
+    seen = _calibrated(made, feeds)
     names = _float_outputs(made)
     sessions = make_session(original), make_session(insert(made, seen), config=EXACT)
 

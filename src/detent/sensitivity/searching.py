@@ -82,7 +82,7 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """The best mix that so many runs find, with its measured SQNR.
+    """The best mix that so many runs find, with its measured SQNR; all starts are run, whatever the number of runs.
 
     >>> search.__name__
     'search'
@@ -101,7 +101,7 @@ def search(
             report(len(known), runs)
         return known[key]
 
-    best = min(starts[: max(runs, 1)], key=noise)
+    best = min(starts, key=noise)
     is_better = True
     while is_better and len(known) < runs:
         is_better = False

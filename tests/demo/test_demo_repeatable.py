@@ -1,0 +1,23 @@
+"""Repeatable numbers, and no trace of how they were made."""
+
+import torch
+
+from detent.demo.repeatable import repeatable
+
+
+def test_the_numbers_are_those_of_the_seed():
+    with repeatable(5):
+        found = torch.rand(4)
+    assert torch.equal(found, torch.rand(4, generator=torch.Generator().manual_seed(5)))
+
+
+def test_generators_of_other_devices_are_left_alone(monkeypatch):
+    """Their states are not kept, so that they could not be given back."""
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    monkeypatch.setattr(torch.xpu, "manual_seed_all", seeded.append)
+    before = torch.get_rng_state()
+    with repeatable(5):
+        torch.rand(4)
+    assert seeded == []
+    assert torch.equal(before, torch.get_rng_state())
