@@ -15,16 +15,25 @@ def weights(*shape, seed):
     return (np.random.default_rng(seed).normal(size=shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32)
 
 
-def write_model(path, channels=16):
-    """Two convolutions and a classifier of ten classes, for any number of pictures."""
+def write_model(path, channels=16, hidden=0):
+    """Two convolutions, two hidden layers where they are wanted, and a classifier of ten classes, for any batch."""
+    last = hidden or channels
     tensors = {
         "w1": weights(channels, 8, 3, 3, seed=1),
         "b1": weights(channels, 1, seed=2).ravel(),
         "w2": weights(channels, channels, 3, 3, seed=3),
         "b2": weights(channels, 1, seed=4).ravel(),
-        "w3": weights(channels, 10, seed=5),
+        "w3": weights(last, 10, seed=5),
         "b3": weights(10, 1, seed=6).ravel(),
     }
+    if hidden:
+        tensors |= {"w4": weights(channels, hidden, seed=7), "w5": weights(hidden, hidden, seed=8)}
+    between = [
+        helper.make_node("MatMul", ["t6", "w4"], ["t7"], name="wide"),
+        helper.make_node("Relu", ["t7"], ["t8"], name="relu3"),
+        helper.make_node("MatMul", ["t8", "w5"], ["t9"], name="deep"),
+        helper.make_node("Relu", ["t9"], ["t10"], name="relu4"),
+    ]
     nodes = [
         helper.make_node("Conv", ["x", "w1", "b1"], ["t1"], name="first", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["t1"], ["t2"], name="relu1"),
@@ -32,7 +41,8 @@ def write_model(path, channels=16):
         helper.make_node("Relu", ["t3"], ["t4"], name="relu2"),
         helper.make_node("GlobalAveragePool", ["t4"], ["t5"], name="pool"),
         helper.make_node("Flatten", ["t5"], ["t6"], name="flat"),
-        helper.make_node("Gemm", ["t6", "w3", "b3"], ["y"], name="head"),
+        *(between if hidden else []),
+        helper.make_node("Gemm", ["t10" if hidden else "t6", "w3", "b3"], ["y"], name="head"),
     ]
     graph = helper.make_graph(
         nodes,

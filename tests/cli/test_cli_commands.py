@@ -12,6 +12,7 @@ import pytest
 
 import detent as dt
 from detent.cli import main
+from detent.cli.contents import Held
 from detent.qdq import save
 
 from .cli_cases import detent, environment
@@ -120,7 +121,21 @@ def test_inspect_quantized(shop):
     assert done.returncode == 0, done.stderr
     for part in ("recipe w8a8, target onnxruntime", "sha256", "3 weights, 3 biases", "uint8 axis0", "activation"):
         assert part in done.stdout
-    assert max(map(len, done.stdout.splitlines()[8:])) <= 80
+    rows = [Held(**{**row, "shape": row["shape"] and tuple(row["shape"])}).cells() for row in tensors(shop)]
+    for row in rows:
+        assert any(all(cell in line for cell in row) for line in done.stdout.splitlines())
+    assert "producer" not in done.stdout
+
+
+def tensors(folder):
+    return json.loads(detent("inspect", "model.w8a8.onnx", "--json", cwd=folder).stdout)["tensors"]
+
+
+def test_inspect_names_the_producer(shop, tmp_path, monkeypatch, capsys):
+    model = onnx.load(shop / "model.onnx")
+    model.producer_name, model.producer_version = "pytorch", "2.9"
+    onnx.save(model, tmp_path / "a.onnx")
+    assert "producer: pytorch 2.9\n" in run(monkeypatch, capsys, tmp_path, "inspect", "a.onnx")[1]
 
 
 def test_inspect_json(shop, monkeypatch, capsys):
@@ -174,6 +189,7 @@ def test_inspect_bad_input(tmp_path, monkeypatch, capsys, name, content):
     code, out, err = run(monkeypatch, capsys, tmp_path, "inspect", name)
     assert (code, out) == (2, "")
     assert err.startswith("error: ")
+    assert ("inspect reads ONNX models and safetensors files" in err) == (name == "empty")
 
 
 # compare
@@ -209,6 +225,35 @@ def test_compare_with_data(pair, monkeypatch, capsys):
     assert json.loads(out)
 
 
+def test_compare_sees_other_codes_in_the_same_bytes(pair, monkeypatch, capsys):
+    both = ["compare", "model.w8a8.onnx", "model.w4a8.onnx"]
+    found = json.loads(run(monkeypatch, capsys, pair, *both, "--json")[1])
+    second = next(layer for layer in found["layers"] if layer["name"] == "second")
+    assert (second["nbytes_change"], second["is_changed"]) == (0, True)
+    assert second["a"]["weight"]["spec"] == second["b"]["weight"]["spec"] == "uint8/axis0"
+    text = run(monkeypatch, capsys, pair, *both)[1]
+    assert "codes -127..127" in text
+    assert "codes -7..7" in text
+    same = json.loads(run(monkeypatch, capsys, pair, "compare", "model.w8a8.onnx", "model.w8a8.onnx", "--json")[1])
+    assert not any(layer["is_changed"] for layer in same["layers"])
+
+
+def test_compare_shows_what_quantize_measured(pair, monkeypatch, capsys):
+    line = next(line for line in (pair / "quantize.txt").read_text().splitlines() if line.startswith("  SQNR:"))
+    assert f", {line.split()[1]} dB" in run(monkeypatch, capsys, pair, "compare", "a.json", "b.json")[1].splitlines()[0]
+
+
+def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):
+    model = onnx.load(pair / "model.onnx")
+    for node in model.graph.node:
+        node.name = f"other/{node.name}"
+    onnx.save(model, tmp_path / "other.onnx")
+    run(monkeypatch, capsys, tmp_path, "quantize", "other.onnx", "--recipe", "w8a16", "-q", "--no-bench")
+    code, out, _ = run(monkeypatch, capsys, pair, "compare", "model.w8a8.onnx", tmp_path / "other.w8a16.onnx")
+    assert code == 0
+    assert "no layer in common: are they of one origin?" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -217,8 +262,10 @@ def test_compare_with_data(pair, monkeypatch, capsys):
         (["a.json", "a.json", "-d", "few.npz"], "--data and --source are for models"),
         (["model.w8a8.onnx", "few.npz"], "no ONNX model"),
         (["model.w8a8.onnx", "model.onnx"], "model.onnx is not quantized"),
+        (["model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz"], "give --source, the float model"),
+        (["model.w8a8.onnx", "model.w4a8.onnx", "--source", "model.onnx"], "give --data, as well"),
     ],
-    ids=["no file", "broken", "data", "no model", "float"],
+    ids=["no file", "broken", "data", "no model", "float", "data alone", "source alone"],
 )
 def test_compare_bad_input(pair, arguments, complaint, monkeypatch, capsys):
     (pair / "broken.json").write_text('{"a": 1}')
@@ -239,7 +286,9 @@ def test_sensitivity(shop, tmp_path):
     for part in ("int3", "chosen", "dB predicted", "dB measured", "8 samples"):
         assert part in done.stdout
     assert len(dt.Recipe.load(tmp_path / "mix.toml").rules) == 3
-    assert (tmp_path / "s.html").stat().st_size > 1000
+    page = (tmp_path / "s.html").read_text(encoding="utf-8")
+    assert "<h1>model.onnx with the chosen mix (not written)</h1>" in page
+    assert "detent sensitivity model.onnx -d calib.npz --widths 3,4,6,8" in page
 
 
 def test_sensitivity_json(shop, monkeypatch, capsys):
@@ -303,13 +352,30 @@ def test_bench_with_data(shop, monkeypatch, capsys):
         (["--shape", "z=2"], "no input 'z'"),
         (["--shape", "x"], "expected NAME=1,3,224,224"),
         (["-d", "nothing.npz"], "nothing.npz"),
+        (["-d", "few.npz", "--shape", "x=2,8,8,8"], "--shape is for random inputs"),
     ],
-    ids=["shape", "name", "text", "data"],
+    ids=["shape", "name", "text", "data", "both"],
 )
 def test_bench_bad_input(shop, arguments, complaint, monkeypatch, capsys):
     code, out, err = run(monkeypatch, capsys, shop, "bench", "model.onnx", "model.w8a8.onnx", *arguments)
     assert (code, out) == (2, "")
     assert complaint in err
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        (["nothing.onnx", "model.onnx"], "error: nothing.onnx: there is no such file"),
+        (["model.onnx", "nothing.onnx"], "error: nothing.onnx: there is no such file"),
+        (["few.npz", "model.onnx"], "error: few.npz is no ONNX model"),
+        (["model.onnx", "few.npz"], "error: few.npz is no ONNX model"),
+    ],
+    ids=["no first", "no second", "first", "second"],
+)
+def test_bench_wants_models(shop, monkeypatch, capsys, files, complaint):
+    code, out, err = run(monkeypatch, capsys, shop, "bench", *files)
+    assert (code, out) == (2, "")
+    assert err.startswith(complaint)
 
 
 def test_bench_says_which_types_cannot_be_made_up(tmp_path, monkeypatch, capsys):
@@ -328,8 +394,20 @@ def test_bench_says_which_types_cannot_be_made_up(tmp_path, monkeypatch, capsys)
 def test_doctor():
     done = detent("doctor")
     assert done.returncode == 0, done.stderr
-    for part in (dt.__version__, "level ", "fake_quantize", "onnxruntime", "nothing is missing"):
+    for part in (dt.__version__, "level ", "threads ", "kernels   all 14 operations native", "onnxruntime"):
         assert part in done.stdout
+    assert done.stdout.splitlines()[1] == "missing   nothing"
+    assert "fake_quantize" not in done.stdout
+
+
+def test_doctor_tells_of_all_operations(monkeypatch, capsys, tmp_path):
+    with dt.use_kernels("reference"):  # then there is something to see without --all
+        _, table, _ = run(monkeypatch, capsys, tmp_path, "doctor")
+    _, everything, _ = run(monkeypatch, capsys, tmp_path, "doctor", "--all")
+    for text in (table, everything):
+        assert "fake_quantize_learned_backward" in text
+        assert len([line for line in text.splitlines() if line.startswith("threads ")]) == 1
+    assert "operations native" not in table
 
 
 def test_doctor_names_what_is_missing(tmp_path):
@@ -351,9 +429,22 @@ def test_doctor_names_what_is_missing(tmp_path):
         "report": "pip install 'detent[report]'",
     }
     assert found["packages"]["onnx"]
+    told = subprocess.run(
+        [sys.executable, "-m", "detent", "doctor"], env=environment(tmp_path), capture_output=True, text=True,
+        check=False, timeout=60,
+    )  # fmt: skip
+    assert told.stdout.splitlines()[1].startswith("missing   torch, for quantization-aware training")
+    assert told.stdout.splitlines()[2].endswith("pip install 'detent[report]'")
 
 
 # demo
+
+
+def test_demo_names_all_that_it_writes(capsys):
+    assert main(["demo", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("demo-report.html", "demo-float.onnx", "demo-w4-qat.onnx", "demo-calibration.npz", "replaces files"):
+        assert name in text
 
 
 def test_demo_bad_input(tmp_path):

@@ -1,5 +1,6 @@
 """What goes wrong outside of the input: a missing extra, a folder that takes no file, a full disk, Ctrl-C."""
 
+import json
 import os
 import shutil
 import signal
@@ -33,6 +34,8 @@ def test_without_the_libraries_of_the_command_line(tmp_path, module):
     assert done.returncode == 3
     assert done.stderr == "error: the detent command needs typer and rich: pip install 'detent[cli]'\n"
     assert done.stdout == ""
+    told = detent("doctor", "--json", path=tmp_path)
+    assert json.loads(told.stdout) == {"ok": False, "error": done.stderr[len("error: ") :].strip(), "exit_code": 3}
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_interrupt_leaves_nothing_behind(long_job, tmp_path, kept):
         (tmp_path / "model.w8a8.onnx").write_bytes(b"what was there before")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     running = started("quantize", "model.onnx", "-d", "calib.npz", "--force", cwd=tmp_path)
-    assert running.stderr.readline().startswith("quantizing model.onnx with 2700 batches")
+    assert running.stderr.readline().startswith("quantizing model.onnx with 2,700 batches")
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=TIMEOUT)
@@ -139,3 +142,40 @@ def test_interrupt_of_a_rehearsal(long_job, tmp_path):
     running.communicate(timeout=TIMEOUT)
     assert running.returncode == 130
     assert not list(tmp_path.iterdir())
+
+
+# Errors for machines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["inspect", "nothing.onnx"], "nothing.onnx: there is no such file"),
+        (["quantize", "model.onnx", "-d", "few.npz", "-o", "x.onnx", "--skip", "haed"], "did you mean 'head'"),
+        (["bench", "model.onnx", "model.w8a8.onnx", "--threads", "-1"], "--threads"),
+        (["quantize", "--nothing"], "No such option"),
+        (["nothing"], "No such command"),
+    ],
+    ids=["file", "skip", "range", "option", "command"],
+)
+def test_an_error_is_a_document_as_well(shop, monkeypatch, capsys, arguments, error):
+    monkeypatch.chdir(shop)
+    assert main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found.keys() == {"ok", "error", "exit_code"}
+    assert (found["ok"], found["exit_code"]) == (False, 2)
+    assert error in found["error"]
+    assert error.split()[0] in err
+
+
+def test_an_interrupt_is_a_document_as_well(shop, monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(shop)
+    monkeypatch.setattr("detent.cli.model_contents.model_contents", interrupted)
+    assert main(["inspect", "model.onnx", "--json"]) == 130
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"ok": False, "error": "interrupted", "exit_code": 130}
+    assert err == "error: interrupted\n"

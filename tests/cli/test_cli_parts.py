@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from detent.cli import processor, rehearsal
 from detent.cli.amounts import as_text, of_whole, parse_bytes
 from detent.cli.holdout import split
+from detent.cli.judging import Accuracy
 from detent.cli.rehearsal import Rehearsal, rehearse
 from detent.cli.screen import Screen, plain
-from detent.cli.timing import made_up_feed, race
-from detent.cli.verdict import Hurting
+from detent.cli.timing import Timing, made_up_feed, race
+from detent.cli.verdict import Hurting, Verdict
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.onnx.data import InputInfo
 
@@ -108,6 +110,53 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     assert bool(found) == bool(complaint)
 
 
+@pytest.mark.parametrize(
+    ("target", "vnni", "avx2", "hint"),
+    [
+        ("onnxruntime", True, True, "--target onnxruntime-vnni computes the same codes faster here, but only on such"),
+        ("onnxruntime", False, True, "--target onnxruntime-avx2 is faster here, with one bit less in weights"),
+        ("onnxruntime", False, False, ""),
+        ("onnxruntime", None, None, ""),
+        ("onnxruntime-vnni", True, True, ""),
+        ("openvino", True, True, ""),
+    ],
+)
+def test_faster_targets(target, vnni, avx2, hint):
+    found = processor.faster(target, vnni, avx2)
+    assert hint in found
+    assert bool(found) == bool(hint)
+
+
+@pytest.mark.parametrize(("text", "expected"), [(FLAGS, True), ("flags : fpu\n", False), ("nothing", None)])
+def test_avx2(monkeypatch, tmp_path, text, expected):
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert processor.has_avx2() is expected
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (1.0, 1.6, "1.00 ms -> 1.60 ms (1.6x slower, 1 thread, 1,200 runs)"),
+        (1.3, 1.0, "1.30 ms -> 1.00 ms (1.3x faster, 1 thread, 1,200 runs)"),
+        (1.0, 1.02, "1.00 ms -> 1.02 ms (as fast, 1 thread, 1,200 runs)"),
+        (0.08, 0.04, "80.0 µs -> 40.0 µs (2.0x faster, 1 thread, 1,200 runs)"),
+    ],
+    ids=["slower", "faster", "as fast", "short"],
+)
+def test_times_in_words(first, second, text):
+    assert str(Timing(first, second, 1200, 1)) == text
+
+
+def test_the_worst_output_is_held_against_the_limit():
+    verdict = Verdict(Accuracy({"boxes": 40.0, "scores": 12.0, "masks": 30.0}, None, 3))
+    assert verdict.missed(20.0, None) == ["the SQNR of output scores is 12.0 dB, below the limit of 20 dB"]
+    assert verdict.missed(12.0, None) == []
+    assert "output b is nan dB" in Verdict(Accuracy({"a": 1.0, "b": float("nan")}, None, 1)).missed(0.5, None)[0]
+    assert Verdict().missed(1.0, None) == ["the SQNR is not known, below the limit of 1 dB"]
+
+
 def test_target_on_another_machine(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "made for x86" in processor.mismatch("openvino-vnni")
@@ -141,11 +190,14 @@ def test_quiet_screen(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_bar_on_a_terminal_only(monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    """A stream that someone looks at."""
 
+    def isatty(self):
+        return True
+
+
+def test_bar_on_a_terminal_only(monkeypatch, capsys):
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", terminal)
@@ -155,13 +207,59 @@ def test_bar_on_a_terminal_only(monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_long_names_are_folded_and_not_cut(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def shown_on_a_terminal(monkeypatch, width, *table, **options):
+    """The lines of a table on a terminal of that width."""
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", str(width))
+        patch.setattr("sys.stdout", terminal)
+        Screen().table(*table, **options)
+    return re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()).splitlines()
+
+
+def test_long_names_are_folded_on_a_terminal_and_not_cut(monkeypatch):
     name = "module." * 30 + "end"
-    Screen().table(("layer", "type", "bytes"), [(name, "Conv", "1.2 MB")], right=(2,))
-    lines = capsys.readouterr().out.splitlines()
+    lines = shown_on_a_terminal(monkeypatch, 80, ("layer", "type", "bytes"), [(name, "Conv", "1.2 MB")], right=(2,))
     assert max(map(len, lines)) <= 80
     assert "".join(line.split("  ")[0].strip() for line in lines[2:]) == name
+
+
+COLUMNS = ("tensor", "kind", "type", "shape", "size", "range", "why")
+ROWS = [
+    (
+        "features.0.weight",
+        "weight",
+        "uint8 axis0",
+        "1024x1024x3x3",
+        "12.3 MB",
+        "-0.00123 .. 12345.6",
+        "too long a text",
+    ),
+    ("module." * 12, "activation", "float8_e4m3fn", "", "", "-1e-05 .. 1e+05", "[odd] name: because " + "of it " * 20),
+]
+
+
+@pytest.mark.parametrize("columns", [None, "40", "80", "300"])
+def test_no_cell_of_a_pipe_is_cut_or_folded(capsys, monkeypatch, columns):
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    Screen().table(COLUMNS, ROWS, right=(4,), fold=(0, 6))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(ROWS)
+    for line, row in zip(lines[2:], ROWS, strict=True):
+        assert [cell for cell in re.split(" {2,}", line.strip()) if cell] == [cell.strip() for cell in row if cell]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_numbers_are_whole_on_any_terminal(monkeypatch, width):
+    head, _, *lines = shown_on_a_terminal(monkeypatch, width, COLUMNS, ROWS, right=(4,), fold=(0, 6))
+    for row in ROWS:
+        assert any(all(cell in line for cell in row[1:6]) for line in lines)
+    names, reasons = head.index("kind"), head.index("why")
+    assert "".join(line[:names].strip() for line in lines) == "".join(row[0] for row in ROWS)
+    words = " ".join(line[reasons:].strip() for line in lines).split()
+    assert words == [word for row in ROWS for word in row[6].split()]
 
 
 def test_plain_leaves_finite_numbers_alone():

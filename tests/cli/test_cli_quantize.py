@@ -1,6 +1,8 @@
 """`detent quantize`: what it writes, what it says, and what it refuses."""
 
 import json
+import re
+import shlex
 import shutil
 
 import numpy as np
@@ -8,10 +10,12 @@ import onnx
 import pytest
 
 import detent as dt
+import detent.report as qr
 import detent.sensitivity as qs
 from detent.cli import main
+from detent.cli.timing import Timing
 from detent.onnx.data import inputs_of, open_batches
-from detent.qdq import Provenance
+from detent.qdq import Provenance, make_session
 
 from .cli_cases import detent, write_data, write_model
 
@@ -35,7 +39,7 @@ def test_output_lies_beside_the_model(shop):
         "size:",
         "on 2 batches that were held back",
         "agreement:",
-        " ms -> ",
+        "time:",
         "layers in integers:  3 of 3",
         "codes that differ: 0 of ",
         "--skip head",
@@ -112,6 +116,81 @@ def test_limits_missed(desk):
     assert (kept.returncode, kept.stdout, kept.stderr) == (0, "", "")
 
 
+QUICKLY = ("--no-rank", "--no-bench", "--no-verify", "--force")
+
+
+def test_one_figure_everywhere(desk, monkeypatch, capsys):
+    """The SQNR of what was held back: on the screen, in JSON, on the page and in the report."""
+    monkeypatch.chdir(desk)
+    arguments = ["quantize", "model.onnx", "-d", "calib.npz", *QUICKLY]
+    assert main([*arguments, "--report", "r.html"]) == 0
+    said = re.search(r"SQNR: +([0-9.]+) dB, on 2 batches that were held back", capsys.readouterr().out)[1]
+    assert main([*arguments, "--report", "r.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    page, kept = (desk / "r.html").read_text(encoding="utf-8"), qr.Report.load("r.json")
+    tile = re.search(r"<dt>Output SQNR</dt>\s*<dd><span class=\"big\">([0-9.]+) dB</span>(.*)", page)
+    assert said == tile[1] == f"{found['sqnr_db']:.1f}"
+    assert "on 2 batches that were held back" in tile[2]
+    assert kept.sqnr_db == found["sqnr_db"]
+    assert kept.agreement == found["agreement"]
+    assert found["sqnr_db_by_output"] == {"y": found["sqnr_db"]}
+    assert found["calibration_sqnr_db"] == found["calibration_sqnr_db_by_output"]["y"] != found["sqnr_db"]
+    assert "output_sqnr_db" not in found
+
+
+def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--skip", "he*", "--no-rank", "--report", "r.json"]
+    assert main(arguments) == 0
+    page = qr.Report.load("r.json")
+    assert page.reproduction.command == "detent " + shlex.join(arguments)
+    assert [name for name, _ in page.facts] == ["Time"]
+    assert "  not in integers:     head: skipped\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("second", "told"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"])
+def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.cli.job.race", lambda *_: Timing(1.0, second, 3, 1))
+    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: True)
+    assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--json"]) == 0
+    out, _ = capsys.readouterr()
+    hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs"
+    assert json.loads(out)["hints"] == [hint] * told
+    assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--force"]) == 0
+    assert (f"hint: {hint}\n" in capsys.readouterr().err) == told
+
+
+def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("detent.cli.job.race", lambda *_: Timing(1.0, 2.0, 3, 1))
+    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: True)
+    assert main(["quantize", "model.onnx", "--recipe", "w8a16"]) == 0
+    assert "VNNI" not in capsys.readouterr().err
+
+
+def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
+    """A model of two outputs: the second has the noise of the first, and what all samples have in common taken off."""
+    monkeypatch.chdir(desk)
+    model = onnx.load("model.onnx")
+    mean = make_session(model).run(None, dict(np.load("few.npz")))[0].mean(axis=0)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(mean, "mean"))
+    model.graph.node.append(onnx.helper.make_node("Sub", ["y", "mean"], ["far"], name="far"))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("far", onnx.TensorProto.FLOAT, None))
+    onnx.save(model, "two.onnx")
+    arguments = ["quantize", "two.onnx", "-d", "few.npz", *QUICKLY]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    figures = found["sqnr_db_by_output"]
+    assert found["sqnr_db"] == figures["far"] < figures["y"]
+    assert found["sqnr_db_output"] == "far"
+    limit = (figures["far"] + figures["y"]) / 2
+    assert main([*arguments, "--fail-below-sqnr", str(limit)]) == 1
+    out, err = capsys.readouterr()
+    assert f"the SQNR of output far is {figures['far']:.1f} dB, below the limit" in err
+    assert re.search(r"SQNR of far: +[0-9.]+ dB, on .*\n +SQNR of y: +[0-9.]+ dB\n", out)
+
+
 def test_weights_alone_need_no_data(desk):
     done = detent("quantize", "model.onnx", "--recipe", "w8a16", "-o", "small.onnx", cwd=desk)
     assert done.returncode == 0, done.stderr
@@ -137,7 +216,16 @@ def test_dry_run_table(desk):
     assert done.returncode == 0, done.stderr
     for part in ("groups are for matrices", "memory:  at most", "time:    about", "(not written)"):
         assert part in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "exists already" not in done.stdout
+
+
+def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
+    monkeypatch.chdir(shop)
+    arguments = ["quantize", "model.onnx", "-d", "few.npz", "--dry-run"]
+    assert main(arguments) == 0
+    assert "  exists already: needs --force\n" in capsys.readouterr().out
+    assert main([*arguments, "--force"]) == 0
+    assert "exists already" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -162,6 +250,9 @@ def test_dry_run_table(desk):
         (["model.onnx", "-d", "few.npz", "-o", "/proc/a.onnx"], "/proc"),
         (["model.onnx", "--recipe", "w8a16", "--fail-below-sqnr", "3"], "limits need data"),
         (["model.onnx", "--fail-below-agreement", "3"], "--fail-below-agreement"),
+        (["model.onnx", "-d", "few.npz", "--fail-below-sqnr", "nan"], "a limit is a number, got nan"),
+        (["model.onnx", "-d", "few.npz", "--fail-below-agreement", "nan"], "--fail-below-agreement"),
+        (["model.onnx", "-d", "few.npz", "--dry-run", "--fail-below-sqnr", "3"], "--dry-run measures no outputs"),
         (["model.onnx", "--nothing"], "No such option"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

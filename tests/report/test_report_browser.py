@@ -169,6 +169,18 @@ def test_nothing_overflows(show, name, width):
     assert run(browser, "return innerWidth") == width
 
 
+def test_figures_of_a_comparison_are_stacked_on_a_phone(show):
+    seen = """return Array.from(document.querySelectorAll('.stacked tbody tr')).map(row =>
+        Array.from(row.children).map(cell => cell.getBoundingClientRect().top))"""
+    for row in run(show("both", 390), seen):
+        assert row == sorted(set(row))
+    outside = """return Array.from(document.querySelectorAll('.stacked td'))
+        .filter(cell => cell.scrollWidth > cell.clientWidth).length"""
+    assert run(show("both", 390), outside) == 0
+    for row in run(show("both", 1280), seen):
+        assert max(row) - min(row) < 5
+
+
 def test_sorting_with_the_pointer(show):
     browser = show("big")
     assert sort_state(browser) == [[3, "descending"]]

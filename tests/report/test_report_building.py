@@ -172,10 +172,25 @@ def test_weight_figures_are_those_of_the_metrics(made):
         assert layer.weight.sqnr_db == pytest.approx(metrics.sqnr_db(weights[floats[layer.name]], decoded), rel=1e-5)
         assert layer.weight.codes_used == np.unique(tensors[codes]).size
         assert layer.weight.codes_available == 255
+        shift = 128 if tensors[codes].dtype == np.uint8 else 0
+        ends = int(tensors[codes].min()) - shift, int(tensors[codes].max()) - shift
+        assert (layer.weight.code_low, layer.weight.code_high) == ends
         assert layer.weight.spec.startswith("int8/axis")
         assert sum(layer.weight.histogram.counts) == decoded.size
         assert layer.nbytes_float == 4 * decoded.size
         assert decoded.size < layer.nbytes < 2 * layer.nbytes_float
+
+
+def test_weights_are_told_apart_by_their_codes(made, tmp_path):
+    model, path, _ = made
+    same, other = qr.build(path), quantized(tmp_path, "w4a8", model, keep_float="none")[1]
+    both = qr.compare(same, qr.build(other))
+    [narrow] = [each for each in both.layers if each.b.weight.codes_text == "codes -7..7"]  # two of three keep 8 bits
+    assert narrow.a.weight.codes_text == "codes -127..127"
+    assert narrow.is_changed
+    assert narrow.a.weight.digest != narrow.b.weight.digest
+    assert not any(each.is_changed for each in qr.compare(same, qr.build(path)).layers)
+    assert len({layer.weight.digest for layer in same.layers}) == len(same.layers)
 
 
 def test_the_source_alone_tells_the_same(made):

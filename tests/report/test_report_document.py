@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -232,6 +233,60 @@ def test_comparison(page):
     assert "absent" in both.to_html()
 
 
+def test_other_codes_are_a_change(page):
+    """Two files may hold bytes of one spec, one of them with codes of four bits."""
+    layer = page.layers[0]
+    narrow = replace(layer.weight, code_low=-7, code_high=7, digest="0" * 64)
+    both = qr.compare(page, replace(page, layers=(replace(layer, weight=narrow), *page.layers[1:])))
+    assert [each.is_changed for each in both.layers] == [True, *(False for _ in page.layers[1:])]
+    assert "codes -7..7" in str(both)
+    assert "codes -7..7" in both.to_html()
+    unknown = replace(layer.weight, digest="")
+    assert not qr.compare(page, replace(page, layers=(replace(layer, weight=unknown),))).layers[0].is_changed
+
+
+def test_reports_without_a_common_layer(page):
+    other = replace(page, layers=tuple(replace(layer, name=f"other {layer.name}") for layer in page.layers))
+    both = qr.compare(page, other)
+    assert not both.is_of_one_origin
+    assert str(both).splitlines()[2] == "no layer in common: are they of one origin?"
+    assert "No layer in common" in both.to_html()
+    assert not json.loads(both.to_json())["is_of_one_origin"]
+    assert "in common" not in qr.compare(page, page).to_html()
+    assert qr.compare(page, replace(page, layers=())).is_of_one_origin
+
+
+def summary_rows(html):
+    return re.findall(r'<th scope="row">([^<]*)</th><td class="num" data-label', html)
+
+
+def test_comparison_leaves_out_what_neither_knows(page):
+    everything = ["Size", "Output SQNR", "Agreement", "Layers quantized", "Layers in integers", "Recipe"]
+    known = replace(page, agreement=0.5)
+    assert summary_rows(qr.compare(known, page).to_html()) == [*everything, "Codes that differ"]
+    bare = qr.Report("bare", None, 8)
+    assert summary_rows(qr.compare(bare, bare).to_html()) == ["Size", "Layers quantized", "Layers in integers"]
+
+
+def test_the_worst_output_is_the_one_that_counts(page):
+    several = replace(page, output_sqnr_db={"a": 40.0, "b": 12.5, "c": math.inf})
+    assert (several.worst_output, several.sqnr_db) == ("b", 12.5)
+    text = several.to_html()
+    assert '<span class="big">12.5 dB</span><span class="note">the worst, b, against ' in text
+    assert "12.5 dB" in str(several)
+    assert replace(page, output_sqnr_db={"a": 1.0, "b": math.nan}).worst_output == "b"
+    assert replace(page, output_sqnr_db={}).sqnr_db is None
+
+
+def test_codes_moved_are_no_codes_that_differ(page):
+    """From end to end codes move without a fault; the figure of the verdict is that of quantizers one by one."""
+    text = page.to_html()
+    assert "each quantizer on its own input" in text.partition("<dt>Codes that differ</dt>")[2][:200]
+    runs = text.partition("<h3>From end to end</h3>")[2].partition("</table>")[0]
+    assert "Codes moved by another order of sums" in runs
+    assert "Codes that differ" not in runs
+
+
 def test_a_report_is_like_itself(page):
     both = qr.compare(page, page)
     assert not any(each.is_changed for each in both.layers)
@@ -243,6 +298,11 @@ def test_infinite_figures_have_no_change():
     assert qr.compare(a, b).layers[0].sqnr_change_db is None
     assert qr.compare(a, a).layers[0].sqnr_change_db == 0.0
     json.loads(qr.compare(a, b).to_json())
+    best, good = (qr.Report("a", None, 1, output_sqnr_db={"y": db}) for db in (math.inf, 30.0))
+    assert qr.compare(best, best).sqnr_change_db == 0.0
+    assert qr.compare(good, best).sqnr_change_db is None
+    assert qr.compare(good, good).sqnr_change_db == 0.0
+    assert "nan" not in qr.compare(best, best).to_html().partition("<script")[0]
 
 
 def test_comparison_takes_reports(page, tmp_path):

@@ -13,7 +13,9 @@ __all__ = ["make_app"]
 ABOUT = """Quantize neural networks, and prove that what you ship is what you tried.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]"""
-CODES = "Exit codes: 0 done, 1 a difference or a limit missed, 2 bad input, 3 a missing extra, 130 interrupted."
+CODES = (
+    "Exit codes: 0 done, 1 a difference (of verify) or a limit missed, 2 bad input, 3 a missing extra, 130 interrupted."
+)
 
 
 def make_app() -> typer.Typer:

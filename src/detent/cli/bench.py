@@ -8,6 +8,7 @@ import typer
 from detent.cli.exits import guarded, require
 from detent.cli.options import AsJson, BatchSize, Data, Quiet
 from detent.cli.screen import Screen
+from detent.errors import SpecError
 
 __all__ = ["register"]
 
@@ -51,26 +52,28 @@ def _bench(
     require("onnx")
     require("onnxruntime")
     from detent.cli.holdout import Part  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.cli.timing import made_up_feed, parse_shapes, race  # noqa: PLC0415
+    from detent.cli.timing import duration, made_up_feed, parse_shapes, race  # noqa: PLC0415
     from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
     from detent.qdq import load  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
     shapes = parse_shapes(shape or ())
+    if data is not None and shapes:
+        raise SpecError("--shape is for random inputs, --data has its own shapes: give one of them")
+    loaded, _ = load(first), load(second)  # what is no model is told in the words of all commands
     if data is None:
-        feeds = [made_up_feed(first, shapes)]
+        feeds = [made_up_feed(loaded, shapes)]
     else:
-        opened = open_batches(data, inputs_of(load(first)), batch_size)
+        opened = open_batches(data, inputs_of(loaded), batch_size)
         feeds = list(Part(opened, range(min(FEW, opened.count or 0))))
     with screen.progress("timing") as step:
         timing = race(first, second, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
     inputs = {name: list(array.shape) for name, array in feeds[0].items()}
-    slow, fast = f"{timing.first_ms:.3f}", f"{timing.second_ms:.3f}"
-    rows = [(str(first), slow, "1.00"), (str(second), fast, f"{timing.ratio:.2f}")]
-    screen.table(("model", "ms", "times as fast"), rows, right=(1, 2))
+    rows = [(str(first), duration(timing.first_ms), ""), (str(second), duration(timing.second_ms), timing.speed_text)]
+    screen.table(("model", "time", "speed"), rows, right=(1, 2))
     made = "random inputs" if data is None else f"{len(feeds)} batches"
     shown = ", ".join(f"{name} {'x'.join(map(str, sizes))}" for name, sizes in inputs.items())
-    screen.say(f"medians of {timing.runs} alternating runs, {timing.threads_text}, {made}: {shown}")
+    screen.say(f"medians of {timing.runs:,} alternating runs, {timing.threads_text}, {made}: {shown}")
     screen.emit(
         {
             "float": str(first),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from detent.cli.exits import check_free, guarded, require
+from detent.cli.exits import check_free, check_is_file, guarded, require
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
 from detent.cli.screen import Screen
 from detent.errors import FileFormatError, SpecError
@@ -18,7 +18,8 @@ __all__ = ["register"]
 
 HELP = """Compare two reports (.json), or two quantized models of one origin (.onnx), layer by layer.
 
-With data, and the float model as --source, models are compared by what they compute, and not only by what they hold.
+With --data and --source (the float model), models are compared by what they compute, and not only by what they hold. \
+The exit code is 0 whether they differ or not.
 
 Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
 FEW = 8
@@ -66,8 +67,7 @@ def _compare(
 def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen) -> "Page":
     from detent import report as qr  # noqa: PLC0415 - loaded by now
 
-    if not path.is_file():
-        raise FileFormatError(f"{path}: there is no such file" if not path.exists() else f"{path} is no file")
+    check_is_file(path)
     if path.suffix.lower() == ".json":
         if data is not None or source is not None:
             raise SpecError("--data and --source are for models: a report has been measured already")
@@ -78,6 +78,9 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
         except UnicodeDecodeError as error:
             raise FileFormatError(f"{path} is no report: {error}") from error
         return qr.Report.from_json(text)
+    if (data is None) != (source is None):
+        lacking = "--source, the float model that they were made from" if source is None else "--data"
+        raise SpecError(f"what two models compute is compared with both --data and --source: give {lacking}, as well")
     require("onnx")
     require("onnxruntime")
     _check_quantized(path)

@@ -79,4 +79,4 @@ class Contents:
             columns = ("tensor", "kind", "type", "shape", "size", "range")
             screen.table(columns, [row.cells() for row in shown], right=(4,))
         if len(shown) < len(self.rows):
-            screen.say(f"and {len(self.rows) - len(shown)} more: give --all")
+            screen.say(f"and {len(self.rows) - len(shown):,} more: give --all")

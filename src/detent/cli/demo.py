@@ -17,6 +17,9 @@ HELP = """Train a small network, quantize it at 8, 4 and 2 bits, export, verify,
 
 Nothing is downloaded: the digits it learns are in the package. It takes under two minutes on two cores.
 
+It writes demo-report.html, demo-float.onnx, demo-w4-qat.onnx and demo-calibration.npz, and replaces \
+files of these names.
+
 Example: [bold]detent demo[/bold]"""
 
 
@@ -32,7 +35,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _demo(
-    folder: Annotated[Path, typer.Argument(help="Where demo-report.html and the models are written.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(help="Where its four files are written; those of these names are replaced.")
+    ] = Path(),
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="4 bits only and few epochs, in seconds.")] = False,
     as_json: AsJson = False,

@@ -1,9 +1,10 @@
 """``detent doctor``: what this installation can do, what is missing, and the command that installs it."""
 
 import platform
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,7 +12,7 @@ from detent import __version__
 from detent.cli.exits import EXTRAS, guarded
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
-from detent.kernels import capabilities
+from detent.kernels import Capabilities, capabilities
 
 __all__ = ["register"]
 
@@ -39,7 +40,11 @@ def register(app: typer.Typer) -> None:
     app.command("doctor", help=HELP)(guarded(_doctor))
 
 
-def _doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
+def _doctor(
+    everything: Annotated[bool, typer.Option("--all", help="All operations, types and rules of the kernels.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
     screen = Screen(as_json=as_json, quiet=quiet)
     found = capabilities()
     versions = {name: _version(name) for name in (*NEEDED, *EXTRAS, *ALSO)}
@@ -50,15 +55,15 @@ def _doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
     missing = {extra: modules for extra, modules in missing.items() if modules}
     vnni = _has_vnni() if "onnx" not in missing else None
     screen.say(f"detent    {__version__}, Python {platform.python_version()}, {platform.system()}")
+    for text in _lacks(missing, found.level):
+        screen.say(f"missing   {text}")
+    screen.say(f"machine   {found.machine}")
+    screen.say(f"level     {found.level}")
     screen.say(f"vnni      {'not known' if vnni is None else 'yes' if vnni else 'no'}")
-    screen.say(str(found))
-    screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions])
-    for extra, modules in missing.items():
-        screen.say(f"missing: {', '.join(modules)}, for {FOR[extra]}: {_command(extra)}")
-    if found.level == "none":
-        screen.say("missing: the native kernels, for speed: reinstall detent with a C++ compiler at hand")
-    if not missing:
-        screen.say("nothing is missing")
+    screen.say(f"threads   {found.threads}")
+    _show_kernels(screen, found, everything=everything)
+    screen.say()
+    screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions], fold=(2,))
     screen.emit(
         {
             "version": __version__,
@@ -76,6 +81,25 @@ def _doctor(as_json: AsJson = False, quiet: Quiet = False) -> None:
             ],
         }
     )
+
+
+def _lacks(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
+    found = [f"{', '.join(modules)}, for {FOR[extra]}: {_command(extra)}" for extra, modules in missing.items()]
+    if level == "none":
+        found.append("the native kernels, for speed: reinstall detent with a C++ compiler at hand")
+    return found or ["nothing"]
+
+
+def _show_kernels(screen: Screen, found: Capabilities, *, everything: bool) -> None:
+    """A line where all is native, which is the rule; a table where it is not, or where it is asked for."""
+    if set(found.kernels.values()) | set(found.table.values()) == {"native"}:
+        screen.say(f"kernels   all {len(found.kernels)} operations native")
+        for why in found.limits.values():
+            screen.say(f"          but {why}")
+        if not everything:
+            return
+    screen.say()
+    screen.say(str(found).partition("\n\n")[2])  # above it stand machine, level and threads
 
 
 def _command(extra: str) -> str:

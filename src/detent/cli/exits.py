@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import sys
 from collections.abc import Callable
 from functools import wraps
 from os import PathLike
@@ -10,9 +11,21 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 import typer
 
-from detent.errors import DetentError, SpecError, VerificationError
+from detent.cli.entry import failure
+from detent.errors import DetentError, FileFormatError, SpecError, VerificationError
 
-__all__ = ["BAD_INPUT", "DIFFERENCE", "EXTRAS", "INTERRUPTED", "MISSING", "check_free", "fail", "guarded", "require"]
+__all__ = [
+    "BAD_INPUT",
+    "DIFFERENCE",
+    "EXTRAS",
+    "INTERRUPTED",
+    "MISSING",
+    "check_free",
+    "check_is_file",
+    "fail",
+    "guarded",
+    "require",
+]
 
 DIFFERENCE, BAD_INPUT, MISSING, INTERRUPTED = 1, 2, 3, 130
 EXTRAS = {  # modules, and the extra that brings them
@@ -61,21 +74,28 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except KeyboardInterrupt:
-            fail("interrupted", INTERRUPTED)
-        except ImportError as error:
-            fail(_missing(error), MISSING)
-        except DetentError as error:
-            fail(str(error), _code(error))
-        except MemoryError:
-            fail("out of memory: see --dry-run, or give fewer samples at a time")
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # a pager that was left: typer knows what to do
-                raise
-            named = f"{error.filename}: " if error.filename else ""
-            fail(f"{named}{error.strerror or error}")
+        except (KeyboardInterrupt, ImportError, DetentError, MemoryError, OSError) as error:
+            message, code = _told(error)
+            if kwargs.get("as_json"):  # whoever reads stdout gets a document there, whatever happens
+                sys.stdout.write(failure(message, code))
+            fail(message, code)
 
     return run
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    if isinstance(error, ImportError):
+        return _missing(error), MISSING
+    if isinstance(error, DetentError):
+        return str(error), _code(error)
+    if isinstance(error, OSError):
+        if error.errno == errno.EPIPE:  # a pager that was left: typer knows what to do
+            raise error
+        named = f"{error.filename}: " if error.filename else ""
+        return f"{named}{error.strerror or error}", BAD_INPUT
+    return "out of memory: see --dry-run, or give fewer samples at a time", BAD_INPUT
 
 
 def _missing(error: ImportError) -> str:
@@ -125,3 +145,18 @@ def check_free(path: str | PathLike[str] | None, *, force: bool, suffixes: tuple
         raise SpecError(f"{target.parent} is no folder: make it first, or choose another place for {target.name}")
     if target.exists() and not force:
         raise SpecError(f"{path} exists already: give --force to replace it, or another name")
+
+
+def check_is_file(path: Path) -> None:
+    """Refuse what is no file, in the same words everywhere.
+
+    Raises:
+        FileFormatError: with what is there instead.
+
+    >>> check_is_file(Path("nothing.onnx"))
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: nothing.onnx: there is no such file
+    """
+    if not path.is_file():
+        raise FileFormatError(f"{path} is no file" if path.exists() else f"{path}: there is no such file")

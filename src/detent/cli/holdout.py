@@ -76,8 +76,8 @@ class Split:
 
     def __str__(self) -> str:
         if self.is_held_back:
-            return f"{len(self.judged)} batches that were held back"
-        return f"{len(self.judged)} of the batches that calibrated"
+            return f"{len(self.judged):,} batches that were held back"
+        return f"{len(self.judged):,} of the batches that calibrated"
 
 
 def split(data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: int | None = None) -> Split:

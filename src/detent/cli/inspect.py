@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from detent.cli.exits import guarded, require
+from detent.cli.exits import check_is_file, guarded, require
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
 from detent.errors import FileFormatError
@@ -36,8 +36,7 @@ def _inspect(
     quiet: Quiet = False,
 ) -> None:
     screen = Screen(as_json=as_json, quiet=quiet)
-    if not file.is_file():
-        raise FileFormatError(f"{file}: there is no such file" if not file.exists() else f"{file} is no file")
+    check_is_file(file)
     if _is_safetensors(file):
         from detent.cli.tensor_contents import tensor_contents  # noqa: PLC0415 - the one or the other
 
@@ -46,7 +45,12 @@ def _inspect(
         require("onnx")
         from detent.cli.model_contents import model_contents  # noqa: PLC0415 - it loads ONNX
 
-        found = model_contents(file)
+        try:
+            found = model_contents(file)
+        except FileFormatError as error:
+            if file.suffix.lower() == ".onnx":
+                raise
+            raise FileFormatError(f"{error}; inspect reads ONNX models and safetensors files") from error
     found.show(screen, limit=None if everything else 40)
     screen.emit(found.document)
 

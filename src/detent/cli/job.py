@@ -1,16 +1,16 @@
 """Job: one model that is quantized and judged; the parts of ``detent quantize``."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import detent.onnx as qo
 from detent.cli.holdout import Split, split
 from detent.cli.judging import Accuracy, check_has_classes, judge
-from detent.cli.processor import has_vnni, mismatch
+from detent.cli.processor import faster, has_avx2, has_vnni, mismatch
 from detent.cli.rehearsal import Rehearsal, rehearse
 from detent.cli.screen import Screen
-from detent.cli.summary import facts_of
 from detent.cli.timing import Timing, made_up_feed, race
 from detent.cli.verdict import Hurting, Verdict, Wish
 from detent.errors import DetentError
@@ -107,7 +107,7 @@ class Job:
     def run(self) -> QuantizeReport:
         """Quantize, with a bar."""
         part = None if self.split is None else self.split.calibration
-        self.screen.note(f"quantizing {self.model}" + ("" if part is None else f" with {len(part)} batches"))
+        self.screen.note(f"quantizing {self.model}" + ("" if part is None else f" with {len(part):,} batches"))
         with self.screen.progress("calibrating") as step:
             return qo.quantize(self.model, self.output, part, progress=step, **self.options)
 
@@ -133,7 +133,14 @@ class Job:
                 proof = self._verify(self.split)
             if wish.rank and not self.idle(made):
                 hurting, found = self._rank(made, self.split)
-        return Verdict(accuracy, timing, proof, hurting, found)
+        return Verdict(accuracy, timing, proof, hurting, found, hints=self._hints(made, timing))
+
+    def _hints(self, made: QuantizeReport, timing: Timing | None) -> tuple[str, ...]:
+        """What makes it faster, where it is not: that matters for layers whose inputs are quantized as well."""
+        if timing is None or timing.is_faster or not any(layer.input for layer in made.layers):
+            return ()
+        hint = faster(self.options["target"], has_vnni(), has_avx2())
+        return (hint,) if hint else ()
 
     def _verify(self, divided: Split) -> VerifyReport | None:
         try:
@@ -185,8 +192,8 @@ class Job:
         worst = [Hurting(layer.name, layer.worst / total) for layer in found.ranked() if layer.worst > 0]
         return tuple(worst[:WORST]), found
 
-    def write_report(self, made: QuantizeReport, verdict: Verdict, path: Path) -> None:
-        """Write the page."""
+    def write_report(self, made: QuantizeReport, verdict: Verdict, path: Path, command: str = "") -> None:
+        """Write the page; its figures of the outputs are those of the verdict, as everywhere."""
         from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
 
         page = qr.build(
@@ -196,6 +203,15 @@ class Job:
             result=made,
             verification=verdict.verification,
             sensitivity=verdict.sensitivity,  # type: ignore[arg-type]  # as measure gave it
-            facts=dict(facts_of(made, verdict, self.split)),
+            facts={} if verdict.timing is None else {"Time": str(verdict.timing)},
+            command=command,
         )
+        near = verdict.accuracy
+        if near is not None:
+            page = replace(
+                page,
+                output_sqnr_db=dict(near.outputs_sqnr_db),
+                output_sqnr_against=f"the float model, on {self.split}",
+                agreement=near.agreement,
+            )
         page.save(path)

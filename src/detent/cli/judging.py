@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf, isnan
 from os import PathLike
 from typing import Any
 
@@ -13,7 +14,7 @@ from detent.qdq import load, make_session
 from detent.qdq.graph import Graph
 from detent.qdq.sessions import refusals
 
-__all__ = ["Accuracy", "check_has_classes", "judge"]
+__all__ = ["Accuracy", "check_has_classes", "judge", "worst"]
 
 Feed = dict[str, NDArray[Any]]
 
@@ -27,8 +28,9 @@ class Accuracy:
         agreement: the share of samples with the same largest class; None where the first output holds no classes.
         batches: how many there were.
 
-    >>> Accuracy({"y": 41.0}, 1.0, 3).sqnr_db
-    41.0
+    >>> found = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
+    >>> found.worst_output, found.sqnr_db
+    ('z', 30.5)
     """
 
     outputs_sqnr_db: Mapping[str, float]
@@ -36,9 +38,23 @@ class Accuracy:
     batches: int
 
     @property
+    def worst_output(self) -> str:
+        """The float output with the lowest SQNR; "" where there is no float output."""
+        return worst(self.outputs_sqnr_db)
+
+    @property
     def sqnr_db(self) -> float | None:
-        """Of the first float output."""
-        return next(iter(self.outputs_sqnr_db.values()), None)
+        """Of the worst float output."""
+        return self.outputs_sqnr_db.get(self.worst_output)
+
+
+def worst(sqnr_db: Mapping[str, float]) -> str:
+    """The name of the lowest figure, where NaN is the lowest; "" of none.
+
+    >>> worst({"a": 3.0, "b": float("nan"), "c": 1.0}), worst({})
+    ('b', '')
+    """
+    return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Iterable[Feed]) -> Accuracy:

@@ -51,13 +51,14 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     facts = {
         "file": f"{fspath(path)}, {size:,} bytes, ONNX",
-        "made by": f"{model.producer_name or 'unknown'} {model.producer_version}".strip(),
+        "producer": f"{model.producer_name} {model.producer_version}".strip(),
         "versions": f"IR {model.ir_version}, operator set {graph.opset}",
         "inputs": ", ".join(f"{name} {text}" for name, text in inputs.items()),
         "outputs": ", ".join(f"{name} {text}" for name, text in outputs.items()),
         "operators": _operators(quantized.nodes),
         "holds": ", ".join(_counted(count, kind) for kind, count in kinds.items()) or "no tensors",
     }
+    facts = {name: text for name, text in facts.items() if text}  # a producer need not name itself
     if about is not None:
         facts["quantized by"] = f"detent {about.made_by}, recipe {_recipe_name(about)}, target {about.target}"
         facts["data"] = f"sha256 {about.data}" if about.data else "none"
@@ -84,7 +85,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
 
 
 def _counted(count: int, kind: str) -> str:
-    return f"{count} {kind}" if count == 1 else f"{count} {kind}{'es' if kind.endswith('s') else 's'}"
+    return f"{count} {kind}" if count == 1 else f"{count:,} {kind}{'es' if kind.endswith('s') else 's'}"
 
 
 def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
@@ -114,7 +115,7 @@ def _json(text: str) -> Any:  # noqa: ANN401 - any document
 def _operators(nodes: Mapping[str, int]) -> str:
     ordered = sorted(nodes.items(), key=lambda each: (-each[1], each[0]))
     more = f" and {len(ordered) - OPERATORS} more" if len(ordered) > OPERATORS else ""
-    return ", ".join(f"{count} {name}" for name, count in ordered[:OPERATORS]) + more
+    return ", ".join(f"{count:,} {name}" for name, count in ordered[:OPERATORS]) + more
 
 
 def _shape_text(value: ValueInfoProto) -> str:

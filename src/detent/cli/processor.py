@@ -5,7 +5,7 @@ from pathlib import Path
 
 from detent.qdq.targets import get_target
 
-__all__ = ["has_vnni", "mismatch"]
+__all__ = ["faster", "has_avx2", "has_vnni", "mismatch"]
 
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "amd64", "i386", "i686")
@@ -18,6 +18,21 @@ def has_vnni() -> bool | None:
     >>> has_vnni() in (True, False, None)
     True
     """
+    flags = _flags()
+    return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
+
+
+def has_avx2() -> bool | None:
+    """Whether it has AVX2; None where that cannot be told.
+
+    >>> has_avx2() in (True, False, None)
+    True
+    """
+    flags = _flags()
+    return None if flags is None else "avx2" in flags
+
+
+def _flags() -> list[str] | None:
     if platform.machine().lower() not in X86:
         return None
     try:
@@ -25,8 +40,30 @@ def has_vnni() -> bool | None:
             lines = file.read(READ).splitlines()
     except OSError:
         return None
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
-    return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
+    return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
+
+
+def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
+    """Which target computes faster on this CPU, and at what price; "" where there is none.
+
+    Args:
+        target: the name of the one that was chosen.
+        vnni, avx2: what ``has_vnni`` and ``has_avx2`` say.
+
+    >>> faster("onnxruntime", True, True)
+    'this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs'
+    >>> faster("onnxruntime", False, True)
+    'this CPU has AVX2 and no VNNI: --target onnxruntime-avx2 is faster here, with one bit less in weights'
+    >>> faster("onnxruntime-vnni", True, True)
+    ''
+    """
+    if target != "onnxruntime":
+        return ""
+    if vnni:
+        return f"this CPU has VNNI: --target {target}-vnni computes the same codes faster here, but only on such CPUs"
+    if vnni is False and avx2:
+        return f"this CPU has AVX2 and no VNNI: --target {target}-avx2 is faster here, with one bit less in weights"
+    return ""
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:

@@ -1,22 +1,24 @@
 """``detent quantize``: an ONNX file in, a quantized one out, and what it is worth."""
 
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from detent.cli.amounts import parse_bytes
-from detent.cli.exits import DIFFERENCE, check_free, fail, guarded, require
+from detent.cli.exits import DIFFERENCE, check_free, check_is_file, fail, guarded, require
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
 from detent.cli.screen import Screen
-from detent.errors import FileFormatError, SpecError
+from detent.errors import SpecError
 
 __all__ = ["register"]
 
 HELP = """Quantize an ONNX file, judge the result and say which layers hurt.
 
-A tenth of the data is held back to judge the result, where there are at least 20 batches.
+A tenth of the data is held back to judge the result, where there are at least 20 batches. A limit that is missed \
+gives exit code 1; the file is written all the same.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]
 
@@ -36,6 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _quantize(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
     *,
     output: Annotated[
@@ -64,7 +67,9 @@ def _quantize(
     ] = False,
     fail_below_sqnr: Annotated[
         float | None,
-        typer.Option(help="Exit 1 if the first output has less signal to noise, in dB.", rich_help_panel=LIMITS),
+        typer.Option(
+            help="Exit 1 if any float output has a lower ratio of signal to noise, in dB.", rich_help_panel=LIMITS
+        ),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
@@ -126,21 +131,20 @@ def _quantize(
     wanted = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
     job = Job(model, wanted, data, batch_size, options, screen)
     _check_files(model, job.output, report, force=force or dry_run)
-    if (fail_below_sqnr, fail_below_agreement) != (None, None) and data is None:
-        raise SpecError("limits need data to measure with: give --data")
+    _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     if report is not None and report.suffix.lower() == ".html":
         require("jinja2")
     job.check(agreement=fail_below_agreement is not None)
     if dry_run:
         found = job.rehearse()
-        summary.show_rehearsal(screen, found, job.output)
+        summary.show_rehearsal(screen, found, job.output, force=force)
         screen.emit({"model": str(model), **summary.rehearsal_document(found, job.output), "warnings": job.warnings})
         return
     made = job.run()
     try:
         verdict = job.judge(made, Wish(verify=not no_verify, bench=not no_bench, rank=not no_rank))
         if report is not None and not job.idle(made):
-            job.write_report(made, verdict, report)
+            job.write_report(made, verdict, report, str(context.obj or ""))
             verdict = replace(verdict, report=report)
     except BaseException:
         screen.note(f"{job.output} was written before this, and is complete")
@@ -153,9 +157,18 @@ def _quantize(
         fail(f"{'; '.join(missed)} ({job.output} was written all the same)", DIFFERENCE)
 
 
+def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:
+    given = [limit for limit in (sqnr_db, agreement) if limit is not None]
+    if any(isnan(limit) for limit in given):
+        raise SpecError("a limit is a number, got nan: nothing is below it")
+    if given and data is None:
+        raise SpecError("limits need data to measure with: give --data")
+    if given and dry_run:
+        raise SpecError("--dry-run measures no outputs, so that no limit can be missed: leave out one or the other")
+
+
 def _check_files(model: Path, output: Path, report: Path | None, *, force: bool) -> None:
-    if not model.is_file():
-        raise FileFormatError(f"{model}: there is no such file" if not model.exists() else f"{model} is no file")
+    check_is_file(model)
     if output.exists() and output.samefile(model):
         raise SpecError(f"{output} is the model itself: give --output another name")
     check_free(output, force=force)

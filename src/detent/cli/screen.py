@@ -5,16 +5,23 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any
+from typing import IO, Any, Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["Screen", "plain"]
 
-LEAST = 20  # characters of a name that are not folded
+LEAST, PROSE = 20, 12  # characters of a name, and of a reason, that are not folded
+GAP = 2
+
+
+def _console(stream: IO[str], width: int | None = None) -> Console:
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 
 
 class Screen:
@@ -45,8 +52,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
-        self._out = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
-        self._err = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
+        self._out, self._err = _console(sys.stdout), _console(sys.stderr)
 
     @property
     def _speaks(self) -> bool:
@@ -67,23 +73,33 @@ class Screen:
         if not self.quiet:
             self._err.print(f"warning: {text}", style="yellow", soft_wrap=True)
 
-    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-        """A table of the result, as wide as the terminal at most: long cells are folded."""
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        right: Sequence[int] = (),
+        fold: Sequence[int] = (0,),
+    ) -> None:
+        """A table of the result; no cell is ever cut.
+
+        Args:
+            columns, rows: the head and the cells.
+            right: columns of numbers.
+            fold: columns of names and prose, whose cells a terminal too narrow for them folds. Elsewhere than on a
+                terminal nothing is folded, so that programs find one row per line.
+        """
         if not self._speaks:
             return
         made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        longest = max((len(row[0]) for row in rows), default=0)
+        longest = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+        least = [min(width, PROSE if i else LEAST) if i in fold else width for i, width in enumerate(longest)]
         for i, name in enumerate(columns):
-            made.add_column(
-                name,
-                justify="right" if i in right else "left",
-                overflow="fold",
-                no_wrap=i in right,
-                min_width=None if i else min(longest, LEAST),  # names are what a reader looks for
-            )
+            justify: Literal["left", "right"] = "right" if i in right else "left"
+            made.add_column(name, justify=justify, overflow="fold", no_wrap=i not in fold, min_width=least[i])
         for row in rows:
-            made.add_row(*row)
-        self._out.print(made)
+            made.add_row(*map(Text, row))
+        room = self._out.width if self._out.is_terminal else sum(longest) + GAP * len(longest)
+        _console(self._out.file, max(room, sum(least) + GAP * len(least))).print(made, crop=False)
 
     def emit(self, document: Mapping[str, Any]) -> None:
         """The result for machines."""

@@ -21,9 +21,14 @@ __all__ = ["register"]
 
 HELP = """Measure the noise that each layer causes alone, and choose bits per layer under a budget of bytes.
 
-Example: [bold]detent sensitivity model.onnx -d calibration.npz --widths 3,4,6,8 --budget 25%[/bold]
+With --widths only weights are quantized. ONNX files hold 4 and 8 bits: 3 cost what 4 cost, 6 what 8 cost, and \
+weights of convolutions take 8 at any width.
 
-Then: [bold]detent quantize model.onnx -d calibration.npz --recipe mix.toml[/bold]"""
+Example: [bold]detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 20% --save-recipe mix.toml[/bold]
+
+Then: [bold]detent quantize model.onnx --recipe mix.toml[/bold]
+
+It needs no data, and writes just what was measured here; with --data, biases are corrected on top."""
 MOST_OPTIONS = 6  # that fit 80 columns
 FEW = 4  # batches that a page is made of
 
@@ -40,6 +45,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _sensitivity(
+    context: typer.Context,
     model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
     data: Annotated[Path, typer.Option("--data", "-d", help="Batches of inputs, as `detent quantize` takes them.")],
     *,
@@ -47,7 +53,10 @@ def _sensitivity(
         str, typer.Option("--recipe", help="What each layer is tried with, where no widths are given.")
     ] = "w8a8",
     widths: Annotated[
-        str | None, typer.Option("--widths", help="Bits of weights to try, such as 3,4,5,6,8.", show_default=False)
+        str | None,
+        typer.Option(
+            "--widths", help="Bits of weights to try, such as 4,8; activations stay float.", show_default=False
+        ),
     ] = None,
     budget: Annotated[
         str | None,
@@ -103,7 +112,8 @@ def _sensitivity(
         mix.recipe.save(save_recipe)
         screen.say(f"recipe: {save_recipe}")
     if report is not None:
-        _write_report(report, model, part, found, mix, {"recipe": recipe, "target": target, "skip": tuple(skip or ())})
+        options = {"recipe": recipe, "target": target, "skip": tuple(skip or ())}
+        _write_report(report, model, part, found, mix, options, str(context.obj or ""))
         screen.say(f"report: {report}")
     screen.emit(_document(model, found, mix, save_recipe))
 
@@ -111,7 +121,7 @@ def _sensitivity(
 def _widths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 2 <= int(part) <= 8 for part in parts):
-        raise SpecError(f"--widths {text!r}: expected bits from 2 to 8, such as 3,4,6,8")
+        raise SpecError(f"--widths {text!r}: expected bits from 2 to 8, such as 4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -128,8 +138,8 @@ def _show(screen: Screen, found: "Sensitivity", mix: "Mix | None") -> None:
     columns = ("layer", "type", "bytes", *(_short(name) for name in shown), *chosen)
     screen.table(columns, rows, right=range(2, 3 + len(shown)))
     screen.say(
-        f"SQNR of the outputs in dB when one layer alone is quantized, worst first; {len(found.layers)} layers, "
-        f"{found.samples} samples"
+        f"SQNR of the outputs in dB when one layer alone is quantized, worst first; {len(found.layers):,} layers, "
+        f"{found.samples:,} samples"
     )
     if mix is not None:
         measured = "not measured" if mix.measured_sqnr_db is None else f"{mix.measured_sqnr_db:.1f} dB measured"
@@ -158,16 +168,32 @@ def _document(model: Path, found: "Sensitivity", mix: "Mix | None", saved: Path 
 
 
 def _write_report(
-    path: Path, model: Path, part: "Part", found: "Sensitivity", mix: "Mix | None", options: dict[str, Any]
+    path: Path,
+    model: Path,
+    part: "Part",
+    found: "Sensitivity",
+    mix: "Mix | None",
+    options: dict[str, Any],
+    command: str,
 ) -> None:
     """A page needs a quantized file: the mix, or what the recipe says."""
     import detent.onnx as qo  # noqa: PLC0415 - loaded by now
     from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
 
+    what = f"recipe {options['recipe']}"
     if mix is not None:
-        options = {**options, "recipe": mix.recipe, "skip": ()}
+        options, what = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen mix"
     with TemporaryDirectory() as folder:
         output = Path(folder, f"{model.stem}.onnx")
         made = qo.quantize(model, output, part, progress=False, **options)
-        page = qr.build(output, list(part.first(FEW)), source=model, result=made, sensitivity=found, mix=mix)
+        page = qr.build(
+            output,
+            list(part.first(FEW)),
+            source=model,
+            result=made,
+            sensitivity=found,
+            mix=mix,
+            title=f"{model.name} with {what} (not written)",
+            command=command,
+        )
         page.save(path)

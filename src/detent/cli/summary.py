@@ -7,16 +7,17 @@ from typing import Any
 
 from detent.cli.amounts import as_text
 from detent.cli.holdout import Split
-from detent.cli.judging import Accuracy
+from detent.cli.judging import Accuracy, worst
 from detent.cli.rehearsal import Rehearsal
 from detent.cli.screen import Screen
 from detent.cli.verdict import Verdict
-from detent.onnx.report import QuantizeReport
+from detent.onnx.report import LayerReport, QuantizeReport
 from detent.qdq import Provenance, load
 
 __all__ = ["facts_of", "rehearsal_document", "result_document", "show_rehearsal", "show_result"]
 
 OUTPUTS = 4  # whose noise is shown
+NAMED = 3  # layers that are not in integers
 STEPS = 6  # that are told
 
 
@@ -38,15 +39,31 @@ def facts_of(made: QuantizeReport, verdict: Verdict, split: Split | None) -> lis
         facts += _accuracy_facts(verdict.accuracy, f"on {split}")
     if verdict.timing is not None:
         facts.append(("time", str(verdict.timing)))
-    integers = sum(layer.in_integers for layer in made.layers)
-    return [*facts, ("layers in integers", f"{integers} of {len(made.layers)}")]
+    outside = [layer for layer in made.layers if not layer.in_integers]
+    facts.append(("layers in integers", f"{len(made.layers) - len(outside):,} of {len(made.layers):,}"))
+    if len(outside) <= NAMED:
+        facts += [("not in integers", f"{layer.name}: {_why(layer)}") for layer in outside]
+    return facts
+
+
+def _why(layer: LayerReport) -> str:
+    """Why a layer is not computed in integers."""
+    if layer.reason:
+        return layer.reason
+    if not layer.input:
+        return "its input is float"
+    return layer.note or f"ONNX Runtime has it as {layer.kernel or layer.type} on this machine"
 
 
 def _accuracy_facts(accuracy: Accuracy, where: str) -> list[tuple[str, str]]:
+    known = accuracy.outputs_sqnr_db
+    ordered = sorted(known, key=lambda name: name != accuracy.worst_output)  # the one that limits look at comes first
     facts = [
-        ("SQNR" if i == 0 else f"SQNR of {name}", f"{value:.1f} dB{f', {where}' if i == 0 else ''}")
-        for i, (name, value) in enumerate(list(accuracy.outputs_sqnr_db.items())[:OUTPUTS])
+        ("SQNR" if len(known) == 1 else f"SQNR of {name}", f"{known[name]:.1f} dB{f', {where}' if i == 0 else ''}")
+        for i, name in enumerate(ordered[:OUTPUTS])
     ]
+    if len(known) > OUTPUTS:
+        facts.append(("SQNR of others", f"{len(known) - OUTPUTS:,} more, which --json lists"))
     if accuracy.agreement is not None:
         facts.append(("agreement", f"{100 * accuracy.agreement:.2f} %, {where}"))
     return facts
@@ -66,8 +83,8 @@ def show_result(screen: Screen, made: QuantizeReport, verdict: Verdict, split: S
       layers in integers:  0 of 0
     """
     _note_steps(screen, made.steps)
-    for hint in made.hints:
-        screen.note(hint)
+    for hint in (*made.hints, *verdict.hints):
+        screen.note(f"hint: {hint}")
     screen.say(str(made.output), style="bold")
     for name, text in facts_of(made, verdict, split):
         screen.say(f"  {name + ':':<20} {text}")
@@ -89,7 +106,7 @@ def _note_steps(screen: Screen, steps: Sequence[str]) -> None:
     for step in steps[-STEPS:]:
         screen.note(step)
     if len(steps) > STEPS:
-        screen.note(f"and {len(steps) - STEPS} steps before these, which --json lists")
+        screen.note(f"and {len(steps) - STEPS:,} steps before these, which --json lists")
 
 
 def _percent(share: float) -> str:
@@ -110,8 +127,14 @@ def result_document(made: QuantizeReport, verdict: Verdict, split: Split | None)
     """
     accuracy, timing, proof = verdict.accuracy, verdict.timing, verdict.verification
     about = Provenance.read(load(made.output))
+    document = json.loads(made.to_json())
+    before = document.pop("outputs_sqnr_db")
+    del document["output_sqnr_db"]  # of the batches that calibrated: sqnr_db is the figure that counts
     return {
-        **json.loads(made.to_json()),
+        **document,
+        "hints": [*made.hints, *verdict.hints],
+        "calibration_sqnr_db": before.get(worst(before)),
+        "calibration_sqnr_db_by_output": before,
         "layers_in_integers": sum(layer.in_integers for layer in made.layers),
         "data_sha256": None if about is None or not about.data else about.data,
         "made_by": None if about is None else about.made_by,
@@ -119,6 +142,7 @@ def result_document(made: QuantizeReport, verdict: Verdict, split: Split | None)
         "judged_batches": None if accuracy is None else accuracy.batches,
         "judged_on_held_back": None if split is None else split.is_held_back,
         "sqnr_db": None if accuracy is None else accuracy.sqnr_db,
+        "sqnr_db_output": None if accuracy is None else accuracy.worst_output or None,
         "sqnr_db_by_output": None if accuracy is None else dict(accuracy.outputs_sqnr_db),
         "agreement": None if accuracy is None else accuracy.agreement,
         "ms_float": None if timing is None else timing.first_ms,
@@ -131,7 +155,7 @@ def result_document(made: QuantizeReport, verdict: Verdict, split: Split | None)
     }
 
 
-def show_rehearsal(screen: Screen, found: Rehearsal, output: Path) -> None:
+def show_rehearsal(screen: Screen, found: Rehearsal, output: Path, *, force: bool = False) -> None:
     """Print the plan, and what it would take.
 
     >>> show_rehearsal(Screen(), Rehearsal(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ()), Path("a.onnx"))
@@ -153,15 +177,19 @@ def show_rehearsal(screen: Screen, found: Rehearsal, output: Path) -> None:
         for each in found.layers
     ]
     if rows:
-        screen.table(("layer", "type", "weight", "input", "before", "after", "why not"), rows, right=(4, 5))
+        columns = ("layer", "type", "weight", "input", "before", "after", "why not")
+        screen.table(columns, rows, right=(4, 5), fold=(0, 6))
     _note_steps(screen, found.steps)
     bound = found.memory_bound
     screen.say(f"{output} (not written)", style="bold")
+    if output.exists() and not force:
+        screen.say("  exists already: needs --force")
     screen.say(f"  size:    {as_text(found.nbytes_before)} -> {as_text(found.nbytes_after)}")
     screen.say(
         f"  memory:  {'not known on this system' if bound is None else f'at most {as_text(bound)} while quantizing'}"
     )
-    screen.say(f"  time:    about {found.seconds_in_all:.0f} s, then judging")
+    seconds = found.seconds_in_all
+    screen.say(f"  time:    about {f'{seconds:,.0f} s' if seconds >= 1 else 'a second or less'}, then judging")
 
 
 def rehearsal_document(found: Rehearsal, output: Path) -> dict[str, Any]:
@@ -173,6 +201,7 @@ def rehearsal_document(found: Rehearsal, output: Path) -> dict[str, Any]:
     return {
         "dry_run": True,
         "output": str(output),
+        "output_exists": output.exists(),
         "nbytes_before": found.nbytes_before,
         "nbytes_after": found.nbytes_after,
         "memory_bytes": found.memory_bound,

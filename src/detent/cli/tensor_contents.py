@@ -63,7 +63,7 @@ def tensor_contents(path: str | PathLike[str]) -> Contents:
             "spec": str(tensor.spec),
             "tensor": f"{'x'.join(map(str, tensor.shape)) or 'scalar'}, {tensor.nbytes:,} bytes for {tensor.dtype}",
             "range": f"{low:.4g} .. {high:.4g}",
-            "scales": f"{scale.size}, {float(scale.min()):.4g} .. {float(scale.max()):.4g}",
+            "scales": f"{scale.size:,}, {float(scale.min()):.4g} .. {float(scale.max()):.4g}",
             "codes in use": f"{100 * float(str(about['code_usage'])):.1f} %",
         }
     document["tensors"] = [asdict(row) for row in rows]

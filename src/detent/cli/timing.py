@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from detent.errors import SpecError, closest
 from detent.onnx.data import InputInfo, inputs_of
 from detent.qdq import load, make_session
+from detent.qdq.files import ModelSource
 from detent.qdq.sessions import refusals
 
-__all__ = ["Timing", "made_up_feed", "parse_shapes", "race"]
+__all__ = ["Timing", "duration", "made_up_feed", "parse_shapes", "race"]
 
 Feed = dict[str, NDArray[Any]]
 LEAST, BATCH = 3, 1
+ALIKE = 1.05  # below this ratio two times are the same
+SHORT = 0.1  # ms
 SMALL_INTEGERS = 2  # indices below it are in every table
 
 
@@ -32,7 +35,11 @@ class Timing:
         threads: of each.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 2.0, 10, 1).ratio
-    ('4.00 ms -> 2.00 ms (2.00x as fast, 1 thread, 10 runs)', 2.0)
+    ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 2.0)
+    >>> Timing(4.0, 3.9, 10, 1).is_faster, Timing(4.0, 3.9, 10, 1).speed_text
+    (False, 'as fast')
+    >>> str(Timing(0.05, 0.08, 1000, 2))
+    '50.0 µs -> 80.0 µs (1.6x slower, 2 threads, 1,000 runs)'
     """
 
     first_ms: float
@@ -50,11 +57,32 @@ class Timing:
         """The threads in words."""
         return f"{self.threads} thread{'s' * (self.threads != 1)}" if self.threads else "all threads"
 
+    @property
+    def is_faster(self) -> bool:
+        """Whether the second is faster, by more than runs differ anyway."""
+        return self.ratio >= ALIKE
+
+    @property
+    def speed_text(self) -> str:
+        """The ratio in words."""
+        if self.is_faster:
+            return f"{self.ratio:,.1f}x faster"
+        return "as fast" if self.ratio > 1 / ALIKE else f"{1 / self.ratio:,.1f}x slower"
+
     def __str__(self) -> str:
         return (
-            f"{self.first_ms:.2f} ms -> {self.second_ms:.2f} ms ({self.ratio:.2f}x as fast, {self.threads_text}, "
-            f"{self.runs} runs)"
+            f"{duration(self.first_ms)} -> {duration(self.second_ms)} ({self.speed_text}, {self.threads_text}, "
+            f"{self.runs:,} runs)"
         )
+
+
+def duration(ms: float) -> str:
+    """Milliseconds as text, of small ones microseconds.
+
+    >>> duration(0.0421), duration(12.3), duration(4321.0)
+    ('42.1 µs', '12.30 ms', '4,321.00 ms')
+    """
+    return f"{1000 * ms:.1f} µs" if ms < SHORT else f"{ms:,.2f} ms"
 
 
 def race(
@@ -122,7 +150,7 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def made_up_feed(model: str | PathLike[str], shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
+def made_up_feed(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
     """Random inputs that fit a model: sizes that vary are 1 unless given, integers are 0 or 1.
 
     >>> from onnx import parser

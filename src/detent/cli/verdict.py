@@ -51,9 +51,10 @@ class Verdict:
         hurting: the layers that cause the most noise, worst first.
         sensitivity: where those come from, a ``detent.sensitivity.Sensitivity``.
         report: the page that was written.
+        hints: what may be done better.
 
     >>> Verdict(Accuracy({"y": 20.0}, 0.9, 3)).missed(30.0, 0.8)
-    ['the SQNR is 20.0 dB, below the limit of 30 dB']
+    ['the SQNR of output y is 20.0 dB, below the limit of 30 dB']
     """
 
     accuracy: Accuracy | None = None
@@ -62,13 +63,15 @@ class Verdict:
     hurting: tuple[Hurting, ...] = ()
     sensitivity: object = field(default=None, repr=False)
     report: Path | None = None
+    hints: tuple[str, ...] = ()
 
     def missed(self, sqnr_db: float | None, agreement: float | None) -> list[str]:
         """The limits that are not kept, and codes that differ."""
         found, near = [], self.accuracy
         if sqnr_db is not None and (near is None or near.sqnr_db is None or not near.sqnr_db >= sqnr_db):
-            got = "not known" if near is None or near.sqnr_db is None else f"{near.sqnr_db:.1f} dB"
-            found.append(f"the SQNR is {got}, below the limit of {sqnr_db:g} dB")
+            known = near is not None and near.sqnr_db is not None
+            got = f"of output {near.worst_output} is {near.sqnr_db:.1f} dB" if near and known else "is not known"
+            found.append(f"the SQNR {got}, below the limit of {sqnr_db:g} dB")
         if agreement is not None and (near is None or near.agreement is None or near.agreement < agreement):
             got = "not known" if near is None or near.agreement is None else f"{near.agreement:.4g}"
             found.append(f"the agreement is {got}, below the limit of {agreement:g}")

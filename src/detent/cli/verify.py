@@ -16,7 +16,7 @@ __all__ = ["register"]
 
 HELP = """Prove that a quantized file computes what its source computes, code by code; exit 1 where it does not.
 
-Level 1 compares codes, scales and zero points; level 2 both models from end to end; level 3 the integer kernels of
+Level 1 compares codes, scales and zero points; level 2 both models from end to end; level 3 the integer kernels of \
 this machine with exact arithmetic.
 
 Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/bold]"""
@@ -57,7 +57,7 @@ def _verify(
     screen = Screen(as_json=as_json, quiet=quiet)
     opened = open_batches(data, inputs_of(load(artifact)), batch_size)
     count = min(opened.count or 0, batches or opened.count or 0)
-    screen.note(f"verifying {artifact} with {count} batches")
+    screen.note(f"verifying {artifact} with {count:,} batches")
     with screen.progress("verifying") as step:
         report = verify(source, artifact, _Watched(Part(opened, range(count)), step), levels=wanted)
     screen.say(str(report))

@@ -18,6 +18,7 @@ from detent.report.parts import Layer
 __all__ = ["ComparedLayer", "Comparison", "compare"]
 
 KIND, VERSION = "detent-comparison", 1
+STRANGERS = "no layer in common: are they of one origin?"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ComparedLayer:
         for find in (_output, _weight):
             first, second = find(self.a), find(self.b)
             if first is not None and second is not None:
-                return second - first if isfinite(first) and isfinite(second) else 0.0 if first == second else None
+                return _change(first, second)
         return None
 
     @property
@@ -50,8 +51,14 @@ class ComparedLayer:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the layer is quantized or computed in another way."""
-        return _way(self.a) != _way(self.b)
+        """Whether the layer is quantized or computed in another way, or has other codes."""
+        return _way(self.a) != _way(self.b) or not _same_codes(self.a, self.b)
+
+
+def _change(first: float, second: float) -> float | None:
+    if isfinite(first) and isfinite(second):
+        return second - first
+    return 0.0 if first == second else None
 
 
 def _output(layer: Layer | None) -> float | None:
@@ -69,6 +76,12 @@ def _way(layer: Layer | None) -> tuple[str, ...]:
     return (layer.status, layer.kernel, *specs)
 
 
+def _same_codes(a: Layer | None, b: Layer | None) -> bool:
+    """False where it is known that they are others: both files may hold bytes, but one of them 4 bits in these."""
+    digests = {"" if layer is None or layer.weight is None else layer.weight.digest for layer in (a, b)}
+    return len(digests - {""}) < len((a, b))
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Two reports side by side; ``str`` is a table, changes are those of the second against the first.
@@ -81,13 +94,24 @@ class Comparison:
     b: 25 bytes (-5), 1 of 1 layers quantized, 1 in integers
     layer  type  a               b                dB      bytes
     fc     Gemm  integers 30 dB  integers 24.5 dB  -5.5      -5
-    >>> both.layers[0].sqnr_change_db, both.to_html()[:15], both.to_json()[:28]
-    (-5.5, '<!DOCTYPE html>', '{"kind":"detent-comparison",')
+    >>> both.layers[0].sqnr_change_db, both.to_html()[:15], both.to_json()[:28], both.is_of_one_origin
+    (-5.5, '<!DOCTYPE html>', '{"kind":"detent-comparison",', True)
     """
 
     a: Report
     b: Report
     layers: tuple[ComparedLayer, ...]
+
+    @property
+    def sqnr_change_db(self) -> float | None:
+        """How many dB the second's worst output is better than the first's; None where that is not known."""
+        first, second = self.a.sqnr_db, self.b.sqnr_db
+        return None if first is None or second is None else _change(first, second)
+
+    @property
+    def is_of_one_origin(self) -> bool:
+        """Whether there is a layer that both have, or one of them has none at all."""
+        return any(each.a and each.b for each in self.layers) or not (self.a.layers and self.b.layers)
 
     def to_json(self) -> str:
         """Both reports' figures and the changes, as JSON."""
@@ -104,6 +128,7 @@ class Comparison:
                 "agreement": report.agreement,
                 "recipe": report.reproduction.recipe,
             }
+        about["is_of_one_origin"] = self.is_of_one_origin
         about["layers"] = [
             {
                 "name": each.name,
@@ -145,6 +170,8 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [_head(self.a, None), _head(self.b, self.a.nbytes_after)]
+        if not self.is_of_one_origin:
+            lines.append(STRANGERS)
         head = ("layer", "type", self.a.title, self.b.title, "dB", "bytes")
         rows = [_row(each) for each in self.layers]
         return "\n".join([*lines, *(table_lines([head, *rows], right=(4, 5)) if rows else [])])
@@ -153,7 +180,7 @@ class Comparison:
 def _head(report: Report, other: int | None) -> str:
     total, quantized, integers = report.counts
     change = "" if other is None else f" ({report.nbytes_after - other:+,})"
-    sqnr = "" if report.first_sqnr_db is None else f", {report.first_sqnr_db:.1f} dB"
+    sqnr = "" if report.sqnr_db is None else f", {report.sqnr_db:.1f} dB"
     return (
         f"{report.title}: {report.nbytes_after:,} bytes{change}, {quantized} of {total} layers quantized, "
         f"{integers} in integers{sqnr}"
@@ -176,7 +203,7 @@ def _row(each: ComparedLayer) -> tuple[str, ...]:
 def _cell(layer: Layer | None) -> str:
     if layer is None:
         return "absent"
-    spec = "" if layer.weight is None else f" {layer.weight.spec}"
+    spec = "" if layer.weight is None else f" {layer.weight.spec} {layer.weight.codes_text}".rstrip()
     db = layer.output_sqnr_db if layer.output_sqnr_db is not None else _weight(layer)
     return f"{layer.kernel or layer.status}{spec}" + ("" if db is None else f" {db:.4g} dB")
 

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -52,6 +53,9 @@ class Report:
     fc     Gemm  QGemm    100.0 %  -      -
     >>> page.counts, Report.from_json(page.to_json()) == page, page.to_html()[:15]
     ((1, 1, 1), True, '<!DOCTYPE html>')
+    >>> several = Report("small", 100, 30, output_sqnr_db={"a": 30.0, "b": 20.0})
+    >>> several.worst_output, several.sqnr_db
+    ('b', 20.0)
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page.save(f"{folder}/page.html")
@@ -85,9 +89,14 @@ class Report:
         return len(self.layers), quantized, sum(layer.status == "integers" for layer in self.layers)
 
     @property
-    def first_sqnr_db(self) -> float | None:
-        """The SQNR of the first output, None where nothing was compared."""
-        return next(iter(self.output_sqnr_db.values()), None)
+    def worst_output(self) -> str:
+        """The output of the lowest SQNR, "" where nothing was compared."""
+        return min(self.output_sqnr_db, key=lambda name: _rank(self.output_sqnr_db[name]), default="")
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """The SQNR of the worst output, None where nothing was compared."""
+        return self.output_sqnr_db.get(self.worst_output)
 
     def to_json(self) -> str:
         """Everything, as JSON; figures that are no finite numbers are written as text."""
@@ -172,7 +181,7 @@ class Report:
         total, quantized, integers = self.counts
         before = "" if self.nbytes_before is None else f"{self.nbytes_before:,} -> "
         ratio = f" ({self.nbytes_after / self.nbytes_before:.3f})" if self.nbytes_before else ""
-        sqnr = "" if self.first_sqnr_db is None else f", {self.first_sqnr_db:.1f} dB"
+        sqnr = "" if self.sqnr_db is None else f", {self.sqnr_db:.1f} dB"
         head = (
             f"{self.title}: {before}{self.nbytes_after:,} bytes{ratio}, {quantized} of {total} layers quantized, "
             f"{integers} in integers{sqnr}"
@@ -181,6 +190,10 @@ class Report:
         lines = table_lines([("layer", "type", "runs as", "damage", "SQNR", "clip"), *rows]) if rows else []
         rest = [f"and {total - SHOWN} more"] if total > SHOWN else []
         return "\n".join([head, *lines, *rest])
+
+
+def _rank(db: float) -> float:
+    return db if db == db else -inf  # noqa: PLR0124 - NaN is the worst there is
 
 
 def check_suffix(path: Path) -> None:

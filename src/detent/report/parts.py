@@ -62,12 +62,16 @@ class Tensor:
         sqnr_db: of quantizing this tensor alone.
         clip_fraction: the share of elements beyond the range.
         codes_used, codes_available: how many codes occur, of how many that there are.
+        code_low, code_high: the smallest and the largest code that occur, less the zero point.
+        digest: of codes, scales and zero points, so that two weights can be told apart; "" of activations.
         scales: how many there are.
         histogram: of the values of activations, of the codes of weights.
         note: what else there is to know.
 
     >>> Tensor("w", "int8/axis0", codes_used=64, codes_available=256).code_usage
     0.25
+    >>> Tensor("w", "uint8/axis0", code_low=-8, code_high=7).codes_text
+    'codes -8..7'
     """
 
     name: str
@@ -82,6 +86,9 @@ class Tensor:
     clip_fraction: float | None = None
     codes_used: int | None = None
     codes_available: int | None = None
+    code_low: int | None = None
+    code_high: int | None = None
+    digest: str = ""
     scales: int = 1
     histogram: Histogram | None = None
     note: str = ""
@@ -90,6 +97,11 @@ class Tensor:
     def code_usage(self) -> float | None:
         """The share of the codes that occur."""
         return self.codes_used / self.codes_available if self.codes_used is not None and self.codes_available else None
+
+    @property
+    def codes_text(self) -> str:
+        """The codes that occur, from the smallest to the largest; "" where they are not known."""
+        return "" if self.code_low is None or self.code_high is None else f"codes {self.code_low}..{self.code_high}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Weighing: what the file itself tells of its weights and its size; no data are needed."""
 
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -99,13 +100,19 @@ def weigh(
     if scale is None or zero is None or not codes.size:
         return replace(base, note="its scales do not fit its codes"), False
     decoded = ((codes.astype(np.float32) - zero.astype(np.float32)) * scale).astype(np.float32)
-    base = replace(base, minimum=short(float(decoded.min())), maximum=short(float(decoded.max())))
+    ends = short(float(decoded.min())), short(float(decoded.max()))
+    base = replace(base, minimum=ends[0], maximum=ends[1], digest=_digest(codes, weight))
     if codes.dtype.kind in "iu":
         base = _count(base, codes, zero, weight, spec)
     expected = _oriented(expected, codes.shape)
     if expected is None or not is_same_weight(expected, codes, decoded, scale):
         return base, False
     return replace(base, sqnr_db=short(float(sqnr_db(expected, decoded)))), True
+
+
+def _digest(codes: Array, weight: FileWeight) -> str:
+    parts = (codes, weight.how.scale, weight.how.zero_point)
+    return sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
 
 def _oriented(expected: Array | None, shape: tuple[int, ...]) -> Array | None:
@@ -127,6 +134,7 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: FileWeight, spec: Qu
     counts = np.bincount((whole - first).ravel(), minlength=last - first + 1)
     used = int(np.count_nonzero(counts))
     shift = int(zero.flat[0]) if np.all(zero == zero.flat[0]) else 0
+    base = replace(base, code_low=first - shift, code_high=last - shift)
     low, high = int(weight.how.low) - shift, int(weight.how.high) - shift
     if spec is not None and spec.format.is_integer and _fits(spec, first - shift, last - shift):
         low, high = int(spec.qmin), int(spec.qmax)
