@@ -49,6 +49,19 @@ def test_report_and_file(tmp_path):
     assert about.made_by == dt.__version__
     assert dt.Recipe.from_json(about.recipe) == dt.Recipe.preset("w8a8")
     assert len(about.data) == 64
+    assert about.options == ""
+
+
+def test_the_file_says_which_options_made_it(tmp_path):
+    options = {"skip": ["last"], "observer": "minmax", "smooth": False, "seed": 3}
+    quantize(conv_chain(), tmp_path, **options)
+    about = Provenance.read(qo.load(tmp_path / "q.onnx"))
+    assert json.loads(about.options) == {**options, "observer": "minmax"}
+
+
+def test_numbers_that_are_no_integers_are_refused(tmp_path):
+    plan = qo.plan(qo.prepare(conv_chain()), "fp8")
+    assert {"use w8a8" in layer.reason for layer in plan.layers} == {True}
 
 
 def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):
