@@ -59,6 +59,15 @@ def test_the_file_says_which_options_made_it(tmp_path):
     assert json.loads(about.options) == {**options, "observer": "minmax"}
 
 
+def test_a_rule_chooses_the_observer_of_every_input():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.conv(t, 16, 8, name="second")])
+    rule = dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer="percentile(1, 99)")
+    seen = qo.calibrate(qo.plan(qo.prepare(model), dt.Recipe([rule])), images())
+    assert {type(each).__name__ for each in seen.observers.values()} == {"Percentile"}
+
+
 def test_numbers_that_are_no_integers_are_refused(tmp_path):
     plan = qo.plan(qo.prepare(conv_chain()), "fp8")
     assert {"use w8a8" in layer.reason for layer in plan.layers} == {True}
