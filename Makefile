@@ -89,6 +89,7 @@ wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into 
 	$(RUN) -m build -Cwheel.cmake=true
 
 clean: ## remove everything that make and the tools created
+	rm -rf demo-report.html demo-*.onnx demo-calibration.npz
 	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

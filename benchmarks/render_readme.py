@@ -50,8 +50,7 @@ def _files(result: dict) -> str:
         lines.append(
             _line(
                 model,
-                f"**{ours['mean_sqnr_db']:.1f}**",
-                f"{best['mean_sqnr_db']:.1f} ({best['contestant']})",
+                *_better(ours["mean_sqnr_db"], best["mean_sqnr_db"], best["contestant"]),
                 f"{ours['agreement']:.1%}",
                 f"{ours['size_ratio']:.2f}",
                 f"{ours['ratio']:.2f}",
@@ -65,6 +64,12 @@ def _files(result: dict) -> str:
         "over the float model's; memory over that of ORT's Entropy."
     )
     return "\n".join([*lines, "", about])
+
+
+def _better(ours: float, best: float, who: str) -> tuple[str, str]:
+    """Both figures, the better one in bold."""
+    marks = ("**", "") if ours >= best else ("", "**")
+    return f"{marks[0]}{ours:.1f}{marks[0]}", f"{marks[1]}{best:.1f}{marks[1]} ({who})"
 
 
 def _training(result: dict) -> str:

@@ -49,6 +49,28 @@ def test_report_and_file(tmp_path):
     assert about.made_by == dt.__version__
     assert dt.Recipe.from_json(about.recipe) == dt.Recipe.preset("w8a8")
     assert len(about.data) == 64
+    assert about.options == ""
+
+
+def test_the_file_says_which_options_made_it(tmp_path):
+    options = {"skip": ["last"], "observer": "minmax", "smooth": False, "seed": 3}
+    quantize(conv_chain(), tmp_path, **options)
+    about = Provenance.read(qo.load(tmp_path / "q.onnx"))
+    assert json.loads(about.options) == {**options, "observer": "minmax"}
+
+
+def test_a_rule_chooses_the_observer_of_every_input():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
+    model = m.model([("x", ["n", 8, 8, 8])], [m.conv(t, 16, 8, name="second")])
+    rule = dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer="percentile(1, 99)")
+    seen = qo.calibrate(qo.plan(qo.prepare(model), dt.Recipe([rule])), images())
+    assert {type(each).__name__ for each in seen.observers.values()} == {"Percentile"}
+
+
+def test_numbers_that_are_no_integers_are_refused(tmp_path):
+    plan = qo.plan(qo.prepare(conv_chain()), "fp8")
+    assert {"use w8a8" in layer.reason for layer in plan.layers} == {True}
 
 
 def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):

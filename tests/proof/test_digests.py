@@ -87,3 +87,28 @@ def test_a_swapped_axis_is_caught(made):
     report = dt.verify(model(), made, DATA, levels=(1,))
     assert not report.ok
     assert report.first_difference.tensor == "its place"
+
+
+def test_a_file_is_of_its_own_source_and_of_no_other(made, tmp_path):
+    report = dt.verify(model(), made, DATA, levels=(1,))
+    assert report.weights_by == "digests"
+    assert "written for this source" in str(report)
+    other = model()
+    changed(other, "w1", one_ulp)
+    found = dt.verify(other, made, DATA, levels=(1,))
+    assert not found.ok
+    assert found.first_difference.cause == "the file was made from another model than this source"
+    stored = model()  # the same numbers, stored in another way
+    for tensor in stored.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        tensor.ClearField("raw_data")
+        tensor.float_data.extend(values.ravel().tolist())
+    assert dt.verify(stored, made, DATA, levels=(1,)).ok
+
+
+def test_a_file_without_digests_says_that_weights_were_not_compared(made):
+    del made.metadata_props[:]
+    report = dt.verify(model(), made, DATA, levels=(1,))
+    assert report.weights_by == "nothing"
+    assert any("weights were not compared" in note for note in report.notes)
+    assert "every code of the file is that of its source" not in str(report)

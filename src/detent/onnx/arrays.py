@@ -161,7 +161,7 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> ArrayHeader:
     text = file.read(length).decode("latin-1")
     dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
     if dtype is None or order is None or shape is None or len(text) != length:
-        raise FileFormatError(f"{what} holds no plain numbers, or its header is damaged: {text[:NAMES_SHOWN]!r}")
+        raise FileFormatError(f"{what} holds no plain numbers, or its header is damaged: {text[:NAMES_SHOWN].strip()}")
     try:
         kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
     except TypeError as error:

@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, helper
 
 from detent import observers as core
 from detent.errors import NaNError, NotCalibratedError, SpecError
-from detent.observer_spec import ObserverLike, get_observer_spec
+from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
 from detent.observers import Observer
 from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx.planning import GraphPlan
@@ -132,14 +132,14 @@ def calibrate(
 
 def _observers(plan: GraphPlan, observer: ObserverLike | None) -> dict[str, Observer]:
     default = get_observer_spec("mse" if observer is None else observer)
-    named = {layer.name: layer.observer for layer in plan.quantized}
-    made = {}
-    for place in plan.places():
-        if place.origin:
-            continue
-        rules = [named[name] for name in place.readers if named.get(name) is not None]
-        made[place.tensor] = (rules[0] or default).make() if rules else default.make()
-    return made
+    places = plan.places()
+    asked: dict[str, ObserverSpec] = {}  # by group: the first rule that names one, of the layers that read its tensors
+    for layer in plan.quantized:
+        if layer.observer is not None and layer.input is not None:
+            data = plan.found[layer.name].data
+            groups = [place.group for place in places if place.tensor == data]
+            asked.update({group: layer.observer for group in groups if group not in asked})
+    return {place.tensor: asked.get(place.group, default).make() for place in places if not place.origin}
 
 
 class _Kept:

@@ -190,10 +190,11 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     total = switches.all_noise()
     if not np.isfinite(total) or total <= LITTLE * switches.count:
         return {}
-    caused = switches.worst(SHARE)
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     limit = LARGEST * plan.nbytes_before
-    small = {name: noise for name, noise in caused.items() if sizes[name] < limit}
+    found = [name for name in switches.worst(SHARE) if sizes[name] < limit]
+    caused = {name: switches.noise([name]) / total for name in found}
+    small = {name: share for name, share in caused.items() if share >= SHARE}  # on all samples, too
     ranked = sorted(small, key=lambda name: -small[name] / sizes[name])
     kept, left = dict[str, float](), total
     for name in ranked[:MOST]:  # where noise is as large as the signal, less of it in one place may be more in all

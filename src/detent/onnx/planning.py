@@ -186,7 +186,9 @@ def _skipped(names: list[str], patterns: Iterable[str]) -> set[str]:
     for pattern in given:
         matched = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not matched:
-            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} see qo.plan for their names")
+            raise SpecError(
+                f"skip={pattern!r} matches no layer{closest(pattern, names)} qo.plan and --dry-run show their names"
+            )
         found |= matched
     return found
 
@@ -227,7 +229,7 @@ def _unsuited(layer: Layer, target: Target) -> str:
     if layer.node.op_type == "ConvTranspose":
         return "ONNX Runtime has no ConvTranspose in integers"
     if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < FEWEST:
-        return f"{layer.shape[1]} channels in: integers take longer than floats"
+        return f"input channels: {layer.shape[1]}, of which integers take longer than floats"
     return ""
 
 
@@ -242,6 +244,8 @@ def _placed(spec: QuantSpec, layer: Layer) -> QuantSpec:
 
 def _misfit(spec: QuantSpec, layer: Layer) -> str:
     kind = spec.granularity
+    if not spec.format.is_integer:
+        return f"ONNX Runtime computes with integers, and {spec.format.name} is none: use w8a8 or w8a16"
     if not isinstance(kind, PerTensor | PerAxis | PerGroup) or spec.scale_format != "float":
         return f"ONNX files cannot hold weights of {spec}"
     if layer.node.op_type == "Gather" and kind == PerAxis(1) and not spec.symmetric:

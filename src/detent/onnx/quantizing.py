@@ -1,5 +1,6 @@
 """Quantizing: an ONNX file and data in, a quantized file and a report out. The steps are functions of their own."""
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from onnx import ModelProto
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import sqnr_db
-from detent.observer_spec import ObserverLike
+from detent.observer_spec import ObserverLike, get_observer_spec
 from detent.onnx.biases import corrected_biases
 from detent.onnx.calibrating import Progress, calibrate, tensor_groups
 from detent.onnx.clipping import choose_clipped
@@ -29,6 +30,7 @@ from detent.onnx.report import LayerReport, QuantizeReport
 from detent.onnx.smoothing import smooth as smooth_inputs
 from detent.qdq.files import ModelSource, load, nbytes_of, save
 from detent.qdq.graph import Graph
+from detent.qdq.provenance import Provenance, digest_of
 from detent.qdq.sessions import make_session
 from detent.qdq.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
@@ -38,6 +40,15 @@ __all__ = ["output_sqnr", "quantize"]
 Feed = dict[str, NDArray[Any]]
 SAMPLES = 8  # batches that channels are made even on
 JUDGED = 4  # batches that the outputs are compared on
+DEFAULTS: dict[str, object] = {
+    "observer": None,
+    "skip": [],
+    "keep_float": "auto",
+    "bias_correction": True,
+    "equalize": True,
+    "smooth": True,
+    "seed": 0,
+}
 WEIGHT_ONLY_HINT = (
     "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
     "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
@@ -104,15 +115,24 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     original = load(model)
     batches = _checked_data(original, data, wanted)
     first = None if batches is None else batches.check_first()
-    size, opset = nbytes_of(original), Graph(original).opset
+    size, opset, source = nbytes_of(original), Graph(original).opset, digest_of(original)
     prepared = prepare(original, low_bits=_needs_low_bits(wanted), feed=first, force=force)
     del original  # a large model is large, and the source is still there
     made = plan(prepared, wanted, target=aim, skip=skip)
     path, steps = Path(output), list[str]()
+    chosen = {
+        "observer": None if observer is None else str(get_observer_spec(observer)),
+        "skip": [skip] if isinstance(skip, str) else list(skip),
+        "keep_float": keep_float,
+        "bias_correction": bias_correction,
+        "equalize": equalize,
+        "smooth": smooth,
+        "seed": seed,
+    }
     if batches is None:
         if opset < made.graph.opset:
             steps.append(f"converted from operator set {opset} to {made.graph.opset}; not compared, without data")
-        return _finish(path, made, size, insert(made), {}, steps, start)
+        return _finish(path, made, size, _signed(insert(made), source, chosen), {}, steps, start)
     if memory_budget is not None:  # whether it fits is told before anything takes long
         tensor_groups(made, batches, memory_budget)
     samples = batches.peek(SAMPLES) if equalize or smooth else []
@@ -139,9 +159,18 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         made = made.without(hurting, "it alone causes more than a quarter of the noise")
         params = choose_params(made, seen, None) | params if hurting else params
     biases = corrected_biases(made, seen, params) if bias_correction else {}
-    quantized = insert(made, seen, params=params, biases=biases)
+    quantized = _signed(insert(made, seen, params=params, biases=biases), source, chosen)
     errors = output_sqnr(model, quantized, seen.samples[:JUDGED])
     return _finish(path, made, size, quantized, errors, steps, start)
+
+
+def _signed(model: ModelProto, source: str, chosen: Mapping[str, Any]) -> ModelProto:
+    """A model that says what it was made from, and with which options."""
+    about = Provenance.read(model)
+    options = {name: value for name, value in chosen.items() if value != DEFAULTS[name]}
+    if about is not None:
+        replace(about, source=source, options=json.dumps(options) if options else "").write(model)
+    return model
 
 
 def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:
@@ -149,8 +178,8 @@ def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -
         return open_batches(data, inputs_of(model))
     if any(rule.input is not None or rule.output is not None for rule in recipe.rules):
         raise NotCalibratedError(
-            f"recipe {recipe.name or recipe!r} quantizes activations, whose ranges only data can tell: give data=, or "
-            "use a weight-only recipe such as 'w8a16' or 'w4a16'"
+            f"recipe {recipe.name or recipe!r} quantizes activations, whose ranges only data can tell: give data= "
+            "(--data), or use a weight-only recipe such as 'w8a16' or 'w4a16'"
         )
     return None
 

@@ -4,12 +4,38 @@ A float source does not tell what the codes of a folded, smoothed or corrected w
 it holds a hash of each part.
 """
 
+from onnx import ModelProto
+
 from detent.proof.artifact import Artifact
 from detent.proof.report import Difference
 from detent.proof.tally import Tally
-from detent.qdq.provenance import digests_of
+from detent.qdq.provenance import digest_of, digests_of
 
-__all__ = ["check_digests"]
+__all__ = ["check_digests", "check_origin"]
+
+
+def check_origin(artifact: Artifact, source: ModelProto, tally: Tally) -> str:
+    """Count a file that was made from another model; returns what then speaks for its weights.
+
+    Returns:
+        "digests" where the file says how its weights were written, for that source; "nothing" where it does not.
+
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
+    ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }''')
+    >>> check_origin(Artifact(model), model, Tally())
+    'nothing'
+    """
+    about = artifact.provenance
+    if about is None or not about.digests or not about.source:
+        return "nothing"
+    found = digest_of(source)
+    if found != about.source:
+        tally.count(1, 1)
+        cause = "the file was made from another model than this source"
+        tally.note(Difference("source", "digest", (), about.source, found, None, None, None, cause))
+    return "digests"
 
 
 def check_digests(artifact: Artifact, tally: Tally) -> bool:

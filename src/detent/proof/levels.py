@@ -23,7 +23,7 @@ from detent.onnx.data import inputs_of, open_batches
 from detent.proof.activations import ActivationCheck
 from detent.proof.artifact import Artifact, is_bias
 from detent.proof.decoding import check_biases, check_decoding, check_limit
-from detent.proof.digests import check_digests
+from detent.proof.digests import check_digests, check_origin
 from detent.proof.fused import Found, find_codes
 from detent.proof.kernels import KernelCheck, is_integer_kernel
 from detent.proof.openvino_run import OpenVino, is_installed
@@ -94,10 +94,12 @@ class _Verification:
         self.sessions: list[tuple[str, Any]] = []
         self.second: OpenVino | None = None
         self.missing: dict[str, QuantizedTensor] = {}
+        self.weights_by = "source"
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
         if 1 in self.levels:
             self._weights()
+            self._origin()
         count = 0
         try:
             with refusals():
@@ -114,6 +116,17 @@ class _Verification:
         if 1 in self.levels and not self.tally.differing:  # else the source has told more of it
             check_digests(self.artifact, self.tally)
         return self._report(count)
+
+    def _origin(self) -> None:
+        """Of a float source no weight can be compared: ask the file which model its weights were made of."""
+        if not isinstance(self.source, OnnxSource) or not self.source.is_float:
+            return
+        self.weights_by = check_origin(self.artifact, self.source.model, self.tally)
+        if self.weights_by == "nothing":
+            self.notes[
+                "weights were not compared: the file does not say which model they were made of, as those of "
+                "qo.quantize do"
+            ] = None
 
     def _weights(self) -> None:
         state, names = self.source.weights(), self.source.names
@@ -287,6 +300,12 @@ class _Verification:
         kernels = self.kernels
         if kernels is not None:
             self.notes.update(kernels.notes)
+            strange = [row.kernel for row in kernels.rows() if not row.compared]
+            if strange:
+                names = ", ".join(sorted(set(strange)))
+                self.notes[f"level 3 did not compare {len(strange)} of {names}, whose formulas are not known here"] = (
+                    None
+                )
         return VerifyReport(
             self.levels,
             batches,
@@ -297,6 +316,7 @@ class _Verification:
             () if kernels is None else kernels.rows(),
             None if kernels is None else kernels.saturation(),
             tuple(self.notes),
+            self.weights_by,
         )
 
     def _absent(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
+from onnx import ModelProto
 
 from detent.params import QuantParams
 from detent.proof.artifact import Artifact, Site, is_bias
@@ -110,15 +111,15 @@ class OnnxSource:
     >>> found = source.run({"x": np.float32([1.2])})
     >>> found.outputs, found.codes["QuantizeLinear_q"], list(source.weights()), source.absent_weights({})
     ([array([1.], dtype=float32)], array([5], dtype=uint8), [], {})
-    >>> source.expected(Artifact(made).sites[0]).x, source.bias("w"), source.absent_quantizers()
-    ('x', None, [])
+    >>> source.expected(Artifact(made).sites[0]).x, source.bias("w"), source.absent_quantizers(), source.is_float
+    ('x', None, [], False)
     """
 
     knows_weights = False
 
     def __init__(self, model: Any, artifact: Artifact) -> None:  # noqa: ANN401 - an Artifact or a ModelProto
         self._quantized = model if isinstance(model, Artifact) else None
-        self._proto = model.model if isinstance(model, Artifact) else model
+        self._proto: ModelProto = model.model if isinstance(model, Artifact) else model
         sites = {site.node: site for site in self._quantized.sites} if self._quantized is not None else {}
         self._sites = {site.node: sites[site.node] for site in artifact.sites if site.node in sites}
         self.names: Mapping[str, str] = (
@@ -133,6 +134,16 @@ class OnnxSource:
         self.causes: list[str] = []
         self._found = Reference([])
         self._probe = self._make_probe() if self._sites else None
+
+    @property
+    def model(self) -> ModelProto:
+        """The model itself."""
+        return self._proto
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it has no quantizers of its own, which could be compared."""
+        return self._quantized is None
 
     def _make_probe(self) -> Probe:
         outputs = tuple(value.name for value in self._proto.graph.output)

@@ -9,22 +9,23 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
+import numpy as np
 from onnx import ModelProto
 
 from detent._checks import unique_keys
 from detent.errors import FileFormatError
 from detent.qdq.tensors import array_of
 
-__all__ = ["Provenance", "digests_of"]
+__all__ = ["Provenance", "digest_of", "digests_of"]
 
 KEY = "detent"
 VERSION = 1
 TEXT_LIMIT = 1 << 24
-_TEXTS = ("made_by", "target", "recipe", "data")
+_TEXTS = ("made_by", "target", "recipe", "options", "data", "source")
 _NAMES = ("weights", "activations", "digests")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 _PLACES = ("axis", "block_size")
-SHOWN = 8
+SHOWN, LONG = 8, 32
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Provenance:
         recipe: as JSON.
         made_by: the version of detent.
         data: a hash of the calibration data.
+        source: the digest of the model that the file was made from, where that was an ONNX model.
+        options: of the call that made it, those that are not the defaults, as JSON.
         digests: hashes of the quantizers as they were written, by their results' names.
 
     >>> model = ModelProto()
@@ -54,13 +57,16 @@ class Provenance:
     recipe: str = ""
     made_by: str = ""
     data: str = ""
+    source: str = ""
+    options: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, model: ModelProto) -> None:
         """Put it into a model's metadata, in place of what was there, with the digests of the model as it is now."""
         others = [(entry.key, entry.value) for entry in model.metadata_props if entry.key != KEY]
         del model.metadata_props[:]
-        text = json.dumps({"version": VERSION, **vars(self), "digests": digests_of(model)}, sort_keys=True)
+        about = {"version": VERSION, **vars(self), "recipe": _compact(self.recipe), "digests": digests_of(model)}
+        text = json.dumps(about, sort_keys=True, separators=(",", ":"))
         for key, value in (*others, (KEY, text)):
             model.metadata_props.add(key=key, value=value)
 
@@ -83,6 +89,28 @@ class Provenance:
         if not _is_sound(about):
             raise FileFormatError(f"the metadata entry {KEY!r} has other keys or values than it should")
         return cls(**about)
+
+
+def digest_of(model: ModelProto) -> str:
+    """A hash of what a model computes: its nodes, its constants, the names of inputs and outputs.
+
+    How constants are stored, and what else the file holds, does not count.
+
+    >>> from onnx import parser
+    >>> text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }'
+    >>> digest_of(parser.parse_model(text)) == digest_of(parser.parse_model(text))
+    True
+    >>> digest_of(parser.parse_model(text)) == digest_of(parser.parse_model(text.replace("Relu", "Neg")))
+    False
+    """
+    graph, digest = model.graph, sha256()
+    digest.update(repr([[value.name for value in part] for part in (graph.input, graph.output)]).encode())
+    for node in graph.node:
+        digest.update(node.SerializeToString(deterministic=True))
+    for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):
+        digest.update(repr((tensor.name, tensor.data_type, list(tensor.dims))).encode())
+        digest.update(np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b"")
+    return digest.hexdigest()[:LONG]
 
 
 def digests_of(model: ModelProto) -> dict[str, str]:
@@ -110,6 +138,11 @@ def digests_of(model: ModelProto) -> dict[str, str]:
             parts.append(known.get(name, ""))
         found[node.output[0]] = ".".join(parts)
     return found
+
+
+def _compact(text: str) -> str:
+    """JSON without the space that readers like: a recipe may have a rule for every layer."""
+    return json.dumps(json.loads(text), separators=(",", ":")) if text else ""
 
 
 def _hash(*parts: bytes) -> str:

@@ -16,7 +16,7 @@ from detent.qdq.files import SAVE_LIMIT, save
 
 __all__ = ["make_session", "optimised", "refusals"]
 
-SEVERE = 3
+SEVERE = 4  # errors are raised; what is logged beside them only repeats it
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
     RuntimeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),

@@ -2,7 +2,8 @@
 
 PyTorch computes with OpenMP, whose threads stay awake for a while after their work. A second pool on the same
 processors would wait for them at every turn, and they for it. So kernels run on the same team, where PyTorch's runtime
-can be found, and on no more of them than ``torch.set_num_threads`` says.
+can be found, and on no more of them than it says, which is ``torch.set_num_threads``. (A thread that has not used
+PyTorch yet has the runtime's default.)
 """
 
 import ctypes
