@@ -76,9 +76,9 @@ def detent(*arguments, cwd=None, path=None, timeout=TIMEOUT, **more):
     )
 
 
-def started(*arguments, cwd=None):
+def started(*arguments, cwd=None, **more):
     """The same, running."""
     command = [sys.executable, "-m", "detent", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -164,7 +164,7 @@ def test_target_on_another_machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"), [("a/b.c", "--skip a/b.c"), ("a b", "--skip 'a b'"), ("x[0]", "--skip 'x[0]'")]
+    ("name", "flag"), [("a/b.c", "--skip a/b.c"), ("a b", "--skip 'a b'"), ("x[0]", "--skip 'x[[]0]'")]
 )
 def test_flag_can_be_typed(name, flag):
     assert Hurting(name, 0.5).flag == flag

@@ -145,7 +145,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel, root):
     assert wheel.name.startswith(f"detent-{dt.__version__}-{TAG}-")
     info = f"detent-{dt.__version__}.dist-info"
     expected = files_of(root / "src") | {EXTENSION}
-    expected |= {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")}
+    expected |= {f"{info}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert names == expected
     assert "detent/py.typed" in names
@@ -172,6 +172,7 @@ def test_sdist_holds_what_a_build_and_its_tests_need(sdist, root, tmp_path):
     sources = {path.relative_to(root).as_posix() for path in root.glob("native/**/*.[ch]pp")}
     package = {f"src/{name}" for name in files_of(root / "src")}
     others = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "README.md", "constraints.txt", "Makefile", "PKG-INFO"}
+    others |= {"mkdocs.yml"}
     more = {"CHANGELOG.md", "CONTRIBUTING.md", "benchmarks", "docs", "examples", "native", "src", "tests"}
     assert sources
     assert sources | package | others | {"tests/conftest.py", "tests/packaging/smoke.py"} <= files

@@ -106,7 +106,7 @@ def made_sensitivity(names=("fc0", "fc1", "fc2")):
         for i, name in enumerate(names)
     ]
     points = ((300, 12.0), (400, 15.5), (500, 21.0), (600, 44.0))
-    return SimpleNamespace(layers=layers, options=("int4/axis0", "int8/axis0"), curve=lambda: points)
+    return SimpleNamespace(layers=layers, options=("int4/axis0", "int8/axis0"), curve=lambda: points, recipe=None)
 
 
 def made_mix(names=("fc0", "fc1", "fc2")):

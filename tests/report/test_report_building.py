@@ -373,7 +373,8 @@ def test_names_of_modules_name_layers(made):
     file = load(path)
     about = Provenance.read(file)
     names = {codes: f"body.{layer}.weight" for codes, layer in about.weights.items()}
-    replace(about, weights=names, activations=dict.fromkeys(about.activations, "body.input_quantizer")).write(file)
+    activations = dict.fromkeys(about.activations, "body.input_quantizer")
+    Provenance(names, activations, about.target, about.recipe, about.made_by).write(file)  # as an export writes it
     page = qr.build(file, feeds())
     assert {layer.name for layer in page.layers} == {"body.fc0", "body.fc1", "body.fc2"}
     assert page.reproduction.origin == "torch"

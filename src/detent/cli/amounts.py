@@ -55,6 +55,6 @@ def as_text(count: float) -> str:
     """
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}".replace("e+02", "00")
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.1f} GB"

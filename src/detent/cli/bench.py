@@ -40,7 +40,7 @@ def _bench(
         list[str] | None,
         typer.Option("--shape", help="NAME=1,3,224,224: the shape of a random input; repeatable."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Of each model; 0 for all.")] = 1,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="Of each model; 0 for all.")] = 1,
     repeat: Annotated[
         int | None,
         typer.Option(min=1, help="How often each model runs.", show_default="what 5 s allow, up to 50"),

@@ -6,24 +6,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from detent.cli.exits import check_free, check_is_file, guarded, require
+from detent.cli.exits import check_distinct, check_free, check_is_file, guarded, require
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
 from detent.cli.screen import Screen
-from detent.errors import FileFormatError, SpecError
+from detent.errors import SpecError
 
 if TYPE_CHECKING:
     from detent.report import Report as Page
 
 __all__ = ["register"]
 
-HELP = """Compare two reports (.json), or two quantized models of one origin (.onnx), layer by layer.
+HELP = """Compare two reports (.html or .json), or two quantized models of one origin (.onnx), layer by layer.
 
 With --data and --source (the float model), models are compared by what they compute, and not only by what they hold. \
 The exit code is 0 whether they differ or not.
 
 Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
 FEW = 8
-LARGEST = 1 << 28
+REPORTS = (".html", ".json")
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +50,8 @@ def _compare(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    check_free(report, force=force, suffixes=(".html", ".json"))
+    check_free(report, force=force, suffixes=REPORTS)
+    check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
     if report is not None and report.suffix.lower() == ".html":
         require("jinja2")
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
@@ -68,16 +69,10 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
     from detent import report as qr  # noqa: PLC0415 - loaded by now
 
     check_is_file(path)
-    if path.suffix.lower() == ".json":
+    if path.suffix.lower() in REPORTS:
         if data is not None or source is not None:
             raise SpecError("--data and --source are for models: a report has been measured already")
-        if path.stat().st_size > LARGEST:
-            raise FileFormatError(f"{path} has {path.stat().st_size:,} bytes, no report has more than {LARGEST:,}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise FileFormatError(f"{path} is no report: {error}") from error
-        return qr.Report.from_json(text)
+        return qr.Report.load(path)
     if (data is None) != (source is None):
         lacking = "--source, the float model that they were made from" if source is None else "--data"
         raise SpecError(f"what two models compute is compared with both --data and --source: give {lacking}, as well")

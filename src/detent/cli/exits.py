@@ -2,8 +2,10 @@
 
 import errno
 import importlib
+import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 import typer
 
 from detent.cli.entry import failure
+from detent.cli.screen import visible
 from detent.errors import DetentError, FileFormatError, SpecError, VerificationError
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "EXTRAS",
     "INTERRUPTED",
     "MISSING",
+    "check_distinct",
     "check_free",
     "check_is_file",
     "fail",
@@ -51,7 +55,7 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
     ...     print(done.exit_code)
     2
     """
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"error: {visible(message)}", err=True)
     raise typer.Exit(code)
 
 
@@ -123,8 +127,16 @@ def require(module: str) -> None:
         raise
 
 
-def check_free(path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse a file that exists, a folder that does not, or a name of another kind, before anything takes long.
+def check_free(
+    path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = (), is_written: bool = True
+) -> None:
+    """Refuse a file that exists, a folder that does not or takes no file, or a name of another kind.
+
+    Args:
+        path: what is to be written, None for nothing.
+        force: whether it may exist.
+        suffixes: that it may have.
+        is_written: False where nothing is written in the end, so that any folder will do.
 
     Raises:
         SpecError: with what to do.
@@ -145,6 +157,47 @@ def check_free(path: str | PathLike[str] | None, *, force: bool, suffixes: tuple
         raise SpecError(f"{target.parent} is no folder: make it first, or choose another place for {target.name}")
     if target.exists() and not force:
         raise SpecError(f"{path} exists already: give --force to replace it, or another name")
+    if is_written:
+        _check_takes_files(target)
+
+
+def _check_takes_files(target: Path) -> None:
+    """Better now than after minutes of calibration."""
+    try:
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        raise SpecError(
+            f"{target} cannot be written ({error.strerror}): choose another folder, or make this one writable"
+        ) from error
+
+
+def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
+    """Refuse a file that would be written over another one, or over one that is read.
+
+    Args:
+        written, read: files by the options that name them.
+
+    Raises:
+        SpecError: with both options.
+
+    >>> check_distinct({"--output": Path("a.json"), "--report": Path("./a.json")}, {})
+    Traceback (most recent call last):
+    ...
+    detent.errors.SpecError: --output and --report are the same file, a.json: give one of them another name
+    """
+    names = [(option, path) for option, path in written.items() if path is not None]
+    others = [(option, path) for option, path in read.items() if path is not None]
+    for i, (option, path) in enumerate(names):
+        for other, taken in (*names[i + 1 :], *others):
+            if _is_same(path, taken):
+                raise SpecError(f"{option} and {other} are the same file, {path}: give one of them another name")
+
+
+def _is_same(a: Path, b: Path) -> bool:
+    if os.path.realpath(a) == os.path.realpath(b):  # Path.resolve raises where links form a circle
+        return True
+    return a.exists() and b.exists() and a.samefile(b)  # links, and systems that take A for a
 
 
 def check_is_file(path: Path) -> None:

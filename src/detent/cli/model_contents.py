@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from os import PathLike, fspath
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from detent.onnx.reading import ActivationQuantizer, QuantizedModel, load_quanti
 from detent.qdq import Provenance, array_of, load
 from detent.qdq.graph import Graph
 from detent.qdq.tensors import element_range
+from detent.report.weighing import file_nbytes
 
 __all__ = ["model_contents"]
 
@@ -44,7 +44,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     graph = Graph(model)
     about, broken = _provenance(model)
     rows = [*_quantized_rows(quantized), *_constants(model, quantized)]
-    size = Path(path).stat().st_size
+    size = file_nbytes(path)
     kinds = Counter(row.kind for row in rows)
     inputs = {value.name: _shape_text(value) for value in model.graph.input if value.name not in graph.constants}
     outputs = {value.name: _shape_text(value) for value in model.graph.output}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "BatchSize", "Data", "Force", "Quiet", "Report"]
+__all__ = ["AsJson", "BatchSize", "Data", "Force", "Quiet", "Report", "recipe_file"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
@@ -27,3 +27,12 @@ Report = Annotated[
     Path | None,
     typer.Option("--report", "-r", help="Write a page (.html) or the same as .json to this file.", show_default=False),
 ]
+
+
+def recipe_file(recipe: str) -> Path | None:
+    """The file of a recipe, None for a preset.
+
+    >>> recipe_file("w8a8") is None, recipe_file("mix.toml").name
+    (True, 'mix.toml')
+    """
+    return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None

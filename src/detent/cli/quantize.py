@@ -1,5 +1,6 @@
 """``detent quantize``: an ONNX file in, a quantized one out, and what it is worth."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from detent.cli.amounts import parse_bytes
-from detent.cli.exits import DIFFERENCE, check_free, check_is_file, fail, guarded, require
-from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
+from detent.cli.exits import DIFFERENCE, check_distinct, check_free, check_is_file, fail, guarded, require
+from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
@@ -24,6 +25,7 @@ Example: [bold]detent quantize model.onnx --data calibration.npz --report report
 
 In CI: [bold]detent quantize model.onnx -d calibration.npz --fail-below-sqnr 30 --json[/bold]"""
 LIMITS, STEPS = "Limits", "Steps to leave out"
+LARGEST_SEED = (1 << 63) - 1
 
 
 def register(app: typer.Typer) -> None:
@@ -82,7 +84,7 @@ def _quantize(
         str | None, typer.Option(help="Bytes of activations to hold at once, such as 500MB.", show_default="all")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Where an interrupted calibration goes on from.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of what is drawn at random.")] = 0,
     no_keep_float: Annotated[
         bool, typer.Option("--no-keep-float", help="Leave no layer in float for its noise.", rich_help_panel=STEPS)
     ] = False,
@@ -130,7 +132,8 @@ def _quantize(
     }
     wanted = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
     job = Job(model, wanted, data, batch_size, options, screen)
-    _check_files(model, job.output, report, force=force or dry_run)
+    read = {"--data": data, "--recipe": recipe_file(recipe), "--checkpoint": checkpoint}
+    _check_files(model, job.output, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     if report is not None and report.suffix.lower() == ".html":
         require("jinja2")
@@ -167,9 +170,12 @@ def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | N
         raise SpecError("--dry-run measures no outputs, so that no limit can be missed: leave out one or the other")
 
 
-def _check_files(model: Path, output: Path, report: Path | None, *, force: bool) -> None:
+def _check_files(
+    model: Path, output: Path, report: Path | None, read: Mapping[str, Path | None], *, force: bool, dry_run: bool
+) -> None:
     check_is_file(model)
     if output.exists() and output.samefile(model):
         raise SpecError(f"{output} is the model itself: give --output another name")
-    check_free(output, force=force)
-    check_free(report, force=force, suffixes=(".html", ".json"))
+    check_distinct({"--output": output, "--report": report}, {"the model": model, **read})
+    check_free(output, force=force or dry_run, is_written=not dry_run)
+    check_free(report, force=force or dry_run, suffixes=(".html", ".json"), is_written=not dry_run)

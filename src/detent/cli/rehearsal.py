@@ -101,15 +101,14 @@ def rehearse(
     """
     few = list(chosen[:BATCHES])
     asked = {"model": model, "data": data, "chosen": few, "batch_size": batch_size, "options": dict(options)}
-    done = subprocess.run(  # noqa: S603 - this very interpreter
-        [sys.executable, "-c", _CODE], input=json.dumps(asked), capture_output=True, text=True, check=False
-    )
+    with tempfile.TemporaryDirectory(prefix="detent-") as folder:  # here, for the other process may be killed
+        code, told, complaint = _converse({**asked, "folder": folder})
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(told.splitlines()[-1])
     except (ValueError, IndexError):
         found = None
-    if done.returncode < 0 or found is None:
-        why = f"killed by signal {-done.returncode}" if done.returncode < 0 else done.stderr.strip()[-500:]
+    if code < 0 or found is None:
+        why = f"killed by signal {-code}" if code < 0 else complaint.strip()[-500:] or f"exit code {code}"
         raise UnsupportedError(
             f"the rehearsal with {len(few)} batches did not come to its end ({why}): if memory was short, give "
             "--memory-budget or a smaller --batch-size"
@@ -119,6 +118,21 @@ def rehearse(
     return Rehearsal(
         **{**found, "layers": tuple(found["layers"]), "steps": tuple(found["steps"])}, batches_in_all=len(chosen)
     )
+
+
+def _converse(asked: Mapping[str, Any]) -> tuple[int, str, str]:
+    """The other process's exit code, stdout and stderr; it has ended when this does, whatever happens."""
+    # Without -P the current folder comes first on its path, and any tempfile.py there would be run.
+    command = [sys.executable, "-P", "-c", _CODE]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:  # noqa: S603 - ours
+        try:
+            told, complaint = process.communicate(json.dumps(asked))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return process.returncode, told, complaint
 
 
 def _perform() -> None:
@@ -161,14 +175,13 @@ def _quantize(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     data = None if asked["data"] is None else _Later(open_part, len(chosen))
     start, before = time.perf_counter(), _memory("VmRSS")
-    with tempfile.TemporaryDirectory() as folder:
-        made = qo.quantize(
-            model,
-            Path(folder, "rehearsed.onnx"),
-            data,
-            progress=lambda done, total: times.append(time.perf_counter()),  # noqa: ARG005
-            **asked["options"],
-        )
+    made = qo.quantize(
+        model,
+        Path(asked["folder"], "rehearsed.onnx"),
+        data,
+        progress=lambda done, total: times.append(time.perf_counter()),  # noqa: ARG005
+        **asked["options"],
+    )
     seconds, after = time.perf_counter() - start, _memory("VmHWM")
     passes = len(times) / max(1, len(chosen))
     between = sorted(b - a for a, b in pairwise(times))

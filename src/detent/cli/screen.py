@@ -14,10 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Screen", "plain"]
+__all__ = ["Screen", "plain", "visible"]
 
 LEAST, PROSE = 20, 12  # characters of a name, and of a reason, that are not folded
 GAP = 2
+# All that a terminal obeys instead of showing it, but for the ends of lines: C0, DEL and C1.
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
+_CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
 
 
 def _console(stream: IO[str], width: int | None = None) -> Console:
@@ -61,17 +64,17 @@ class Screen:
     def say(self, text: str = "", style: str | None = None) -> None:
         """A line of the result."""
         if self._speaks:
-            self._out.print(text, style=style, soft_wrap=True)
+            self._out.print(visible(text), style=style, soft_wrap=True)
 
     def note(self, text: str) -> None:
         """What goes on, for those who watch."""
         if not self.quiet:
-            self._err.print(text, style="dim", soft_wrap=True)
+            self._err.print(visible(text), style="dim", soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """What should be known."""
         if not self.quiet:
-            self._err.print(f"warning: {text}", style="yellow", soft_wrap=True)
+            self._err.print(f"warning: {visible(text)}", style="yellow", soft_wrap=True)
 
     def table(
         self,
@@ -90,6 +93,7 @@ class Screen:
         """
         if not self._speaks:
             return
+        rows = [[cell.translate(_CONTROL_IN_CELLS) for cell in row] for row in rows]
         made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         longest = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
         least = [min(width, PROSE if i else LEAST) if i in fold else width for i, width in enumerate(longest)]
@@ -128,6 +132,15 @@ class Screen:
         with Progress(*parts, console=self._err, transient=True) as bar:
             task = bar.add_task("", total=None)
             yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
+
+
+def visible(text: str) -> str:
+    r"""The text with its control characters spelled out, for names in files may hold what moves a cursor.
+
+    >>> print(visible("fc\x1b[2J"))
+    fc\x1b[2J
+    """
+    return text.translate(_CONTROL)
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - any part of a document

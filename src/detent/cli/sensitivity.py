@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from detent.cli.amounts import as_text, of_whole
-from detent.cli.exits import check_free, guarded, require
-from detent.cli.options import AsJson, BatchSize, Force, Quiet, Report
+from detent.cli.exits import check_distinct, check_free, guarded, require
+from detent.cli.options import AsJson, BatchSize, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
@@ -31,6 +31,8 @@ Then: [bold]detent quantize model.onnx --recipe mix.toml[/bold]
 It needs no data, and writes just what was measured here; with --data, biases are corrected on top."""
 MOST_OPTIONS = 6  # that fit 80 columns
 FEW = 4  # batches that a page is made of
+WIDTHS = tuple("2345678")
+SHOWN = 80  # characters of what was given, in a message
 
 
 def register(app: typer.Typer) -> None:
@@ -77,6 +79,10 @@ def _sensitivity(
     bits = None if widths is None else _widths(widths)
     if save_recipe is not None and budget is None:
         raise SpecError("--save-recipe writes the mix that a budget chooses: give --budget as well")
+    if report is not None and bits is not None and budget is None:
+        raise SpecError("with --widths a report is one of the mix that a budget chooses: give --budget as well")
+    read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
+    check_distinct({"--save-recipe": save_recipe, "--report": report}, read)
     check_free(save_recipe, force=force, suffixes=(".toml", ".json"))
     check_free(report, force=force, suffixes=(".html", ".json"))
     if report is not None and report.suffix.lower() == ".html":
@@ -113,15 +119,15 @@ def _sensitivity(
         screen.say(f"recipe: {save_recipe}")
     if report is not None:
         options = {"recipe": recipe, "target": target, "skip": tuple(skip or ())}
-        _write_report(report, model, part, found, mix, options, str(context.obj or ""))
+        _write_report(screen, report, model, part, found, mix, options, str(context.obj or ""))
         screen.say(f"report: {report}")
     screen.emit(_document(model, found, mix, save_recipe))
 
 
 def _widths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 2 <= int(part) <= 8 for part in parts):
-        raise SpecError(f"--widths {text!r}: expected bits from 2 to 8, such as 4,8")
+    if not all(part in WIDTHS for part in parts):
+        raise SpecError(f"--widths {text[:SHOWN]!r}: expected bits from 2 to 8, such as 4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -168,6 +174,7 @@ def _document(model: Path, found: "Sensitivity", mix: "Mix | None", saved: Path 
 
 
 def _write_report(
+    screen: Screen,
     path: Path,
     model: Path,
     part: "Part",
@@ -185,7 +192,10 @@ def _write_report(
         options, what = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen mix"
     with TemporaryDirectory() as folder:
         output = Path(folder, f"{model.stem}.onnx")
-        made = qo.quantize(model, output, part, progress=False, **options)
+        # Widths leave activations float: without data the page is of just what was measured.
+        data = None if found.recipe is None else part
+        with screen.progress("quantizing for the page") as step:
+            made = qo.quantize(model, output, data, progress=step, **options)
         page = qr.build(
             output,
             list(part.first(FEW)),

@@ -1,8 +1,10 @@
 """Timing: two models side by side. Runs alternate, so that what slows the machine slows both; medians are taken."""
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from os import PathLike
 from statistics import median
 from typing import Any
@@ -22,6 +24,9 @@ Feed = dict[str, NDArray[Any]]
 LEAST, BATCH = 3, 1
 ALIKE = 1.05  # below this ratio two times are the same
 SHORT = 0.1  # ms
+MOST = 1 << 28  # elements of a random input, which take 2 GiB while they are drawn
+SHOWN = 80  # characters of what was given, in a message
+_SIZE = re.compile("0*[1-9][0-9]{0,9}")
 SMALL_INTEGERS = 2  # indices below it are in every table
 
 
@@ -143,9 +148,9 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
     found = {}
     for text in texts:
         name, sign, sizes = text.rpartition("=")
-        parts = sizes.replace("x", ",").split(",")
-        if not sign or not all(part.strip().isascii() and part.strip().isdigit() and int(part) for part in parts):
-            raise SpecError(f"--shape {text!r}: expected NAME=1,3,224,224")
+        parts = [part.strip() for part in sizes.replace("x", ",").split(",")]
+        if not sign or not all(_SIZE.fullmatch(part) for part in parts):
+            raise SpecError(f"--shape {text[:SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits")
         found[name] = tuple(int(part) for part in parts)
     return found
 
@@ -176,6 +181,11 @@ def _made_up(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Gene
             raise SpecError(f"the model does not say how many axes {info.name!r} has: give --shape {info.name}=...")
         shape = tuple(size or BATCH for size in info.shape)
     info.check(info.dtype, shape, "--shape")
+    if prod(shape) > MOST:
+        raise SpecError(
+            f"input {info.name!r} of shape {'x'.join(map(str, shape))} has {prod(shape):,} elements, at most {MOST:,} "
+            "are made up: give a smaller --shape"
+        )
     if info.dtype.kind == "f":
         return rng.normal(size=shape).astype(info.dtype)
     if info.dtype.kind in "iub":

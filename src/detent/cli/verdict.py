@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import NamedTuple
 
 from detent.cli.judging import Accuracy
 from detent.cli.timing import Timing
 from detent.proof import VerifyReport
+from detent.report.rendering import skip_argument
 
 __all__ = ["Hurting", "Verdict", "Wish"]
 
@@ -37,7 +37,7 @@ class Hurting(NamedTuple):
     @property
     def flag(self) -> str:
         """What leaves it in float."""
-        return f"--skip {quote(self.name)}"
+        return f"--skip {skip_argument(self.name)}"
 
 
 @dataclass(frozen=True)

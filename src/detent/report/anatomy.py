@@ -1,6 +1,7 @@
 """Anatomy: the layers of a quantized file, each with its weight and the quantizer of its input, whoever wrote it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from onnx import NodeProto
 
@@ -9,7 +10,9 @@ from detent.onnx.layers import layers_of
 from detent.proof.artifact import Artifact, FileWeight, Site, is_bias
 from detent.qdq import Provenance
 
-__all__ = ["FoundLayer", "find_layers", "kernels_by_layer", "own_clip"]
+__all__ = ["FoundLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of", "own_clip"]
+
+Origin = Literal["onnx", "torch", "other"]
 
 # What moves numbers about and leaves them as they are; pools pick some of them.
 _PASSING = ("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")
@@ -51,6 +54,33 @@ class FoundLayer:
         return self.node.output[0] if self.node.output else ""
 
 
+def origin_of(artifact: Artifact) -> Origin:
+    """What the file was made from: an ONNX file, a PyTorch module, or something that it does not tell.
+
+    >>> from onnx import parser
+    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
+    ...     { v = DequantizeLinear(w, s, z) y = MatMul(x, v) }''')
+    >>> made.graph.node[1].name = "fc.weight"
+    >>> found = [origin_of(Artifact(made))]
+    >>> for name in ("fc.weight", "0.weight"):  # the node, or a parameter of a module
+    ...     Provenance({"w": name}).write(made)
+    ...     found.append(origin_of(Artifact(made)))
+    >>> found
+    ['other', 'onnx', 'torch']
+    """
+    about = artifact.provenance
+    if about is None:
+        return "other"
+    if about.data or getattr(about, "source", ""):  # no export of a module knows them
+        return "onnx"
+    nodes = {artifact.graph.node_name(node) for node in artifact.graph.nodes}
+    if not nodes.isdisjoint(about.weights.values()):  # a node may be called anything, fc.weight as well
+        return "onnx"
+    names = (*about.weights.values(), *about.activations.values())
+    return "torch" if any(name.endswith((SUFFIX, "_quantizer")) for name in names) else "onnx"
+
+
 def find_layers(artifact: Artifact) -> list[FoundLayer]:
     """All layers, in the order of the graph.
 
@@ -73,6 +103,7 @@ class _Finder:
         self.sites = {site.codes: site for site in artifact.sites}
         provenance = artifact.provenance
         self.names = {} if provenance is None else provenance.weights
+        self.suffix = SUFFIX if origin_of(artifact) == "torch" else ""
         self.taken: set[str] = set()
 
     def layers(self) -> list[FoundLayer]:
@@ -94,7 +125,7 @@ class _Finder:
 
     def _name(self, node: NodeProto, weight: FileWeight | None) -> str:
         own = self.graph.node_name(node)
-        name = own if weight is None else self.names.get(weight.name, own).removesuffix(SUFFIX)
+        name = own if weight is None else self.names.get(weight.name, own).removesuffix(self.suffix)
         if not name or name in self.taken:
             name = own
         count = 1

@@ -125,7 +125,7 @@ class Comparison:
                 "layers_quantized": quantized,
                 "layers_in_integers": integers,
                 "output_sqnr_db": encode(report.output_sqnr_db),
-                "agreement": report.agreement,
+                "agreement": encode(report.agreement),
                 "recipe": report.reproduction.recipe,
             }
         about["is_of_one_origin"] = self.is_of_one_origin

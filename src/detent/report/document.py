@@ -82,6 +82,10 @@ class Report:
     steps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.agreement is not None and not 0 <= self.agreement <= 1:
+            raise SpecError(f"agreement is a share from 0 to 1, got {self.agreement}")
+
     @property
     def counts(self) -> tuple[int, int, int]:
         """How many layers there are, how many are quantized, and how many run in integers."""
@@ -119,7 +123,7 @@ class Report:
         kind, version = about.pop("kind", None), about.pop("version", None)
         if kind != KIND:
             raise FileFormatError(f"the text is no report of detent's: its kind is {str(kind)[:SHOWN]!r}, not {KIND!r}")
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:  # True and 1.0 equal 1
             shown = str(version)[:SHOWN]
             raise FileFormatError(f"the report has version {shown}, this detent reads {VERSION}: make it again")
         try:

@@ -1,11 +1,13 @@
 """Evidence: what verification and sensitivity found, as parts of a report."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from detent.errors import SpecError
 from detent.proof.report import VerifyReport
 from detent.report.distributions import short
+from detent.spec import QuantSpec
 
 if TYPE_CHECKING:
     from detent.sensitivity import Mix, Sensitivity
@@ -17,6 +19,7 @@ __all__ = [
     "Run",
     "SensitivityFacts",
     "VerificationFacts",
+    "option_of",
     "sensitivity_facts",
     "verification_facts",
 ]
@@ -193,3 +196,39 @@ def sensitivity_facts(found: "Sensitivity | None", mix: "Mix | None") -> Sensiti
     step = -(-len(curve) // CURVE_POINTS) or 1
     kept = curve[:-1:step] + curve[-1:] if step > 1 else curve
     return SensitivityFacts(tuple(map(str, found.options)), tuple(layers), tuple(kept), budget)
+
+
+def option_of(spec: str, options: Sequence[str]) -> str:
+    """The option that a weight of that spec was measured with, "" where there is none, or no telling which.
+
+    Options are as a user says them, the spec is as the layer has it: its axis is the one of the layer's outputs, and
+    it says all that options leave out.
+
+    >>> option_of("int8/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
+    'int8/axis0'
+    >>> option_of("int4/group32@0/symmetric/onnx", ("int4/group3", "int4/group32"))
+    'int4/group32'
+    >>> option_of("int3/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
+    ''
+    """
+    wanted = _parsed(spec)
+    if wanted is None:
+        return ""
+    parsed = {option: each for option in options if (each := _parsed(option)) is not None}
+    like = [option for option, each in parsed.items() if _key(each) == _key(wanted)]
+    if len(like) > 1:  # symmetric and affine ones, say
+        like = [option for option in like if replace(parsed[option], granularity=wanted.granularity) == wanted]
+    return like[0] if len(like) == 1 else ""
+
+
+def _parsed(text: str) -> QuantSpec | None:
+    try:
+        return QuantSpec.parse(text)
+    except SpecError:
+        return None
+
+
+def _key(spec: QuantSpec) -> tuple[object, ...]:
+    """The format and how many elements share a scale, wherever they lie."""
+    about = spec.granularity.to_dict()
+    return spec.format.name, about["kind"], about.get("size"), str(about.get("sizes"))

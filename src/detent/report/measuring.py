@@ -7,7 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from os import PathLike
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from onnx import ModelProto
@@ -23,13 +22,13 @@ from detent.proof.report import VerifyReport
 from detent.qdq import Graph, load
 from detent.qdq.files import ModelSource, nbytes_of
 from detent.recipe import Recipe
-from detent.report.anatomy import SUFFIX, FoundLayer, find_layers, kernels_by_layer
+from detent.report.anatomy import FoundLayer, Origin, find_layers, kernels_by_layer, origin_of
 from detent.report.distributions import short
 from detent.report.document import Basis, Report
-from detent.report.evidence import SensitivityFacts, sensitivity_facts, verification_facts
+from detent.report.evidence import option_of, sensitivity_facts, verification_facts
 from detent.report.parts import Layer, Reproduction, Status, Table, Tensor
 from detent.report.watching import Seen, SiteWatch, watch
-from detent.report.weighing import FloatWeights, size_parts, stored_nbytes, weigh
+from detent.report.weighing import FloatWeights, file_nbytes, size_parts, stored_nbytes, weigh
 from detent.sensitivity import Mix, Sensitivity
 
 __all__ = ["BATCHES", "Given", "measure_report"]
@@ -68,7 +67,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     'int8/tensor'
     """
     artifact = Artifact(source)
-    size = nbytes_of(artifact.model) if isinstance(source, ModelProto) else _file_nbytes(Path(source))
+    size = nbytes_of(artifact.model) if isinstance(source, ModelProto) else file_nbytes(source)
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
         batches = open_batches(data, inputs_of(artifact.model))
@@ -81,7 +80,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     kernels, unknown = _kernels(artifact, found)
     layers = _layers(artifact, found, weights, seen, kernels, given.result)
     facts = sensitivity_facts(given.sensitivity, given.mix)
-    layers, basis = _ranked(layers, facts)
+    layers, basis = _ranked(layers, {} if given.sensitivity is None else _alone(given.sensitivity, given.mix, layers))
     sqnr, against = _output_sqnr(given, seen)
     agreement = None if given.verification is None else given.verification.agreement
     return Report(
@@ -126,16 +125,7 @@ def _nbytes_before(given: Given) -> int | None:
         return given.result.nbytes_before
     if given.source is None:
         return None
-    return nbytes_of(given.source) if isinstance(given.source, ModelProto) else _file_nbytes(Path(given.source))
-
-
-def _file_nbytes(path: Path) -> int:
-    """Of a file and of the data that lie beside it."""
-    return sum(each.stat().st_size for each in (path, *path.parent.glob(f"{_literal(path.name)}.*.data")))
-
-
-def _literal(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+    return nbytes_of(given.source) if isinstance(given.source, ModelProto) else file_nbytes(given.source)
 
 
 class _Weights:
@@ -228,10 +218,10 @@ def _others(artifact: Artifact, found: list[FoundLayer], seen: Seen) -> tuple[Te
     )
 
 
-def _ranked(layers: tuple[Layer, ...], facts: SensitivityFacts | None) -> tuple[tuple[Layer, ...], Basis]:
+def _ranked(layers: tuple[Layer, ...], alone: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
     """Layers by damage, worst first: by one measure for all of them, the best that there is."""
     measures: dict[Basis, dict[str, float]] = {
-        "sensitivity": {} if facts is None else _alone(facts, layers),
+        "sensitivity": alone,
         "output": {each.name: _ratio(each.output_sqnr_db) for each in layers if each.output_sqnr_db is not None},
         "weight": {
             each.name: _ratio(each.weight.sqnr_db)
@@ -260,16 +250,20 @@ def _share(noise: float | None, total: float) -> float | None:
     return None if noise is None else short(noise / total)
 
 
-def _alone(facts: SensitivityFacts, layers: tuple[Layer, ...]) -> dict[str, float]:
-    """The noise of each layer with the option that it has: that of the mix, that of its spec, or the first."""
+def _alone(found: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
+    """The noise of each layer with the option that it has: that of the mix, the recipe's, or that of its spec."""
     specs = {each.name: each.weight.spec for each in layers if each.weight is not None}
-    found = {}
-    for each in facts.layers:
-        own = next((option for option in facts.options if specs.get(each.name, "").startswith(option)), None)
-        option = each.chosen or own or next(iter(facts.options), "")
+    noise = {}
+    for each in found.layers:
+        if mix is not None:
+            option = mix.options.get(each.name, "")
+        elif found.recipe is not None:  # its only option is what the recipe says of it
+            option = next(iter(each.noise), "")
+        else:
+            option = option_of(specs.get(each.name, ""), tuple(each.noise))
         if option in each.noise:
-            found[each.name] = each.noise[option]
-    return found
+            noise[each.name] = short(float(each.noise[option]))
+    return noise
 
 
 def _ratio(db: float | None) -> float:
@@ -311,12 +305,8 @@ def _reproduction(source: ModelSource, artifact: Artifact, given: Given) -> Repr
     )
 
 
-def _origin(artifact: Artifact, given: Given) -> Literal["onnx", "torch", "other"]:
-    about = artifact.provenance
-    if about is None:
-        return "other" if given.result is None else "onnx"
-    modules = [name for name in about.weights.values() if name.endswith(SUFFIX)]
-    return "torch" if modules or any(name.endswith("_quantizer") for name in about.activations.values()) else "onnx"
+def _origin(artifact: Artifact, given: Given) -> Origin:
+    return origin_of(artifact) if given.result is None else "onnx"
 
 
 def _recipe(text: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from detent.report.document import Report
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["render_comparison", "render_report"]
+__all__ = ["render_comparison", "render_report", "skip_argument"]
 
 BASES = {
     "sensitivity": "Damage is a layer's share of the noise at the outputs when it alone is quantized.",
@@ -76,6 +76,15 @@ def render_comparison(both: Comparison) -> str:
     return _render("comparison.html.j2", title, both=both, island=_island(both.to_json()))
 
 
+def skip_argument(name: str) -> str:
+    """What to type behind --skip for that layer alone, whatever its name: patterns and the shell take no part of it.
+
+    >>> print(skip_argument("head"), skip_argument("head[0] a"))
+    head 'head[[]0] a'
+    """
+    return shlex.quote(glob.escape(name))
+
+
 def _render(template: str, title: str, **values: Any) -> str:
     style, script = _asset("style.css"), _asset("script.js")
     policy = (
@@ -119,7 +128,7 @@ def _environment() -> "Environment":
         made.filters[name] = getattr(figures, name)
     made.filters["numeric"] = lambda text: _NUMERIC.fullmatch(text.strip()) is not None
     made.filters["key"] = _key
-    made.filters["skip"] = lambda name: shlex.quote(glob.escape(name))
+    made.filters["skip"] = skip_argument
     made.filters["run_name"] = lambda name: name.replace("_", " ")
     return made
 

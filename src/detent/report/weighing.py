@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto
 
@@ -13,6 +16,7 @@ from detent.metrics import sqnr_db
 from detent.proof.artifact import Artifact, FileWeight, is_bias
 from detent.proof.weights import place_in_file, spread
 from detent.qdq import Graph
+from detent.qdq.files import tensors_of
 from detent.qdq.graph import attribute_of
 from detent.qdq.tensors import BITS
 from detent.report.anatomy import FoundLayer
@@ -20,7 +24,7 @@ from detent.report.distributions import code_histogram, short
 from detent.report.parts import Size, Tensor
 from detent.spec import QuantSpec
 
-__all__ = ["FloatWeights", "is_same_weight", "size_parts", "stored_nbytes", "weigh"]
+__all__ = ["FloatWeights", "file_nbytes", "is_same_weight", "size_parts", "stored_nbytes", "weigh"]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
@@ -28,6 +32,33 @@ SAME = 0.995  # of all elements lie within half a step of the weight that was ro
 SLACK = 1e-3
 FEW = 4
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+
+
+def file_nbytes(path: str | PathLike[str]) -> int:
+    """The bytes of a model's file and of all files that hold its data.
+
+    Args:
+        path: of a model that ``load`` has checked, so that its data lie beside it.
+
+    >>> import tempfile
+    >>> from onnx import parser
+    >>> from detent.qdq import save
+    >>> made = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(made, f"{folder}/a.onnx") == file_nbytes(f"{folder}/a.onnx")
+    True
+    """
+    source = Path(path)
+    lean = onnx.load(source, load_external_data=False)
+    outside = {
+        entry.value
+        for tensor in tensors_of(lean)
+        if tensor.data_location == TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return source.stat().st_size + sum(Path(source.parent, name).stat().st_size for name in sorted(outside))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,118 @@
+"""Which option a layer has, whose name it bears, what a file weighs, and figures that no report can have."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from report_models import feeds, float_model, quantized
+
+import detent.report as qr
+import detent.sensitivity as qs
+from detent.errors import FileFormatError, SpecError
+from detent.report.evidence import option_of
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "expected"),
+    [
+        ("int8/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"), "int8/axis0"),
+        ("int4/group32@0/symmetric/onnx", ("int4/group3", "int4/group32"), "int4/group32"),
+        ("int4/group32@0/symmetric/onnx", ("int4/group3", "int4/axis0"), ""),
+        ("int4/axis0", ("int4/tensor", "int4/axis0"), "int4/axis0"),
+        ("int4/axis1/affine/onnx", ("int4/axis0", "int4/axis0/affine"), "int4/axis0/affine"),
+        ("int16/axis1", ("int2/axis0", "int8/axis0"), ""),
+        ("", ("int8/axis0",), ""),
+        ("unknown", ("int8/axis0",), ""),
+    ],
+)
+def test_option_of_a_spec(spec, options, expected):
+    assert option_of(spec, options) == expected
+
+
+def test_damage_is_that_of_the_option_a_layer_has(tmp_path):
+    model, path, result = quantized(tmp_path, "w8a16")
+    found = qs.measure(model, feeds(), widths=(2, 8))
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
+    noise = {layer.name: layer.noise["int8/axis0"] for layer in found.layers}
+    total = sum(noise.values())
+    assert page.damage_basis == "sensitivity"
+    assert {layer.name: layer.damage for layer in page.layers} == {
+        name: pytest.approx(value / total, rel=1e-3) for name, value in noise.items()
+    }
+
+
+def test_layers_of_no_measured_option_have_no_damage_by_it(tmp_path):
+    model, path, result = quantized(tmp_path, "w8a16")
+    found = qs.measure(model, feeds(), widths=(2, 4))
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
+    assert page.damage_basis == "output"
+
+
+def test_damage_of_a_recipe_that_was_measured(tmp_path):
+    model, path, result = quantized(tmp_path)
+    found = qs.measure(model, feeds(), "w8a8")
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
+    assert page.damage_basis == "sensitivity"
+    assert all(layer.damage is not None for layer in page.layers if layer.is_quantized)
+
+
+# Names
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w8a16"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["file", "result"])
+def test_nodes_that_are_called_like_parameters(tmp_path, recipe, is_known):
+    names = ("fc.weight", "b.weight", "last")
+    _, path, result = quantized(tmp_path, recipe, float_model(names=names))
+    page = qr.build(path, feeds(), result=result if is_known else None)
+    assert sorted(layer.name for layer in page.layers) == sorted(names)
+    assert page.reproduction.origin == "onnx"
+    assert "--skip fc.weight" in page.to_html()
+
+
+# Sizes
+
+
+def test_size_of_data_in_a_file_of_any_name(tmp_path):
+    _, path, _ = quantized(tmp_path)
+    whole = qr.build(path).nbytes_after
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="model.weights", size_threshold=0)
+    (tmp_path / "small.onnx.0123.data").write_bytes(bytes(100_000))  # of somebody else
+    page = qr.build(path)
+    assert page.nbytes_after == path.stat().st_size + (tmp_path / "model.weights").stat().st_size > 0.9 * whole
+
+
+def test_size_of_the_float_model_with_data_outside(tmp_path):
+    model, path, _ = quantized(tmp_path)
+    source = tmp_path / "float.onnx"
+    onnx.save(model, source, save_as_external_data=True, location="float.onnx.data", size_threshold=0)
+    found = qr.build(path, source=source).nbytes_before
+    assert found == source.stat().st_size + (tmp_path / "float.onnx.data").stat().st_size
+
+
+# Figures
+
+
+@pytest.mark.parametrize("agreement", [-0.1, 1.5, float("nan"), float("inf")])
+def test_no_share(agreement):
+    with pytest.raises(SpecError, match="from 0 to 1"):
+        qr.Report("a", 1, 1, agreement=agreement)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("agreement", "nan"), ("agreement", 2), ("version", True), ("version", 1.0)], ids=str
+)
+def test_hostile_values(key, value):
+    about = {**json.loads(qr.Report("a", 1, 1).to_json()), key: value}
+    with pytest.raises(FileFormatError, match=key):
+        qr.Report.from_json(json.dumps(about))
+
+
+def test_comparison_of_shares_is_json():
+    a = qr.Report("a", 1, 1, agreement=np.float64(0.5))
+    both = json.loads(qr.compare(a, replace(a, agreement=None)).to_json())
+    assert (both["a"]["agreement"], both["b"]["agreement"]) == (0.5, None)
