@@ -49,7 +49,7 @@ def _quantize(
     ] = None,
     data: Data = None,
     recipe: Annotated[
-        str, typer.Option("--recipe", help="A preset (w8a8, w4a8, w8a16, w4a16, fp8, ...), or a .toml or .json file.")
+        str, typer.Option("--recipe", help="A preset (w8a8, w4a8, w8a16, w4a16, ...), or a .toml or .json file.")
     ] = "w8a8",
     observer: Annotated[
         str | None,
