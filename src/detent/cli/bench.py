@@ -51,9 +51,9 @@ def _bench(
 ) -> None:
     require("onnx")
     require("onnxruntime")
-    from detent.cli.holdout import Part  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.cli.timing import duration, made_up_feed, parse_shapes, race  # noqa: PLC0415
-    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
+    from detent.onnx.data import inputs_of  # noqa: PLC0415
     from detent.qdq import load  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
@@ -61,11 +61,11 @@ def _bench(
     if data is not None and shapes:
         raise SpecError("--shape is for random inputs, --data has its own shapes: give one of them")
     loaded, _ = load(first), load(second)  # what is no model is told in the words of all commands
-    if data is None:
-        feeds = [made_up_feed(loaded, shapes)]
-    else:
-        opened = open_batches(data, inputs_of(loaded), batch_size)
-        feeds = list(Part(opened, range(min(FEW, opened.count or 0))))
+    feeds = (
+        [made_up_feed(loaded, shapes)]
+        if data is None
+        else list(first_batches(data, inputs_of(loaded), batch_size, FEW))
+    )
     with screen.progress("timing") as step:
         timing = race(first, second, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
     inputs = {name: list(array.shape) for name, array in feeds[0].items()}

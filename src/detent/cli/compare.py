@@ -91,9 +91,8 @@ def _check_quantized(path: Path) -> None:
 
 
 def _few(model: Path, data: Path, batch_size: int | None) -> list[object]:
-    from detent.cli.holdout import Part  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
+    from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx.data import inputs_of  # noqa: PLC0415
     from detent.qdq import load  # noqa: PLC0415
 
-    opened = open_batches(data, inputs_of(load(model)), batch_size)
-    return list(Part(opened, range(min(FEW, opened.count or 0))))
+    return list(first_batches(data, inputs_of(load(model)), batch_size, FEW))

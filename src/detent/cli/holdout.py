@@ -13,7 +13,7 @@ from detent.onnx.data import Batches, Feed, open_batches
 if TYPE_CHECKING:
     from detent.onnx.data import InputInfo
 
-__all__ = ["FEWEST", "Part", "Split", "split"]
+__all__ = ["FEWEST", "Part", "Split", "first_batches", "split"]
 
 FEWEST, NTH = 20, 10
 FEW = 8  # batches that judge where none are held back
@@ -99,3 +99,21 @@ def split(data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: 
     held = range(NTH - 1, count, NTH)
     rest = [number for number in range(count) if number % NTH != NTH - 1]
     return Split(Part(batches, rest), Part(batches, held), is_held_back=True)
+
+
+def first_batches(
+    data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: int | None = None, most: int | None = None
+) -> Part:
+    """The first batches of a file or folder, all where no number is given.
+
+    >>> import tempfile, numpy as np
+    >>> from detent.onnx.data import InputInfo
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.save(f"{folder}/x.npy", np.zeros((30, 2), np.float32))
+    ...     inputs = [InputInfo("x", np.dtype("float32"), (None, 2))]
+    ...     len(first_batches(f"{folder}/x.npy", inputs, most=4)), len(first_batches(f"{folder}/x.npy", inputs, 3))
+    (4, 10)
+    """
+    opened = open_batches(data, inputs, batch_size)
+    count = opened.count or 0
+    return Part(opened, range(count if most is None else min(most, count)))

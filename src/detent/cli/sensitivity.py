@@ -90,13 +90,12 @@ def _sensitivity(
     require("onnx")
     require("onnxruntime")
     import detent.sensitivity as qs  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.cli.holdout import Part  # noqa: PLC0415
-    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
+    from detent.cli.holdout import first_batches  # noqa: PLC0415
+    from detent.onnx.data import inputs_of  # noqa: PLC0415
     from detent.qdq import load  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
-    opened = open_batches(data, inputs_of(load(model)), batch_size)
-    part = Part(opened, range(opened.count or 0))
+    part = first_batches(data, inputs_of(load(model)), batch_size)
     with screen.progress("asking layers") as step:
         found = qs.measure(
             model,

@@ -49,17 +49,16 @@ def _verify(
     wanted = _levels(levels)
     require("onnx")
     require("onnxruntime")
-    from detent.cli.holdout import Part  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
+    from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx.data import inputs_of  # noqa: PLC0415
     from detent.proof import verify  # noqa: PLC0415
     from detent.qdq import load  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
-    opened = open_batches(data, inputs_of(load(artifact)), batch_size)
-    count = min(opened.count or 0, batches or opened.count or 0)
-    screen.note(f"verifying {artifact} with {count:,} batches")
+    part = first_batches(data, inputs_of(load(artifact)), batch_size, batches or None)
+    screen.note(f"verifying {artifact} with {len(part):,} batches")
     with screen.progress("verifying") as step:
-        report = verify(source, artifact, _Watched(Part(opened, range(count)), step), levels=wanted)
+        report = verify(source, artifact, _Watched(part, step), levels=wanted)
     screen.say(str(report))
     screen.emit(json.loads(report.to_json()))
     if not report.ok:

@@ -4,11 +4,7 @@ Batch norms are folded before the export, as in quantized files, so that both ha
 """
 
 import copy
-import logging
-import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -19,11 +15,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from detent.errors import UnsupportedError
 from detent.qdq import load, save
 from detent.torch import tidying
+from detent.torch.exporting import quiet_exporter
 
 __all__ = ["export_float", "without_norms"]
 
 OPSET = 21
-_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")
 
 
 def without_norms(model: nn.Sequential) -> nn.Sequential:
@@ -53,7 +49,7 @@ def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
     ...     [node.op_type for node in load(path).graph.node]
     ['Gemm']
     """
-    with _quiet(), torch.no_grad():
+    with quiet_exporter(), torch.no_grad():
         program = torch.onnx.export(
             without_norms(model),
             (example,),
@@ -68,19 +64,3 @@ def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
     version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
     save(load(tidying.settle(tidying.clean(program.model_proto), version)), path)
     return path
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep to itself what torch's exporter says of its own code."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

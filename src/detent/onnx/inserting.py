@@ -138,6 +138,8 @@ def insert(
     *,
     params: Mapping[str, QuantParams] | None = None,
     biases: Mapping[str, Array] | None = None,
+    source: str = "",
+    options: str = "",
 ) -> ModelProto:
     """The quantized model.
 
@@ -146,6 +148,7 @@ def insert(
         calibration: what the data have shown; needed where activations are quantized.
         params: parameters of tensors, by name, in place of those that ``choose_params`` finds.
         biases: of layers, by name, in place of their own.
+        source, options: what the file says of the model it was made from and of the call, see ``Provenance``.
 
     Raises:
         NotCalibratedError: activations are quantized, and there is no calibration.
@@ -184,7 +187,8 @@ def insert(
     del finished.graph.value_info[:]  # inferred shapes, which runtimes infer again; a tenth of a small file
     recipe = plan.recipe.to_json()
     data = "" if calibration is None else calibration.fingerprint
-    Provenance(writer.weights, writer.activations, plan.target.name, recipe, __version__, data).write(finished)
+    about = Provenance(writer.weights, writer.activations, plan.target.name, recipe, __version__, data, source, options)
+    about.write(finished)
     return finished
 
 

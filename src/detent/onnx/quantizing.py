@@ -30,7 +30,7 @@ from detent.onnx.report import LayerReport, QuantizeReport
 from detent.onnx.smoothing import smooth as smooth_inputs
 from detent.qdq.files import ModelSource, load, nbytes_of, save
 from detent.qdq.graph import Graph
-from detent.qdq.provenance import Provenance, digest_of
+from detent.qdq.provenance import digest_of
 from detent.qdq.sessions import make_session
 from detent.qdq.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
@@ -132,7 +132,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     if batches is None:
         if opset < made.graph.opset:
             steps.append(f"converted from operator set {opset} to {made.graph.opset}; not compared, without data")
-        return _finish(path, made, size, _signed(insert(made), source, chosen), {}, steps, start)
+        return _finish(path, made, size, insert(made, source=source, options=_changed(chosen)), {}, steps, start)
     if memory_budget is not None:  # whether it fits is told before anything takes long
         tensor_groups(made, batches, memory_budget)
     samples = batches.peek(SAMPLES) if equalize or smooth else []
@@ -159,18 +159,15 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         made = made.without(hurting, "it alone causes more than a quarter of the noise")
         params = choose_params(made, seen, None) | params if hurting else params
     biases = corrected_biases(made, seen, params) if bias_correction else {}
-    quantized = _signed(insert(made, seen, params=params, biases=biases), source, chosen)
+    quantized = insert(made, seen, params=params, biases=biases, source=source, options=_changed(chosen))
     errors = output_sqnr(model, quantized, seen.samples[:JUDGED])
     return _finish(path, made, size, quantized, errors, steps, start)
 
 
-def _signed(model: ModelProto, source: str, chosen: Mapping[str, Any]) -> ModelProto:
-    """A model that says what it was made from, and with which options."""
-    about = Provenance.read(model)
-    options = {name: value for name, value in chosen.items() if value != DEFAULTS[name]}
-    if about is not None:
-        replace(about, source=source, options=json.dumps(options) if options else "").write(model)
-    return model
+def _changed(chosen: Mapping[str, Any]) -> str:
+    """The options that are not the defaults, as JSON; "" where there are none."""
+    found = {name: value for name, value in chosen.items() if value != DEFAULTS[name]}
+    return json.dumps(found) if found else ""
 
 
 def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:

@@ -5,14 +5,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
-from detent import storage
 from detent._table import table_lines
 from detent.errors import DtypeError
 from detent.report.coding import encode
-from detent.report.document import Report, check_suffix
+from detent.report.document import Report, write_page
 from detent.report.parts import Layer
 
 __all__ = ["ComparedLayer", "Comparison", "compare"]
@@ -163,10 +161,7 @@ class Comparison:
         ...
         detent.errors.FileFormatError: reports are .html or .json files, got 'both.txt': give it such a suffix
         """
-        target = Path(path)
-        check_suffix(target)
-        text = self.to_json() if target.suffix.lower() == ".json" else self.to_html()
-        storage.write_atomic(target, text.encode())
+        write_page(self, path)
 
     def __str__(self) -> str:
         lines = [_head(self.a, None), _head(self.b, self.a.nbytes_after)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from detent import storage
 from detent._table import table_lines
@@ -16,7 +16,7 @@ from detent.report.coding import TEXT_LIMIT, decode, encode, parse
 from detent.report.evidence import SensitivityFacts, VerificationFacts
 from detent.report.parts import Layer, Reproduction, Size, Table, Tensor
 
-__all__ = ["Basis", "Report", "check_suffix"]
+__all__ = ["Basis", "Report", "check_suffix", "write_page"]
 
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
 VERSION, KIND = 1, "detent-report"
@@ -176,10 +176,7 @@ class Report:
         ...
         detent.errors.FileFormatError: reports are .html or .json files, got 'page.pdf': give it such a suffix
         """
-        target = Path(path)
-        check_suffix(target)
-        text = self.to_json() if target.suffix.lower() == ".json" else self.to_html()
-        storage.write_atomic(target, text.encode())
+        write_page(self, path)
 
     def __str__(self) -> str:
         total, quantized, integers = self.counts
@@ -198,6 +195,28 @@ class Report:
 
 def _rank(db: float) -> float:
     return db if db == db else -inf  # noqa: PLR0124 - NaN is the worst there is
+
+
+class Page(Protocol):
+    """What can be written as a page."""
+
+    def to_json(self) -> str: ...
+
+    def to_html(self) -> str: ...
+
+
+def write_page(page: Page, path: str | os.PathLike[str]) -> None:
+    """Write a .html or .json file, atomically.
+
+    >>> write_page(Report("small", 100, 30), "page.pdf")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: reports are .html or .json files, got 'page.pdf': give it such a suffix
+    """
+    target = Path(path)
+    check_suffix(target)
+    text = page.to_json() if target.suffix.lower() == ".json" else page.to_html()
+    storage.write_atomic(target, text.encode())
 
 
 def check_suffix(path: Path) -> None:

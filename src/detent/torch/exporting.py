@@ -30,7 +30,7 @@ from detent.torch.preparation import plan_of
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["export_onnx"]
+__all__ = ["export_onnx", "quiet_exporter"]
 
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -179,7 +179,7 @@ def _exported(
     shapes = _varying(args, kwargs) if dynamic_shapes is None else dynamic_shapes
 
     def export(shapes: Any) -> "tuple[ModelProto, Ranges]":
-        with _quiet(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with quiet_exporter(), torch.random.fork_rng(devices=[]), torch.no_grad():
             program = torch.onnx.export(
                 marked.model,
                 args,
@@ -254,8 +254,13 @@ def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep to itself what torch's exporter says of its own code."""
+def quiet_exporter() -> Iterator[None]:
+    """Keep to itself what torch's exporter says of its own code.
+
+    >>> with quiet_exporter():
+    ...     logging.getLogger("torch.onnx").level == logging.ERROR
+    True
+    """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
