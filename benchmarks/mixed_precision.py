@@ -34,7 +34,6 @@ import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
 from detent import storage
-from detent.compact import compact, expand
 from detent.onnx.inserting import weight_params
 from detent.packing import unpack
 from detent.qdq import Graph, make_session
@@ -43,6 +42,7 @@ from detent.sensitivity.bench import Bench
 from detent.sensitivity.onnx_bench import OnnxBench
 from detent.sensitivity.options import as_widths
 from detent.sensitivity.searching import search, starting_points
+from detent.tensor import compact, expand
 from detent.testing import ZOO
 
 UNIFORM = range(3, 9)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.compact import compact, expand
+from detent.tensor import compact, expand
 
 X = np.random.default_rng(0).normal(size=(5, 70)).astype(np.float32)
 SPECS = [

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.dtypes import FLOATS, code_dtype, float_array, float_dtype
+from detent.checks import FLOATS, float_array, float_dtype
+from detent.spec import code_dtype
 
 
 @pytest.mark.parametrize(

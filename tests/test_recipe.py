@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import detent as dt
 from detent.observers import MSE, EMAMinMax, Entropy, HistogramObserver, MinMax, Percentile
-from detent.recipe import PRESETS, Decision, Layer, ObserverSpec, get_observer_spec, get_recipe
+from detent.recipe import PRESETS, Decision, get_recipe
+from detent.rule import Layer, ObserverSpec, get_observer_spec
 
 INT8, INT4 = dt.QuantSpec.parse("int8/axis0"), dt.QuantSpec.parse("int4/axis0")
 MINE = dataclasses.replace(dt.Convention.onnx, name="mine", division="reciprocal")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.slicing import complete_slices, slice_params
+from detent.tensor import complete_slices, slice_params
 
 ALL = slice(None)
 

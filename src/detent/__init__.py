@@ -10,7 +10,6 @@ state::
 
 from detent import convention, formats, granularity, metrics, observers, packing, rounding, ste
 from detent.convention import Convention, ZeroRange
-from detent.dynamic import fake_quantize_dynamic
 from detent.errors import (
     DetentError,
     DtypeError,
@@ -72,6 +71,7 @@ from detent.ops import (
     dequantize_backward,
     fake_quantize,
     fake_quantize_backward,
+    fake_quantize_dynamic,
     fake_quantize_learned_backward,
     fake_quantize_masked,
     fake_quantize_masked_backward,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from detent._checks import has_keys
+from detent.checks import has_keys
 from detent.errors import SpecError, closest
 from detent.rounding import Rounding, get_rounding, half_away, half_even
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from detent._checks import as_integer, as_shape, has_keys
+from detent.checks import as_integer, as_shape, has_keys
 from detent.errors import DtypeError, ShapeError, SpecError, closest
 
 __all__ = [

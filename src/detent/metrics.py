@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from detent._plan_checks import check_is_params
-from detent.dtypes import float_array
+from detent.checks import float_array
 from detent.errors import DtypeError, ShapeError
 from detent.kernels import error_sum, largest_error, power_of_two, tree_sum
 from detent.params import QuantParams
-from detent.plan import Plan
+from detent.plan import Plan, check_is_params
 from detent.tensor import QuantizedTensor
 
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from detent._checks import as_array, as_integer
+from detent.checks import as_array, as_integer
 from detent.errors import DtypeError, FileFormatError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import BYTE, MAX_BITS
 from detent.kernels import pack_bits, unpack_bits

@@ -11,34 +11,182 @@ Learned     parameters used                parameters used                first 
 
 Backward uses the very parameters of the last forward; it never recomputes a scale. The operator keeps a reference to
 the data of the last forward, not a copy.
+
+The layout of a quantizer's state dict: a version, two scalars, the parameters' arrays, the observer's state.
+
+Used by ``detent.quantizer``.
+
+Where a quantizer's parameters come from: its mode, its observer, what was set by hand. Used by ``detent.quantizer``.
+
+Every method either succeeds or leaves the source as it was.
 """
 
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from detent import _quantizer_state, metrics
-from detent._checks import as_integer
-from detent._parameter_source import ParameterSource
-from detent._plan_checks import STEP_LIMIT
+from detent import metrics
+from detent.checks import as_integer, float_array, plain, read_only
 from detent.convention import Convention, get_convention
-from detent.dtypes import float_array
-from detent.dynamic import fake_quantize_dynamic
-from detent.errors import DetentError, NotCalibratedError, StateError
+from detent.errors import DetentError, NotCalibratedError, ParamsError, ShapeError, SpecError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
-from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_learned_backward
-from detent.params import QuantParams
+from detent.observers import EMAMinMax, MinMax
+from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_dynamic, fake_quantize_learned_backward
+from detent.params import QuantParams, broadcast, numbers
+from detent.plan import STEP_LIMIT
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Estimator, EstimatorLike, get_estimator
 
 __all__ = ["FakeQuantize"]
 
+STATE_VERSION = 1
+_OBSERVER = "observer."
+_SCALARS = frozenset({"version", "spec", "initialized", "step"})
+
+
+class State(NamedTuple):
+    """A state dict taken apart; ``arrays`` is empty before calibration, ``observed`` without an observer."""
+
+    spec: QuantSpec
+    initialized: bool
+    step: int
+    arrays: dict[str, Any]
+    observed: dict[str, Any]
+
+
+def join_state(state: State) -> dict[str, Any]:
+    """One flat dict of copies."""
+    flat: dict[str, Any] = {"version": STATE_VERSION, "spec": state.spec.to_json(), "initialized": state.initialized}
+    flat |= {"step": state.step, **state.arrays}
+    flat |= {_OBSERVER + name: value for name, value in state.observed.items()}
+    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in flat.items()}
+
+
+def split_state(flat: Mapping[str, Any]) -> State:
+    """The parts of a flat dict, which must belong together."""
+    if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat) or not set(flat) >= _SCALARS:
+        given = list(flat) if isinstance(flat, Mapping) else []
+        missing = sorted(_SCALARS - set(given))
+        raise StateError(f"state holds the keys {given}, missing {missing}: expected what state_dict() returned")
+    scalars = {name: plain(flat[name]) for name in _SCALARS}
+    if type(scalars["version"]) is not int or scalars["version"] != STATE_VERSION:
+        raise StateError(f"this detent reads FakeQuantize state version {STATE_VERSION}, got {scalars['version']!r}")
+    if not isinstance(scalars["initialized"], bool):
+        raise StateError(f"initialized is True or False, got {scalars['initialized']!r}")
+    step = as_integer("the state's step", scalars["step"], at_least=0, at_most=STEP_LIMIT - 1, error=StateError)
+    observed = {name.removeprefix(_OBSERVER): value for name, value in flat.items() if name.startswith(_OBSERVER)}
+    rest = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
+    if scalars["initialized"] != bool(rest):
+        raise StateError(f"initialized is {scalars['initialized']} but the state holds the arrays {sorted(rest)}")
+    try:
+        spec = QuantSpec.from_json(scalars["spec"])
+    except SpecError as error:
+        raise StateError(f"the state's spec cannot be read: {error}") from error
+    return State(spec, scalars["initialized"], step, rest, observed)
+
+
 Array = NDArray[Any]
+
+
+class ParameterSource:
+    """The parameters of one spec under one mode; ``params`` is None before there are any."""
+
+    def __init__(self, spec: QuantSpec, mode: ScaleMode) -> None:
+        if isinstance(mode, Learned) and spec.scale_format != "float":
+            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
+        self.spec = spec
+        self.mode = mode
+        self.params: QuantParams | None = None
+        self.observer = EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None
+        self._learned: Array | None = None
+
+    def for_batch(self, x: Array, *, training: bool) -> QuantParams:
+        """The parameters of a forward over x."""
+        if isinstance(self.mode, PerBatch):
+            self.params = self.of_batch(x)
+            return self.params
+        if self.observer is not None and training:
+            observer = copy(self.observer).observe(x)
+            self.params, self.observer = observer.params(self.spec), observer
+        elif isinstance(self.mode, Learned) and training and self.params is None:
+            self.calibrate(x)
+        return self.require()
+
+    def of_batch(self, x: Array) -> QuantParams:
+        """The batch's own parameters, from its finite values: NaN shows in the result, as in the other modes."""
+        return MinMax(self.spec.granularity).observe(x).params(self.spec)
+
+    def starts_by_itself(self, *, training: bool) -> bool:
+        """Whether a forward finds its parameters without calibration."""
+        return isinstance(self.mode, PerBatch) or (training and not isinstance(self.mode, Fixed))
+
+    def calibrate(self, x: ArrayLike) -> None:
+        """Take the parameters from x."""
+        if self.observer is None:
+            self._set(QuantParams.from_data(self.spec, x))
+            return
+        observer = copy(self.observer).reset().observe(x)
+        self._set(observer.params(self.spec))
+        self.observer = observer
+
+    def update(self, scale: ArrayLike, zero_point: ArrayLike | None) -> None:
+        """Take the parameters as given; a learned zero point may be fractional."""
+        if not isinstance(self.mode, Learned) or zero_point is None:
+            self._set(QuantParams(self.spec, scale, zero_point))
+            return
+        learned = numbers("zero_point", zero_point).astype(np.float32)
+        params = QuantParams(self.spec, scale, self._whole(learned))
+        self._set(params, broadcast("zero_point", learned, params.scale.shape))
+
+    def _whole(self, learned: Array) -> Array:
+        """The zero points that forward uses: rounded half to even and clamped."""
+        if not np.isfinite(learned).all():
+            raise ParamsError(f"a learned zero point is finite, got {learned!r}")
+        return np.asarray(np.clip(np.round(learned), self.spec.qmin, self.spec.qmax))
+
+    def _set(self, params: QuantParams, learned: Array | None = None) -> None:
+        if isinstance(self.mode, Learned):
+            self._learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
+        self.params = params
+
+    def require(self) -> QuantParams:
+        """The parameters, or an error that says how to get some."""
+        if self.params is None:
+            raise NotCalibratedError(
+                "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
+                "update_params(scale, zero_point) first"
+            )
+        return self.params
+
+    @property
+    def zero_point(self) -> Array:
+        """The zero points; in mode Learned the floats before rounding."""
+        params = self.require()
+        return params.zero_point if self._learned is None else self._learned
+
+    def state(self, step: int) -> State:
+        """Everything there is to save."""
+        arrays = {} if self.params is None else {**self.params.to_arrays(), "zero_point": self.zero_point}
+        observed = {} if self.observer is None else self.observer.state_dict()
+        return State(self.spec, self.params is not None, step, arrays, observed)
+
+    def load(self, parts: State) -> None:
+        """Take over saved state; only a new source may be left half loaded by an error."""
+        if parts.arrays:
+            learned = numbers("zero_point", parts.arrays["zero_point"]) if isinstance(self.mode, Learned) else None
+            whole = {} if learned is None else {"zero_point": self._whole(learned)}
+            self._set(QuantParams.from_arrays(self.spec, {**parts.arrays, **whole}), learned)
+        if self.observer is not None:
+            seen = self.observer.load_state_dict(parts.observed).state_dict().get("lo")
+            if self.params is not None and seen is not None and seen.shape != self.params.scale.shape:
+                raise ShapeError(f"the observer has ranges of shape {seen.shape}, the scales {self.params.scale.shape}")
+
+
 EMA_DEFAULT = EMA(0.99)
 
 
@@ -344,7 +492,7 @@ class FakeQuantize:
         >>> sorted(FakeQuantize.q8().state_dict())
         ['initialized', 'spec', 'step', 'version']
         """
-        return _quantizer_state.join(self._source.state(self.step))
+        return join_state(self._source.state(self.step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """Take over what ``state_dict`` of an operator with the same spec and mode returned.
@@ -356,7 +504,7 @@ class FakeQuantize:
         >>> float(FakeQuantize.q8().load_state_dict(trained.state_dict()).scale)
         0.5
         """
-        parts = _quantizer_state.split(state)
+        parts = split_state(state)
         if parts.spec != self.spec:
             raise StateError(f"the state belongs to {parts.spec!r}, this operator to {self.spec!r}: use the same spec")
         if bool(parts.observed) != (self._source.observer is not None):

@@ -6,27 +6,157 @@ again. Layers that no rule matches are left alone; rules that match no layer are
 
 What a rule leaves open is the frontend's to decide: without a mode, activations follow a moving average (``EMA(0.99)``)
 and weights their current range.
+
+The presets of recipes: ``w<bits>a<bits>[-g<group>]`` and ``fp8``.
+
+Weights are signed and symmetric, one scale per index of axis 0, or per group; inputs are unsigned and affine, one scale
+per tensor. ``a16`` leaves activations as they are: weights alone are quantized, below 8 bits in groups of 128.
+
+Where bits are below 8, the first and the last layer keep 8, after the habit of leaving those two in more bits than the
+rest (DoReFa-Net, Zhou et al. 2016). Weight-only presets treat all layers alike.
+
+Why a rule matched no layer: its pattern, its types, or both; and what was probably meant.
+
+PlanTotals: what the plans of all frontends have in common, which are a recipe and a line per layer.
 """
 
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from difflib import SequenceMatcher
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher, get_close_matches
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
+from typing import Generic, Protocol, TypeVar
 
-from detent import _recipe_files, storage
-from detent._recipe_presets import PRESETS, preset
-from detent._rule_texts import storable
-from detent._table import table_lines
-from detent._unmatched import explain
-from detent.errors import SpecError
-from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
-from detent.rule import SETTINGS, SPECS, Layer, Rule
+from detent import recipe_files, storage
+from detent.codec import storable
+from detent.errors import SpecError, closest
+from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule
 from detent.scale_mode import ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator, EstimatorLike
+from detent.tables import table_lines
 
-__all__ = ["PRESETS", "Decision", "Layer", "ObserverSpec", "Recipe", "Rule", "get_observer_spec", "get_recipe"]
+__all__ = ["Decision", "PlanTotals", "Recipe", "get_recipe"]
+
+PRESETS: MappingProxyType[str, str] = MappingProxyType(
+    {
+        "w8a8": "8-bit weights and inputs",
+        "w4a8": "4-bit weights, 8-bit inputs; the first and last layer at 8 bits",
+        "w4a4": "4-bit weights and inputs; the first and last layer at 8 bits",
+        "w2a8": "2-bit weights, 8-bit inputs; the first and last layer at 8 bits",
+        "fp8": "float8_e4m3fn weights and inputs",
+        "w8a16": "8-bit weights only",
+        "w4a16": "the same as w4a16-g128",
+        "w4a16-g32": "4-bit weights only, in groups of 32",
+        "w4a16-g64": "4-bit weights only, in groups of 64",
+        "w4a16-g128": "4-bit weights only, in groups of 128",
+    }
+)
+FLOAT_BITS, FULL_BITS = 16, 8
+COMMON_GROUP = 128
+_NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
+_FULL = ("int8/axis0", "uint8/tensor/affine")
+_FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
+_PresetRow = tuple[str, str, str | None]
+
+
+def preset(
+    name: str, mode: ScaleMode | str | None, ste: EstimatorLike | str, observer: ObserverLike | None
+) -> tuple[str, tuple[Rule, ...]]:
+    """The full name of a preset, and its rules; mode, ste and observer go into every rule."""
+    full, rows = _rows(name)
+    return full, tuple(
+        Rule(match, weight=weight, input=given, mode=mode, ste=ste, observer=observer) for match, weight, given in rows
+    )
+
+
+def _rows(name: str) -> tuple[str, list[_PresetRow]]:
+    """The full name; what each rule matches, and its specs of weight and input."""
+    if name == "fp8":
+        return name, [("*", *_FP8)]
+    found = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        hint = closest(str(name).lower(), PRESETS)
+        raise SpecError(
+            f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
+            "to 8 bits for weights, and 2 to 8 or 16 for activations"
+        )
+    weight_bits, input_bits = int(found[1]), int(found[2])
+    group = int(found[3]) if found[3] else None
+    if input_bits == FLOAT_BITS:
+        if group is None and weight_bits < FULL_BITS:
+            group = COMMON_GROUP
+        full = f"w{weight_bits}a16" if group is None else f"w{weight_bits}a16-g{group}"
+        return full, [("*", _weight(weight_bits, group), None)]
+    rows: list[_PresetRow] = [("*", _weight(weight_bits, group), f"uint{input_bits}/tensor/affine")]
+    if min(weight_bits, input_bits) < FULL_BITS:
+        rows += [("@first", *_FULL), ("@last", *_FULL)]
+    return name, rows
+
+
+def _weight(bits: int, group: int | None) -> str:
+    return f"int{bits}/axis0" if group is None else f"int{bits}/group{group}"
+
+
+MAX_NAMES_SHOWN = 3
+_WILD = re.compile(r"[*?]|\[.*?\]")
+
+
+def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
+    """What failed, and the closest names or types; the rule matches none of the layers."""
+    named = [layer for layer in layers if rule.matches_name(layer)]
+    if named:
+        seen = {kind for layer in named for kind in layer.types}
+        count = f"{len(named)} layer{'' if len(named) == 1 else 's'}"
+        return f"{rule.match!r} matches {count}, of which none has a type in {rule.types}{_meant(rule.types, seen)}"
+    words = _no_name(rule, layers)
+    typed = any(map(rule.matches_types, layers))
+    if not layers or typed:
+        return words
+    seen = {kind for layer in layers for kind in layer.types}
+    return f"{words} and no layer has a type in {rule.types}{_meant(rule.types, seen)}"
+
+
+def _no_name(rule: Rule, layers: list[Layer]) -> str:
+    if rule.match in PLACES:
+        return f"no layer is the {rule.match[1:]} one with weights"
+    words = f"no name matches {rule.match!r}"
+    wider = _wider(rule, layers)
+    if wider:
+        return f"{words}: did you mean {wider!r}?"
+    wanted = _WILD.sub("", rule.match.removeprefix("re:"))
+    return words + _meant([wanted], {layer.name for layer in layers})
+
+
+def _wider(rule: Rule, layers: list[Layer]) -> str | None:
+    """The same glob with a star before, after or around it, where that matches a layer."""
+    if rule.match.startswith("re:"):
+        return None
+    for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
+        try:
+            if any(map(replace(rule, match=match).matches, layers)):
+                return match
+        except SpecError:
+            continue
+    return None
+
+
+def _meant(given: Iterable[str], known: Iterable[str]) -> str:
+    """The words ``: did you mean 'a' or 'b'?`` for what is near, or what there is where nothing is."""
+    names = sorted(known)
+    by_lower = {name.lower(): name for name in names}
+    near = dict.fromkeys(
+        by_lower[found]
+        for one in given
+        for found in get_close_matches(one.lower(), by_lower, n=MAX_NAMES_SHOWN, cutoff=0.5)
+    )
+    if near:
+        return f": did you mean {' or '.join(map(repr, list(near)[:MAX_NAMES_SHOWN]))}?"
+    some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
+    return f": there is {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
+
 
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
 
@@ -159,7 +289,7 @@ class Recipe:
         unmatched = [i for i, rule in enumerate(self.rules) if not any(map(rule.matches, known))]
         if unmatched:
             rules = f"{len(unmatched)} of {len(self.rules)} rules {'matches' if len(unmatched) == 1 else 'match'}"
-            lines = [f"  rule {i}, {self.rules[i]!r}: {explain(self.rules[i], known)}" for i in unmatched]
+            lines = [f"  rule {i}, {self.rules[i]!r}: {explain_unmatched(self.rules[i], known)}" for i in unmatched]
             raise SpecError("\n".join([f"{rules} none of the {len(known)} layers:", *lines]))
 
     def to_json(self) -> str:
@@ -171,7 +301,7 @@ class Recipe:
         >>> Recipe.from_json(Recipe.preset("w8a8").to_json()) == Recipe.preset("w8a8")
         True
         """
-        return _recipe_files.to_json(self.name, self.rules)
+        return recipe_files.to_json(self.name, self.rules)
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
@@ -183,7 +313,7 @@ class Recipe:
         >>> Recipe.from_json('{"version": 1, "rules": [{"match": "head*", "skip": true}]}')
         dt.Recipe([dt.Rule('head*', skip=True)])
         """
-        name, rules = _recipe_files.from_json(text)
+        name, rules = recipe_files.from_json(text)
         return cls(rules, name)
 
     def to_toml(self) -> str:
@@ -202,7 +332,7 @@ class Recipe:
         observer = "mse"
         <BLANKLINE>
         """
-        return _recipe_files.to_toml(self.name, self.rules)
+        return recipe_files.to_toml(self.name, self.rules)
 
     @classmethod
     def from_toml(cls, text: str) -> "Recipe":
@@ -214,7 +344,7 @@ class Recipe:
         >>> Recipe.from_toml('version = 1\nrules = [{ types = "Linear", weight = "int4/group32" }]')
         dt.Recipe([dt.Rule(types=('Linear',), weight='int4/group32')])
         """
-        name, rules = _recipe_files.from_toml(text)
+        name, rules = recipe_files.from_toml(text)
         return cls(rules, name)
 
     @classmethod
@@ -232,7 +362,7 @@ class Recipe:
         ...     Recipe.load(path) == Recipe.preset("w8a8")
         True
         """
-        name, rules = _recipe_files.read(Path(path))
+        name, rules = recipe_files.read(Path(path))
         return cls(rules, name)
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -247,7 +377,7 @@ class Recipe:
         ...
         detent.errors.FileFormatError: recipes are .toml or .json files, got 'recipe.yaml': give it such a suffix
         """
-        storage.write_atomic(path, _recipe_files.to_bytes(Path(path), self.name, self.rules))
+        storage.write_atomic(path, recipe_files.to_bytes(Path(path), self.name, self.rules))
 
     def diff(self, other: "Recipe | str | PathLike[str]") -> str:
         """What turns this recipe into the other, a line per rule; empty where they are equal.
@@ -315,10 +445,57 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
     """
     if isinstance(value, Recipe):
         return value
-    if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(_recipe_files.SUFFIXES)):
+    if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(recipe_files.SUFFIXES)):
         return Recipe.load(value)
     if isinstance(value, str):
         return Recipe.preset(value)
     raise SpecError(
         f"a recipe is a dt.Recipe, a preset such as 'w8a8' or the path of a .toml or .json file, got {value!r}"
     )
+
+
+class PlanLine(Protocol):
+    """What totals need of a line."""
+
+    @property
+    def is_quantized(self) -> bool: ...
+
+    @property
+    def nbytes_before(self) -> int: ...
+
+    @property
+    def nbytes_after(self) -> int: ...
+
+
+Line = TypeVar("Line", bound=PlanLine)
+
+
+class PlanTotals(Generic[Line]):
+    """The sums over the lines of a plan."""
+
+    recipe: Recipe
+    layers: tuple[Line, ...]
+
+    @property
+    def quantized(self) -> tuple[Line, ...]:
+        """The layers that something happens to."""
+        return tuple(layer for layer in self.layers if layer.is_quantized)
+
+    @property
+    def nbytes_before(self) -> int:
+        """The bytes of all weights in the table."""
+        return sum(layer.nbytes_before for layer in self.layers)
+
+    @property
+    def nbytes_after(self) -> int:
+        """The same when quantized, with their scales."""
+        return sum(layer.nbytes_after for layer in self.layers)
+
+    def _summary(self, target: str = "") -> str:
+        """The last line of the table."""
+        recipe = self.recipe
+        name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {len(recipe.rules)} rules"
+        return (
+            f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}{target}; weights "
+            f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes"
+        )

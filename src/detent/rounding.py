@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import SpecError, closest
 
 __all__ = ["Rounding", "floor", "get_rounding", "half_away", "half_even", "stochastic"]

@@ -3,25 +3,238 @@
 A rule names layers by their full dotted name and by their types, and holds what they get; what it leaves at None is
 not its business. Rules know nothing of any framework: a layer is a name, the names of its types, and whether it is the
 first or the last one with weights.
+
+The short texts of what a rule sets: specs, scale modes, estimators, observers.
+
+A spec has its own grammar, ``format/granularity/...``. The others are calls: ``name``, ``name(1)``, ``name(1, key=2)``,
+with the settings in the order of their class. A text leaves out what is the default, so that equal values have equal
+texts; the defaults belong to the version of the recipe files that hold them.
+
+ObserverSpec: which observer a recipe asks for. A description without data, from which fresh observers are made.
+
+========================================= ====================================================
+``minmax``                                the smallest and largest value
+``percentile(lower, upper, precision)``   all but the outermost parts, in percent
+``mse(norm, precision)``                  the least mean ``|error|^norm``
+``entropy(precision)``                    the least divergence of distributions
+========================================= ====================================================
+
+The granularity is not part of it: it is that of the spec the observer will serve. A moving average is not among them
+either: it is the scale mode ``EMA``.
 """
 
 import fnmatch
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from detent._checks import plain
-from detent._rule_texts import as_estimator, as_mode, as_text, estimator_text, mode_text, spec_text
-from detent.errors import SpecError, closest
+from detent.checks import plain
+from detent.codec import Setting, as_text, parse_call, write_call
+from detent.convention import Convention
+from detent.errors import DetentError, SpecError, closest
 from detent.formats import Format
-from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
-from detent.scale_mode import ScaleMode
-from detent.spec import QuantSpec, get_spec
-from detent.ste import Custom, Estimator, EstimatorLike
+from detent.granularity import Granularity, PerTensor
+from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
+from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
+from detent.spec import QuantSpec, get_spec, spec_text
+from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
 
-__all__ = ["Layer", "Rule"]
+__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "get_observer_spec"]
+Value = TypeVar("Value")
+_MODES: Mapping[str, type[ScaleMode]] = {"per_batch": PerBatch, "ema": EMA, "fixed": Fixed, "learned": Learned}
+_ESTIMATORS: Mapping[str, Callable[..., Estimator]] = {
+    "identity": Identity,
+    "clipped": Clipped,
+    "hard_tanh": HardTanh,
+    "tanh": Tanh,
+}
+
+
+def as_mode(value: ScaleMode | str) -> ScaleMode:
+    """The mode that a call text names; a mode passes through."""
+    if not isinstance(value, str):
+        return _of_known_type("scale mode", get_scale_mode(value), _MODES)
+    name, settings = parse_call("scale mode", value, {key: _names(made) for key, made in _MODES.items()})
+    return _MODES[name](**settings)
+
+
+def mode_text(mode: ScaleMode) -> str:
+    """The call text of a mode."""
+    return _text(mode, _MODES)
+
+
+def as_estimator(value: EstimatorLike | str) -> Estimator:
+    """The estimator that a call text names; callables are wrapped, an estimator passes through."""
+    if not isinstance(value, str):
+        found = get_estimator(value, Convention.onnx)
+        return found if isinstance(found, Custom) else _of_known_type("estimator", found, _ESTIMATORS)
+    name, settings = parse_call("estimator", value, {key: _names(made) for key, made in _ESTIMATORS.items()})
+    return _ESTIMATORS[name](**settings)
+
+
+def estimator_text(estimator: Estimator) -> str:
+    """The call text of an estimator that is no callable."""
+    if isinstance(estimator, Custom):
+        raise SpecError(
+            f"the estimator {estimator.function!r} is a callable, which no text can hold: name one of "
+            f"{', '.join(_ESTIMATORS)}, or set it in code with dataclasses.replace(rule, ste=...) after loading"
+        )
+    return _text(estimator, _ESTIMATORS)
+
+
+def _names(made: object) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(made))  # type: ignore[arg-type]  # of dataclasses
+
+
+def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., object]]) -> Value:
+    if type(value) not in known.values():
+        raise SpecError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
+    return value
+
+
+def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
+    made = type(value)
+    name = next(name for name, one in known.items() if one is made)
+    own, default = ({key: getattr(of, key) for key in _names(made)} for of in (value, made()))
+    return write_call(name, own, default)
+
+
+_CLASSES: Mapping[str, type[Observer]] = {"minmax": MinMax, "percentile": Percentile, "mse": MSE, "entropy": Entropy}
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "minmax": (),
+    "percentile": ("lower", "upper", "precision"),
+    "mse": ("norm", "precision"),
+    "entropy": ("precision",),
+}
+_AVERAGES = ("ema", "emaminmax", "ema_minmax")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class ObserverSpec:
+    """Which observer, with which settings.
+
+    Attributes:
+        kind: "minmax", "percentile", "mse" or "entropy".
+        settings: every setting of that kind with its name and value, defaults included.
+
+    >>> wanted = ObserverSpec("mse", norm=2.4)
+    >>> str(wanted), wanted.make("axis0")
+    ('mse(2.4)', MSE(norm=2.4, granularity=PerAxis(axis=0)))
+    """
+
+    kind: str
+    settings: tuple[tuple[str, float], ...]
+
+    def __init__(self, kind: str, **settings: Setting) -> None:
+        if not isinstance(kind, str) or kind not in _CLASSES:
+            raise SpecError(f"unknown observer {kind!r}{closest(str(kind), _CLASSES)} expected {', '.join(_CLASSES)}")
+        unknown = [name for name in settings if name not in _SETTINGS[kind]]
+        if unknown:
+            takes = ", ".join(_SETTINGS[kind]) or "no settings"
+            raise SpecError(f"observer {kind!r} has no setting {unknown[0]!r}: it takes {takes}")
+        try:
+            made = _CLASSES[kind](**settings)  # type: ignore[arg-type]  # checks its settings
+        except (DetentError, OverflowError) as error:
+            raise SpecError(f"observer {kind!r}: {error}") from error
+        object.__setattr__(self, "kind", kind)
+        # Adding zero makes -0.0 the 0.0 that it equals.
+        object.__setattr__(self, "settings", tuple((name, getattr(made, name) + 0) for name in _SETTINGS[kind]))
+
+    @classmethod
+    def parse(cls, text: str) -> "ObserverSpec":
+        """The description that a text such as ``"mse(2.4)"`` names; ``str`` gives such a text.
+
+        Raises:
+            SpecError: unknown, or settings that make no observer; the message holds the closest name.
+
+        >>> ObserverSpec.parse("percentile(0.1, 99.9)") == ObserverSpec.parse("percentile")
+        True
+        """
+        if not isinstance(text, str):
+            raise SpecError(f"an observer's text looks like 'mse(2.4)', got {text!r}")
+        if text.partition("(")[0].lower() in _AVERAGES:
+            raise _no_average(text)
+        kind, settings = parse_call("observer", text, _SETTINGS)
+        return cls(kind, **settings)
+
+    @classmethod
+    def of(cls, observer: Observer) -> "ObserverSpec":
+        """The description of an observer that has seen nothing and has no granularity of its own.
+
+        >>> from detent.observers import Percentile
+        >>> ObserverSpec.of(Percentile(1, 99))
+        ObserverSpec('percentile', lower=1.0, upper=99.0)
+        """
+        for kind, known in _CLASSES.items():
+            if type(observer) is known:
+                _check_bare(observer)
+                return cls(kind, **{name: getattr(observer, name) for name in _SETTINGS[kind]})
+        if isinstance(observer, EMAMinMax):
+            raise _no_average(observer)
+        names = ", ".join(known.__name__ for known in _CLASSES.values())
+        raise SpecError(f"a recipe's observer is one of {names}, got {observer!r}")
+
+    def make(self, granularity: Granularity | str = PerTensor()) -> Observer:
+        """A fresh observer with that granularity.
+
+        >>> ObserverSpec("minmax").make("token")
+        MinMax(granularity=PerToken())
+        """
+        return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
+
+    def _defaults(self) -> dict[str, Setting]:
+        default = _CLASSES[self.kind]()
+        return {name: getattr(default, name) for name in _SETTINGS[self.kind]}
+
+    def __str__(self) -> str:
+        return write_call(self.kind, dict(self.settings), self._defaults())
+
+    def __repr__(self) -> str:
+        default = self._defaults()
+        changed = [f"{name}={value!r}" for name, value in self.settings if value != default[name]]
+        return f"ObserverSpec({', '.join([repr(self.kind), *changed])})"
+
+
+ObserverLike = ObserverSpec | Observer | type[Observer] | str
+
+
+def get_observer_spec(value: ObserverLike) -> ObserverSpec:
+    """The description that a text, an observer class or a fresh observer stands for; an ObserverSpec passes through.
+
+    >>> from detent.observers import MSE
+    >>> get_observer_spec("mse") == get_observer_spec(MSE) == get_observer_spec(MSE())
+    True
+    """
+    if isinstance(value, ObserverSpec):
+        return value
+    if isinstance(value, str):
+        return ObserverSpec.parse(value)
+    if isinstance(value, type) and value in _CLASSES.values():
+        return ObserverSpec.of(value())
+    if isinstance(value, type) and issubclass(value, EMAMinMax):
+        raise _no_average(value)
+    if isinstance(value, Observer):
+        return ObserverSpec.of(value)
+    raise SpecError(f"an observer is a text such as 'mse(2.4)', an observer class or a fresh observer, got {value!r}")
+
+
+def _check_bare(observer: Observer) -> None:
+    if observer.count or observer.nonfinite:
+        raise SpecError(f"{observer!r} has observed {observer.count} values, a recipe needs a fresh one: reset() it")
+    if observer.granularity != PerTensor():
+        raise SpecError(
+            f"{observer!r} has a granularity, which a recipe takes from the spec that is observed for: leave it out"
+        )
+
+
+def _no_average(value: object) -> SpecError:
+    return SpecError(
+        f"a moving average is a scale mode, not an observer of a recipe, got {value!r}: use mode='ema(0.9)' or "
+        f"mode=dt.EMA(0.9), or one of the observers {', '.join(_CLASSES)}"
+    )
+
 
 SpecLike = QuantSpec | Format | str
 PLACES = ("@first", "@last")

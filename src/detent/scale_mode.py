@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass
 from numbers import Real
 
-from detent._checks import unique_keys
+from detent.checks import unique_keys
 from detent.errors import SpecError, closest
 
 __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]

@@ -9,16 +9,19 @@ Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from detent._checks import has_keys, plain, unique_keys
+import ml_dtypes
+import numpy as np
+
+from detent.checks import has_keys, plain, unique_keys
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
 from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
 from detent.granularity import Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
 from detent.rounding import Rounding, get_rounding, half_even
 
-__all__ = ["NAMED_SPECS", "QuantSpec", "get_spec"]
+__all__ = ["NAMED_SPECS", "QuantSpec", "code_dtype", "get_spec"]
 
 JSON_VERSION = 1
 ScaleFormat = Literal["float", "e8m0", "e4m3"]
@@ -383,3 +386,31 @@ def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
     if isinstance(value, QuantSpec):
         return value
     return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)
+
+
+def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
+    """The dtype of an unpacked code.
+
+    >>> code_dtype(QuantSpec("int4")), code_dtype(QuantSpec("float8_e5m2"))
+    (dtype('int8'), dtype(float8_e5m2))
+    """
+    if spec.format.kind == "float":
+        small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, spec.format.storage))
+        return small
+    return np.dtype(spec.format.storage)
+
+
+def spec_text(spec: QuantSpec) -> str | None:
+    """The text that ``QuantSpec.parse`` turns into this spec, or None where there is none."""
+    if str(spec) in NAMED_SPECS:
+        return str(spec)
+    parts = [f"{spec.format.name}/{spec.granularity}"]
+    if not (spec.symmetric and spec.format.signed):
+        parts.append("symmetric" if spec.symmetric else "affine")
+    if spec.convention != Convention.onnx:
+        parts.append(spec.convention.name)
+    text = "/".join(parts)
+    try:
+        return text if QuantSpec.parse(text) == spec else None
+    except SpecError:  # a convention of the caller's own
+        return None

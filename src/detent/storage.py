@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import SIZE_LIMIT, has_keys, unique_keys
+from detent.checks import SIZE_LIMIT, has_keys, unique_keys
 from detent.errors import DtypeError, FileFormatError
 
 __all__ = ["dumps", "loads", "read", "write_atomic"]

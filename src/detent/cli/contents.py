@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from detent.cli.amounts import as_text
 from detent.cli.screen import Screen
+from detent.tables import bytes_text
 
 __all__ = ["Contents", "Held", "span"]
 
@@ -39,7 +39,7 @@ class Held:
     def cells(self) -> tuple[str, ...]:
         """A row of a table."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
-        size = "" if self.shape is None else as_text(self.nbytes)
+        size = "" if self.shape is None else bytes_text(self.nbytes)
         kind = " ".join(self.type.split("/")[:2])  # the rest would not fit a line
         return self.name, self.kind, kind, shape, size, span(self.low, self.high)
 

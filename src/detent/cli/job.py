@@ -14,12 +14,12 @@ from detent.cli.screen import Screen
 from detent.cli.timing import Timing, made_up_feed, race
 from detent.cli.verdict import Hurting, Verdict, Wish
 from detent.errors import DetentError
-from detent.observer_spec import get_observer_spec
 from detent.onnx.data import inputs_of
 from detent.onnx.report import QuantizeReport
 from detent.proof import VerifyReport, verify
 from detent.qdq import get_target, load
 from detent.recipe import get_recipe
+from detent.rule import get_observer_spec
 
 __all__ = ["Job"]
 

@@ -8,11 +8,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from detent.cli.amounts import parse_bytes
 from detent.cli.exits import DIFFERENCE, check_distinct, check_free, check_is_file, fail, guarded, require
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
+from detent.tables import parse_bytes
 
 __all__ = ["register"]
 

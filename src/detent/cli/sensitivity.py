@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from detent.cli.amounts import as_text, of_whole
 from detent.cli.exits import check_distinct, check_free, guarded, require
 from detent.cli.options import AsJson, BatchSize, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
+from detent.tables import bytes_text, of_whole
 
 if TYPE_CHECKING:
     from detent.cli.holdout import Part
@@ -139,7 +139,7 @@ def _show(screen: Screen, found: "Sensitivity", mix: "Mix | None") -> None:
     for layer in found.ranked():
         cells = [f"{sqnr_of(layer.noise[name]):.1f}" if name in layer.noise else "-" for name in shown]
         label = () if mix is None else (_short(mix.options[layer.name]),)
-        rows.append((layer.name, layer.type, as_text(layer.nbytes_float), *cells, *label))
+        rows.append((layer.name, layer.type, bytes_text(layer.nbytes_float), *cells, *label))
     columns = ("layer", "type", "bytes", *(_short(name) for name in shown), *chosen)
     screen.table(columns, rows, right=range(2, 3 + len(shown)))
     screen.say(
@@ -149,7 +149,7 @@ def _show(screen: Screen, found: "Sensitivity", mix: "Mix | None") -> None:
     if mix is not None:
         measured = "not measured" if mix.measured_sqnr_db is None else f"{mix.measured_sqnr_db:.1f} dB measured"
         screen.say(
-            f"chosen: {as_text(mix.nbytes)} of {as_text(found.nbytes_float)} in float; "
+            f"chosen: {bytes_text(mix.nbytes)} of {bytes_text(found.nbytes_float)} in float; "
             f"{mix.predicted_sqnr_db:.1f} dB predicted, {measured}"
         )
 

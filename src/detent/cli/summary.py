@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from detent.cli.amounts import as_text
 from detent.cli.holdout import Split
 from detent.cli.judging import Accuracy, worst
 from detent.cli.rehearsal import Rehearsal
@@ -13,6 +12,7 @@ from detent.cli.screen import Screen
 from detent.cli.verdict import Verdict
 from detent.onnx.report import LayerReport, QuantizeReport
 from detent.qdq import Provenance, load
+from detent.tables import bytes_text
 
 __all__ = ["facts_of", "rehearsal_document", "result_document", "show_rehearsal", "show_result"]
 
@@ -32,7 +32,7 @@ def facts_of(made: QuantizeReport, verdict: Verdict, split: Split | None) -> lis
     [('size', '8 B -> 2 B (25.0 %)'), ('outputs', 'not compared: give --data'), ('layers in integers', '0 of 0')]
     """
     share = 100 * made.nbytes_after / max(1, made.nbytes_before)
-    facts = [("size", f"{as_text(made.nbytes_before)} -> {as_text(made.nbytes_after)} ({share:.1f} %)")]
+    facts = [("size", f"{bytes_text(made.nbytes_before)} -> {bytes_text(made.nbytes_after)} ({share:.1f} %)")]
     if verdict.accuracy is None:
         facts.append(("outputs", "not compared: give --data"))
     else:
@@ -170,8 +170,8 @@ def show_rehearsal(screen: Screen, found: Rehearsal, output: Path, *, force: boo
             each["type"],
             each["weight"].partition("/")[0] or "float",
             each["input"].partition("/")[0] or "float",
-            as_text(each["nbytes_before"]),
-            as_text(each["nbytes_after"]),
+            bytes_text(each["nbytes_before"]),
+            bytes_text(each["nbytes_after"]),
             each["reason"] or each["note"],
         )
         for each in found.layers
@@ -184,9 +184,9 @@ def show_rehearsal(screen: Screen, found: Rehearsal, output: Path, *, force: boo
     screen.say(f"{output} (not written)", style="bold")
     if output.exists() and not force:
         screen.say("  exists already: needs --force")
-    screen.say(f"  size:    {as_text(found.nbytes_before)} -> {as_text(found.nbytes_after)}")
+    screen.say(f"  size:    {bytes_text(found.nbytes_before)} -> {bytes_text(found.nbytes_after)}")
     screen.say(
-        f"  memory:  {'not known on this system' if bound is None else f'at most {as_text(bound)} while quantizing'}"
+        f"  memory:  {'not known on this system' if bound is None else f'at most {bytes_text(bound)} while quantizing'}"
     )
     seconds = found.seconds_in_all
     screen.say(f"  time:    about {f'{seconds:,.0f} s' if seconds >= 1 else 'a second or less'}, then judging")

@@ -7,9 +7,9 @@ from math import isfinite
 from pathlib import Path
 from textwrap import wrap
 
-from detent._table import table_lines
 from detent.errors import SpecError
 from detent.proof import VerifyReport
+from detent.tables import table_lines
 
 __all__ = ["COLUMNS", "DemoResult", "DemoRow"]
 

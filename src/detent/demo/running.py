@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.demo.result import DemoResult
 from detent.errors import FileFormatError, UnsupportedError
 

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import refuse_nan
+from detent.checks import refuse_nan
 from detent.formats import BYTE, MAX_BITS
 from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.native import is_ready, make_runner, ready

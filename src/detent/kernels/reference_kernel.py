@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import refuse_nan
+from detent.checks import refuse_nan
 from detent.kernels import reference
 from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.problem import Problem, Result

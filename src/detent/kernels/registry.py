@@ -4,7 +4,7 @@ Native kernels run where they exist, reference kernels elsewhere; ``capabilities
 same bits, so that the choice is a matter of speed alone.
 """
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.env import MAX_THREADS, default_threads
 from detent.errors import UnsupportedError
 from detent.kernels import native

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from detent import storage
-from detent._checks import as_integer, has_keys, unique_keys
+from detent.checks import as_integer, has_keys, unique_keys
 from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
 

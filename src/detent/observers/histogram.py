@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from detent._checks import as_array, as_integer
+from detent.checks import as_array, as_integer
 from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError, StateError
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, Tiling

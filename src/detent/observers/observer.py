@@ -12,9 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detent import storage
-from detent._checks import as_array, as_integer, first_index, has_keys, plain, read_only, unique_keys
-from detent._param_checks import check_scale_shape
-from detent.dtypes import float_array
+from detent.checks import as_array, as_integer, first_index, float_array, has_keys, plain, read_only, unique_keys
 from detent.errors import (
     DtypeError,
     FileFormatError,
@@ -27,7 +25,7 @@ from detent.errors import (
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, Tiling, get_granularity, granularity_from_dict
 from detent.kernels import minmax
-from detent.params import QuantParams
+from detent.params import QuantParams, check_scale_shape
 from detent.spec import QuantSpec, get_spec
 
 __all__ = ["Observer", "Range"]

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from detent._checks import as_number
+from detent.checks import as_number
 from detent.errors import RangeError
 from detent.granularity import Granularity, PerTensor
 from detent.observers.histogram import Bins, HistogramObserver

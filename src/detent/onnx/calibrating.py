@@ -17,12 +17,12 @@ from onnx import ModelProto, NodeProto, helper
 
 from detent import observers as core
 from detent.errors import NaNError, NotCalibratedError, SpecError
-from detent.observer_spec import ObserverLike, ObserverSpec, get_observer_spec
 from detent.observers import Observer
 from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx.planning import GraphPlan
 from detent.qdq.graph import Graph
 from detent.qdq.sessions import make_session, refusals
+from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
 
 __all__ = ["Calibration", "calibrate", "record", "tensor_groups"]
 

@@ -12,18 +12,17 @@ from os import PathLike
 
 from onnx import ModelProto
 
-from detent._plan_totals import PlanTotals
-from detent._table import table_lines
 from detent.errors import SpecError, UnsupportedError, closest
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
-from detent.observer_spec import ObserverSpec
 from detent.onnx.layers import Layer, layers_of
 from detent.onnx.placing import Place, place
 from detent.qdq.graph import Graph
 from detent.qdq.targets import Target, get_target
-from detent.recipe import Decision, Recipe, get_recipe
-from detent.recipe import Layer as Seen
+from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
+from detent.rule import Layer as Seen
+from detent.rule import ObserverSpec
 from detent.spec import QuantSpec
+from detent.tables import table_lines
 
 __all__ = ["GraphPlan", "LayerPlan", "plan"]
 

@@ -15,7 +15,6 @@ from onnx import ModelProto
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import sqnr_db
-from detent.observer_spec import ObserverLike, get_observer_spec
 from detent.onnx.biases import corrected_biases
 from detent.onnx.calibrating import Progress, calibrate, tensor_groups
 from detent.onnx.clipping import choose_clipped
@@ -34,6 +33,7 @@ from detent.qdq.provenance import digest_of
 from detent.qdq.sessions import make_session
 from detent.qdq.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
+from detent.rule import ObserverLike, get_observer_spec
 
 __all__ = ["output_sqnr", "quantize"]
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from detent._table import table_lines
 from detent.onnx.integers import INTEGER
 from detent.onnx.planning import GraphPlan
+from detent.tables import table_lines
 
 __all__ = ["LayerReport", "QuantizeReport"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from detent._checks import unique_keys
+from detent.checks import unique_keys
 from detent.errors import FileFormatError
 from detent.qdq.tensors import array_of
 

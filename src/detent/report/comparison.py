@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from detent._table import table_lines
+from detent.codec import encode
 from detent.errors import DtypeError
-from detent.report.coding import encode
 from detent.report.document import Report, write_page
 from detent.report.parts import Layer
+from detent.tables import table_lines
 
 __all__ = ["ComparedLayer", "Comparison", "compare"]
 

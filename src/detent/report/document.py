@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from detent import storage
-from detent._table import table_lines
+from detent.codec import TEXT_LIMIT, decode, encode, parse
 from detent.errors import FileFormatError, SpecError
-from detent.report.coding import TEXT_LIMIT, decode, encode, parse
 from detent.report.evidence import SensitivityFacts, VerificationFacts
 from detent.report.parts import Layer, Reproduction, Size, Table, Tensor
+from detent.tables import table_lines
 
 __all__ = ["Basis", "Report", "check_suffix", "write_page"]
 

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from detent._checks import as_integer
-from detent._table import table_lines
+from detent.checks import as_integer
 from detent.errors import FileFormatError, SpecError
 from detent.recipe import Recipe
 from detent.sensitivity import reading
 from detent.sensitivity.choosing import best_choice, hull_choices, smallest_total
 from detent.sensitivity.mix import FLOAT, Mix, exact, mixed_recipe, short
 from detent.sensitivity.noise import LayerNoise, counted, sqnr_of
+from detent.tables import table_lines
 
 __all__ = ["Sensitivity"]
 

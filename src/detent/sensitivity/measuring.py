@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.recipe import Recipe, get_recipe
 from detent.sensitivity.bench import Bench, measure_all

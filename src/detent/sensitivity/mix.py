@@ -7,11 +7,11 @@ from math import isnan
 from types import MappingProxyType
 from typing import Any
 
-from detent._table import table_lines
 from detent.errors import SpecError
 from detent.recipe import Recipe
 from detent.rule import Rule
 from detent.sensitivity.noise import LayerNoise, counted, sqnr_of
+from detent.tables import table_lines
 
 __all__ = ["FLOAT", "Mix", "exact", "mixed_recipe", "short"]
 

@@ -10,7 +10,7 @@ from math import inf, log10
 from types import MappingProxyType
 from typing import Any
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import SpecError
 
 __all__ = ["LARGEST", "Cost", "LayerNoise", "counted", "sqnr_of"]

@@ -13,11 +13,10 @@ from collections.abc import Iterable
 from math import prod
 from typing import Literal
 
-from detent._checks import as_integer, plain
-from detent._rule_texts import spec_text
+from detent.checks import as_integer, plain
 from detent.errors import SpecError
 from detent.granularity import PerToken
-from detent.spec import QuantSpec
+from detent.spec import QuantSpec, spec_text
 
 __all__ = ["STORAGES", "Storage", "as_storage", "as_widths", "stored_nbytes"]
 

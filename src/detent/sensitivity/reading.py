@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any
 
-from detent._checks import as_integer, has_keys, unique_keys
+from detent.checks import as_integer, has_keys, unique_keys
 from detent.errors import DetentError, FileFormatError
 from detent.recipe import Recipe
 from detent.sensitivity.noise import LayerNoise

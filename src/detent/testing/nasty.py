@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from detent.dtypes import float_dtype
+from detent.checks import float_dtype
 from detent.errors import ParamsError
 
 __all__ = ["nasty_arrays"]

@@ -9,7 +9,7 @@ from torch import nn
 
 from detent.errors import StateError
 from detent.observers import Observer
-from detent.recipe import ObserverSpec, get_observer_spec
+from detent.rule import ObserverSpec, get_observer_spec
 from detent.scale_mode import PerBatch
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.distributed import apart, merge_observers

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from detent._table import table_lines
 from detent.errors import DtypeError, SpecError, closest
 from detent.granularity import PerTensor
 from detent.metrics import code_usage
 from detent.params import QuantParams
 from detent.scale_mode import Learned, PerBatch
 from detent.spec import QuantSpec
+from detent.tables import table_lines
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.preparation import plan_of, quantizers_of, weight_layers

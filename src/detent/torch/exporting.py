@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError
 from detent.torch.layers import float_class_of
 from detent.torch.marking import Marked, copy_to_ship, mark

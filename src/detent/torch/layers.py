@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.torch.products import Convolution, Linear, Product
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from detent._plan_checks import check_is_params, check_step
 from detent.errors import DtypeError, ParamsError, ShapeError
 from detent.params import QuantParams
+from detent.plan import check_is_params, check_step
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
 
-from detent._plan_totals import PlanTotals
-from detent._table import table_lines
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
-from detent.recipe import Decision, Layer, ObserverSpec, Recipe, get_recipe
+from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
+from detent.rule import Layer, ObserverSpec
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator
+from detent.tables import table_lines
 from detent.torch.batchnorm import find_folds
 from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_product
 

@@ -22,13 +22,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from detent._plan_checks import STEP_LIMIT
 from detent.errors import NaNError, NotCalibratedError, RangeError, SpecError, StateError
 from detent.formats import Format
 from detent.observers import Observer
 from detent.observers.ema import mix_ranges
 from detent.params import QuantParams
-from detent.recipe import ObserverSpec
+from detent.plan import STEP_LIMIT
+from detent.rule import ObserverSpec
 from detent.scale_mode import EMA, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.scale_rule import derive
 from detent.spec import QuantSpec, get_spec

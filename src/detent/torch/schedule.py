@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import DtypeError, SpecError, StateError
 from detent.scale_mode import EMA
 from detent.torch.batchnorm import QuantizedNorm

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from detent._checks import as_integer
+from detent.checks import as_integer
 from detent.errors import DtypeError
 from detent.granularity import Granularity, PerAxis, PerTensor
 from detent.metrics import clip_fraction

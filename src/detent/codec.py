@@ -5,14 +5,15 @@ not finite are written as "inf", "-inf" and "nan", for JSON has none of them.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from math import inf, isfinite, nan
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from detent._checks import unique_keys
-from detent.errors import FileFormatError
+from detent.checks import plain, unique_keys
+from detent.errors import FileFormatError, SpecError, closest
 
 __all__ = ["decode", "encode", "parse"]
 
@@ -167,3 +168,71 @@ def _text(value: str, where: str) -> str:
 
 def _wrong(where: str, expected: str, value: object) -> FileFormatError:
     return FileFormatError(f"{where} must be {expected}, got {repr(value)[:SHOWN]}")
+
+
+Setting: TypeAlias = int | float | str
+Settings: TypeAlias = dict[str, Setting]
+CALL_LIMIT = 200
+_CALL = re.compile(r"(\w+)(?:\(([^()]*)\))?", re.ASCII)
+_KEYWORD = re.compile(r"([a-z_]+)\s*=\s*(.*)", re.ASCII | re.DOTALL)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+
+def parse_call(what: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, Settings]:
+    """The name and the settings of a call; ``known`` says which settings each name has, in order."""
+    match = _CALL.fullmatch(text) if len(text) <= CALL_LIMIT else None
+    if match is None or match[1] not in known:
+        name = text[:CALL_LIMIT].partition("(")[0]
+        raise SpecError(f"unknown {what} {text[:CALL_LIMIT]!r}{closest(name, known)} expected {_forms(known)}")
+    name, names = match[1], known[match[1]]
+    settings: Settings = {}
+    by_keyword = False
+    for place, part in enumerate(match[2].split(",") if (match[2] or "").strip() else ()):
+        keyword = _KEYWORD.fullmatch(part.strip())
+        by_keyword = by_keyword or keyword is not None
+        key = keyword[1] if keyword else "" if by_keyword or place >= len(names) else names[place]
+        if key not in names or key in settings:
+            takes = f"takes {', '.join(names)}, each once and in this order" if names else "takes no settings"
+            raise SpecError(f"{what} {text!r}: {part.strip()!r} has no place, {name} {takes}")
+        settings[key] = _value(keyword[2] if keyword else part.strip())
+    return name, settings
+
+
+def _forms(known: Mapping[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{name}({', '.join(names)})" if names else name for name, names in known.items())
+
+
+def _value(text: str) -> Setting:
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    return float(text) if _NUMBER.fullmatch(text) else text
+
+
+def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
+    """The call without the settings that have their default; by keyword from the first one that is left out."""
+    parts, by_keyword = [], False
+    for key, value in settings.items():
+        if value == defaults[key]:
+            by_keyword = True
+        else:
+            parts.append(f"{key}={value}" if by_keyword else f"{value}")
+    return f"{name}({', '.join(parts)})" if parts else name
+
+
+def as_text(what: str, value: object) -> str:
+    """The value as a string that is not empty and that every file can hold."""
+    found = plain(value)
+    if not isinstance(found, str) or not found:
+        hint = f": use {value.__name__!r}" if isinstance(value, type) else ""
+        raise SpecError(f"{what} is text that is not empty, got {value!r}{hint}")
+    return storable(what, found)
+
+
+def storable(what: str, text: str) -> str:
+    """The text, which must be Unicode without lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecError(f"{what} holds half a surrogate pair, which no file can hold: {text!r}") from error
+    return text

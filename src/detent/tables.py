@@ -1,10 +1,31 @@
-"""Amounts: numbers of bytes, as people write and read them."""
+"""Tables of text: columns as wide as their widest cell.
+
+Amounts: numbers of bytes, as people write and read them.
+"""
 
 import re
+from collections.abc import Container, Sequence
 
 from detent.errors import SpecError
 
-__all__ = ["as_text", "of_whole", "parse_bytes"]
+__all__ = ["bytes_text", "of_whole", "parse_bytes", "table_lines"]
+
+
+def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+    """The lines of a table; columns are flush left, but for those in ``right``.
+
+    >>> table_lines([("name", "n"), ("a", "10")], right=(1,))
+    ['name   n', 'a     10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
@@ -47,10 +68,10 @@ def of_whole(text: str, whole: int) -> int:
     return int(whole * share / 100)
 
 
-def as_text(count: float) -> str:
+def bytes_text(count: float) -> str:
     """The number of bytes with three digits and a unit.
 
-    >>> as_text(999), as_text(1234567), as_text(45e9)
+    >>> bytes_text(999), bytes_text(1234567), bytes_text(45e9)
     ('999 B', '1.23 MB', '45.0 GB')
     """
     for unit in ("B", "kB", "MB"):

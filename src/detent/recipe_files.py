@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as brief
 
-from detent._checks import unique_keys
-from detent._rule_texts import estimator_text, mode_text, spec_text, storable
+from detent.checks import unique_keys
+from detent.codec import storable
 from detent.errors import DetentError, FileFormatError, SpecError, closest
-from detent.rule import SETTINGS, SPECS, Rule
-from detent.spec import QuantSpec
+from detent.rule import SETTINGS, SPECS, Rule, estimator_text, mode_text
+from detent.spec import QuantSpec, spec_text
+
+__all__ = []
 
 VERSION = 1
 SIZE_LIMIT = 1 << 20
