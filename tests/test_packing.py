@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import detent as dt
-from detent.kernels import bits as bits_module
+from detent.kernels import reductions as bits_module
 from detent.packing import LAYOUTS, pack, packed_size, unpack
 
 GOLDEN = {

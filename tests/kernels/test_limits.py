@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.env import MAX_THREADS
 from detent.kernels import native
+from detent.kernels.settings import MAX_THREADS
 
 P = dt.QuantParams(dt.QuantSpec("int8"), scale=0.0123)
 

@@ -11,8 +11,8 @@ import detent as dt
 from detent import kernels
 from detent.convention import PRESETS
 from detent.kernels import registry
-from detent.kernels.abilities import PARTS
-from detent.kernels.rules import DTYPES
+from detent.kernels.native import DTYPES
+from detent.kernels.registry import PARTS
 
 OPERATIONS = [
     "dequantize",

@@ -8,7 +8,7 @@ import pytest
 import detent as dt
 from detent.observers import MSE, Entropy, MinMax, Percentile
 from detent.observers.entropy import least_divergence
-from detent.observers.search import Grid
+from detent.observers.mse import Grid
 
 
 def distribution(name: str, size: int) -> np.ndarray:

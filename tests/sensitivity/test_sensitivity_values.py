@@ -10,7 +10,7 @@ import pytest
 import detent as dt
 import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
-from detent.recipe import Layer
+from detent.rule import Layer
 from detent.sensitivity.mix import exact
 from detent.sensitivity.options import as_widths, stored_nbytes
 

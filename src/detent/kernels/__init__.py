@@ -4,9 +4,6 @@ Guarantees: the same input bits give the same output bits for any thread count, 
 library; every fast kernel has a slow twin in ``reference`` and equals it bit for bit.
 """
 
-from detent.kernels.abilities import Capabilities, capabilities
-from detent.kernels.bits import pack_bits, unpack_bits
-from detent.kernels.choice import current_kernels, use_kernels
 from detent.kernels.native import dtype_name, join_team
 from detent.kernels.problem import Kernel, Problem, Result
 from detent.kernels.reductions import (
@@ -18,10 +15,13 @@ from detent.kernels.reductions import (
     largest_error,
     minmax,
     observe,
+    pack_bits,
     tree_sum,
+    unpack_bits,
 )
 from detent.kernels.reference import bin_edges, power_of_two
-from detent.kernels.registry import check_operation, find_kernel, get_num_threads, set_num_threads
+from detent.kernels.registry import Capabilities, capabilities, check_operation, find_kernel
+from detent.kernels.settings import current_kernels, get_num_threads, set_num_threads, use_kernels
 
 __all__ = [
     "Capabilities",

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from detent.checks import refuse_nan
 from detent.formats import BYTE, MAX_BITS
-from detent.kernels.bits import pack_bits, unpack_bits
-from detent.kernels.native import is_ready, make_runner, ready
+from detent.kernels.native import BYTES, PACKED, WORDS, is_ready, make_runner, ready
 from detent.kernels.problem import Problem, Result
+from detent.kernels.reductions import pack_bits, unpack_bits
 from detent.kernels.reference.sets import counts
-from detent.kernels.rules import BYTES, PACKED, WORDS
 
 __all__ = ["NativeKernel"]
 

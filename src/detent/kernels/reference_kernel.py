@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from detent.checks import refuse_nan
 from detent.kernels import reference
-from detent.kernels.bits import pack_bits, unpack_bits
 from detent.kernels.problem import Problem, Result
+from detent.kernels.reductions import pack_bits, unpack_bits
 
 __all__ = ["REFERENCE", "ReferenceKernel"]
 

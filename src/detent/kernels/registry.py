@@ -1,18 +1,30 @@
-"""The registry: which kernel runs a problem, and on how many threads.
+"""What this installation can do: which kernel runs which operation on which data by which rules, and why.
+
+The registry: which kernel runs a problem, and on how many threads.
 
 Native kernels run where they exist, reference kernels elsewhere; ``capabilities`` says which and why. Both give the
 same bits, so that the choice is a matter of speed alone.
 """
 
-from detent.checks import as_integer
-from detent.env import MAX_THREADS, default_threads
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import product
+
+from detent.convention import PRESETS
 from detent.errors import UnsupportedError
+from detent.formats import FORMATS
+from detent.granularity import PerTensor
 from detent.kernels import native
+from detent.kernels.native import DTYPES
 from detent.kernels.native_kernel import NativeKernel
 from detent.kernels.problem import Kernel, Problem
 from detent.kernels.reference_kernel import REFERENCE, ReferenceKernel
+from detent.kernels.settings import current_kernels, get_num_threads
+from detent.spec import QuantSpec
+from detent.ste import Clipped, HardTanh, Identity, Tanh
 
-__all__ = ["OPERATIONS", "check_operation", "find_kernel", "get_num_threads", "set_num_threads"]
+__all__ = ["OPERATIONS", "Capabilities", "capabilities", "check_operation", "find_kernel"]
 
 OPERATIONS: tuple[str, ...] = tuple(sorted(REFERENCE))
 
@@ -47,31 +59,107 @@ def check_operation(operation: str) -> None:
         raise UnsupportedError(f"no kernel for operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
 
 
-class _Threads:
-    """The number of threads kernels may use; it never changes a result."""
+# What is not an operation of a plan: reductions and packing run on data of any convention.
+PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
+NATIVE_NAME, REFERENCE_NAME = "native", "reference"
+_ESTIMATED = frozenset(
+    name for name in OPERATIONS if name.endswith(("quantize_backward", "masked", "learned_backward"))
+)
 
-    count = 0
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What this installation can do.
 
-def set_num_threads(count: int) -> None:
-    """Let kernels use up to ``count`` threads. Results do not depend on it; the reference kernels use one.
+    Attributes:
+        machine: the processor family.
+        level: the CPU level of the native kernels, "none" without them.
+        threads: how many threads kernels may use.
+        kernels: the backend that runs each operation on float32 data as int8 with the onnx convention.
+        table: for (operation, dtype, convention) "native", or why the reference runs it.
+        limits: what has no native kernel whatever the operation's data, and why.
 
-    >>> set_num_threads(2)
-    >>> get_num_threads()
-    2
+    >>> print(capabilities())  # doctest: +ELLIPSIS
+    machine  ...
     """
-    wanted = as_integer("the number of threads", count, at_least=1, at_most=MAX_THREADS)
-    native.set_num_threads(wanted)
-    _Threads.count = wanted
+
+    machine: str
+    level: str
+    threads: int
+    kernels: Mapping[str, str]
+    table: Mapping[tuple[str, str, str], str] = field(repr=False)
+    limits: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"machine  {self.machine}", f"level    {self.level}", f"threads  {self.threads}", ""]
+        widths = (34, *(11 for _ in DTYPES))
+        lines.append(_columns(("operation", *DTYPES), widths))
+        reasons: dict[str, None] = {}
+        for operation in OPERATIONS:
+            cells = []
+            for dtype in DTYPES:
+                found = {name: self.table[operation, dtype, name] for name in PRESETS}
+                fast = [name for name, why in found.items() if why == NATIVE_NAME]
+                reasons.update(dict.fromkeys(why for why in found.values() if why != NATIVE_NAME))
+                cells.append(
+                    NATIVE_NAME
+                    if len(fast) == len(found)
+                    else f"{len(fast)} of {len(found)}"
+                    if fast
+                    else REFERENCE_NAME
+                )
+            lines.append(_columns((operation, *cells), widths))
+        lines += [_columns((name, *(self.kernels[name] for _ in DTYPES)), widths) for name in PARTS]
+        lines += ["", f"by the rules of: {', '.join(PRESETS)}"]
+        lines += [f"on the reference kernels: {why}" for why in (*reasons, *self.limits.values())]
+        return "\n".join(lines)
 
 
-def get_num_threads() -> int:
-    """How many threads kernels may use.
+def _columns(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
+    return "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
-    >>> get_num_threads() >= 1
+
+def capabilities() -> Capabilities:
+    """What this installation can do: processor, threads, and the kernel of each operation, data type and convention.
+
+    >>> capabilities().kernels["quantize"] in ("native", "reference")
     True
     """
-    return _Threads.count
+    table = {
+        (operation, dtype, name): _why_not(_sample(operation, dtype, QuantSpec("int8", convention=name))) or NATIVE_NAME
+        for operation, dtype, name in product(OPERATIONS, DTYPES, PRESETS)
+    }
+    kernels = {
+        name: NATIVE_NAME if table[name, "float32", "onnx"] == NATIVE_NAME else REFERENCE_NAME for name in OPERATIONS
+    }
+    asked = current_kernels() == REFERENCE_NAME
+    kernels |= dict.fromkeys(PARTS, REFERENCE_NAME if asked or native.WHY_NOT is not None else NATIVE_NAME)
+    samples = {
+        **{
+            name: _sample("quantize", "float32", QuantSpec(form, symmetric=None if form.signed else False))
+            for name, form in FORMATS.items()
+            if name != "int1"  # has no symmetric spec
+        },
+        "stochastic rounding": _sample("quantize", "float32", QuantSpec("int8", rounding="stochastic")),
+        **{
+            type(ste).__name__: Problem("fake_quantize_backward", _ONE, "float32", QuantSpec("int8"), ste, "propagate")
+            for ste in (Identity(), Clipped(), HardTanh(), Tanh())
+        },
+    }
+    limits = {name: why for name, problem in samples.items() if (why := _why_not(problem)) is not None}
+    if kernels["quantize"] == REFERENCE_NAME:
+        limits = {}  # the table says it all
+    return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits)
 
 
-set_num_threads(default_threads())
+_ONE = PerTensor().tiling((1,))
+
+
+def _sample(operation: str, dtype: str, spec: QuantSpec) -> Problem:
+    return Problem(operation, _ONE, dtype, spec, Clipped() if operation in _ESTIMATED else None, "propagate")
+
+
+def _why_not(problem: Problem) -> str | None:
+    if current_kernels() == REFERENCE_NAME:
+        return "the reference kernels were asked for"
+    return native.refusal(problem)

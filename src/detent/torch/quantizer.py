@@ -25,7 +25,7 @@ from torch import Tensor
 from detent.errors import NaNError, NotCalibratedError, RangeError, SpecError, StateError
 from detent.formats import Format
 from detent.observers import Observer
-from detent.observers.ema import mix_ranges
+from detent.observers.minmax import mix_ranges
 from detent.params import QuantParams
 from detent.plan import STEP_LIMIT
 from detent.rule import ObserverSpec

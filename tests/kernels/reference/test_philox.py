@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from detent.kernels.reference.philox import random_words
+from detent.kernels.reference.elements import random_words
 
 WORD = 2**32 - 1
 

@@ -8,18 +8,19 @@ Functions that a compiler traces take ``xp``, the namespace of their arrays, bec
 None looks it up. For the same reason nothing on their way is cached by a decorator.
 """
 
-from detent.kernels.reference.backward import (
+from detent.kernels.reference.bins import bin_edges, grid_errors, histogram
+from detent.kernels.reference.operators import (
+    dequantize,
     dequantize_backward,
+    fake_quantize,
     fake_quantize_backward,
     fake_quantize_learned_backward,
     fake_quantize_masked,
     masked_backward,
+    quantize,
     quantize_backward,
 )
-from detent.kernels.reference.bins import bin_edges, grid_errors, histogram
-from detent.kernels.reference.errors import ONE, Factor, Term, error_sum, largest_error, power_of_two
-from detent.kernels.reference.forward import dequantize, fake_quantize, quantize
-from detent.kernels.reference.sets import minmax, tree_sum
+from detent.kernels.reference.sets import ONE, Factor, Term, error_sum, largest_error, minmax, power_of_two, tree_sum
 
 __all__ = [
     "ONE",

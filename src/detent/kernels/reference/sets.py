@@ -3,18 +3,33 @@
 Sums have one order on every backend: terms in float64, the elements of a set in C order, padded with +0.0 to a
 multiple of 1024; inside each block of 1024 the halves are added until one value is left; the block sums are padded to a
 power of two and folded the same way.
+
+Sums over one or two arrays, for metrics: terms in float64, added in the contract's order.
 """
 
 from collections.abc import Callable
-from math import prod
-from typing import Any
+from math import ldexp, prod
+from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
 from detent.granularity import Tiling
 from detent.kernels.reference.elements import compute_type
 
-__all__ = ["counts", "minmax", "reduce_sets", "spread", "sum_sets", "tree_sum"]
+__all__ = [
+    "ONE",
+    "Factor",
+    "Term",
+    "counts",
+    "error_sum",
+    "largest_error",
+    "minmax",
+    "power_of_two",
+    "reduce_sets",
+    "spread",
+    "sum_sets",
+    "tree_sum",
+]
 
 BLOCK = 1024
 
@@ -152,3 +167,55 @@ def _fold(xp: Any, terms: Any, width: int) -> Any:
         width //= 2
         terms = terms[..., :width] + terms[..., width:]
     return xp.reshape(terms, terms.shape[:-1])
+
+
+Term = Literal["value", "square", "squared_error", "absolute_error", "product"]
+Factor = tuple[float, float]  # a power of two as a product, because it may be beyond a float
+ONE: Factor = (1.0, 1.0)
+SAFE_EXPONENT = 1000
+
+
+def power_of_two(exponent: int) -> Factor:
+    """``2**exponent``; multiplying by one part after the other rounds at most once.
+
+    >>> power_of_two(-3), power_of_two(1002)[1]
+    ((0.125, 1.0), 4.0)
+    """
+    first = min(exponent, SAFE_EXPONENT)
+    return ldexp(1.0, first), ldexp(1.0, exponent - first)
+
+
+def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: Factor = ONE) -> Any:
+    """The sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements.
+
+    Squares and products are of values times their factor, a power of two: of x or the error, and of y.
+
+    >>> import numpy as np
+    >>> float(error_sum("squared_error", np.array([1.0, 2.0]), np.array([1.0, 4.0]), (0.5, 1.0)))
+    1.0
+    """
+    xp = array_namespace(x, y)
+    a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
+    if term == "value":
+        terms = a
+    elif term == "absolute_error":
+        terms = xp.abs(a - b)
+    elif term == "product":
+        terms = (a * factor[0] * factor[1]) * (b * second_factor[0] * second_factor[1])
+    else:
+        base = (a if term == "square" else a - b) * factor[0] * factor[1]
+        terms = base * base
+    return tree_sum(xp.reshape(terms, (-1,)))
+
+
+def largest_error(term: Term, x: Any, y: Any) -> Any:
+    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing.
+
+    >>> import numpy as np
+    >>> float(largest_error("absolute_error", np.array([1.0, 2.0]), np.array([1.0, 4.0])))
+    2.0
+    """
+    xp = array_namespace(x, y)
+    a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
+    sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
+    return xp.max(sizes) if sizes.shape[0] else xp.asarray(0.0, dtype=xp.float64)

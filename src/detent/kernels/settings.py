@@ -1,0 +1,125 @@
+"""Environment variables: all that detent reads, and nothing else reads them. None of them changes a number.
+
+==================== ===============================================================================================
+DETENT_KERNELS       "auto" (default), "native" or "reference": which kernels run
+DETENT_NUM_THREADS   how many threads kernels may use; without it OMP_NUM_THREADS, else every core of the affinity mask
+==================== ===============================================================================================
+
+Which kernels were asked for: by ``use_kernels`` in a ``with`` block, else by the environment.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+
+from detent.checks import as_integer
+from detent.errors import SpecError, closest
+from detent.kernels import native
+
+__all__ = [
+    "KERNEL_CHOICES",
+    "MAX_THREADS",
+    "current_kernels",
+    "default_kernels",
+    "default_threads",
+    "get_num_threads",
+    "set_num_threads",
+    "use_kernels",
+]
+
+KERNEL_CHOICES = ("auto", "native", "reference")
+MAX_THREADS = 1024
+
+
+@cache
+def default_kernels() -> str:
+    """The kernels that DETENT_KERNELS asks for, read once.
+
+    >>> default_kernels() in KERNEL_CHOICES
+    True
+    """
+    value = os.environ.get("DETENT_KERNELS") or "auto"
+    if value not in KERNEL_CHOICES:
+        hint = closest(value, KERNEL_CHOICES)
+        raise SpecError(f"DETENT_KERNELS is {value!r}{hint} expected {', '.join(KERNEL_CHOICES)}")
+    return value
+
+
+def default_threads() -> int:
+    """The number of threads from the environment, or the cores this process may run on.
+
+    >>> default_threads() >= 1
+    True
+    """
+    for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
+        text = os.environ.get(name, "").split(",")[0].strip()
+        number = int(text) if text.isascii() and text.isdigit() else 0
+        if 1 <= number <= MAX_THREADS:
+            return number
+        if text and name == "DETENT_NUM_THREADS":  # what others make of their own variable is their business
+            raise SpecError(f"{name} is {text!r}, expected an integer from 1 to {MAX_THREADS}")
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_THREADS)
+
+
+_choice: ContextVar[str | None] = ContextVar("detent_kernels", default=None)
+
+
+def current_kernels() -> str:
+    """The kernels asked for: "auto", "native" or "reference".
+
+    >>> current_kernels() in ("auto", "native", "reference")
+    True
+    """
+    return _choice.get() or default_kernels()
+
+
+@contextmanager
+def use_kernels(kernels: str) -> Iterator[None]:
+    """Choose the kernels of the operators inside a ``with`` block; "native" raises where there is no native kernel.
+
+    >>> import detent as dt, numpy as np
+    >>> with use_kernels("reference"):
+    ...     dt.Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").kernel.backend
+    'reference'
+    """
+    if kernels not in KERNEL_CHOICES:
+        hint = closest(str(kernels), KERNEL_CHOICES)
+        raise SpecError(f"unknown kernels {kernels!r}{hint} expected {', '.join(KERNEL_CHOICES)}")
+    token = _choice.set(kernels)
+    try:
+        yield
+    finally:
+        _choice.reset(token)
+
+
+class _Threads:
+    """The number of threads kernels may use; it never changes a result."""
+
+    count = 0
+
+
+def set_num_threads(count: int) -> None:
+    """Let kernels use up to ``count`` threads. Results do not depend on it; the reference kernels use one.
+
+    >>> set_num_threads(2)
+    >>> get_num_threads()
+    2
+    """
+    wanted = as_integer("the number of threads", count, at_least=1, at_most=MAX_THREADS)
+    native.set_num_threads(wanted)
+    _Threads.count = wanted
+
+
+def get_num_threads() -> int:
+    """How many threads kernels may use.
+
+    >>> get_num_threads() >= 1
+    True
+    """
+    return _Threads.count
+
+
+set_num_threads(default_threads())
