@@ -34,10 +34,10 @@ import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
 from detent import storage
-from detent.onnx.inserting import weight_params
+from detent.onnx.graph_plan import weight_params
+from detent.onnx_model import Graph, make_session
+from detent.onnx_model.graph import make_tensor
 from detent.packing import unpack
-from detent.qdq import Graph, make_session
-from detent.qdq.tensors import make_tensor
 from detent.sensitivity.bench import Bench
 from detent.sensitivity.onnx_bench import OnnxBench
 from detent.sensitivity.options import as_widths

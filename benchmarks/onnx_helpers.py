@@ -19,7 +19,7 @@ from run import surroundings
 
 import detent.onnx as qo
 from detent.metrics import sqnr_db
-from detent.qdq import make_session
+from detent.onnx_model import make_session
 from detent.testing import ZOO, ZooModel, agreement
 
 CALIBRATION, TESTS = 16, 8

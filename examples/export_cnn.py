@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import detent.torch as qt
-from detent.qdq import Graph, Provenance, load, optimised
+from detent.onnx_model import Graph, Provenance, load, optimised
 
 SIDE, CLASSES, BATCH, STEPS = 12, 20, 64, 80
 

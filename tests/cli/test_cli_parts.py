@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-
-from detent.cli import processor, rehearsal
 from detent.cli.amounts import as_text, of_whole, parse_bytes
+
+from detent.cli import rehearsal
 from detent.cli.holdout import split
 from detent.cli.judging import Accuracy
 from detent.cli.rehearsal import Rehearsal, rehearse
@@ -16,7 +16,8 @@ from detent.cli.screen import Screen, plain
 from detent.cli.timing import Timing, made_up_feed, race
 from detent.cli.verdict import Hurting, Verdict
 from detent.errors import DetentError, SpecError, UnsupportedError
-from detent.onnx.data import InputInfo
+from detent.onnx_model import targets
+from detent.onnx_model.batches import InputInfo
 
 from .cli_cases import write_data, write_model
 
@@ -84,9 +85,9 @@ FLAGS = "processor : 0\nflags : fpu avx2 {}\n"
 )
 def test_vnni(monkeypatch, tmp_path, machine, text, expected):
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(targets, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.machine", lambda: machine)
-    assert processor.has_vnni() is expected
+    assert targets.has_vnni() is expected
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_vnni(monkeypatch, tmp_path, machine, text, expected):
 )
 def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    found = processor.mismatch(target, vnni)
+    found = targets.mismatch(target, vnni)
     assert complaint in found
     assert bool(found) == bool(complaint)
 
@@ -122,7 +123,7 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     ],
 )
 def test_faster_targets(target, vnni, avx2, hint):
-    found = processor.faster(target, vnni, avx2)
+    found = targets.faster(target, vnni, avx2)
     assert hint in found
     assert bool(found) == bool(hint)
 
@@ -130,9 +131,9 @@ def test_faster_targets(target, vnni, avx2, hint):
 @pytest.mark.parametrize(("text", "expected"), [(FLAGS, True), ("flags : fpu\n", False), ("nothing", None)])
 def test_avx2(monkeypatch, tmp_path, text, expected):
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(targets, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert processor.has_avx2() is expected
+    assert targets.has_avx2() is expected
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,8 @@ def test_the_worst_output_is_held_against_the_limit():
 
 def test_target_on_another_machine(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert "made for x86" in processor.mismatch("openvino-vnni")
-    assert not processor.mismatch("openvino")
+    assert "made for x86" in targets.mismatch("openvino-vnni")
+    assert not targets.mismatch("openvino")
 
 
 @pytest.mark.parametrize(

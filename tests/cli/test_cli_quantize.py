@@ -14,8 +14,8 @@ import detent.report as qr
 import detent.sensitivity as qs
 from detent.cli import main
 from detent.cli.timing import Timing
-from detent.onnx.data import inputs_of, open_batches
-from detent.qdq import Provenance, make_session
+from detent.onnx_model import Provenance, make_session
+from detent.onnx_model.batches import inputs_of, open_batches
 
 from .cli_cases import detent, write_data, write_model
 

@@ -12,7 +12,7 @@ from detent.demo.pictures import read_digits
 from detent.demo.repeatable import repeatable
 from detent.demo.training import Course, logits_of
 from detent.metrics import sqnr_db
-from detent.qdq import load, make_session
+from detent.onnx_model import load, make_session
 
 
 def trained():

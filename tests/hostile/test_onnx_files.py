@@ -14,14 +14,14 @@ import pytest
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, parser
 
 import detent as dt
-from detent.qdq import load, save
+from detent.onnx_model import load, save
 
 MEGABYTE = 1 << 20
 CHILD = """
 import json, sys, time
 from pathlib import Path
 import detent as dt
-from detent.qdq import load
+from detent.onnx_model import load
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

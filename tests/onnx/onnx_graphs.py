@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from detent.qdq import optimised
+from detent.onnx_model import optimised
 
 RNG = np.random.default_rng(0)
 

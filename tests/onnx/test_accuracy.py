@@ -6,14 +6,14 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.onnx.biases import corrected_biases
-from detent.onnx.clipping import choose_clipped
-from detent.onnx.damage import Switches, choose_float
-from detent.onnx.equalizing import equalize
-from detent.onnx.inserting import choose_params
-from detent.onnx.quantizing import output_sqnr
-from detent.onnx.smoothing import smooth
-from detent.qdq import make_session
+from detent.onnx.bias_correction import corrected_biases
+from detent.onnx.calibration import choose_clipped, choose_params
+from detent.onnx.equalization import equalize
+from detent.onnx.float_fallback import choose_float
+from detent.onnx.layer_error import Switches
+from detent.onnx.pipeline import output_sqnr
+from detent.onnx.smoothquant import smooth
+from detent.onnx_model import make_session
 
 
 def outlying(width=32, folded=True):

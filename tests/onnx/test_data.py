@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, parser
 
 import detent as dt
-from detent.onnx.data import Batches, InputInfo, inputs_of, open_batches
+from detent.onnx_model.batches import Batches, InputInfo, inputs_of, open_batches
 
 F32, I64 = np.dtype("float32"), np.dtype("int64")
 X = InputInfo("x", F32, (None, 3))

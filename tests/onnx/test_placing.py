@@ -6,7 +6,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.qdq import Graph, make_session
+from detent.onnx_model import Graph, make_session
 
 
 def quantized(model, feeds, recipe="w8a8", **options):

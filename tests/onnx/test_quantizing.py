@@ -9,7 +9,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.qdq import TARGETS, Graph, Provenance, make_session, save
+from detent.onnx_model import TARGETS, Graph, Provenance, make_session, save
 
 FEEDS = images(6)
 

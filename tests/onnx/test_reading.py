@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import detent as dt
-from detent.onnx.reading import load_quantized
-from detent.qdq import make_tensor
+from detent.onnx_model import make_tensor
+from detent.onnx_model.qdq_reader import load_quantized
 from detent.testing import ZOO
 
 RNG = np.random.default_rng(0)

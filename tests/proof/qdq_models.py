@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from detent.qdq import array_of, make_tensor
+from detent.onnx_model import array_of, make_tensor
 
 __all__ = ["chain", "change", "change_axis", "model", "weight_only"]
 

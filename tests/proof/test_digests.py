@@ -6,7 +6,7 @@ from onnx import helper, numpy_helper
 
 import detent as dt
 import detent.onnx as qo
-from detent.qdq import array_of, make_tensor
+from detent.onnx_model import array_of, make_tensor
 
 
 def model():

@@ -8,12 +8,12 @@ from onnx import TensorProto, helper
 from qdq_models import chain, change, change_axis, model, weight_only
 
 import detent as dt
+from detent.onnx_model import Provenance, optimised
 from detent.proof import levels, openvino_run
 from detent.proof.artifact import Artifact
 from detent.proof.fused import find_codes
 from detent.proof.openvino_run import is_installed
 from detent.proof.probe import Probe, Reading
-from detent.qdq import Provenance, optimised
 
 
 def batches(count=2, size=16, seed=1):

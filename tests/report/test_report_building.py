@@ -21,8 +21,8 @@ import detent.onnx as qo
 import detent.report as qr
 from detent import metrics
 from detent.errors import DtypeError, FileFormatError, ShapeError, UnsupportedError
+from detent.onnx_model import Provenance, array_of, load, make_session, save
 from detent.proof.artifact import Artifact
-from detent.qdq import Provenance, array_of, load, make_session, save
 from detent.report.distributions import Distribution, code_histogram
 from detent.report.watching import SiteWatch
 

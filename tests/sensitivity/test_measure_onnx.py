@@ -11,9 +11,9 @@ import detent as dt
 import detent.onnx as qo
 import detent.sensitivity as qs
 from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError, SpecError, UnsupportedError
-from detent.onnx.data import inputs_of, open_batches
-from detent.onnx.inserting import weight_params
-from detent.qdq import make_session
+from detent.onnx.graph_plan import weight_params
+from detent.onnx_model import make_session
+from detent.onnx_model.batches import inputs_of, open_batches
 from detent.sensitivity.onnx_bench import first_samples
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}

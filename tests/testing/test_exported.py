@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from detent.qdq import load, make_session
+from detent.onnx_model import load, make_session
 from detent.testing.exported import export_minilm, read_sentences, token_batches
 from detent.testing.minilm import load_minilm
 

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import pytest
 
-from detent.qdq import make_session
+from detent.onnx_model import make_session
 from detent.testing import ZOO, pictures, sounds
 from detent.testing.documents import MAKERS, documents
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.onnx.data import inputs_of, open_batches
-from detent.qdq import load, make_session
+from detent.onnx_model import load, make_session
+from detent.onnx_model.batches import inputs_of, open_batches
 from detent.testing import MODELS, ZOO, ZooModel, agreement
 
 QUICK = [name for name in ZOO if name != "minilm"]

@@ -26,8 +26,8 @@ from onnx import ModelProto, TensorProto, helper, parser  # noqa: E402
 from torch import nn  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
-from detent.qdq import Graph, Provenance, array_of, get_target, load, make_session, optimised  # noqa: E402
-from detent.qdq.graph import attribute_of  # noqa: E402
+from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimised  # noqa: E402
+from detent.onnx_model.graph import attribute_of  # noqa: E402
 from detent.torch.lowering import Lowering  # noqa: E402
 from detent.torch.marking import Marked, MarkedWeight  # noqa: E402
 from detent.torch.preparation import plan_of, quantizers_of, weight_layers  # noqa: E402

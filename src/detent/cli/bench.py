@@ -53,8 +53,8 @@ def _bench(
     require("onnxruntime")
     from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.cli.timing import duration, made_up_feed, parse_shapes, race  # noqa: PLC0415
-    from detent.onnx.data import inputs_of  # noqa: PLC0415
-    from detent.qdq import load  # noqa: PLC0415
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
     shapes = parse_shapes(shape or ())

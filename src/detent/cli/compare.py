@@ -84,7 +84,7 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
 
 
 def _check_quantized(path: Path) -> None:
-    from detent.qdq import load  # noqa: PLC0415 - it loads ONNX
+    from detent.onnx_model import load  # noqa: PLC0415 - it loads ONNX
 
     if not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in load(path).graph.node}:
         raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
@@ -92,7 +92,7 @@ def _check_quantized(path: Path) -> None:
 
 def _few(model: Path, data: Path, batch_size: int | None) -> list[object]:
     from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx.data import inputs_of  # noqa: PLC0415
-    from detent.qdq import load  # noqa: PLC0415
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
 
     return list(first_batches(data, inputs_of(load(model)), batch_size, FEW))

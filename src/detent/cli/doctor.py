@@ -107,7 +107,7 @@ def _command(extra: str) -> str:
 
 
 def _has_vnni() -> bool | None:
-    from detent.cli.processor import has_vnni  # noqa: PLC0415 - its module knows targets, which are ONNX's
+    from detent.onnx_model.targets import has_vnni  # noqa: PLC0415 - its module knows targets, which are ONNX's
 
     return has_vnni()
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from detent.onnx.data import Batches, Feed, open_batches
+from detent.onnx_model.batches import Batches, Feed, open_batches
 
 if TYPE_CHECKING:
-    from detent.onnx.data import InputInfo
+    from detent.onnx_model.batches import InputInfo
 
 __all__ = ["FEWEST", "Part", "Split", "first_batches", "split"]
 
@@ -27,7 +27,7 @@ class Part:
         chosen: the numbers of those that are taken, rising.
 
     >>> import numpy as np
-    >>> from detent.onnx.data import InputInfo
+    >>> from detent.onnx_model.batches import InputInfo
     >>> x = InputInfo("x", np.dtype("float32"), (None,))
     >>> part = Part(Batches([np.float32([i]) for i in range(5)], [x]), [1, 3])
     >>> len(part), [int(feed["x"][0]) for feed in part], len(part.first(1))
@@ -84,7 +84,7 @@ def split(data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: 
     """Divide a file or folder of batches.
 
     >>> import tempfile, numpy as np
-    >>> from detent.onnx.data import InputInfo
+    >>> from detent.onnx_model.batches import InputInfo
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     np.save(f"{folder}/x.npy", np.zeros((30, 2), np.float32))
     ...     made = split(f"{folder}/x.npy", [InputInfo("x", np.dtype("float32"), (None, 2))])
@@ -107,7 +107,7 @@ def first_batches(
     """The first batches of a file or folder, all where no number is given.
 
     >>> import tempfile, numpy as np
-    >>> from detent.onnx.data import InputInfo
+    >>> from detent.onnx_model.batches import InputInfo
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     np.save(f"{folder}/x.npy", np.zeros((30, 2), np.float32))
     ...     inputs = [InputInfo("x", np.dtype("float32"), (None, 2))]

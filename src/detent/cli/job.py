@@ -8,16 +8,16 @@ from typing import Any
 import detent.onnx as qo
 from detent.cli.holdout import Split, split
 from detent.cli.judging import Accuracy, check_has_classes, judge
-from detent.cli.processor import faster, has_avx2, has_vnni, mismatch
 from detent.cli.rehearsal import Rehearsal, rehearse
 from detent.cli.screen import Screen
 from detent.cli.timing import Timing, made_up_feed, race
 from detent.cli.verdict import Hurting, Verdict, Wish
 from detent.errors import DetentError
-from detent.onnx.data import inputs_of
-from detent.onnx.report import QuantizeReport
+from detent.onnx.pipeline import QuantizeReport
+from detent.onnx_model import get_target, load
+from detent.onnx_model.batches import inputs_of
+from detent.onnx_model.targets import faster, has_avx2, has_vnni, mismatch
 from detent.proof import VerifyReport, verify
-from detent.qdq import get_target, load
 from detent.recipe import get_recipe
 from detent.rule import get_observer_spec
 
@@ -47,7 +47,7 @@ class Job:
 
     >>> import tempfile
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
     >>> with tempfile.TemporaryDirectory() as folder:

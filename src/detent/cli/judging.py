@@ -9,10 +9,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from detent.errors import SpecError
+from detent.onnx_model import load, make_session
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.sessions import refusals
 from detent.proof.outputs import OutputCheck
-from detent.qdq import load, make_session
-from detent.qdq.graph import Graph
-from detent.qdq.sessions import refusals
 
 __all__ = ["Accuracy", "check_has_classes", "judge", "worst"]
 
@@ -62,7 +62,7 @@ def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Ite
 
     >>> import tempfile, numpy as np
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2] x) => (float[1,2] y) { y = Abs(x) }')
     >>> with tempfile.TemporaryDirectory() as folder:

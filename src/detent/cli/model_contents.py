@@ -13,10 +13,9 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from detent.cli.contents import Contents, Held
 from detent.errors import FileFormatError
-from detent.onnx.reading import ActivationQuantizer, QuantizedModel, load_quantized
-from detent.qdq import Provenance, array_of, load
-from detent.qdq.graph import Graph
-from detent.qdq.tensors import element_range
+from detent.onnx_model import Provenance, array_of, load
+from detent.onnx_model.graph import Graph, element_range
+from detent.onnx_model.qdq_reader import ActivationQuantizer, QuantizedModel, load_quantized
 from detent.report.weighing import file_nbytes
 
 __all__ = ["model_contents"]
@@ -30,7 +29,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
 
     >>> import tempfile
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -91,7 +91,7 @@ def rehearse(
 
     >>> import tempfile
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -164,8 +164,8 @@ class _Later:
 def _quantize(asked: Mapping[str, Any]) -> dict[str, Any]:
     import detent.onnx as qo  # noqa: PLC0415 - the process that asks may not need it
     from detent.cli.holdout import Part  # noqa: PLC0415
-    from detent.onnx.data import inputs_of, open_batches  # noqa: PLC0415
-    from detent.qdq import load  # noqa: PLC0415
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of, open_batches  # noqa: PLC0415
 
     model, chosen = asked["model"], asked["chosen"]
     times: list[float] = []

@@ -10,8 +10,8 @@ from detent.cli.judging import Accuracy, worst
 from detent.cli.rehearsal import Rehearsal
 from detent.cli.screen import Screen
 from detent.cli.verdict import Verdict
-from detent.onnx.report import LayerReport, QuantizeReport
-from detent.qdq import Provenance, load
+from detent.onnx.pipeline import LayerReport, QuantizeReport
+from detent.onnx_model import Provenance, load
 from detent.tables import bytes_text
 
 __all__ = ["facts_of", "rehearsal_document", "result_document", "show_rehearsal", "show_result"]
@@ -24,8 +24,8 @@ STEPS = 6  # that are told
 def facts_of(made: QuantizeReport, verdict: Verdict, split: Split | None) -> list[tuple[str, str]]:
     """What there is to say, by label.
 
-    >>> from detent.onnx.planning import GraphPlan
-    >>> from detent.qdq import get_target
+    >>> from detent.onnx.graph_plan import GraphPlan
+    >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
     >>> plan = GraphPlan(Recipe([]), get_target("openvino"), (), None)
     >>> facts_of(QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0), Verdict(), None)
@@ -72,8 +72,8 @@ def _accuracy_facts(accuracy: Accuracy, where: str) -> list[tuple[str, str]]:
 def show_result(screen: Screen, made: QuantizeReport, verdict: Verdict, split: Split | None) -> None:
     """Print it.
 
-    >>> from detent.onnx.planning import GraphPlan
-    >>> from detent.qdq import get_target
+    >>> from detent.onnx.graph_plan import GraphPlan
+    >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
     >>> plan = GraphPlan(Recipe([]), get_target("openvino"), (), None)
     >>> show_result(Screen(), QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0), Verdict(), None)

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.errors import SpecError, closest
-from detent.onnx.data import InputInfo, inputs_of
-from detent.qdq import load, make_session
-from detent.qdq.files import ModelSource
-from detent.qdq.sessions import refusals
+from detent.onnx_model import load, make_session
+from detent.onnx_model.batches import InputInfo, inputs_of
+from detent.onnx_model.files import ModelSource
+from detent.onnx_model.sessions import refusals
 
 __all__ = ["Timing", "duration", "made_up_feed", "parse_shapes", "race"]
 
@@ -112,7 +112,7 @@ def race(
 
     >>> import tempfile
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
     >>> with tempfile.TemporaryDirectory() as folder:

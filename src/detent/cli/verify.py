@@ -50,9 +50,9 @@ def _verify(
     require("onnx")
     require("onnxruntime")
     from detent.cli.holdout import first_batches  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx.data import inputs_of  # noqa: PLC0415
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
     from detent.proof import verify  # noqa: PLC0415
-    from detent.qdq import load  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
     part = first_batches(data, inputs_of(load(artifact)), batch_size, batches or None)

@@ -29,8 +29,8 @@ from detent.demo.repeatable import repeatable
 from detent.demo.result import DemoResult, DemoRow
 from detent.demo.training import Course, calibrated, logits_of
 from detent.metrics import sqnr_db
+from detent.onnx_model import make_session
 from detent.proof import VerifyReport, verify
-from detent.qdq import make_session
 from detent.recipe import Recipe
 from detent.scale_mode import Fixed, Learned
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from detent.errors import UnsupportedError
-from detent.qdq import load, save
+from detent.onnx_model import load, save
 from detent.torch import tidying
 from detent.torch.exporting import quiet_exporter
 

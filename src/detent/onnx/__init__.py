@@ -1,13 +1,12 @@
 """ONNX files: quantize them with data, and read quantized ones. Imported as ``qo``."""
 
-from detent.onnx.calibrating import Calibration, calibrate
-from detent.onnx.inserting import insert
-from detent.onnx.planning import GraphPlan, LayerPlan, plan
-from detent.onnx.preparing import prepare
-from detent.onnx.quantizing import quantize
-from detent.onnx.reading import QuantizedModel, load_quantized
-from detent.onnx.report import LayerReport, QuantizeReport
-from detent.qdq.files import load, save
+from detent.onnx.calibration import Calibration, calibrate
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan
+from detent.onnx.normal_form import prepare
+from detent.onnx.pipeline import LayerReport, QuantizeReport, quantize
+from detent.onnx.quantized_graph import insert
+from detent.onnx_model.files import load, save
+from detent.onnx_model.qdq_reader import QuantizedModel, load_quantized
 
 __all__ = [
     "Calibration",

@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
-from detent.qdq import Graph, Provenance, Quantization, load, read_quantization
-from detent.qdq.files import ModelSource
-from detent.qdq.order import subgraphs
-from detent.qdq.tensors import element_range
+from detent.onnx_model import Graph, Provenance, Quantization, load, read_quantization
+from detent.onnx_model.files import ModelSource
+from detent.onnx_model.graph import element_range, subgraphs
 
 __all__ = ["Artifact", "FileWeight", "Site", "is_bias"]
 

@@ -8,15 +8,15 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from detent.errors import DetentError
+from detent.onnx_model import Quantization, get_target, make_session
+from detent.onnx_model.graph import attribute_of
+from detent.onnx_model.sessions import refusals
 from detent.ops import dequantize
 from detent.params import QuantParams
 from detent.proof.artifact import Artifact, FileWeight, is_bias
 from detent.proof.report import Difference
 from detent.proof.tally import Tally, first_index
 from detent.proof.weights import place_in_file, place_of, spread
-from detent.qdq import Quantization, get_target, make_session
-from detent.qdq.graph import attribute_of
-from detent.qdq.sessions import refusals
 
 __all__ = ["check_biases", "check_decoding", "check_limit"]
 

@@ -6,10 +6,10 @@ it holds a hash of each part.
 
 from onnx import ModelProto
 
+from detent.onnx_model.provenance import digest_of, digests_of
 from detent.proof.artifact import Artifact
 from detent.proof.report import Difference
 from detent.proof.tally import Tally
-from detent.qdq.provenance import digest_of, digests_of
 
 __all__ = ["check_digests", "check_origin"]
 
@@ -42,7 +42,7 @@ def check_digests(artifact: Artifact, tally: Tally) -> bool:
     """Count the parts of a file's quantizers that were changed since it was written; returns whether there are none.
 
     >>> from onnx import parser
-    >>> from detent.qdq import Provenance
+    >>> from detent.onnx_model import Provenance
     >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }''')

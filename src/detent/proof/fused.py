@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from onnx import ModelProto, NodeProto
 
+from detent.onnx_model import Graph
+from detent.onnx_model.graph import attribute_of
 from detent.proof.artifact import Artifact
-from detent.qdq import Graph
-from detent.qdq.graph import attribute_of
 
 __all__ = ["Found", "find_codes"]
 

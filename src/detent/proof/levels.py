@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import UnsupportedError
-from detent.onnx.data import inputs_of, open_batches
+from detent.onnx_model import load, make_session, optimised
+from detent.onnx_model.batches import inputs_of, open_batches
+from detent.onnx_model.files import ModelSource
+from detent.onnx_model.sessions import refusals
 from detent.proof.activations import ActivationCheck
 from detent.proof.artifact import Artifact, is_bias
 from detent.proof.decoding import check_biases, check_decoding, check_limit
@@ -34,9 +37,6 @@ from detent.proof.report import Difference, VerifyReport
 from detent.proof.source import OnnxSource, Reference, Source
 from detent.proof.tally import Tally
 from detent.proof.weights import compare_weight
-from detent.qdq import load, make_session, optimised
-from detent.qdq.files import ModelSource
-from detent.qdq.sessions import refusals
 from detent.tensor import QuantizedTensor
 
 __all__ = ["run_levels"]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import UnsupportedError
-from detent.qdq import Graph, save
+from detent.onnx_model import Graph, save
 
 __all__ = ["OpenVino", "is_installed"]
 

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from detent.qdq import array_of, make_session
+from detent.onnx_model import array_of, make_session
 
 __all__ = ["Probe", "Reading"]
 

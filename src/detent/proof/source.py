@@ -7,10 +7,10 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent.onnx_model import Quantization, make_session
 from detent.params import QuantParams
 from detent.proof.artifact import Artifact, Site, is_bias
 from detent.proof.probe import Probe, Reading
-from detent.qdq import Quantization, make_session
 from detent.tensor import QuantizedTensor
 
 __all__ = ["Expected", "OnnxSource", "Reference", "Source"]

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from detent.errors import ShapeError, StateError
+from detent.onnx_model import Quantization
+from detent.onnx_model.graph import element_range
+from detent.onnx_model.qdq_writer import needs_clip
+from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
 from detent.proof.artifact import Artifact, Site, is_bias
 from detent.proof.source import Expected, Reference
-from detent.qdq import Quantization
-from detent.qdq.nodes import needs_clip
-from detent.qdq.targets import Container
-from detent.qdq.tensors import element_range
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.finishing import quantized_state

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 
 from detent.granularity import PerAxis, PerGroup
+from detent.onnx_model import Quantization
 from detent.params import QuantParams
 from detent.proof.artifact import Artifact, FileWeight
 from detent.proof.report import Difference
 from detent.proof.tally import Tally, first_index
-from detent.qdq import Quantization
 from detent.tensor import QuantizedTensor
 
 __all__ = ["Place", "compare_weight", "place_in_file", "place_of", "spread", "ulps_between"]

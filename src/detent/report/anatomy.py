@@ -5,10 +5,10 @@ from typing import Literal
 
 from onnx import NodeProto
 
-from detent.onnx.integers import kernels_of
-from detent.onnx.layers import layers_of
+from detent.onnx_model import Provenance
+from detent.onnx_model.layers import layers_of
+from detent.onnx_model.sessions import kernels_of
 from detent.proof.artifact import Artifact, FileWeight, Site, is_bias
-from detent.qdq import Provenance
 
 __all__ = ["FoundLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of", "own_clip"]
 

@@ -13,8 +13,8 @@ from detent.report.parts import Table
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from detent.onnx.data import BatchSource
-    from detent.onnx.report import QuantizeReport
+    from detent.onnx.pipeline import QuantizeReport
+    from detent.onnx_model.batches import BatchSource
     from detent.sensitivity import Mix, Sensitivity
 
 __all__ = ["build"]

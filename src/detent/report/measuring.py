@@ -14,13 +14,13 @@ from onnx import ModelProto
 import detent
 from detent.errors import DetentError, UnsupportedError
 from detent.kernels import native
-from detent.onnx.data import BatchSource, inputs_of, open_batches
-from detent.onnx.integers import INTEGER
-from detent.onnx.report import LayerReport, QuantizeReport
+from detent.onnx.pipeline import LayerReport, QuantizeReport
+from detent.onnx_model import Graph, load
+from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
+from detent.onnx_model.files import ModelSource, nbytes_of
+from detent.onnx_model.sessions import INTEGER
 from detent.proof.artifact import Artifact
 from detent.proof.report import VerifyReport
-from detent.qdq import Graph, load
-from detent.qdq.files import ModelSource, nbytes_of
 from detent.recipe import Recipe
 from detent.report.anatomy import FoundLayer, Origin, find_layers, kernels_by_layer, origin_of
 from detent.report.distributions import short

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import DetentError, UnsupportedError
+from detent.onnx_model import Graph
+from detent.onnx_model.sessions import refusals
 from detent.proof.artifact import Artifact, Site
 from detent.proof.outputs import Noise, OutputCheck
 from detent.proof.probe import Probe, Reading
 from detent.proof.weights import place_of, spread
-from detent.qdq import Graph
-from detent.qdq.sessions import refusals
 from detent.report.anatomy import own_clip
 from detent.report.distributions import Distribution, short
 from detent.report.parts import Tensor

@@ -13,12 +13,11 @@ from onnx import TensorProto
 
 from detent.errors import DetentError
 from detent.metrics import sqnr_db
+from detent.onnx_model import Graph
+from detent.onnx_model.files import tensors_of
+from detent.onnx_model.graph import BITS, attribute_of
 from detent.proof.artifact import Artifact, FileWeight, is_bias
 from detent.proof.weights import place_in_file, spread
-from detent.qdq import Graph
-from detent.qdq.files import tensors_of
-from detent.qdq.graph import attribute_of
-from detent.qdq.tensors import BITS
 from detent.report.anatomy import FoundLayer
 from detent.report.distributions import code_histogram, short
 from detent.report.parts import Size, Tensor
@@ -42,7 +41,7 @@ def file_nbytes(path: str | PathLike[str]) -> int:
 
     >>> import tempfile
     >>> from onnx import parser
-    >>> from detent.qdq import save
+    >>> from detent.onnx_model import save
     >>> made = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
     from torch import nn
 
-    from detent.qdq.targets import Target
+    from detent.onnx_model.targets import Target
 
 __all__ = ["measure", "refine", "run_mix"]
 

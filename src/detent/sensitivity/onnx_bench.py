@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.errors import UnsupportedError
-from detent.onnx.calibrating import Calibration, calibrate
-from detent.onnx.data import Batches, BatchSource, InputInfo, inputs_of, open_batches
-from detent.onnx.inserting import activation_params, insert, weight_params
-from detent.onnx.layers import Layer
-from detent.onnx.planning import GraphPlan, LayerPlan, plan
-from detent.onnx.preparing import prepare
+from detent.onnx.calibration import Calibration, activation_params, calibrate
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
+from detent.onnx.normal_form import prepare
+from detent.onnx.quantized_graph import insert
+from detent.onnx_model.batches import Batches, BatchSource, InputInfo, inputs_of, open_batches
+from detent.onnx_model.files import ModelSource, load
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.layers import Layer
+from detent.onnx_model.qdq_writer import Quantization, dequantize_node, needs_clip, quantize_node
+from detent.onnx_model.sessions import make_session, refusals
+from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.qdq.files import ModelSource, load
-from detent.qdq.graph import Graph
-from detent.qdq.nodes import Quantization, dequantize_node, needs_clip, quantize_node
-from detent.qdq.sessions import make_session, refusals
-from detent.qdq.targets import Target, get_target
 from detent.recipe import Recipe
 from detent.rule import Rule
 from detent.sensitivity.bench import Meter, Unit

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from detent.qdq import save
+from detent.onnx_model import save
 from detent.testing.minilm import DATA, MODEL, WordPiece, load_minilm, package_file
 
 __all__ = ["export_minilm", "read_sentences", "token_batches"]

@@ -160,7 +160,7 @@ def _chords(count: int) -> Iterator[Feed]:
 
 def _windows(count: int) -> Iterator[Feed]:
     """Four streams, one of them noise, window by window, each with the state that the model left before."""
-    from detent.qdq import make_session  # noqa: PLC0415 - the zoo is listed without it
+    from detent.onnx_model import make_session  # noqa: PLC0415 - the zoo is listed without it
 
     session = make_session(ZOO["silero-vad"].path, threads=1)
     samples = CONTEXT + STRIDE * count
@@ -193,7 +193,7 @@ def _export(_package_file: Path, target: Path) -> None:
 
 def _free_sizes(package_file: Path, target: Path) -> None:
     """The same model for any number of pictures of any size: its file promises a size that nobody uses."""
-    from detent.qdq import load, save  # noqa: PLC0415 - the zoo is listed without it
+    from detent.onnx_model import load, save  # noqa: PLC0415 - the zoo is listed without it
 
     model = load(package_file)
     constants = {tensor.name for tensor in model.graph.initializer}

@@ -58,7 +58,7 @@ def export_onnx(
         model: prepared, and calibrated or trained.
         example: what the model takes: a tensor, a tuple of tensors, or tensors by the names of forward's arguments.
         path: where to write.
-        target: what runs it; see ``detent.qdq.targets``.
+        target: what runs it; see ``detent.onnx_model.targets``.
         dynamic_shapes: as ``torch.onnx.export`` takes them; None lets axis 0 of every input vary.
         opset: the version of ONNX's operators, 18 to 23; codes of 4 or 16 bits, and groups, need 21.
         container: "int8" stores weights of few bits in 8, which ONNX Runtime's integer kernels need; None uses the
@@ -75,7 +75,7 @@ def export_onnx(
 
     >>> import tempfile
     >>> import detent.torch as qt
-    >>> from detent.qdq import load
+    >>> from detent.onnx_model import load
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = export_onnx(model, torch.ones(1, 4), Path(folder, "model.onnx"))
@@ -83,10 +83,10 @@ def export_onnx(
     ['DequantizeLinear', 'Gemm']
     """
     _require_packages()
-    from detent import qdq  # noqa: PLC0415 - all of these import onnx, which only an export needs
+    from detent import onnx_model  # noqa: PLC0415 - all of these import onnx, which only an export needs
     from detent.torch import lowering, tidying  # noqa: PLC0415
 
-    wanted = qdq.get_target(target)
+    wanted = onnx_model.get_target(target)
     operators = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
     if container not in {None, "int8"}:
         raise SpecError(f"container is None or 'int8', got {container!r}")
@@ -98,16 +98,18 @@ def export_onnx(
     lowered = lowering.Lowering(tidying.clean(proto), marked, wanted, least=4 if container is None else 8)
     version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
     made = tidying.settle(lowered.run(), version)
-    qdq.Provenance(
+    onnx_model.Provenance(
         weights=lowered.weights,
         activations=lowered.activations,
         target=wanted.name,
         recipe=plan_of(model).recipe.to_json(),
         made_by=version,
     ).write(made)
-    checked = qdq.load(made)
-    qdq.make_session(checked, optimise=wanted.runtime == "onnxruntime")  # a file that nothing runs is not written
-    qdq.save(checked, goal)
+    checked = onnx_model.load(made)
+    onnx_model.make_session(
+        checked, optimise=wanted.runtime == "onnxruntime"
+    )  # a file that nothing runs is not written
+    onnx_model.save(checked, goal)
     return goal
 
 

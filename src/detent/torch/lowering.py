@@ -23,13 +23,10 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
+from detent.onnx_model import Graph, Quantization, Target, dequantize_node, quantize_node
+from detent.onnx_model.graph import BITS, attribute_of, subgraphs
+from detent.onnx_model.qdq_writer import gather, needs_clip
 from detent.params import QuantParams
-from detent.qdq import Graph, Quantization, Target, dequantize_node, quantize_node
-from detent.qdq.gathering import gather
-from detent.qdq.graph import attribute_of
-from detent.qdq.nodes import needs_clip
-from detent.qdq.order import subgraphs
-from detent.qdq.tensors import BITS
 from detent.scale_mode import PerBatch
 from detent.torch.marking import DOMAIN, Marked
 from detent.torch.quantizer import FakeQuantize
@@ -50,7 +47,7 @@ class Lowering:
         activations: QuantizeLinear nodes, and the quantizer that each of them is.
 
     >>> from onnx import parser
-    >>> from detent.qdq import get_target
+    >>> from detent.onnx_model import get_target
     >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[1] x) => (float[1] y) { y = Relu(x) }''')
     >>> lowering = Lowering(made, Marked(None, {}, {}), get_target("onnxruntime"), least=4)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from onnx import GraphProto, ModelProto, ValueInfoProto, inliner
 
-from detent.qdq.order import subgraphs
+from detent.onnx_model.graph import subgraphs
 from detent.torch.marking import DOMAIN
 
 __all__ = ["clean", "settle"]

@@ -7,26 +7,37 @@ PerTensor       a number
 PerAxis(a)      one per channel                axis=a
 PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
 =============== ============================== ======================
+
+Gathering: rows of a table of codes are picked first and become numbers then, never the whole table.
+
+==================== ==================================================================
+scale                nodes
+==================== ==================================================================
+one, or per column   Gather(codes) -> DequantizeLinear
+per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
+per group of a row   the same, over groups as an axis of their own
+==================== ==================================================================
+
+Numbers are those of DequantizeLinear: the subtraction is exact, and the product rounds once. DequantizeLinear itself
+takes scales that depend on the data in blocks only, which OpenVINO does not read.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
-from detent.errors import FileFormatError, ParamsError, UnsupportedError
+from detent.errors import ParamsError, UnsupportedError
 from detent.formats import FORMATS, Format
 from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
+from detent.onnx_model.graph import Graph, element_range
+from detent.onnx_model.targets import Container
 from detent.params import QuantParams
-from detent.qdq.graph import attribute_of
-from detent.qdq.targets import Container
-from detent.qdq.tensors import array_of, element_range
 from detent.spec import QuantSpec
 
-__all__ = ["Quantization", "dequantize_node", "needs_clip", "quantize_node", "read_quantization"]
+__all__ = ["Quantization", "dequantize_node", "gather", "needs_clip", "quantize_node"]
 
 Array = NDArray[Any]
 FIRST_BLOCKED = 21
@@ -147,44 +158,83 @@ def _node(operator: str, inputs: list[str], y: str, how: Quantization) -> NodePr
     return node
 
 
-def read_quantization(
-    node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
-) -> Quantization | None:
-    """The parameters of a QuantizeLinear or DequantizeLinear node; None where they are no constants.
+Names = tuple[str, str, str]
+
+
+def gather(
+    graph: Graph, node: NodeProto, names: Names, how: Quantization, shape: tuple[int, ...], key: str
+) -> list[NodeProto]:
+    """What takes the place of a Gather node that reads a quantized table.
 
     Args:
-        node: such a node.
-        constants: the model's.
-        kind_of: the element type of a tensor, for nodes without a zero point.
+        graph: where constants are added.
+        node: the Gather node, along axis 0.
+        names: those of codes, scale and zero point.
+        how: the table's quantization.
+        shape: the table's.
+        key: what new names begin with.
 
-    >>> from onnx import numpy_helper
-    >>> node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"])
-    >>> found = read_quantization(node, {"s": numpy_helper.from_array(np.float32([0.5]).reshape(()), "s")})
-    >>> found.scale, found.kind == TensorProto.UINT8
-    (array(0.5, dtype=float32), True)
+    >>> from onnx import parser
+    >>> graph = Graph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[9, 4] table, int64[2] i) => (float[2, 4] y) { y = Gather(table, i) }'''))
+    >>> how = Quantization(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
+    >>> made = gather(graph, graph.nodes[0], ("codes", "scale", "zero"), how, (9, 4), "table")
+    >>> [each.op_type for each in made]
+    ['Gather', 'Cast', 'Gather', 'Unsqueeze', 'Mul']
     """
-    names = [*node.input, ""]
-    if any(name and name not in constants for name in names[1:3]):
-        return None
-    scale = array_of(constants[names[1]])
-    if scale.dtype != np.float32:
-        raise UnsupportedError(f"{node.name}: scales of {scale.dtype} are not read here, only float32")
-    kind: int = TensorProto.UINT8
-    zero = np.zeros(scale.shape, np.int64)
-    if names[2]:
-        kind, zero = constants[names[2]].data_type, array_of(constants[names[2]]).astype(np.int64)
-    elif node.op_type == "QuantizeLinear":
-        kind = attribute_of(node, "output_dtype", 0) or kind
-    elif names[0] in constants:
-        kind = constants[names[0]].data_type
-    elif kind_of is not None:
-        kind = kind_of(names[0]) or kind
-    if scale.size == zero.size == 1:  # some write one number as an array, the other as a scalar
-        zero = zero.reshape(scale.shape)
-    if zero.shape != scale.shape:
-        raise FileFormatError(f"{node.name}: its scale has shape {scale.shape}, its zero point {zero.shape}")
-    axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))
-    if scale.size == 1 and not block:
-        scale, zero = scale.reshape(()), zero.reshape(())
-    low, high = element_range(kind) if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") else (0, 0)
-    return Quantization(scale, zero, kind, axis, block, low, high)
+    return _Gathering(graph, node, how, shape, key).build(names)
+
+
+class _Gathering:
+    def __init__(self, graph: Graph, node: NodeProto, how: Quantization, shape: tuple[int, ...], key: str) -> None:
+        self.graph, self.how, self.shape, self.key = graph, how, shape, key
+        self.indices, self.out = node.input[1], node.output[0]
+        self.made: list[NodeProto] = []
+
+    def build(self, names: Names) -> list[NodeProto]:
+        how, last = self.how, len(self.shape) - 1
+        codes, scale, zero = names
+        picked = self._add("Gather", [codes, self.indices], "picked")
+        if not how.scale.ndim or (how.axis == last and not how.block):
+            node = dequantize_node(picked, scale, zero, self.out, replace(how, axis=-1))
+            node.name = self.graph.fresh(f"{self.key}_DequantizeLinear")
+            return [*self.made, node]
+        if how.axis != (last if how.block else 0):
+            raise UnsupportedError(
+                f"{self.key} is looked up by rows and has scales along axis {how.axis}: use one per row, per group of "
+                "a row, or per tensor"
+            )
+        numbers = self._add("Cast", [picked], "numbers", to=TensorProto.FLOAT)
+        if how.block:
+            numbers = self._reshape(numbers, [how.scale.shape[-1], how.block], "groups")
+        if how.zero_point.any():
+            origin = self._add("Cast", [self._rows(zero)], "zero_points_as_numbers", to=TensorProto.FLOAT)
+            numbers = self._add("Sub", [numbers, origin], "centred")
+        if not how.block:
+            self._add("Mul", [numbers, self._rows(scale)], self.out)
+        else:
+            product = self._add("Mul", [numbers, self._rows(scale)], "products")
+            self._reshape(product, [self.shape[-1]], self.out)
+        return self.made
+
+    def _rows(self, name: str) -> str:
+        """The scales or zero points of the rows that are picked, with an axis to spread over."""
+        picked = self._add("Gather", [name, self.indices], f"{name.removeprefix(self.key + '_')}s")
+        axes = self._constant("last_axis", [-1])
+        return self._add("Unsqueeze", [picked, axes], f"{name.removeprefix(self.key + '_')}s_spread")
+
+    def _reshape(self, name: str, sizes: list[int], y: str) -> str:
+        """The same with the last axis split, or the last two joined; 0 keeps what the indices have."""
+        rank = len(self.graph.shape(self.indices) or ())
+        shape = self._constant(f"shape_{rank}_{len(sizes)}", [0] * rank + sizes)
+        return self._add("Reshape", [name, shape], y)
+
+    def _constant(self, stem: str, values: list[int]) -> str:
+        name = f"{self.key}_{stem}"
+        return name if name in self.graph.constants else self.graph.add_constant(name, np.array(values))
+
+    def _add(self, operator: str, inputs: list[str], y: str, **attributes: Any) -> str:
+        name = y if y == self.out else self.graph.fresh(f"{self.key}_{y}")
+        node = helper.make_node(operator, inputs, [name], name=self.graph.fresh(f"{self.key}_{operator}"), **attributes)
+        self.made.append(node)
+        return name

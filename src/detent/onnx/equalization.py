@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
 from detent.granularity import PerAxis
-from detent.onnx.calibrating import Feed, record
-from detent.onnx.inserting import weight_params
-from detent.onnx.layers import Layer
-from detent.onnx.planning import GraphPlan, LayerPlan
-from detent.onnx.probing import Probe, noise, part_of
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
+from detent.onnx.layer_error import Probe, noise, part_of
+from detent.onnx_model.graph import Graph, attribute_of
+from detent.onnx_model.layers import Layer
+from detent.onnx_model.sessions import record
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.qdq.graph import Graph, attribute_of
 
 __all__ = ["Equalization", "equalize"]
 
 Array = NDArray[Any]
+
+Feed = dict[str, Array]
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
 WIDEST = 1e3  # how far the factors of a tensor may lie apart
 ENOUGH = 0.9  # the part of the noise that may be left

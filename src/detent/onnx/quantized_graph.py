@@ -1,6 +1,6 @@
 """Inserting: quantizers written into a graph, as its plan says and its data have shown."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,101 +10,24 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent import __version__
 from detent.errors import NotCalibratedError
-from detent.observers import MSE, Observer
-from detent.onnx.calibrating import Calibration
-from detent.onnx.guarding import guard_float, share_floats
-from detent.onnx.layers import Layer
-from detent.onnx.placing import Place
-from detent.onnx.planning import GraphPlan, LayerPlan
+from detent.onnx.calibration import Calibration, choose_params
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
+from detent.onnx.ort_workarounds import guard_float, share_floats
+from detent.onnx.placement import Place
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.layers import Layer
+from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.qdq_writer import Quantization, dequantize_node, gather, needs_clip, quantize_node
+from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
-from detent.qdq.gathering import gather
-from detent.qdq.graph import Graph
-from detent.qdq.nodes import Quantization, dequantize_node, needs_clip, quantize_node
-from detent.qdq.provenance import Provenance
-from detent.qdq.targets import Container
-from detent.spec import QuantSpec
 
-__all__ = ["activation_params", "choose_params", "insert", "weight_params"]
+__all__ = ["insert"]
 
 Array = NDArray[Any]
 EIGHT = 8
 LARGEST_BIAS = (1 << 31) - 1
 ROOMY_BIAS = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
-
-
-def activation_params(place: Place, calibration: Calibration, *, clipped: bool) -> QuantParams:
-    """The parameters of a tensor.
-
-    Args:
-        place: where its quantizer stands.
-        calibration: what the data have shown.
-        clipped: whether the observer's own range is taken, or all that was seen.
-
-    >>> from detent.observers import MinMax
-    >>> seen = Calibration({"x": MinMax().observe([0.0, 51.0])}, (), 1, "")
-    >>> activation_params(Place("x", QuantSpec("uint8"), "x"), seen, clipped=False).scale
-    array(0.2, dtype=float32)
-    """
-    name, factor = calibration.source(place.group)
-    observer = calibration.observers.get(name)
-    if observer is None:
-        raise NotCalibratedError(f"tensor {place.group!r} was not observed: calibrate with the plan that is inserted")
-    if clipped:
-        params = observer.params(place.spec)
-    else:
-        params = QuantParams.from_range(place.spec, *Observer.range(observer), dtype="float32")
-    if factor != 1:
-        params = QuantParams(place.spec, np.asarray(params.scale * factor, np.float32), params.zero_point)
-    return _bounded(params, place)
-
-
-def choose_params(
-    plan: GraphPlan, calibration: Calibration, clipped: Iterable[str] | None = None
-) -> dict[str, QuantParams]:
-    """The parameters of all tensors that have their own, by name.
-
-    Args:
-        plan: what is quantized.
-        calibration: what the data have shown.
-        clipped: the tensors whose observers may clip; None for all.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> list(choose_params(made, qo.calibrate(made, [np.float32([[2.0]])])))
-    ['x']
-    """
-    free = None if clipped is None else set(clipped)
-    return {
-        place.group: activation_params(place, calibration, clipped=free is None or place.group in free)
-        for place in plan.places(calibration.ranges)
-        if place.tensor == place.group and not place.origin
-    }
-
-
-def _bounded(params: QuantParams, place: Place) -> QuantParams:
-    """The parameters with a largest value that the Clip before them lets pass, so that it has nothing to do."""
-    spec, steps = params.spec, np.float32(params.spec.qmax - params.zero_point)
-    scale = np.float32(params.scale)
-    if not np.isfinite(place.most) or place.most <= 0 or steps * scale <= np.float32(place.most):
-        return params
-    scale = np.float32(place.most) / steps
-    while steps * scale > np.float32(place.most):
-        scale = np.nextafter(scale, np.float32(0))
-    return QuantParams(spec, np.asarray(scale), params.zero_point)
-
-
-def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """The parameters of a weight: its range, and below 8 bits the one of least error.
-
-    >>> weight_params(np.float32([[127.0]]), QuantSpec.parse("int8/axis0")).scale
-    array([1.], dtype=float32)
-    """
-    if spec.bits >= EIGHT:
-        return QuantParams.from_data(spec, weight)
-    return MSE(granularity=spec.granularity).observe(weight).params(spec)
 
 
 @dataclass

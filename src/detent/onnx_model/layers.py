@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from onnx import NodeProto, TensorProto
 
-from detent.qdq.graph import MAIN, Graph, attribute_of
-from detent.qdq.order import subgraphs
+from detent.onnx_model.graph import MAIN, Graph, attribute_of, subgraphs
 
 __all__ = ["Layer", "layers_of"]
 

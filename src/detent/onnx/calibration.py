@@ -2,10 +2,17 @@
 
 Every batch runs once, its tensors are observed and forgotten: memory does not grow with the number of batches. With a
 budget, only so many bytes of tensors are taken from a run, and the batches pass as often as that needs.
+
+Clipping: which activations may lose their outliers.
+
+The range of least error of a tensor is not always that of its layer: large values may be few, and count for much. So
+each tensor that layers read has the range under which these layers' outputs are closest to float. Tensors that reach
+an output of the model without another layer keep all that was seen: a detector whose scores are clipped has a better
+signal-to-noise ratio, and no detections.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -13,18 +20,22 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, helper
 
 from detent import observers as core
 from detent.errors import NaNError, NotCalibratedError, SpecError
-from detent.observers import Observer
-from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
-from detent.onnx.planning import GraphPlan
-from detent.qdq.graph import Graph
-from detent.qdq.sessions import make_session, refusals
+from detent.observers import MinMax, Observer
+from detent.onnx.graph_plan import GraphPlan
+from detent.onnx.layer_error import Probe, noise, recorded_inputs
+from detent.onnx.placement import Place
+from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx_model.graph import Graph, reads
+from detent.onnx_model.sessions import _more_outputs, make_session, record, refusals
+from detent.ops import fake_quantize
+from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
 
-__all__ = ["Calibration", "calibrate", "record", "tensor_groups"]
+__all__ = ["Calibration", "activation_params", "calibrate", "choose_clipped", "choose_params", "tensor_groups"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -197,42 +208,6 @@ def _refuse_nan(name: str, values: Array, batch: int) -> None:
         )
 
 
-def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
-    """Run a model and yield some of its tensors by name, batch after batch.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1] x) => (float[1] y) { t = Abs(x) y = Neg(t) }''')
-    >>> list(record(made, ["t"], [{"x": np.float32([-2])}]))
-    [{'t': array([2.], dtype=float32)}]
-    """
-    wanted = list(dict.fromkeys(names))
-    graph = Graph(model)
-    made = [name for name in wanted if name not in graph.inputs]
-    with _more_outputs(model, made):
-        session = make_session(model, threads=threads)
-    for feed in feeds:
-        with refusals():
-            results = dict(zip(made, session.run(made, feed), strict=True)) if made else {}
-        found = {name: results[name] if name in results else feed[name] for name in wanted}
-        del results
-        yield found
-
-
-@contextmanager
-def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> Iterator[None]:
-    """A model with some more outputs for a while; a copy of a large one would be large."""
-    graph = model.graph
-    outputs, before = len(graph.output), len(graph.node)
-    present = {value.name for value in graph.output}
-    graph.node.extend(nodes)
-    graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names if name not in present)
-    try:
-        yield
-    finally:
-        del graph.output[outputs:], graph.node[before:]
-
-
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
     """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch.
 
@@ -270,3 +245,132 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
             "passes, and the data can be read once: give a list, a file or a folder, which can be read more than once"
         )
     return groups
+
+
+def activation_params(place: Place, calibration: Calibration, *, clipped: bool) -> QuantParams:
+    """The parameters of a tensor.
+
+    Args:
+        place: where its quantizer stands.
+        calibration: what the data have shown.
+        clipped: whether the observer's own range is taken, or all that was seen.
+
+    >>> from detent.observers import MinMax
+    >>> from detent.onnx.placement import Place
+    >>> from detent.spec import QuantSpec
+    >>> seen = Calibration({"x": MinMax().observe([0.0, 51.0])}, (), 1, "")
+    >>> activation_params(Place("x", QuantSpec("uint8"), "x"), seen, clipped=False).scale
+    array(0.2, dtype=float32)
+    """
+    name, factor = calibration.source(place.group)
+    observer = calibration.observers.get(name)
+    if observer is None:
+        raise NotCalibratedError(f"tensor {place.group!r} was not observed: calibrate with the plan that is inserted")
+    if clipped:
+        params = observer.params(place.spec)
+    else:
+        params = QuantParams.from_range(place.spec, *Observer.range(observer), dtype="float32")
+    if factor != 1:
+        params = QuantParams(place.spec, np.asarray(params.scale * factor, np.float32), params.zero_point)
+    return _bounded(params, place)
+
+
+def choose_params(
+    plan: GraphPlan, calibration: Calibration, clipped: Iterable[str] | None = None
+) -> dict[str, QuantParams]:
+    """The parameters of all tensors that have their own, by name.
+
+    Args:
+        plan: what is quantized.
+        calibration: what the data have shown.
+        clipped: the tensors whose observers may clip; None for all.
+
+    >>> import detent.onnx as qo
+    >>> from onnx import parser
+    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
+    >>> list(choose_params(made, qo.calibrate(made, [np.float32([[2.0]])])))
+    ['x']
+    """
+    free = None if clipped is None else set(clipped)
+    return {
+        place.group: activation_params(place, calibration, clipped=free is None or place.group in free)
+        for place in plan.places(calibration.ranges)
+        if place.tensor == place.group and not place.origin
+    }
+
+
+def _bounded(params: QuantParams, place: Place) -> QuantParams:
+    """The parameters with a largest value that the Clip before them lets pass, so that it has nothing to do."""
+    spec, steps = params.spec, np.float32(params.spec.qmax - params.zero_point)
+    scale = np.float32(params.scale)
+    if not np.isfinite(place.most) or place.most <= 0 or steps * scale <= np.float32(place.most):
+        return params
+    scale = np.float32(place.most) / steps
+    while steps * scale > np.float32(place.most):
+        scale = np.nextafter(scale, np.float32(0))
+    return QuantParams(spec, np.asarray(scale), params.zero_point)
+
+
+CLIP_SAMPLES = 1
+GAIN = 0.98  # clipping must make something better
+
+
+def choose_clipped(plan: GraphPlan, calibration: Calibration, samples: int = CLIP_SAMPLES) -> set[str]:
+    """The tensors for which the range of the observer is taken, not all that was seen.
+
+    Args:
+        plan: what is quantized.
+        calibration: what the data have shown.
+        samples: how many batches the layers are compared on.
+
+    >>> import numpy as np, detent.onnx as qo
+    >>> from onnx import parser
+    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
+    >>> choose_clipped(made, qo.calibrate(made, [np.float32([[2.0]])]))
+    set()
+    """
+    places = plan.places(calibration.ranges)
+    leaving = _leaving(plan.graph, [plan.found[layer.name].node.output[0] for layer in plan.quantized])
+    free = [place for place in places if place.group == place.tensor and not place.origin]
+    free = [
+        place for place in free if not isinstance(calibration.observers[calibration.source(place.group)[0]], MinMax)
+    ]
+    readers = defaultdict(list)
+    for layer in plan.quantized:
+        if layer.input is not None:
+            readers[plan.found[layer.name].data].append(layer.name)
+    chosen = {place.group for place in free if place.tensor not in leaving and not readers[place.tensor]}
+    judged = [place for place in free if place.tensor not in leaving and readers[place.tensor]]
+    return chosen | _judge(plan, calibration, judged, readers, samples)
+
+
+def _judge(
+    plan: GraphPlan, calibration: Calibration, places: list[Place], readers: dict[str, list[str]], samples: int
+) -> set[str]:
+    ways = {
+        place.tensor: [activation_params(place, calibration, clipped=clipped) for clipped in (False, True)]
+        for place in places
+    }
+    errors = {tensor: [0.0, 0.0] for tensor in ways}
+    names = [name for tensor in ways for name in readers[tensor]]
+    probes = {name: Probe(plan.found[name]) for name in names}
+    for inputs in recorded_inputs(plan, names, calibration.samples[:samples]):
+        for tensor, params in ways.items():
+            for name in readers[tensor]:
+                x, weight = inputs[name], plan.graph.array(plan.found[name].weight)
+                reference = probes[name].run(x, weight)
+                for i, way in enumerate(params):
+                    errors[tensor][i] += noise(reference, probes[name].run(fake_quantize(x, way), weight))
+    return {tensor for tensor, (whole, clipped) in errors.items() if clipped < GAIN * whole}
+
+
+def _leaving(graph: Graph, stops: Iterable[str]) -> set[str]:
+    """The tensors that reach an output of the model without passing another layer."""
+    made_by_layers = set(stops)
+    found = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if found & set(node.output) and not made_by_layers & set(node.output) and node.op_type != "Shape":
+            found.update(reads(node))
+    return found

@@ -1,9 +1,12 @@
-"""Quantizing: an ONNX file and data in, a quantized file and a report out. The steps are functions of their own."""
+"""Quantizing: an ONNX file and data in, a quantized file and a report out. The steps are functions of their own.
+
+QuantizeReport: what was done to a model, and what it costs.
+"""
 
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -15,27 +18,131 @@ from onnx import ModelProto
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import sqnr_db
-from detent.onnx.biases import corrected_biases
-from detent.onnx.calibrating import Progress, calibrate, tensor_groups
-from detent.onnx.clipping import choose_clipped
-from detent.onnx.damage import choose_float
-from detent.onnx.data import Batches, BatchSource, inputs_of, open_batches
-from detent.onnx.equalizing import equalize as equalize_channels
-from detent.onnx.inserting import choose_params, insert
-from detent.onnx.integers import kernels_of
-from detent.onnx.planning import GraphPlan, RecipeLike, plan
-from detent.onnx.preparing import prepare
-from detent.onnx.report import LayerReport, QuantizeReport
-from detent.onnx.smoothing import smooth as smooth_inputs
-from detent.qdq.files import ModelSource, load, nbytes_of, save
-from detent.qdq.graph import Graph
-from detent.qdq.provenance import digest_of
-from detent.qdq.sessions import make_session
-from detent.qdq.targets import Target, get_target
+from detent.onnx.bias_correction import corrected_biases
+from detent.onnx.calibration import Progress, calibrate, choose_clipped, choose_params, tensor_groups
+from detent.onnx.equalization import equalize as equalize_channels
+from detent.onnx.float_fallback import choose_float
+from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
+from detent.onnx.normal_form import prepare
+from detent.onnx.quantized_graph import insert
+from detent.onnx.smoothquant import smooth as smooth_inputs
+from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
+from detent.onnx_model.files import ModelSource, load, nbytes_of, save
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.provenance import digest_of
+from detent.onnx_model.sessions import INTEGER, kernels_of, make_session
+from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
+from detent.tables import table_lines
 
-__all__ = ["output_sqnr", "quantize"]
+__all__ = ["LayerReport", "QuantizeReport", "output_sqnr", "quantize"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What became of one layer.
+
+    Attributes:
+        name, type: of its node.
+        weight, input: its specs, "" for what stays float.
+        reason: why it was left alone.
+        kernel: the operator that computes it in ONNX Runtime on this machine.
+        note: what else there is to know.
+
+    >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").in_integers
+    True
+    """
+
+    name: str
+    type: str
+    weight: str = ""
+    input: str = ""
+    reason: str = ""
+    kernel: str = ""
+    note: str = ""
+
+    @property
+    def in_integers(self) -> bool:
+        """Whether it is computed in integers."""
+        return self.kernel in INTEGER
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What ``qo.quantize`` did; ``str`` is a table.
+
+    Attributes:
+        output: the file.
+        plan: as it was carried out.
+        nbytes_before, nbytes_after: of both files.
+        layers: what became of each.
+        output_sqnr_db: of the first output, on the first batches; None without data.
+        outputs_sqnr_db: of all outputs.
+        seconds: that it took.
+        steps: what was tried to keep the accuracy, and what came of it.
+        hints: what a user should know.
+
+    >>> from detent.onnx_model import get_target
+    >>> from detent.recipe import Recipe
+    >>> plan = GraphPlan(Recipe([]), get_target("openvino"), (), None)
+    >>> made = QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0)
+    >>> print(made)
+    a.onnx: 8 -> 2 bytes (0.250), 0 of 0 layers quantized, 0 in integers, 1.0 s
+    >>> json.loads(made.to_json())["nbytes_after"]
+    2
+    """
+
+    output: Path
+    plan: GraphPlan
+    nbytes_before: int
+    nbytes_after: int
+    layers: tuple[LayerReport, ...]
+    output_sqnr_db: float | None
+    outputs_sqnr_db: Mapping[str, float]
+    seconds: float
+    steps: tuple[str, ...] = ()
+    hints: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> str:
+        """The same as JSON."""
+        plain: dict[str, Any] = {
+            "output": str(self.output),
+            "recipe": json.loads(self.plan.recipe.to_json()),
+            "target": self.plan.target.name,
+            "layers": [{**asdict(layer), "in_integers": layer.in_integers} for layer in self.layers],
+            "outputs_sqnr_db": dict(self.outputs_sqnr_db),
+            "steps": list(self.steps),
+            "hints": list(self.hints),
+        }
+        names = ("nbytes_before", "nbytes_after", "output_sqnr_db", "seconds")
+        return json.dumps(plain | {name: getattr(self, name) for name in names}, indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                each.name,
+                each.type,
+                each.weight or "-",
+                each.input or "-",
+                each.kernel or "float",
+                each.reason or each.note,
+            )
+            for each in self.layers
+        ]
+        head = ("layer", "type", "weight", "input", "in ONNX Runtime", "")
+        lines = table_lines([head, *rows]) if rows else []
+        quantized = sum(not layer.reason for layer in self.layers)
+        integers = sum(layer.in_integers for layer in self.layers)
+        sqnr = "" if self.output_sqnr_db is None else f", {self.output_sqnr_db:.1f} dB"
+        lines += self.steps
+        lines.append(
+            f"{self.output}: {self.nbytes_before:,} -> {self.nbytes_after:,} bytes "
+            f"({self.nbytes_after / max(1, self.nbytes_before):.3f}), {quantized} of {len(self.layers)} layers "
+            f"quantized, {integers} in integers{sqnr}, {self.seconds:.1f} s"
+        )
+        return "\n".join([*lines, *self.hints])
+
 
 Feed = dict[str, NDArray[Any]]
 SAMPLES = 8  # batches that channels are made even on

@@ -19,19 +19,20 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
 from detent.granularity import PerAxis
-from detent.onnx.calibrating import Feed, record
-from detent.onnx.inserting import weight_params
-from detent.onnx.layers import Layer
-from detent.onnx.planning import GraphPlan
-from detent.onnx.probing import noise
+from detent.onnx.graph_plan import GraphPlan, weight_params
+from detent.onnx.layer_error import noise
+from detent.onnx_model.graph import Graph, attribute_of
+from detent.onnx_model.layers import Layer
+from detent.onnx_model.sessions import record
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.qdq.graph import Graph, attribute_of
 from detent.spec import QuantSpec
 
 __all__ = ["Smoothing", "smooth"]
 
 Array = NDArray[Any]
+
+Feed = dict[str, Array]
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 ROWS = 256
 FREE, COSTLY = 0.95, 0.7  # the part of the noise that may be left where smoothing is folded away, and where it is not

@@ -18,9 +18,8 @@ from math import prod
 import numpy as np
 from onnx import NodeProto, TensorProto
 
-from detent.onnx.layers import Layer
-from detent.qdq.graph import Graph, attribute_of
-from detent.qdq.order import reads
+from detent.onnx_model.graph import Graph, attribute_of, reads
+from detent.onnx_model.layers import Layer
 from detent.spec import QuantSpec
 
 __all__ = ["Place", "place"]
@@ -94,7 +93,7 @@ def place(
         ranges: of tensors, where they are known: then a Concat of very different ones breaks its chain.
 
     >>> from onnx import parser
-    >>> from detent.onnx.layers import layers_of
+    >>> from detent.onnx_model.layers import layers_of
     >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
     >>> place(graph, {layer.name: layer for layer in layers_of(graph)}, {"fc": QuantSpec("uint8")})[0].readers

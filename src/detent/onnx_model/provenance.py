@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from detent.checks import unique_keys
 from detent.errors import FileFormatError
-from detent.qdq.tensors import array_of
+from detent.onnx_model.graph import array_of
 
 __all__ = ["Provenance", "digest_of", "digests_of"]
 

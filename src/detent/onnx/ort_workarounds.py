@@ -11,7 +11,7 @@ operators that begin with one tensor, such as GELU, are no longer found then: th
 import numpy as np
 from onnx import NodeProto, TensorProto, helper
 
-from detent.qdq.graph import Graph
+from detent.onnx_model.graph import Graph
 
 __all__ = ["guard_float", "share_floats"]
 

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.onnx.calibrating import Calibration
-from detent.onnx.inserting import weight_params
-from detent.onnx.planning import GraphPlan
-from detent.onnx.probing import Probe, recorded_inputs
+from detent.onnx.calibration import Calibration
+from detent.onnx.graph_plan import GraphPlan, weight_params
+from detent.onnx.layer_error import Probe, recorded_inputs
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from detent.qdq.graph import Graph, attribute_of
+from detent.onnx_model.graph import Graph, attribute_of
 
 __all__ = ["fold"]
 

@@ -5,13 +5,13 @@ initializers and back; ``nodes`` writes QuantizeLinear and DequantizeLinear, and
 runtimes want; ``provenance`` what a file says of itself; ``sessions`` runs models in ONNX Runtime.
 """
 
-from detent.qdq.files import load, save
-from detent.qdq.graph import Graph
-from detent.qdq.nodes import Quantization, dequantize_node, quantize_node, read_quantization
-from detent.qdq.provenance import Provenance
-from detent.qdq.sessions import make_session, optimised
-from detent.qdq.targets import TARGETS, Container, Target, get_target
-from detent.qdq.tensors import array_of, element_type, make_tensor
+from detent.onnx_model.files import load, save
+from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor
+from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.qdq_reader import read_quantization
+from detent.onnx_model.qdq_writer import Quantization, dequantize_node, quantize_node
+from detent.onnx_model.sessions import make_session, optimised
+from detent.onnx_model.targets import TARGETS, Container, Target, get_target
 
 __all__ = [
     "TARGETS",

@@ -1,17 +1,257 @@
-"""Graph: a model's main graph with its names looked up, and changes that keep them right."""
+"""Graph: a model's main graph with its names looked up, and changes that keep them right.
+
+Tensors: arrays as ONNX initializers, and back.
+
+====== =============== ===========================================
+bits   type            in memory
+====== =============== ===========================================
+2..4   INT4, UINT4     two codes per byte, the first in the low half
+5..8   INT8, UINT8
+9..16  INT16, UINT16
+fp8    FLOAT8E4M3FN..  their bytes
+====== =============== ===========================================
+
+Order: nodes of a graph so that each comes after those it reads from.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from detent.errors import UnsupportedError
-from detent.qdq.order import reads, sort_nodes, subgraphs
-from detent.qdq.tensors import array_of, make_tensor
+from detent.errors import FileFormatError, UnsupportedError
+from detent.formats import Format
+from detent.packing import pack
 
-__all__ = ["Graph", "attribute_of"]
+__all__ = [
+    "BITS",
+    "Graph",
+    "array_of",
+    "attribute_of",
+    "check_depth",
+    "element_range",
+    "element_type",
+    "make_tensor",
+    "reads",
+    "sort_nodes",
+    "subgraphs",
+]
+
+Array = NDArray[Any]
+_SMALL: dict[int, int] = {
+    TensorProto.INT4: 4,
+    TensorProto.UINT4: 4,
+    TensorProto.FLOAT4E2M1: 4,
+    TensorProto.INT2: 2,
+    TensorProto.UINT2: 2,
+}
+
+
+def _bits(kind: int) -> int:
+    return _SMALL.get(kind) or helper.tensor_dtype_to_np_dtype(kind).itemsize * 8
+
+
+BITS = {
+    kind: _bits(kind)
+    for kind in TensorProto.DataType.values()
+    if kind not in {TensorProto.UNDEFINED, TensorProto.STRING}
+}
+_INTEGERS = {
+    (4, True): TensorProto.INT4,
+    (4, False): TensorProto.UINT4,
+    (8, True): TensorProto.INT8,
+    (8, False): TensorProto.UINT8,
+    (16, True): TensorProto.INT16,
+    (16, False): TensorProto.UINT16,
+}
+_NARROW = {TensorProto.INT4: ml_dtypes.int4, TensorProto.UINT4: ml_dtypes.uint4}
+
+
+def element_type(format: Format, least: int = 4) -> int:
+    """The smallest ONNX type that holds the codes of a format.
+
+    Args:
+        format: of the codes.
+        least: bits; 8 keeps codes of few bits out of the 4-bit types, which some kernels do not take.
+
+    Raises:
+        UnsupportedError: ONNX has no such type.
+
+    >>> from detent.formats import get_format
+    >>> names = ("int2", "uint8", "int12", "float8_e5m2")
+    >>> [TensorProto.DataType.Name(element_type(get_format(name))) for name in names]
+    ['INT4', 'UINT8', 'INT16', 'FLOAT8E5M2']
+    """
+    if format.is_integer:
+        width = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, least)), None)
+        if width is not None:
+            return _INTEGERS[width, format.signed]
+    elif format.onnx:
+        return int(TensorProto.DataType.Value(format.onnx))
+    raise UnsupportedError(f"ONNX has no type for the codes of {format.name}")
+
+
+def element_range(kind: int) -> tuple[int, int]:
+    """The smallest and largest value of an integer type.
+
+    >>> element_range(TensorProto.INT4)
+    (-8, 7)
+    """
+    bits, signed = BITS[kind], TensorProto.DataType.Name(kind).startswith("INT")
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+
+
+def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProto:
+    """An initializer.
+
+    Args:
+        name: its name.
+        values: numbers; those of integer types must fit.
+        kind: the ONNX type, None that of the array.
+
+    >>> make_tensor("w", np.array([1, -2, 3]), TensorProto.INT4).raw_data.hex()
+    'e103'
+    """
+    given = np.asarray(values)
+    if kind is None:
+        return numpy_helper.from_array(np.ascontiguousarray(given).reshape(given.shape), name)
+    tensor = TensorProto(name=name, data_type=kind, dims=given.shape)
+    if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") and given.size:
+        low, high = element_range(kind)
+        if given.min() < low or given.max() > high:
+            raise FileFormatError(f"{name}: codes from {given.min()} to {given.max()} do not fit {low}..{high}")
+    if kind in _NARROW:
+        tensor.raw_data = pack(given.ravel().astype(np.uint8) & 0xF, 4).tobytes()
+        return tensor
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    tensor.raw_data = np.ascontiguousarray(given, dtype).tobytes()
+    return tensor
+
+
+def array_of(tensor: TensorProto) -> Array:
+    """The values of a tensor; 4-bit ones as int8 and uint8.
+
+    >>> array_of(make_tensor("w", np.array([1, -2, 3]), TensorProto.INT4))
+    array([ 1, -2,  3], dtype=int8)
+    """
+    try:
+        found: Array = numpy_helper.to_array(tensor)
+    except (TypeError, ValueError) as error:
+        raise FileFormatError(f"tensor {tensor.name!r} cannot be read: {error}") from error
+    if tensor.data_type in _SMALL and tensor.data_type != TensorProto.FLOAT4E2M1:
+        return found.astype(np.int8 if TensorProto.DataType.Name(tensor.data_type).startswith("INT") else np.uint8)
+    return found
+
+
+MOST_NESTED = 30  # protocol buffers nest 100 messages, three per graph
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """The bodies of a node: the branches of an If, the body of a Loop or Scan.
+
+    >>> list(subgraphs(NodeProto()))
+    []
+    """
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def check_depth(graph: GraphProto) -> None:
+    """Refuse graphs within graphs that are nested deeper than a file can hold.
+
+    Raises:
+        FileFormatError: there are such.
+
+    >>> check_depth(GraphProto())
+    """
+    level = [graph]
+    for _ in range(MOST_NESTED):
+        level = [body for each in level for node in each.node for body in subgraphs(node)]
+    if level:
+        raise FileFormatError(f"the graph is nested more than {MOST_NESTED} deep, which no ONNX file can hold")
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """The names that a node reads from its own graph, and what its bodies take from outside.
+
+    >>> list(reads(NodeProto(input=["a", ""])))
+    ['a']
+    """
+    yield from (name for name in node.input if name)
+    for graph in subgraphs(node):
+        known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        for inner in graph.node:
+            yield from (name for name in reads(inner) if name not in known)
+            known.update(inner.output)
+        yield from (value.name for value in graph.output if value.name not in known)
+
+
+def sort_nodes(graph: GraphProto) -> None:
+    """Put the nodes into an order in which each comes after those it reads from; those in order stay as they are.
+
+    Raises:
+        FileFormatError: there is a circle, or two nodes write one name.
+
+    >>> a, b = NodeProto(input=["x"], output=["y"], op_type="Relu"), NodeProto(input=["y"], output=["z"], op_type="Abs")
+    >>> graph = GraphProto(node=[b, a])
+    >>> sort_nodes(graph)
+    >>> [node.op_type for node in graph.node]
+    ['Relu', 'Abs']
+    """
+    for node in graph.node:
+        for inner in subgraphs(node):
+            sort_nodes(inner)
+    writer = _writers(graph)
+    needs = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
+    if all(max(before, default=-1) < i for i, before in enumerate(needs)):
+        return
+    nodes = [NodeProto.FromString(graph.node[i].SerializeToString()) for i in _sorted(graph, needs)]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _writers(graph: GraphProto) -> dict[str, int]:
+    writer: dict[str, int] = {}
+    for i, node in enumerate(graph.node):
+        for name in node.output:
+            if name and writer.setdefault(name, i) != i:
+                other = graph.node[writer[name]]
+                raise FileFormatError(f"two nodes write {name!r}, {_called(other)} and {_called(node)}")
+    return writer
+
+
+def _sorted(graph: GraphProto, needs: list[set[int]]) -> list[int]:
+    followers: list[list[int]] = [[] for _ in needs]
+    for i, before in enumerate(needs):
+        for j in before:
+            followers[j].append(i)
+    missing = [len(before) for before in needs]
+    ready = [i for i, count in enumerate(missing) if not count]
+    heapify(ready)
+    order = []
+    while ready:
+        i = heappop(ready)
+        order.append(i)
+        for j in followers[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heappush(ready, j)
+    if len(order) < len(needs):
+        stuck = next(i for i, count in enumerate(missing) if count)
+        raise FileFormatError(f"the graph is cyclic: {_called(graph.node[stuck])} waits for its own result")
+    return order
+
+
+def _called(node: NodeProto) -> str:
+    return f"{node.op_type} {node.name or '->' + ', '.join(node.output)!r}"
+
 
 MAIN = ("", "ai.onnx")
 

@@ -9,22 +9,43 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
+from typing import Any
 
+from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.errors import SpecError, UnsupportedError, closest
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
-from detent.onnx.layers import Layer, layers_of
-from detent.onnx.placing import Place, place
-from detent.qdq.graph import Graph
-from detent.qdq.targets import Target, get_target
+from detent.observers import MSE
+from detent.onnx.placement import Place, place
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.layers import Layer, layers_of
+from detent.onnx_model.targets import Target, get_target
+from detent.params import QuantParams
 from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
 from detent.rule import Layer as Seen
 from detent.rule import ObserverSpec
 from detent.spec import QuantSpec
 from detent.tables import table_lines
 
-__all__ = ["GraphPlan", "LayerPlan", "plan"]
+__all__ = ["GraphPlan", "LayerPlan", "plan", "weight_params"]
+
+EIGHT = 8
+
+Array = NDArray[Any]
+
+
+def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
+    """The parameters of a weight: its range, and below 8 bits the one of least error.
+
+    >>> import numpy as np
+    >>> weight_params(np.float32([[127.0]]), QuantSpec.parse("int8/axis0")).scale
+    array([1.], dtype=float32)
+    """
+    if spec.bits >= EIGHT:
+        return QuantParams.from_data(spec, weight)
+    return MSE(granularity=spec.granularity).observe(weight).params(spec)
+
 
 RecipeLike = Recipe | str | PathLike[str]
 SLOW_BITS = 16

@@ -11,11 +11,14 @@ QuantizeLinear of anything else     an activation quantizer
 =================================== =========================================
 
 What uses integers in other ways, such as QLinearConv or MatMulNBits, is listed with the reason why it is not read.
+
+Summary: a table of what a quantized model holds.
 """
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
@@ -24,16 +27,169 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, TensorProto, inliner
 
 from detent import ops
-from detent.errors import DetentError
-from detent.onnx.summary import Summary, SummaryRow
-from detent.qdq.files import ModelSource, load
-from detent.qdq.graph import attribute_of
-from detent.qdq.nodes import Quantization, read_quantization
-from detent.qdq.order import subgraphs
-from detent.qdq.tensors import BITS, array_of, element_range
+from detent.errors import DetentError, FileFormatError, UnsupportedError
+from detent.onnx_model.files import ModelSource, load
+from detent.onnx_model.graph import BITS, array_of, attribute_of, element_range, subgraphs
+from detent.onnx_model.qdq_writer import _ATTRIBUTES, Quantization
 from detent.tensor import QuantizedTensor
 
-__all__ = ["ActivationQuantizer", "QuantizedBias", "QuantizedModel", "load_quantized"]
+__all__ = [
+    "ActivationQuantizer",
+    "QuantizedBias",
+    "QuantizedModel",
+    "Summary",
+    "SummaryRow",
+    "load_quantized",
+    "read_quantization",
+]
+
+
+def read_quantization(
+    node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
+) -> Quantization | None:
+    """The parameters of a QuantizeLinear or DequantizeLinear node; None where they are no constants.
+
+    Args:
+        node: such a node.
+        constants: the model's.
+        kind_of: the element type of a tensor, for nodes without a zero point.
+
+    >>> from onnx import helper, numpy_helper
+    >>> node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"])
+    >>> found = read_quantization(node, {"s": numpy_helper.from_array(np.float32([0.5]).reshape(()), "s")})
+    >>> found.scale, found.kind == TensorProto.UINT8
+    (array(0.5, dtype=float32), True)
+    """
+    names = [*node.input, ""]
+    if any(name and name not in constants for name in names[1:3]):
+        return None
+    scale = array_of(constants[names[1]])
+    if scale.dtype != np.float32:
+        raise UnsupportedError(f"{node.name}: scales of {scale.dtype} are not read here, only float32")
+    kind: int = TensorProto.UINT8
+    zero = np.zeros(scale.shape, np.int64)
+    if names[2]:
+        kind, zero = constants[names[2]].data_type, array_of(constants[names[2]]).astype(np.int64)
+    elif node.op_type == "QuantizeLinear":
+        kind = attribute_of(node, "output_dtype", 0) or kind
+    elif names[0] in constants:
+        kind = constants[names[0]].data_type
+    elif kind_of is not None:
+        kind = kind_of(names[0]) or kind
+    if scale.size == zero.size == 1:  # some write one number as an array, the other as a scalar
+        zero = zero.reshape(scale.shape)
+    if zero.shape != scale.shape:
+        raise FileFormatError(f"{node.name}: its scale has shape {scale.shape}, its zero point {zero.shape}")
+    axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))
+    if scale.size == 1 and not block:
+        scale, zero = scale.reshape(()), zero.reshape(())
+    low, high = element_range(kind) if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") else (0, 0)
+    return Quantization(scale, zero, kind, axis, block, low, high)
+
+
+WIDEST = 48
+FLOAT = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One quantized tensor.
+
+    Attributes:
+        name: in the file.
+        kind: weight, bias or activation.
+        type: its spec, or the type of its codes.
+        shape: of weights and biases.
+        nbytes: of its codes, scales and zero points; none for activations.
+        readers: the nodes that read it.
+
+    >>> SummaryRow("w", "weight", "int8/tensor/symmetric/onnx", (2, 3), 10, ("MatMul y",)).nbytes
+    10
+    """
+
+    name: str
+    kind: str
+    type: str
+    shape: tuple[int, ...] | None
+    nbytes: int
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of them; ``str`` is a table.
+
+    Attributes:
+        rows: one per quantized tensor.
+        nodes: how many there are of each operator.
+        skipped: what is quantized in ways that are not read, and why.
+        float_nbytes: bytes of constants that stay floats.
+
+    >>> row = SummaryRow("w", "weight", "int8/tensor/symmetric/onnx", (2, 3), 10, ("MatMul y",))
+    >>> made = Summary((row,), {"MatMul": 1}, {}, 0)
+    >>> print(made)
+    1 weight, 10 bytes (24 as float32); 0 biases, 0 bytes; 0 activation quantizers; 0 bytes of other floats
+    1 MatMul
+    tensor  kind    type                        shape  bytes  read by
+    w       weight  int8/tensor/symmetric/onnx  2x3       10  MatMul y
+    >>> made.count("weight"), made.nbytes("weight"), made.to_json()[:14]
+    (1, 10, '{"rows": [{"na')
+    """
+
+    rows: tuple[SummaryRow, ...]
+    nodes: Mapping[str, int]
+    skipped: Mapping[str, str]
+    float_nbytes: int
+
+    def count(self, kind: str) -> int:
+        """How many rows are of that kind."""
+        return sum(row.kind == kind for row in self.rows)
+
+    def nbytes(self, kind: str) -> int:
+        """The bytes of the rows of that kind."""
+        return sum(row.nbytes for row in self.rows if row.kind == kind)
+
+    def to_json(self) -> str:
+        """The same facts for machines."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        floats = sum(FLOAT * prod(row.shape or ()) for row in self.rows if row.kind == "weight")
+        weights, biases, activations = (self.count(kind) for kind in ("weight", "bias", "activation"))
+        head = (
+            f"{weights} weight{'s' * (weights != 1)}, {self.nbytes('weight')} bytes ({floats} as float32); "
+            f"{biases} bias{'es' * (biases != 1)}, {self.nbytes('bias')} bytes; "
+            f"{activations} activation quantizer{'s' * (activations != 1)}; {self.float_nbytes} bytes of other floats"
+        )
+        nodes = ", ".join(
+            f"{count} {name}" for name, count in sorted(self.nodes.items(), key=lambda at: (-at[1], at[0]))
+        )
+        skipped = [f"not read: {name}: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join([head, nodes, *self._table(), *skipped])
+
+    def _table(self) -> list[str]:
+        cells = [("tensor", "kind", "type", "shape", "bytes", "read by")]
+        for row in self.rows:
+            shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
+            amount = "" if row.kind == "activation" else str(row.nbytes)
+            cells.append((_short(row.name), row.kind, row.type, shape, amount, ", ".join(row.readers)))
+        if len(cells) == 1:
+            return []
+        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]) - 1)]
+        return [
+            "  ".join(
+                cell.rjust(width) if i == 4 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line[:-1], widths, strict=True))
+            )
+            + f"  {line[-1]}"
+            for line in cells
+        ]
+
+
+def _short(name: str) -> str:
+    """The end of a long name, where names of modules differ."""
+    return name if len(name) <= WIDEST else "..." + name[3 - WIDEST :]
+
 
 Array = NDArray[Any]
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
