@@ -12,7 +12,7 @@ from torch import nn
 import detent as dt
 import detent.torch as qt
 from detent.onnx_model import Provenance, load
-from detent.torch.exporting import export_onnx
+from detent.torch.onnx_export import export_onnx
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

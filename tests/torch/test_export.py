@@ -28,8 +28,8 @@ from torch import nn  # noqa: E402
 import detent.torch as qt  # noqa: E402
 from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimised  # noqa: E402
 from detent.onnx_model.graph import attribute_of  # noqa: E402
-from detent.torch.lowering import Lowering  # noqa: E402
-from detent.torch.marking import Marked, MarkedWeight  # noqa: E402
+from detent.torch.export_graph import Lowering  # noqa: E402
+from detent.torch.export_marks import Marked, MarkedWeight  # noqa: E402
 from detent.torch.preparation import plan_of, quantizers_of, weight_layers  # noqa: E402
 
 SIDE, CLASSES, WORDS, LENGTH, WIDTH = 10, 6, 40, 8, 32

@@ -11,7 +11,7 @@ import detent as dt
 torch = pytest.importorskip("torch")
 
 import detent.torch as qt  # noqa: E402
-from detent.torch import checkup, watching  # noqa: E402
+from detent.torch import diagnostics  # noqa: E402
 from detent.torch.preparation import quantizers_of  # noqa: E402
 
 nn = torch.nn
@@ -128,14 +128,14 @@ def test_a_toy_optimizer_makes_weights_oscillate():
 
 
 def test_a_weight_that_walks_one_way_does_not_oscillate():
-    turning, params = watching.Oscillation(), dt.QuantParams.int8_symmetric()
+    turning, params = diagnostics.Oscillation(), dt.QuantParams.int8_symmetric()
     for step in range(30):
         turning.update(np.array([step, -step, 0.0], np.float32), params)
     assert (turning.steps, turning.rate) == (29, 0.0)
 
 
 def test_a_turn_counts_until_it_is_long_ago():
-    turning, params = watching.Oscillation(), dt.QuantParams.int8_symmetric()
+    turning, params = diagnostics.Oscillation(), dt.QuantParams.int8_symmetric()
     rates = []
     for step in range(80):
         turning.update(np.array([1.0 if step == 1 else 0.0, step], np.float32), params)
@@ -147,7 +147,7 @@ def test_a_turn_counts_until_it_is_long_ago():
 
 
 def test_the_same_weights_once_more_are_no_step():
-    turning, params = watching.Oscillation(), dt.QuantParams.int8_symmetric()
+    turning, params = diagnostics.Oscillation(), dt.QuantParams.int8_symmetric()
     for value in (0.0, 1.0, 1.0, 1.0, 0.0):
         turning.update(np.array([value], np.float32), params)
     assert turning.steps == 2
@@ -155,7 +155,7 @@ def test_the_same_weights_once_more_are_no_step():
 
 @pytest.mark.parametrize("form", ["int8", "uint4", "float8_e4m3fn", "float4_e2m1fn", "nf4"])
 def test_directions_are_those_of_values_in_every_format(form):
-    turning, spec = watching.Oscillation(), dt.QuantSpec(form)
+    turning, spec = diagnostics.Oscillation(), dt.QuantSpec(form)
     scale = 1.0 if spec.format.is_integer else 4.0 / spec.format.qmax
     for value in (-4.0, 4.0, 1.0):  # up, down: as bits, a small float would go down, up
         turning.update(np.array([value, 0.0], np.float32), dt.QuantParams(spec, scale))
@@ -172,10 +172,10 @@ def test_directions_are_those_of_values_in_every_format(form):
 def test_a_sample_has_the_codes_of_the_whole(spec, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     params = dt.QuantParams.from_data(spec, x.numpy())
-    data, own = watching.sample(x, params)
-    step = watching._distance(x.numel())
-    assert data.size <= watching.SAMPLE
-    assert data.size > watching.SAMPLE / 2 or step == 1
+    data, own = diagnostics.sample(x, params)
+    step = diagnostics._distance(x.numel())
+    assert data.size <= diagnostics.SAMPLE
+    assert data.size > diagnostics.SAMPLE / 2 or step == 1
     whole = dt.quantize(x.numpy(), params).codes.reshape(-1)[::step]
     assert np.array_equal(dt.quantize(data, own).codes.view(np.uint8), whole.view(np.uint8))
 
@@ -183,7 +183,7 @@ def test_a_sample_has_the_codes_of_the_whole(spec, shape):
 @pytest.mark.parametrize("shape", [(128, 64, 16, 16), (32, 1024), (7, 4096), (4096,), (1,), (4097,)])
 def test_a_sample_sees_every_index_of_every_axis(shape):
     size = int(np.prod(shape))
-    places = np.unravel_index(np.arange(0, size, watching._distance(size)), shape)
+    places = np.unravel_index(np.arange(0, size, diagnostics._distance(size)), shape)
     for place, length in zip(places, shape, strict=True):
         assert len(np.unique(place)) >= min(length, 2048)
 
@@ -199,7 +199,7 @@ def test_watched_activations_have_the_figures_of_their_latest_samples():
         row = qt.health(model)[INPUT]
         assert row.source == "watch"
         assert row.clip_fraction == pytest.approx(0.5, abs=1e-3)
-        assert row.elements == 3 * len(range(0, 8192, watching._distance(8192)))
+        assert row.elements == 3 * len(range(0, 8192, diagnostics._distance(8192)))
     assert qt.health(model)[INPUT].source == ""
 
 
@@ -249,7 +249,7 @@ def test_stopping_a_watch_leaves_a_newer_one():
 
 @pytest.mark.parametrize(("outside", "warned"), [(1, False), (20, False), (21, True), (120, True)])
 def test_clipping_draws_a_warning_beyond_its_limit(outside, warned):
-    assert checkup.CLIP_LIMITS[6] == 0.02
+    assert diagnostics.CLIP_LIMITS[6] == 0.02
     model = one_linear(scale=1.0)
     x = torch.arange(1000.0) % 256
     x[:outside] = 999.0

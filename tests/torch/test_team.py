@@ -12,7 +12,7 @@ import torch
 
 import detent as dt
 from detent.kernels import join_team
-from detent.torch.team import find_runtime, join_torch
+from detent.torch.arrays import find_runtime, use_torch_threads
 
 X = np.random.default_rng(0).normal(size=(64, 8192)).astype(np.float32)
 PARAMS = dt.QuantParams.from_data("int8/axis0", X)
@@ -20,10 +20,10 @@ PARAMS = dt.QuantParams.from_data("int8/axis0", X)
 
 @pytest.fixture
 def team():
-    if not join_torch():
+    if not use_torch_threads():
         pytest.skip(f"no OpenMP runtime was found: {find_runtime()}")
     yield
-    join_torch()
+    use_torch_threads()
 
 
 def test_the_same_bits(team):
@@ -53,7 +53,7 @@ def test_no_more_threads_than_the_runtime_has(wanted, asked, team):
         assert np.array_equal(dt.fake_quantize(X, PARAMS), expected)
     finally:
         dt.set_num_threads(before)
-        join_torch()
+        use_torch_threads()
     assert found == asked
 
 

@@ -14,8 +14,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from detent.errors import UnsupportedError
 from detent.onnx_model import load, save
-from detent.torch import tidying
-from detent.torch.exporting import quiet_exporter
+from detent.torch import export_graph
+from detent.torch.onnx_export import quiet_exporter
 
 __all__ = ["export_float", "without_norms"]
 
@@ -62,5 +62,5 @@ def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
     if program is None:
         raise UnsupportedError("torch.onnx.export returned nothing")
     version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
-    save(load(tidying.settle(tidying.clean(program.model_proto), version)), path)
+    save(load(export_graph.finalize(export_graph.clean(program.model_proto), version)), path)
     return path

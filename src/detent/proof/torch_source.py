@@ -23,11 +23,10 @@ from detent.proof.artifact import Artifact, Site, is_bias
 from detent.proof.source import Expected, Reference
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import on_cpu, to_array
-from detent.torch.finishing import quantized_state
-from detent.torch.preparation import is_frozen, plan_of, quantizers_of, weight_layers
+from detent.torch.diagnostics import params_of
+from detent.torch.preparation import is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
+from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedProduct
-from detent.torch.watching import params_of
 
 __all__ = ["TorchSource", "shift_of"]
 

@@ -24,7 +24,7 @@ from detent.sensitivity.mix import FLOAT, exact
 from detent.sensitivity.options import Storage, stored_nbytes
 from detent.spec import QuantSpec
 from detent.torch.calibration import calibrating
-from detent.torch.planning import LayerPlan, ModelPlan, plan
+from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.preparation import plan_of, prepare, unprepare
 from detent.torch.quantizer import FakeQuantize
 

@@ -12,20 +12,16 @@
     qt.export_onnx(model, example, "model.onnx")      the same codes and scales, as a file
 """
 
-from detent.torch import library as library  # so that torch.ops.detent.fake_quantize exists
-from detent.torch import team as team  # so that kernels run on PyTorch's threads
 from detent.torch.calibration import calibrating
-from detent.torch.checkup import HealthReport, QuantizerHealth, health
+from detent.torch.diagnostics import HealthReport, QuantizerHealth, Watch, health, watch
 from detent.torch.distributed import sync
-from detent.torch.exporting import export_onnx
-from detent.torch.finishing import freeze, quantized_state
 from detent.torch.layers import Quantizer, register_layer
+from detent.torch.model_plan import LayerPlan, ModelPlan, plan
+from detent.torch.onnx_export import export_onnx
 from detent.torch.operator import fake_quantize
-from detent.torch.planning import LayerPlan, ModelPlan, plan
-from detent.torch.preparation import prepare, unprepare
+from detent.torch.preparation import freeze, prepare, quantized_state, unprepare
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.schedule import Schedule
-from detent.torch.watching import Watch, watch
 
 __all__ = [
     "FakeQuantize",

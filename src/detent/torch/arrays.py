@@ -2,12 +2,31 @@
 
 Memory is shared, so that a kernel reads a tensor where it lies and writes into a tensor that was made for its result.
 Tensors in another dense order than C (channels last) are seen through a permutation, and stay in their order.
+
+Processes: how many of them train this model, and tensors of which each holds a part.
+
+Scratch memory: for results that are used at once and then forgotten.
+
+Memory for a large tensor comes fresh from the system, which clears it page by page: that takes longer than quantizing
+into it. Quantized copies that only a product reads go into a buffer of the thread's own instead, one for inputs and one
+for weights, as large as the largest so far.
+
+Team: our kernels on PyTorch's own threads.
+
+PyTorch computes with OpenMP, whose threads stay awake for a while after their work. A second pool on the same
+processors would wait for them at every turn, and they for it. So kernels run on the same team, where PyTorch's runtime
+can be found, and on no more of them than it says, which is ``torch.set_num_threads``. (A thread that has not used
+PyTorch yet has the runtime's default.)
 """
 
+import ctypes
+import re
+import threading
 from collections.abc import Mapping
 from functools import lru_cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,21 +36,59 @@ from torch import Tensor
 
 from detent.errors import DtypeError
 from detent.granularity import PerAxis, PerTensor
-from detent.kernels import checksum
+from detent.kernels import checksum, join_team
 from detent.spec import QuantSpec
-from detent.torch.processes import is_distributed
 
 __all__ = [
     "FLOAT_TYPES",
     "Order",
+    "Slot",
+    "borrow",
     "check_float",
+    "find_runtime",
+    "is_distributed",
     "is_plain",
     "on_cpu",
     "order_of",
+    "process_count",
+    "release",
     "scale_dtype",
     "to_array",
     "to_tensor",
+    "use_torch_threads",
+    "whole",
 ]
+
+_AVAILABLE = torch.distributed.is_available()
+
+
+def is_distributed() -> bool:
+    """Whether ``torch.distributed`` runs; trainers that shard a model may then refill its weights behind our back.
+
+    >>> is_distributed()
+    False
+    """
+    return _AVAILABLE and torch.distributed.is_initialized()
+
+
+def process_count() -> int:
+    """How many processes ``torch.distributed`` knows of.
+
+    >>> process_count()
+    1
+    """
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
+def whole(x: Tensor) -> Tensor:
+    """The tensor itself; a DTensor's parts gathered, which is a collective: every process has to ask for them.
+
+    >>> whole(torch.ones(2))
+    tensor([1., 1.])
+    """
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
+
 
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {
@@ -203,3 +260,93 @@ def order_of(x: Tensor, spec: QuantSpec) -> Order:
 @lru_cache(maxsize=256)
 def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
+
+
+Slot = Literal["input", "weight"]
+SMALLEST, LARGEST = 1 << 17, 1 << 28  # bytes: what the allocator keeps at hand anyway, and what nobody should sit on
+
+
+MOST_VIEWS = 256
+
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.known: dict[str, Tensor] = {}
+        self.views: dict[object, Tensor] = {}  # of known ones, as they were asked for
+
+
+_buffers = _Buffers()
+
+
+def borrow(slot: Slot | None, like: Tensor) -> Tensor:
+    """A C-contiguous tensor of that shape and type, whatever is in it; valid until the slot is borrowed again.
+
+    >>> a, b = borrow("input", torch.zeros(1 << 18)), borrow("input", torch.zeros(1 << 17))
+    >>> a.data_ptr() == b.data_ptr(), borrow(None, b).data_ptr() == b.data_ptr()
+    (True, False)
+    """
+    size = like.numel() * like.element_size()
+    if slot is None or not SMALLEST <= size <= LARGEST:
+        return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+    key = (slot, like.dtype, like.shape)
+    found = _buffers.views.get(key)
+    if found is None:
+        buffer = _buffers.known.get(slot)
+        if buffer is None or buffer.numel() < size:
+            release()
+            buffer = torch.empty(size, dtype=torch.uint8)
+            _buffers.known[slot] = buffer
+        found = buffer[:size].view(like.dtype).view(like.shape)
+        if len(_buffers.views) >= MOST_VIEWS:
+            _buffers.views.clear()
+        _buffers.views[key] = found
+    return found
+
+
+def release() -> None:
+    """Give the calling thread's buffers back.
+
+    >>> release()
+    """
+    _buffers.known.clear()
+    _buffers.views.clear()
+
+
+RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)[-.][^/]*$")
+MAPS = Path("/proc/self/maps")
+
+
+def find_runtime() -> str | None:
+    """The file of the one OpenMP runtime that is loaded; None where there is none, or more than one.
+
+    >>> find_runtime() is None or "omp" in find_runtime()
+    True
+    """
+    try:
+        lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # another system
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    found = sorted(path for path in paths if RUNTIMES.search(path))
+    return found[0] if len(found) == 1 else None
+
+
+def use_torch_threads() -> bool:
+    """Let native kernels run on PyTorch's threads. Returns whether they do.
+
+    >>> use_torch_threads() in (True, False)
+    True
+    """
+    path = find_runtime()
+    if path is None:
+        return False
+    try:
+        runtime = ctypes.CDLL(path)
+        entries = (runtime.GOMP_parallel, runtime.omp_get_max_threads)
+    except (OSError, AttributeError):
+        return False
+    join_team(*(ctypes.cast(entry, ctypes.c_void_p).value or 0 for entry in entries))
+    return True
+
+
+use_torch_threads()

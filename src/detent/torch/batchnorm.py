@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detent.torch.arrays import fingerprint
-from detent.torch.processes import whole
+from detent.torch.arrays import fingerprint, whole
 
 __all__ = ["Fold", "QuantizedNorm", "find_folds"]
 

@@ -31,12 +31,11 @@ from detent.errors import StateError
 from detent.observers import Observer
 from detent.scale_mode import EMA
 from detent.ste import Custom
-from detent.torch.arrays import on_cpu, to_array, to_tensor
-from detent.torch.planning import ModelPlan
+from detent.torch.arrays import on_cpu, process_count, to_array, to_tensor
+from detent.torch.model_plan import ModelPlan
 from detent.torch.preparation import plan_of, quantizers_of
-from detent.torch.processes import process_count
+from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedProduct
 
 __all__ = ["apart", "merge_observers", "sync"]
 

@@ -16,8 +16,7 @@ from detent.plan import Plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
 from detent.ste import Custom, Estimator
-from detent.torch.arrays import FLOAT_TYPES, Order, order_of, to_array, to_tensor
-from detent.torch.scratch import Slot, borrow
+from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, order_of, to_array, to_tensor
 
 __all__ = [
     "backward",

@@ -1,4 +1,7 @@
-"""Preparation: a model made ready for quantization-aware training, in place, and back."""
+"""Preparation: a model made ready for quantization-aware training, in place, and back.
+
+Finishing: no more updates, and the quantized weights as they are shipped.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +11,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
+from detent.tensor import QuantizedTensor
+from detent.torch.arrays import process_count
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import float_class_of, kind_of
-from detent.torch.planning import LayerPlan, ModelPlan, RecipeLike, plan
-from detent.torch.processes import process_count
+from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
+from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct, quantized_class
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedLayer, QuantizedProduct, quantized_class
 
-__all__ = ["is_frozen", "mark_frozen", "plan_of", "prepare", "quantizers_of", "unprepare", "weight_layers"]
+__all__ = [
+    "freeze",
+    "is_frozen",
+    "mark_frozen",
+    "plan_of",
+    "prepare",
+    "quantized_state",
+    "quantizers_of",
+    "unprepare",
+    "weight_layers",
+]
 
 _PLAN = "_detent_plan"
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -291,3 +305,56 @@ def unprepare(model: nn.Module) -> nn.Module:
                 vars(module).pop(name, None)
             _become(module, module.float_class)
     return model
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """No more updates: scales and statistics stay, and batch normalisations become part of the layers before them.
+
+    Args:
+        model: a prepared model, calibrated or trained.
+
+    Raises:
+        StateError: the model is not prepared, or a folded batch normalisation was replaced since.
+
+    >>> import detent.torch as qt
+    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
+    >>> qt.freeze(model)[0].weight_quantizer.observing
+    False
+    """
+    plan_of(model)
+    _check_folds(model)
+    mark_frozen(model)
+    for quantizer in quantizers_of(model).values():
+        quantizer.observing = False
+        for parameter in quantizer.parameters(recurse=False):
+            parameter.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, QuantizedNorm):
+            module.frozen = True
+        if isinstance(module, QuantizedProduct) and module.fold is not None:
+            module.fold.fuse()
+    return model
+
+
+@torch.no_grad()
+def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """The quantized weights by their full names, with batch normalisations folded in, as they are shipped.
+
+    >>> import detent.torch as qt
+    >>> state = qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w4a16-g32"))
+    >>> list(state)
+    []
+    """
+    plan_of(model)
+    _check_folds(model)
+    return {full: layer.shipped(name) for full, layer, name, quantizer in weight_layers(model) if quantizer.enabled}
+
+
+def _check_folds(model: nn.Module) -> None:
+    present = set(model.modules())
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedProduct) and layer.fold is not None and layer.fold.norm not in present:
+            raise StateError(
+                f"the batch normalisation that is folded into {name} was replaced after qt.prepare: replace it first, "
+                "SyncBatchNorm.convert_sync_batchnorm included, and prepare the model then"
+            )

@@ -34,11 +34,9 @@ from detent.scale_rule import derive
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced
-from detent.torch.arrays import check_float, is_plain, on_cpu, to_array
+from detent.torch.arrays import Slot, check_float, is_plain, on_cpu, process_count, to_array
 from detent.torch.operator import Values, apply, apply_traced
 from detent.torch.parameters import ParameterState
-from detent.torch.processes import process_count
-from detent.torch.scratch import Slot
 
 __all__ = ["FakeQuantize"]
 

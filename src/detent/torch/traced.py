@@ -21,7 +21,7 @@ from detent.kernels import reference
 from detent.scale_rule import float_parameters
 from detent.spec import QuantSpec
 from detent.ste import Estimator
-from detent.torch import _namespace as xp
+from detent.torch import traced_namespace as xp
 
 __all__ = [
     "blend",

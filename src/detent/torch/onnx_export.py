@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 from detent.checks import as_integer
 from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError
+from detent.torch.export_marks import Marked, copy_to_ship, mark
 from detent.torch.layers import float_class_of
-from detent.torch.marking import Marked, copy_to_ship, mark
 from detent.torch.preparation import plan_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def export_onnx(
     """
     _require_packages()
     from detent import onnx_model  # noqa: PLC0415 - all of these import onnx, which only an export needs
-    from detent.torch import lowering, tidying  # noqa: PLC0415
+    from detent.torch import export_graph  # noqa: PLC0415
 
     wanted = onnx_model.get_target(target)
     operators = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
@@ -95,9 +95,9 @@ def export_onnx(
     ready, outputs = _run_once(model, args, kwargs)
     marked = mark(ready)
     proto = _exported(marked, (args, kwargs), dynamic_shapes, operators, outputs)
-    lowered = lowering.Lowering(tidying.clean(proto), marked, wanted, least=4 if container is None else 8)
+    lowered = export_graph.Lowering(export_graph.clean(proto), marked, wanted, least=4 if container is None else 8)
     version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
-    made = tidying.settle(lowered.run(), version)
+    made = export_graph.finalize(lowered.run(), version)
     onnx_model.Provenance(
         weights=lowered.weights,
         activations=lowered.activations,

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from detent.errors import StateError, UnsupportedError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import Fold
-from detent.torch.finishing import quantized_state
-from detent.torch.preparation import plan_of, quantizers_of, weight_layers
+from detent.torch.preparation import plan_of, quantized_state, quantizers_of, weight_layers
+from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
-from detent.torch.running import QuantizedLayer, QuantizedProduct
 
 __all__ = ["DOMAIN", "Marked", "MarkedQuantizer", "MarkedWeight", "copy_to_ship", "mark"]
 
