@@ -38,10 +38,9 @@ from detent.onnx.graph_plan import weight_params
 from detent.onnx_model import Graph, make_session
 from detent.onnx_model.graph import make_tensor
 from detent.packing import unpack
-from detent.sensitivity.bench import Bench
+from detent.sensitivity.bench import Bench, as_widths
+from detent.sensitivity.measurement import search, starting_points
 from detent.sensitivity.onnx_bench import OnnxBench
-from detent.sensitivity.options import as_widths
-from detent.sensitivity.searching import search, starting_points
 from detent.tensor import compact, expand
 from detent.testing import ZOO
 

@@ -20,8 +20,8 @@ from onnx_errors import first_line
 
 from detent.errors import DetentError
 from detent.metrics import sqnr_db
-from detent.proof.openvino_run import OpenVino
 from detent.testing import ZooModel, agreement
+from detent.verification.openvino import OpenVino
 
 Feed = dict[str, NDArray[Any]]
 Outputs = list[NDArray[Any]]

@@ -12,7 +12,7 @@ import pytest
 
 import detent as dt
 from detent import observers
-from detent.proof import VerifyReport
+from detent.verification import VerifyReport
 
 INTEGERS = [f"{sign}int{bits}" for bits in range(1, 17) for sign in ("", "u")]
 OTHER_FORMATS = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"]

@@ -80,7 +80,6 @@ from detent.ops import (
 )
 from detent.params import QuantParams
 from detent.plan import Plan, PrecisionGuarantee
-from detent.proof import verify
 from detent.quantizer import FakeQuantize
 from detent.recipe import Recipe
 from detent.rounding import Rounding
@@ -88,6 +87,7 @@ from detent.rule import Rule
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, mxfp4, mxfp8, mxfp8_e5m2, nvfp4
 from detent.tensor import QuantizedTensor
+from detent.verification import verify
 
 __version__ = "0.1.0.dev0"
 

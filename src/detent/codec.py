@@ -28,7 +28,7 @@ _SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan
 def encode(value: object) -> Any:  # noqa: ANN401 - any part of a document
     """A value of dataclasses, mappings, tuples and plain values as what JSON can say.
 
-    >>> from detent.report.parts import Size
+    >>> from detent.report.document import Size
     >>> encode((Size("codes", 8), float("inf")))
     [{'name': 'codes', 'nbytes': 8}, 'inf']
     """
@@ -84,7 +84,7 @@ def decode(cls: type[T], value: object, where: str) -> T:
     Raises:
         FileFormatError: a key, a type or a value that is not allowed; the message says where.
 
-    >>> from detent.report.parts import Size
+    >>> from detent.report.document import Size
     >>> decode(Size, {"name": "codes", "nbytes": 8}, "sizes")
     Size(name='codes', nbytes=8)
     >>> decode(Size, {"name": "codes", "nbytes": "8"}, "sizes")

@@ -12,7 +12,7 @@ import pytest
 
 import detent as dt
 from detent.cli import main
-from detent.cli.contents import Held
+from detent.cli.inspect_command import Held
 from detent.onnx_model import save
 
 from .cli_cases import detent, environment

@@ -18,14 +18,15 @@ from onnx import helper
 
 import detent.onnx as qo
 import detent.report as qr
-from detent.cli import main, rehearsal
+from detent.cli import main
 from detent.cli.exits import check_free, fail
 from detent.cli.model_contents import model_contents
-from detent.cli.rehearsal import rehearse
+from detent.cli.quantize_job import Hurting
 from detent.cli.screen import Screen
-from detent.cli.timing import made_up_feed, parse_shapes
-from detent.cli.verdict import Hurting
 from detent.errors import SpecError, UnsupportedError
+from detent.evaluate import dry_run
+from detent.evaluate.dry_run import rehearse
+from detent.evaluate.speed import made_up_feed, parse_shapes
 from detent.recipe import get_recipe
 
 from .cli_cases import TIMEOUT, started, write_model
@@ -56,7 +57,7 @@ def test_rehearsal_runs_nothing_of_the_current_folder(tmp_path, monkeypatch):
 
 
 def test_rehearsal_that_leaves_without_a_word(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_CODE", "import os; os._exit(9)")
+    monkeypatch.setattr(dry_run, "_CODE", "import os; os._exit(9)")
     with pytest.raises(UnsupportedError, match=r"did not come to its end \(exit code 9\)"):
         rehearse("a.onnx", None, [], None, {})
 

@@ -6,18 +6,17 @@ import re
 
 import numpy as np
 import pytest
-from detent.cli.amounts import as_text, of_whole, parse_bytes
 
-from detent.cli import rehearsal
-from detent.cli.holdout import split
-from detent.cli.judging import Accuracy
-from detent.cli.rehearsal import Rehearsal, rehearse
+from detent.cli.quantize_job import Hurting, Verdict
 from detent.cli.screen import Screen, plain
-from detent.cli.timing import Timing, made_up_feed, race
-from detent.cli.verdict import Hurting, Verdict
 from detent.errors import DetentError, SpecError, UnsupportedError
+from detent.evaluate import dry_run
+from detent.evaluate.accuracy import Accuracy, split
+from detent.evaluate.dry_run import Rehearsal, rehearse
+from detent.evaluate.speed import Timing, made_up_feed, race
 from detent.onnx_model import targets
 from detent.onnx_model.batches import InputInfo
+from detent.tables import bytes_text, of_whole, parse_bytes
 
 from .cli_cases import write_data, write_model
 
@@ -43,7 +42,7 @@ def test_no_shares(text):
 
 @pytest.mark.parametrize("count", [0, 1, 999, 1000, 99_950, 999_499, 999_500, 123_456_789, 10**10])
 def test_amounts_in_words_are_near(count):
-    number, unit = as_text(count).split()
+    number, unit = bytes_text(count).split()
     assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit] == pytest.approx(count, rel=0.006)
 
 
@@ -281,18 +280,18 @@ def test_rehearsal_raises_what_quantizing_would(tmp_path):
 
 
 def test_rehearsal_that_is_killed(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_CODE", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(dry_run, "_CODE", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UnsupportedError, match="killed by signal 9"):
         rehearse("a.onnx", None, [], None, {})
 
 
 def test_rehearsal_that_crashes(monkeypatch):
-    monkeypatch.setattr(rehearsal, "_CODE", "raise RuntimeError('oh')")
+    monkeypatch.setattr(dry_run, "_CODE", "raise RuntimeError('oh')")
     with pytest.raises(UnsupportedError, match="RuntimeError: oh"):
         rehearse("a.onnx", None, [], None, {})
 
 
 def test_memory_is_not_known_everywhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(rehearsal, "_STATUS", tmp_path / "nothing")
-    assert rehearsal._memory("VmRSS") is None
+    monkeypatch.setattr(dry_run, "_STATUS", tmp_path / "nothing")
+    assert dry_run._memory("VmRSS") is None
     assert Rehearsal(1, 1, None, 1.0, 0, 0, 0.0, (), ()).memory_bound is None

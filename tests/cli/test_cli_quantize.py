@@ -13,7 +13,7 @@ import detent as dt
 import detent.report as qr
 import detent.sensitivity as qs
 from detent.cli import main
-from detent.cli.timing import Timing
+from detent.evaluate.speed import Timing
 from detent.onnx_model import Provenance, make_session
 from detent.onnx_model.batches import inputs_of, open_batches
 
@@ -151,8 +151,8 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
 @pytest.mark.parametrize(("second", "told"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"])
 def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.job.race", lambda *_: Timing(1.0, second, 3, 1))
-    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.cli.quantize_job.race", lambda *_: Timing(1.0, second, 3, 1))
+    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--json"]) == 0
     out, _ = capsys.readouterr()
     hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs"
@@ -163,8 +163,8 @@ def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
 
 def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.job.race", lambda *_: Timing(1.0, 2.0, 3, 1))
-    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.cli.quantize_job.race", lambda *_: Timing(1.0, 2.0, 3, 1))
+    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "--recipe", "w8a16"]) == 0
     assert "VNNI" not in capsys.readouterr().err
 
@@ -305,7 +305,7 @@ def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
 
 def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.job.has_vnni", lambda: False)
+    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     arguments = ["quantize", "model.onnx", "-d", "few.npz", "--target", "onnxruntime-vnni", "--no-rank", "--no-bench"]
     assert main([*arguments, "--no-verify", "--json"]) == 0

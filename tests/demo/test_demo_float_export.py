@@ -6,11 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from detent.demo.float_export import export_float, without_norms
-from detent.demo.network import make_network
-from detent.demo.pictures import read_digits
-from detent.demo.repeatable import repeatable
-from detent.demo.training import Course, logits_of
+from detent.demo.contest import export_float, without_norms
+from detent.demo.network import Course, logits_of, make_network, read_digits, repeatable
 from detent.metrics import sqnr_db
 from detent.onnx_model import load, make_session
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import detent as dt
-from detent.demo import pictures
-from detent.demo.pictures import Pictures, read_digits
+from detent.demo import network
+from detent.demo.network import Pictures, read_digits
 
 # Of the 1797 x 65 numbers of the source's file, as bytes, row by row.
 SOURCE = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"
 
 
 def stored():
-    file = Path(pictures.__file__).parent / pictures.FILE
+    file = Path(network.__file__).parent / network.FILE
     with np.load(file, allow_pickle=False) as archive:
         return archive["images"], archive["labels"], archive["test"]
 
@@ -43,13 +43,13 @@ def test_no_test_image_is_among_those_to_train_on():
 
 
 def test_source_and_licence_are_beside_the_data():
-    text = (Path(pictures.__file__).parent / "digits" / "README.md").read_text(encoding="utf-8")
+    text = (Path(network.__file__).parent / "digits" / "README.md").read_text(encoding="utf-8")
     for word in ("Alpaydin", "Kaynak", "CC BY 4.0", "What was changed", "scikit-learn"):
         assert word in text
 
 
 def test_a_damaged_file_is_named(monkeypatch):
-    monkeypatch.setattr(pictures, "FILE", "digits/README.md")
+    monkeypatch.setattr(network, "FILE", "digits/README.md")
     with pytest.raises(dt.FileFormatError, match=r"detent/demo/digits/README.md is damaged, install detent again"):
         read_digits()
 

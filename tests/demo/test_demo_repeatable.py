@@ -2,7 +2,7 @@
 
 import torch
 
-from detent.demo.repeatable import repeatable
+from detent.demo.network import repeatable
 
 
 def test_the_numbers_are_those_of_the_seed():

@@ -8,7 +8,7 @@ import pytest
 
 import detent as dt
 from detent.demo import DemoResult, DemoRow
-from detent.proof import Difference, VerifyReport
+from detent.verification import Difference, VerifyReport
 
 FLOAT = DemoRow("float", None, 0.99, 0.99, 500, 500, 180_000, 180_000)
 W2 = DemoRow("W2 QAT", "w2a8", 0.974, 0.972, 500, 499, 36_000, 180_000, 12.34, 1000, 0)

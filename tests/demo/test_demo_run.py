@@ -177,7 +177,7 @@ def test_a_folder_that_refuses_files(tmp_path, monkeypatch):
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("detent.demo.running.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("detent.demo.start.tempfile.TemporaryFile", refuse)
     with pytest.raises(dt.FileFormatError, match=r"cannot be written to \(Read-only file system\)"):
         demo.run(tmp_path)
 
@@ -191,7 +191,7 @@ def test_a_seed_that_cannot_be(seed, tmp_path):
 def test_a_missing_package_is_one_line_with_the_command(tmp_path, monkeypatch):
     known = demo.running.find_spec
     monkeypatch.setattr(
-        "detent.demo.running.find_spec", lambda name: None if name in {"onnxscript", "jinja2"} else known(name)
+        "detent.demo.start.find_spec", lambda name: None if name in {"onnxscript", "jinja2"} else known(name)
     )
     with pytest.raises(dt.UnsupportedError) as caught:
         demo.run(tmp_path)

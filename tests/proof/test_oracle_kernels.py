@@ -11,8 +11,7 @@ from qdq_models import chain, model
 import detent as dt
 from detent.errors import UnsupportedError
 from detent.onnx_model import make_session
-from detent.proof.kernels import KernelCheck, compare_kernel
-from detent.proof.oracle import conv_sums, product_sums, requantize
+from detent.verification.kernel_oracle import KernelCheck, compare_kernel, conv_sums, product_sums, requantize
 
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 

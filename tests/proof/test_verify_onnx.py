@@ -9,11 +9,11 @@ from qdq_models import chain, change, change_axis, model, weight_only
 
 import detent as dt
 from detent.onnx_model import Provenance, optimised
-from detent.proof import levels, openvino_run
-from detent.proof.artifact import Artifact
-from detent.proof.fused import find_codes
-from detent.proof.openvino_run import is_installed
-from detent.proof.probe import Probe, Reading
+from detent.verification import levels, openvino
+from detent.verification.artifact import Artifact
+from detent.verification.levels import find_codes
+from detent.verification.openvino import is_installed
+from detent.verification.probe import Probe, Reading
 
 
 def batches(count=2, size=16, seed=1):
@@ -230,7 +230,7 @@ def test_steps_of_openvino_s_outputs():
 def test_a_second_consumer_may_die(worker, message, tmp_path, monkeypatch):
     script = tmp_path / "worker.py"
     script.write_text(worker)
-    monkeypatch.setattr(openvino_run, "WORKER", script)
+    monkeypatch.setattr(openvino, "WORKER", script)
     monkeypatch.setattr(levels, "is_installed", lambda: True)
     report = dt.verify(chain(quantized=False), chain(), batches(1), levels=(2,))
     assert set(report.end_to_end) == {"unoptimised", "optimised"}

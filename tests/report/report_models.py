@@ -8,7 +8,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import detent.onnx as qo
 import detent.report as qr
-from detent.proof import Difference, EndToEnd, Kernel, VerifyReport
+from detent.verification import Difference, EndToEnd, Kernel, VerifyReport
 
 __all__ = [
     "EVIL",

@@ -22,9 +22,8 @@ import detent.report as qr
 from detent import metrics
 from detent.errors import DtypeError, FileFormatError, ShapeError, UnsupportedError
 from detent.onnx_model import Provenance, array_of, load, make_session, save
-from detent.proof.artifact import Artifact
-from detent.report.distributions import Distribution, code_histogram
-from detent.report.watching import SiteWatch
+from detent.report.tensor_stats import Distribution, SiteWatch, code_histogram
+from detent.verification.artifact import Artifact
 
 
 @pytest.fixture(scope="module")

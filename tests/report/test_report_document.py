@@ -98,7 +98,7 @@ def test_other_texts_are_refused(text, said):
 
 
 def test_text_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr("detent.report.coding.TEXT_LIMIT", 10)
+    monkeypatch.setattr("detent.codec.TEXT_LIMIT", 10)
     with pytest.raises(FileFormatError, match="at most 10"):
         qr.Report.from_json(" " * 11)
 
@@ -133,13 +133,13 @@ def test_a_failed_write_leaves_the_old_file(page, tmp_path, monkeypatch):
 def test_missing_jinja_is_one_line(page, monkeypatch):
     import sys
 
-    from detent.report import rendering
+    from detent.report import html
 
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    rendering._environment.cache_clear()
+    html._environment.cache_clear()
     with pytest.raises(UnsupportedError) as caught:
         page.to_html()
-    rendering._environment.cache_clear()
+    html._environment.cache_clear()
     assert str(caught.value) == "HTML reports need jinja2: pip install 'detent[report]'"
     assert page.to_json()
 

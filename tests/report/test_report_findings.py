@@ -11,7 +11,7 @@ from report_models import feeds, float_model, quantized
 import detent.report as qr
 import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
-from detent.report.evidence import option_of
+from detent.report.document import option_of
 
 # Options
 

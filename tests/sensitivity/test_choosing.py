@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from detent.sensitivity.choosing import best_choice, hull_choices, smallest_total
+from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
 
 OPTIONS = st.lists(st.tuples(st.integers(0, 30), st.floats(0, 1, width=32)), min_size=1, max_size=5)
 LAYERS = st.lists(OPTIONS, min_size=1, max_size=5)

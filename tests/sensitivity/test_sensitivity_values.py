@@ -11,8 +11,8 @@ import detent as dt
 import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
 from detent.rule import Layer
-from detent.sensitivity.mix import exact
-from detent.sensitivity.options import as_widths, stored_nbytes
+from detent.sensitivity.bench import as_widths, stored_nbytes
+from detent.sensitivity.layer_noise import exact
 
 FOUR, EIGHT = "int4/axis0", "int8/axis0"
 NASTY = [

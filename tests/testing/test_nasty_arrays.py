@@ -8,7 +8,7 @@ import pytest
 
 import detent as dt
 from detent import observers
-from detent.dtypes import FLOATS
+from detent.checks import FLOATS
 from detent.testing import nasty_arrays
 
 DTYPES = pytest.mark.parametrize("dtype", list(FLOATS))

@@ -6,7 +6,16 @@ import rich.console  # noqa: F401 - typer works without it, our tables do not: e
 import typer
 
 from detent import __version__
-from detent.cli import bench, compare, demo, doctor, inspect, quantize, sensitivity, verify
+from detent.cli import (
+    bench_command,
+    compare_command,
+    demo_command,
+    doctor_command,
+    inspect_command,
+    quantize_command,
+    sensitivity_command,
+    verify_command,
+)
 
 __all__ = ["make_app"]
 
@@ -33,7 +42,16 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for module in (demo, quantize, verify, inspect, compare, sensitivity, bench, doctor):
+    for module in (
+        demo_command,
+        quantize_command,
+        verify_command,
+        inspect_command,
+        compare_command,
+        sensitivity_command,
+        bench_command,
+        doctor_command,
+    ):
         module.register(app)
     return app
 

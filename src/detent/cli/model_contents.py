@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from detent.cli.contents import Contents, Held
+from detent.cli.inspect_command import Contents, Held
 from detent.errors import FileFormatError
 from detent.onnx_model import Provenance, array_of, load
 from detent.onnx_model.graph import Graph, element_range
 from detent.onnx_model.qdq_reader import ActivationQuantizer, QuantizedModel, load_quantized
-from detent.report.weighing import file_nbytes
+from detent.report.tensor_stats import file_nbytes
 
 __all__ = ["model_contents"]
 

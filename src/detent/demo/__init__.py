@@ -5,6 +5,6 @@ nothing heavy; PyTorch, ONNX and ONNX Runtime come with ``run``.
 """
 
 from detent.demo.result import DemoResult, DemoRow
-from detent.demo.running import run
+from detent.demo.start import run
 
 __all__ = ["DemoResult", "DemoRow", "run"]

@@ -7,34 +7,173 @@
                                +-- more epochs, quantized --> QAT   scales learned with the weights
 
 Each goes the same way: export, run in ONNX Runtime, verify.
+
+Exporting the float network, for its size, as a start for ``detent quantize``, and to compare layers with.
+
+Batch norms are folded before the export, as in quantized files, so that both have the same tensors by the same names.
+
+Pages: what a run leaves behind, written when all else is done.
 """
 
 import copy
+import io
 import tempfile
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+import detent.report as qr
 import detent.torch as qt
-from detent.demo.float_export import export_float
-from detent.demo.network import make_network
-from detent.demo.pages import Kept, keep
-from detent.demo.pictures import Pictures, read_digits
-from detent.demo.repeatable import repeatable
-from detent.demo.result import DemoResult, DemoRow
-from detent.demo.training import Course, calibrated, logits_of
+from detent.demo.network import Course, Pictures, calibrated, logits_of, make_network, read_digits, repeatable
+from detent.demo.result import COLUMNS, DemoResult, DemoRow
+from detent.errors import UnsupportedError
 from detent.metrics import sqnr_db
-from detent.onnx_model import make_session
-from detent.proof import VerifyReport, verify
+from detent.onnx_model import load, make_session, save
 from detent.recipe import Recipe
 from detent.scale_mode import Fixed, Learned
+from detent.storage import write_atomic
+from detent.torch import export_graph
+from detent.torch.onnx_export import quiet_exporter
+from detent.verification import VerifyReport, verify
 
-__all__ = ["Budget", "hold"]
+__all__ = ["Budget", "Kept", "export_float", "hold", "keep", "without_norms"]
+
+OPSET = 21
+
+
+def without_norms(model: nn.Sequential) -> nn.Sequential:
+    """A copy in evaluation mode, in which convolutions have taken up the batch norms that follow them.
+
+    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
+    >>> [type(each).__name__ for each in without_norms(model)]
+    ['Conv2d', 'ReLU']
+    """
+    made: dict[str, nn.Module] = {}
+    last = ""
+    for name, each in copy.deepcopy(model).eval().named_children():
+        before = made.get(last)
+        if isinstance(each, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
+            made[last] = fuse_conv_bn_eval(before, each)
+            continue
+        made[name], last = each, name
+    return nn.Sequential(OrderedDict(made)).eval()
+
+
+def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
+    """Write a float model as an ONNX file, tidied as quantized ones are, so that sizes compare.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = export_float(nn.Sequential(nn.Linear(4, 2)), torch.ones(2, 4), Path(folder, "float.onnx"))
+    ...     [node.op_type for node in load(path).graph.node]
+    ['Gemm']
+    """
+    with quiet_exporter(), torch.no_grad():
+        program = torch.onnx.export(
+            without_norms(model),
+            (example,),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=({0: torch.export.Dim.AUTO},),
+            output_names=["output"],
+            verbose=False,
+        )
+    if program is None:
+        raise UnsupportedError("torch.onnx.export returned nothing")
+    version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
+    save(load(export_graph.finalize(export_graph.clean(program.model_proto), version)), path)
+    return path
+
+
+PAGE, CALIBRATION = "demo-report.html", "demo-calibration.npz"
+LOOKED_AT = 100  # images per batch of the page's figures
+ABOUT_SQNR = "of logits against float's; QAT has weights of its own, so judge it by its accuracy"
+UNBROKEN = "\u00a0"  # a space at which no line ends
+CALIBRATED = 256  # images that are kept
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where files are, where they go, and what the page says.
+
+    Attributes:
+        scratch: the folder of the exported files.
+        folder: where to.
+        train, test: the images that networks were trained and tested on.
+        label: the row whose file is kept.
+        facts: for the page.
+
+    >>> kept = Kept(Path("a"), Path("b"), None, None, "W4 QAT", {})
+    >>> kept.names
+    ('demo-float.onnx', 'demo-w4-qat.onnx')
+    """
+
+    scratch: Path
+    folder: Path
+    train: Pictures
+    test: Pictures
+    label: str
+    facts: Mapping[str, str]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The models that are kept: float, and quantized."""
+        return "demo-float.onnx", f"demo-{self.label.lower().replace(' ', '-')}.onnx"
+
+
+def keep(
+    kept: Kept, rows: tuple[DemoRow, ...], verifications: Mapping[str, VerifyReport], *, seed: int, quick: bool
+) -> DemoResult:
+    """Write the page, the float and the quantized model, and images to calibrate with; the result names them.
+
+    >>> keep.__name__
+    'keep'
+    """
+    page, data = kept.folder / PAGE, kept.folder / CALIBRATION
+    models = tuple(kept.folder / name for name in kept.names)
+    result = DemoResult(rows, verifications, page, (page, *models, data), kept.label, seed, quick, kept.facts)
+    built = _page(kept, result)
+    for path in models:
+        write_atomic(path, (kept.scratch / path.name).read_bytes())
+    write_atomic(data, _npz(kept.train.first(CALIBRATED)))
+    built.save(page)
+    return result
+
+
+def _page(kept: Kept, result: DemoResult) -> qr.Report:
+    artifact = kept.scratch / kept.names[1]
+    source = artifact.with_name(f"{artifact.stem}-in-float.onnx")
+    table = qr.Table(
+        "Accuracy, size and proof: float, quantized after training (PTQ), trained quantized (QAT)",
+        ("network", *COLUMNS[1:]),
+        tuple(tuple(cell.replace(" ", UNBROKEN) for cell in row.cells()) for row in result.rows),
+    )
+    return qr.build(
+        artifact,
+        kept.test.batches(LOOKED_AT),
+        source=source if source.exists() else None,
+        verification=result.verification,
+        title=f"detent demo: handwritten digits, {kept.label}",
+        facts={**kept.facts, "all files": result.codes_line(), "SQNR": ABOUT_SQNR},
+        tables=(table,),
+        command="detent demo" if not result.seed else f"detent demo --seed {result.seed}",
+    )
+
+
+def _npz(pictures: Pictures) -> bytes:
+    """The images by the name of the models' input, and nothing else: what ``detent quantize --data`` reads."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, input=pictures.images)
+    return buffer.getvalue()
+
 
 Say = Callable[[str], object]
 Progress = Callable[[str, int, int], object]

@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import wrap
 
 from detent.errors import SpecError
-from detent.proof import VerifyReport
 from detent.tables import table_lines
+from detent.verification import VerifyReport
 
 __all__ = ["COLUMNS", "DemoResult", "DemoRow"]
 

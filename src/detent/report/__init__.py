@@ -4,11 +4,23 @@
 heavy: ONNX comes with ``build``, Jinja with the first page.
 """
 
-from detent.report.building import build
+from detent.report.builder import build
 from detent.report.comparison import ComparedLayer, Comparison, compare
-from detent.report.document import Report
-from detent.report.evidence import Budget, KernelRow, LayerSensitivity, Run, SensitivityFacts, VerificationFacts
-from detent.report.parts import Histogram, Layer, Reproduction, Size, Table, Tensor
+from detent.report.document import (
+    Budget,
+    Histogram,
+    KernelRow,
+    Layer,
+    LayerSensitivity,
+    Report,
+    Reproduction,
+    Run,
+    SensitivityFacts,
+    Size,
+    Table,
+    Tensor,
+    VerificationFacts,
+)
 
 __all__ = [
     "Budget",

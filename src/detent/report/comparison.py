@@ -9,8 +9,7 @@ from typing import Any
 
 from detent.codec import encode
 from detent.errors import DtypeError
-from detent.report.document import Report, write_page
-from detent.report.parts import Layer
+from detent.report.document import Layer, Report, write_page
 from detent.tables import table_lines
 
 __all__ = ["ComparedLayer", "Comparison", "compare"]
@@ -146,7 +145,7 @@ class Comparison:
         Raises:
             UnsupportedError: Jinja is not installed.
         """
-        from detent.report.rendering import render_comparison  # noqa: PLC0415 - imports Jinja
+        from detent.report.html import render_comparison  # noqa: PLC0415 - imports Jinja
 
         return render_comparison(self)
 

@@ -1,22 +1,492 @@
-"""Report: everything that is known of a quantized model, as a value that JSON and a page can hold."""
+"""Report: everything that is known of a quantized model, as a value that JSON and a page can hold.
+
+Parts: what a report is made of, as plain values that JSON can hold.
+
+None stands for what is not known: without data there is no clip fraction, without the float weight no SQNR of a
+weight. Nothing is guessed.
+
+Evidence: what verification and sensitivity found, as parts of a report.
+"""
 
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from detent import storage
 from detent.codec import TEXT_LIMIT, decode, encode, parse
 from detent.errors import FileFormatError, SpecError
-from detent.report.evidence import SensitivityFacts, VerificationFacts
-from detent.report.parts import Layer, Reproduction, Size, Table, Tensor
+from detent.spec import QuantSpec
 from detent.tables import table_lines
+from detent.verification.verify_report import VerifyReport
 
-__all__ = ["Basis", "Report", "check_suffix", "write_page"]
+if TYPE_CHECKING:
+    from detent.sensitivity import Mix, Sensitivity
+
+__all__ = [
+    "Basis",
+    "Budget",
+    "Histogram",
+    "KernelRow",
+    "Layer",
+    "LayerSensitivity",
+    "Report",
+    "Reproduction",
+    "Run",
+    "SensitivityFacts",
+    "Size",
+    "Table",
+    "Tensor",
+    "VerificationFacts",
+    "check_suffix",
+    "option_of",
+    "sensitivity_facts",
+    "short",
+    "verification_facts",
+    "write_page",
+]
+DIGITS = 6
+
+
+def short(value: float) -> float:
+    """A number with as many digits as a report shows at most.
+
+    >>> short(1 / 3)
+    0.333333
+    """
+    return float(f"{value:.{DIGITS}g}")
+
+
+Status = Literal["integers", "quantized", "float"]
+BINS = 64
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts in bins of one width.
+
+    Attributes:
+        low: where the first bin begins.
+        width: of a bin.
+        counts: at most 64.
+        of: what was counted: "values", or "codes" less their zero point.
+
+    >>> Histogram(-1.0, 0.5, (1, 3, 2, 2)).high
+    1.0
+    """
+
+    low: float
+    width: float
+    counts: tuple[int, ...]
+    of: Literal["values", "codes"] = "values"
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.counts) <= BINS or min(self.counts) < 0:
+            raise SpecError(f"a histogram has 1 to {BINS} counts of at least 0, got {len(self.counts)}")
+        if not (0 < self.width < 1e300 and abs(self.low) < 1e300):
+            raise SpecError(f"a histogram has a finite start and a positive width, got {self.low} and {self.width}")
+
+    @property
+    def high(self) -> float:
+        """Where the last bin ends."""
+        return self.low + self.width * len(self.counts)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a weight or an activation and its quantizer.
+
+    Attributes:
+        name: in the file.
+        spec: format and granularity.
+        shape: of a weight; () of activations, whose shapes vary.
+        elements: how many were looked at.
+        minimum, maximum: of the values that were seen; of weights as they are decoded.
+        clip_low, clip_high: what the quantizer can hold, where that is the same for all elements; in the units of the
+            histogram.
+        sqnr_db: of quantizing this tensor alone.
+        clip_fraction: the share of elements beyond the range.
+        codes_used, codes_available: how many codes occur, of how many that there are.
+        code_low, code_high: the smallest and the largest code that occur, less the zero point.
+        digest: of codes, scales and zero points, so that two weights can be told apart; "" of activations.
+        scales: how many there are.
+        histogram: of the values of activations, of the codes of weights.
+        note: what else there is to know.
+
+    >>> Tensor("w", "int8/axis0", codes_used=64, codes_available=256).code_usage
+    0.25
+    >>> Tensor("w", "uint8/axis0", code_low=-8, code_high=7).codes_text
+    'codes -8..7'
+    """
+
+    name: str
+    spec: str
+    shape: tuple[int, ...] = ()
+    elements: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    sqnr_db: float | None = None
+    clip_fraction: float | None = None
+    codes_used: int | None = None
+    codes_available: int | None = None
+    code_low: int | None = None
+    code_high: int | None = None
+    digest: str = ""
+    scales: int = 1
+    histogram: Histogram | None = None
+    note: str = ""
+
+    @property
+    def code_usage(self) -> float | None:
+        """The share of the codes that occur."""
+        return self.codes_used / self.codes_available if self.codes_used is not None and self.codes_available else None
+
+    @property
+    def codes_text(self) -> str:
+        """The codes that occur, from the smallest to the largest; "" where they are not known."""
+        return "" if self.code_low is None or self.code_high is None else f"codes {self.code_low}..{self.code_high}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What became of one layer.
+
+    Attributes:
+        name, type: of its node, or of its module where it comes from PyTorch.
+        status: "integers" where the runtime computes with integers, "quantized" where it decodes and computes in
+            float, "float" where it was left alone.
+        kernel: the operator that computes it in ONNX Runtime on this machine.
+        reason: why it was left in float.
+        note: what else there is to know.
+        weight, input: its quantized tensors.
+        output_sqnr_db: of what it computes, beside the float model, with all layers before it quantized too.
+        damage: its share of the noise, by what ``Report.damage_basis`` says.
+        nbytes_float, nbytes: of its weight in float32, and in the file with its scales.
+
+    >>> Layer("fc", "MatMul", "integers", kernel="QGemm").is_quantized
+    True
+    """
+
+    name: str
+    type: str
+    status: Status
+    kernel: str = ""
+    reason: str = ""
+    note: str = ""
+    weight: Tensor | None = None
+    input: Tensor | None = None
+    output_sqnr_db: float | None = None
+    damage: float | None = None
+    nbytes_float: int | None = None
+    nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.damage is not None and not 0 <= self.damage <= 1:
+            raise SpecError(f"the damage of layer {self.name!r} is a share from 0 to 1, got {self.damage}")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weight or its input is quantized."""
+        return self.status != "float"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A part of the file.
+
+    >>> Size("codes of weights", 1024).nbytes
+    1024
+    """
+
+    name: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise SpecError(f"the part {self.name!r} has {self.nbytes} bytes, expected at least 0")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a user's own, which the summary shows.
+
+    Attributes:
+        title: above it.
+        columns: its head.
+        rows: cells of text; a column of numbers is set flush right.
+
+    >>> Table("Accuracy", ("model", "top 1"), (("float", "98.1 %"), ("w8a8", "98.0 %"))).title
+    'Accuracy'
+    >>> Table("Accuracy", ("model", "top 1"), (("float",),))
+    Traceback (most recent call last):
+    ...
+    detent.errors.SpecError: row 0 of table 'Accuracy' has 1 cells, expected 2: model, top 1
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "title", str(self.title))
+        object.__setattr__(self, "columns", tuple(map(str, self.columns)))
+        object.__setattr__(self, "rows", tuple(tuple(map(str, row)) for row in self.rows))
+        for i, row in enumerate(self.rows):
+            if len(row) != len(self.columns):
+                raise SpecError(
+                    f"row {i} of table {self.title!r} has {len(row)} cells, expected {len(self.columns)}: "
+                    f"{', '.join(self.columns)}"
+                )
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What it takes to make the same file again.
+
+    Attributes:
+        made_by: the version of detent that wrote the file; "" where another program did.
+        target: what it was made for.
+        recipe: its name.
+        recipe_toml: all of it.
+        data: a hash of the calibration data.
+        sha256: of the file.
+        command: the command line, where it is known.
+        versions: of the packages that made this report.
+        machine, level: the processor family, and the CPU level of the kernels.
+        origin: "onnx" of files that ``qo.quantize`` wrote, "torch" of those of ``qt.export_onnx``.
+
+    >>> Reproduction(recipe="w8a8").target
+    ''
+    """
+
+    made_by: str = ""
+    target: str = ""
+    recipe: str = ""
+    recipe_toml: str = ""
+    data: str = ""
+    sha256: str = ""
+    command: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: str = ""
+    level: str = ""
+    origin: Literal["onnx", "torch", "other"] = "other"
+
+
+CURVE_POINTS = 256
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """The noise that one layer causes alone.
+
+    Attributes:
+        name, type: of the layer.
+        noise: at the outputs, relative to their power, by option.
+        nbytes: of its weight, by option.
+        chosen: the option of the mix, "" without one.
+
+    >>> LayerSensitivity("fc", "Gemm", {"w8a8": 1e-4}, {"w8a8": 64}).chosen
+    ''
+    """
+
+    name: str
+    type: str
+    noise: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    chosen: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A choice of bits under a budget.
+
+    >>> Budget(1024, 31.5).measured_sqnr_db is None
+    True
+    """
+
+    nbytes: int
+    predicted_sqnr_db: float
+    measured_sqnr_db: float | None = None
+
+
+@dataclass(frozen=True)
+class SensitivityFacts:
+    """The noise of layers one by one, and what bytes buy.
+
+    Attributes:
+        options: what was tried.
+        layers: worst first.
+        curve: bytes and predicted SQNR.
+        mix: the choice that was made.
+
+    >>> SensitivityFacts(("w8a8",), (), ()).mix is None
+    True
+    """
+
+    options: tuple[str, ...]
+    layers: tuple[LayerSensitivity, ...]
+    curve: tuple[tuple[int, float], ...]
+    mix: Budget | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Level 2: source and file from end to end, in one way to run it.
+
+    >>> Run("optimised", 100, 1, 1, "fc_Q", {"y": 40.0}).agreement is None
+    True
+    """
+
+    name: str
+    compared_codes: int
+    differing_codes: int
+    max_steps: int
+    first_node: str
+    output_sqnr_db: Mapping[str, float]
+    agreement: float | None = None
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """Level 3: an integer kernel beside exact arithmetic.
+
+    >>> KernelRow("conv1", "QLinearConv", 1568, 0, 0, False).differing
+    0
+    """
+
+    node: str
+    kernel: str
+    compared: int
+    differing: int
+    max_steps: int
+    saturated: bool
+
+
+@dataclass(frozen=True)
+class VerificationFacts:
+    """What ``dt.verify`` found.
+
+    >>> VerificationFacts(True, (1,), 1, 100, 0).first_difference
+    ''
+    """
+
+    ok: bool
+    levels: tuple[int, ...]
+    batches: int
+    compared_codes: int
+    differing_codes: int
+    first_difference: str = ""
+    runs: tuple[Run, ...] = ()
+    kernels: tuple[KernelRow, ...] = ()
+    saturation: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def verification_facts(report: VerifyReport) -> VerificationFacts:
+    """A verification as a part of a report.
+
+    >>> verification_facts(VerifyReport((1,), 1, 100, 0)).ok
+    True
+    """
+    runs = tuple(
+        Run(
+            name,
+            each.compared_codes,
+            each.differing_codes,
+            each.max_steps,
+            each.first_node or "",
+            {output: short(db) for output, db in each.output_sqnr_db.items()},
+            each.agreement,
+            each.cause,
+        )
+        for name, each in report.end_to_end.items()
+    )
+    return VerificationFacts(
+        report.ok,
+        tuple(report.levels),
+        report.batches,
+        report.compared_codes,
+        report.differing_codes,
+        "" if report.first_difference is None else str(report.first_difference),
+        runs,
+        tuple(KernelRow(*each) for each in report.kernels),
+        "" if report.saturation is None else str(report.saturation),
+        tuple(report.notes),
+    )
+
+
+def sensitivity_facts(found: "Sensitivity | None", mix: "Mix | None") -> SensitivityFacts | None:
+    """A sensitivity, and a mix that was chosen with it, as a part of a report; None without the former.
+
+    >>> sensitivity_facts(None, None) is None
+    True
+    """
+    if found is None:
+        return None
+    chosen = {} if mix is None else dict(mix.options)
+    layers = [
+        LayerSensitivity(
+            each.name,
+            each.type,
+            {str(option): short(float(noise)) for option, noise in each.noise.items()},
+            {str(option): int(size) for option, size in each.nbytes.items()},
+            str(chosen.get(each.name, "")),
+        )
+        for each in found.layers
+    ]
+    layers.sort(key=lambda each: -max(each.noise.values(), default=0.0))
+    curve = [(int(size), short(float(db))) for size, db in found.curve()]
+    budget = None
+    if mix is not None:
+        measured = None if mix.measured_sqnr_db is None else short(float(mix.measured_sqnr_db))
+        budget = Budget(int(mix.nbytes), short(float(mix.predicted_sqnr_db)), measured)
+    step = -(-len(curve) // CURVE_POINTS) or 1
+    kept = curve[:-1:step] + curve[-1:] if step > 1 else curve
+    return SensitivityFacts(tuple(map(str, found.options)), tuple(layers), tuple(kept), budget)
+
+
+def option_of(spec: str, options: Sequence[str]) -> str:
+    """The option that a weight of that spec was measured with, "" where there is none, or no telling which.
+
+    Options are as a user says them, the spec is as the layer has it: its axis is the one of the layer's outputs, and
+    it says all that options leave out.
+
+    >>> option_of("int8/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
+    'int8/axis0'
+    >>> option_of("int4/group32@0/symmetric/onnx", ("int4/group3", "int4/group32"))
+    'int4/group32'
+    >>> option_of("int3/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
+    ''
+    """
+    wanted = _parsed(spec)
+    if wanted is None:
+        return ""
+    parsed = {option: each for option in options if (each := _parsed(option)) is not None}
+    like = [option for option, each in parsed.items() if _key(each) == _key(wanted)]
+    if len(like) > 1:  # symmetric and affine ones, say
+        like = [option for option in like if replace(parsed[option], granularity=wanted.granularity) == wanted]
+    return like[0] if len(like) == 1 else ""
+
+
+def _parsed(text: str) -> QuantSpec | None:
+    try:
+        return QuantSpec.parse(text)
+    except SpecError:
+        return None
+
+
+def _key(spec: QuantSpec) -> tuple[object, ...]:
+    """The format and how many elements share a scale, wherever they lie."""
+    about = spec.granularity.to_dict()
+    return spec.format.name, about["kind"], about.get("size"), str(about.get("sizes"))
+
 
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
 VERSION, KIND = 1, "detent-report"
@@ -161,7 +631,7 @@ class Report:
         Raises:
             UnsupportedError: Jinja is not installed.
         """
-        from detent.report.rendering import render_report  # noqa: PLC0415 - imports Jinja
+        from detent.report.html import render_report  # noqa: PLC0415 - imports Jinja
 
         return render_report(self)
 

@@ -12,9 +12,7 @@
 ``import detent.sensitivity`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
 """
 
-from detent.sensitivity.found import Sensitivity
-from detent.sensitivity.measuring import measure, refine, run_mix
-from detent.sensitivity.mix import Mix
-from detent.sensitivity.noise import Cost, LayerNoise, sqnr_of
+from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, sqnr_of
+from detent.sensitivity.measurement import measure, refine, run_mix
 
 __all__ = ["Cost", "LayerNoise", "Mix", "Sensitivity", "measure", "refine", "run_mix", "sqnr_of"]

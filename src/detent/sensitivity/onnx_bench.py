@@ -31,9 +31,8 @@ from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.recipe import Recipe
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit
-from detent.sensitivity.mix import FLOAT, exact
-from detent.sensitivity.options import Storage, stored_nbytes
+from detent.sensitivity.bench import Meter, Unit, stored_nbytes
+from detent.sensitivity.layer_noise import FLOAT, Storage, exact
 from detent.spec import QuantSpec
 
 __all__ = ["EXACT", "OnnxBench", "first_samples", "run_recipe"]

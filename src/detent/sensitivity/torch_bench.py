@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 from detent.errors import DtypeError, SpecError, StateError, UnsupportedError, closest
 from detent.recipe import Recipe
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit
-from detent.sensitivity.mix import FLOAT, exact
-from detent.sensitivity.options import Storage, stored_nbytes
+from detent.sensitivity.bench import Meter, Unit, stored_nbytes
+from detent.sensitivity.layer_noise import FLOAT, Storage, exact
 from detent.spec import QuantSpec
 from detent.torch.calibration import calibrating
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from detent.proof import VerifyReport, verify
+from detent.verification import VerifyReport, verify
 
 if TYPE_CHECKING:
     from onnx import ModelProto

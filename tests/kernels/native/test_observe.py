@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import detent as dt
+from detent.checks import compute_dtype
 from detent.convention import PRESETS, Convention, ZeroRange
-from detent.dtypes import compute_dtype
 from detent.errors import DetentError, OutError, RangeError, UnsupportedError
 from detent.kernels import Problem, minmax, observe
 from detent.kernels.reference.sets import spread

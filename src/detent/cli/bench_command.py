@@ -1,0 +1,89 @@
+"""``detent bench``: a float model against its quantized one, run by run in turn."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from detent.cli.exits import guarded, require
+from detent.cli.options import AsJson, BatchSize, Data, Quiet
+from detent.cli.screen import Screen
+from detent.errors import SpecError
+
+__all__ = ["register"]
+
+HELP = """Time a float model against its quantized one in ONNX Runtime: alternating runs, medians, and their ratio.
+
+Without data, inputs are random: sizes that vary are 1, unless --shape gives them.
+
+Example: [bold]detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224 --threads 1[/bold]"""
+FEW = 8
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command.
+
+    >>> app = typer.Typer()
+    >>> register(app)
+    >>> app.registered_commands[0].name
+    'bench'
+    """
+    app.command("bench", help=HELP)(guarded(_bench))
+
+
+def _bench(
+    first: Annotated[Path, typer.Argument(metavar="FLOAT", help="The float model.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="QUANTIZED", help="The quantized one.", show_default=False)],
+    *,
+    data: Data = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="NAME=1,3,224,224: the shape of a random input; repeatable."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="Of each model; 0 for all.")] = 1,
+    repeat: Annotated[
+        int | None,
+        typer.Option(min=1, help="How often each model runs.", show_default="what 5 s allow, up to 50"),
+    ] = None,
+    batch_size: BatchSize = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    require("onnx")
+    require("onnxruntime")
+    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.evaluate.speed import duration, made_up_feed, parse_shapes, race  # noqa: PLC0415
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
+
+    screen = Screen(as_json=as_json, quiet=quiet)
+    shapes = parse_shapes(shape or ())
+    if data is not None and shapes:
+        raise SpecError("--shape is for random inputs, --data has its own shapes: give one of them")
+    loaded, _ = load(first), load(second)  # what is no model is told in the words of all commands
+    feeds = (
+        [made_up_feed(loaded, shapes)]
+        if data is None
+        else list(first_batches(data, inputs_of(loaded), batch_size, FEW))
+    )
+    with screen.progress("timing") as step:
+        timing = race(first, second, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
+    inputs = {name: list(array.shape) for name, array in feeds[0].items()}
+    rows = [(str(first), duration(timing.first_ms), ""), (str(second), duration(timing.second_ms), timing.speed_text)]
+    screen.table(("model", "time", "speed"), rows, right=(1, 2))
+    made = "random inputs" if data is None else f"{len(feeds)} batches"
+    shown = ", ".join(f"{name} {'x'.join(map(str, sizes))}" for name, sizes in inputs.items())
+    screen.say(f"medians of {timing.runs:,} alternating runs, {timing.threads_text}, {made}: {shown}")
+    screen.emit(
+        {
+            "float": str(first),
+            "quantized": str(second),
+            "ms_float": timing.first_ms,
+            "ms_quantized": timing.second_ms,
+            "times_as_fast": timing.ratio,
+            "runs": timing.runs,
+            "threads": threads,
+            "inputs": inputs,
+            "random": data is None,
+        }
+    )

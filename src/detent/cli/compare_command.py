@@ -1,0 +1,98 @@
+"""``detent compare``: two reports, or two quantized models of one origin, layer by layer."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from detent.cli.exits import check_distinct, check_free, check_is_file, guarded, require
+from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
+from detent.cli.screen import Screen
+from detent.errors import SpecError
+
+if TYPE_CHECKING:
+    from detent.report import Report as Page
+
+__all__ = ["register"]
+
+HELP = """Compare two reports (.html or .json), or two quantized models of one origin (.onnx), layer by layer.
+
+With --data and --source (the float model), models are compared by what they compute, and not only by what they hold. \
+The exit code is 0 whether they differ or not.
+
+Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
+FEW = 8
+REPORTS = (".html", ".json")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command.
+
+    >>> app = typer.Typer()
+    >>> register(app)
+    >>> app.registered_commands[0].name
+    'compare'
+    """
+    app.command("compare", help=HELP)(guarded(_compare))
+
+
+def _compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="A report or a model.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another of them.", show_default=False)],
+    data: Data = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="The float model that both were made from.", show_default=False)
+    ] = None,
+    report: Report = None,
+    batch_size: BatchSize = None,
+    force: Force = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    check_free(report, force=force, suffixes=REPORTS)
+    check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
+    if report is not None and report.suffix.lower() == ".html":
+        require("jinja2")
+    from detent import report as qr  # noqa: PLC0415 - it may load ONNX
+
+    screen = Screen(as_json=as_json, quiet=quiet)
+    both = qr.compare(*(_page(path, data, source, batch_size, screen) for path in (first, second)))
+    screen.say(str(both))
+    if report is not None:
+        both.save(report)
+        screen.say(f"report: {report}")
+    screen.emit(json.loads(both.to_json()))
+
+
+def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen) -> "Page":
+    from detent import report as qr  # noqa: PLC0415 - loaded by now
+
+    check_is_file(path)
+    if path.suffix.lower() in REPORTS:
+        if data is not None or source is not None:
+            raise SpecError("--data and --source are for models: a report has been measured already")
+        return qr.Report.load(path)
+    if (data is None) != (source is None):
+        lacking = "--source, the float model that they were made from" if source is None else "--data"
+        raise SpecError(f"what two models compute is compared with both --data and --source: give {lacking}, as well")
+    require("onnx")
+    require("onnxruntime")
+    _check_quantized(path)
+    screen.note(f"looking at {path}")
+    return qr.build(path, None if data is None else _few(path, data, batch_size), source=source)
+
+
+def _check_quantized(path: Path) -> None:
+    from detent.onnx_model import load  # noqa: PLC0415 - it loads ONNX
+
+    if not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in load(path).graph.node}:
+        raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
+
+
+def _few(model: Path, data: Path, batch_size: int | None) -> list[object]:
+    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx_model import load  # noqa: PLC0415
+    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
+
+    return list(first_batches(data, inputs_of(load(model)), batch_size, FEW))

@@ -1,0 +1,448 @@
+"""Figures: numbers as a reader wants them, and charts as paths, drawn by hand from the data.
+
+Rendering: reports as HTML. Everything is in the page: styles, script and data; it asks nobody for anything.
+
+Jinja escapes every text, for the names of layers are whatever a file says. The policy in the page's head lets the
+page's own style and script run, by their hashes, and forbids all connections.
+"""
+
+import glob
+import re
+import shlex
+from base64 import b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from math import inf, isfinite, isnan, log1p, log10
+from typing import TYPE_CHECKING, Any
+
+from detent.errors import UnsupportedError
+from detent.report.comparison import Comparison
+from detent.report.document import Histogram, Report, SensitivityFacts, Size, Tensor
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = [
+    "Bars",
+    "Curve",
+    "Slice",
+    "bars",
+    "curve",
+    "db",
+    "nbytes",
+    "noise_db",
+    "number",
+    "percent",
+    "render_comparison",
+    "render_report",
+    "signed",
+    "skip_argument",
+    "slices",
+]
+
+NONE = "\u2013"
+MINUS = "\u2212"
+WIDTH, HEIGHT = 320.0, 96.0
+CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
+TINY = 1e-4
+Lines = tuple[float | None, float | None]
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number of so many digits, with a real minus sign.
+
+    >>> number(-0.12345), number(123456), number(None)
+    ('\u22120.1235', '123,456', '\u2013')
+    """
+    if value is None or isnan(value):
+        return NONE
+    if not isfinite(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e9):
+        return f"{int(value):,}".replace("-", MINUS)
+    return f"{value:.{digits}g}".replace("-", MINUS)
+
+
+def db(value: float | None) -> str:
+    """Decibels with one digit after the point.
+
+    >>> db(-3.14159), db(float("inf")), db(None)
+    ('\u22123.1', '\u221e', '\u2013')
+    """
+    if value is None or not isfinite(value):
+        return number(value)
+    return f"{value:.1f}".replace("-", MINUS)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share in percent, behind a narrow space; what is not 0 never looks like 0.
+
+    >>> [percent(share).replace("\u202f", " ") for share in (0.25, 0.0, 1e-7)]
+    ['25.0 %', '0 %', '< 0.01 %']
+    """
+    if value is None or not isfinite(value):
+        return NONE
+    if value == 0:
+        return "0\u202f%"
+    if value < TINY:
+        return "< 0.01\u202f%"
+    return f"{100 * value:.{digits if value >= 0.01 else 2}f}\u202f%"
+
+
+def nbytes(value: float | None) -> str:
+    """Bytes with a unit, by thousands.
+
+    >>> nbytes(848518), nbytes(512), nbytes(None)
+    ('849 kB', '512 B', '\u2013')
+    """
+    if value is None:
+        return NONE
+    size, unit = float(value), 0
+    while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    digits = 0 if unit == 0 or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
+    text = f"{size:.{digits}f}"
+    return f"{text.replace('-', MINUS)} {_UNITS[unit]}"
+
+
+def noise_db(value: float | None) -> str:
+    """The SQNR in decibels of a relative noise power.
+
+    >>> noise_db(0.01), noise_db(0.0)
+    ('20.0', '\u221e')
+    """
+    if value is None or not value >= 0:
+        return NONE
+    return db(-10 * log10(value) if 0 < value < inf else inf if not value else -inf)
+
+
+def signed(value: float | None, digits: int = 1) -> str:
+    """A change with its sign.
+
+    >>> signed(0.25), signed(-5), signed(0.0), signed(None)
+    ('+0.2', '\u22125', '0', '\u2013')
+    """
+    if value is None:
+        return NONE
+    if isinstance(value, int):
+        return f"{value:+,}".replace("-", MINUS) if value else "0"
+    text = f"{value:+.{digits}f}"
+    return "0" if not float(text) else text.replace("-", MINUS)
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A histogram as a drawing.
+
+    Attributes:
+        path, clipped: strokes of the bars within the range, and of those beyond.
+        thick: how thick they are.
+        low, high: where the clip lines stand; None where they are outside or not known.
+        first, last: the values at both ends of the drawing.
+        data: what a tooltip needs.
+        text: what the drawing says, in words.
+
+    >>> drawn = bars(Tensor("w", "int8", histogram=Histogram(0.0, 1.0, (1, 3))))
+    >>> drawn.path[:12], drawn.low
+    ('M80 96V50M24', None)
+    """
+
+    path: str
+    clipped: str
+    thick: float
+    low: float | None
+    high: float | None
+    first: float
+    last: float
+    data: str
+    text: str
+
+
+def bars(tensor: Tensor) -> Bars | None:
+    """The drawing of a tensor's histogram, its clip lines within it; None without a histogram.
+
+    >>> bars(Tensor("w", "int8")) is None
+    True
+    """
+    shown = tensor.histogram
+    if shown is None:
+        return None
+    half = 0.5 if shown.of == "codes" else 0.0  # the bins of codes are centred on them
+    lines = (
+        None if tensor.clip_low is None else tensor.clip_low - half,
+        None if tensor.clip_high is None else tensor.clip_high + half,
+    )
+    low, high = _extent(shown, lines)
+    span = (high - low) or 1.0
+    places = [None if line is None or not low <= line <= high else WIDTH * (line - low) / span for line in lines]
+    inside, outside = _strokes(shown, lines, low, span)
+    counts = ",".join(map(str, shown.counts))
+    data = f"{shown.low:.7g}|{shown.width:.7g}|{low:.7g}|{high:.7g}|{shown.of}|{counts}"
+    last = high if shown.of == "values" else _last_code(tensor, shown)
+    wide = WIDTH * shown.width / span
+    thick = max(wide - (0.8 if wide > 2.5 else 0.0), 0.5)
+    text = _described(tensor, shown)
+    return Bars(inside, outside, thick, places[0], places[1], low + half, last, data, text)
+
+
+def _extent(shown: Histogram, lines: Lines) -> tuple[float, float]:
+    """Both ends of a drawing: a line that lies a little outside is worth the space, one far outside is not."""
+    low, high, room = shown.low, shown.high, shown.high - shown.low
+    near = [line for line in lines if line is not None and low - room <= line <= high + room]
+    return min([low, *near]), max([high, *near])
+
+
+def _strokes(shown: Histogram, lines: Lines, low: float, span: float) -> tuple[str, str]:
+    """The bars between the lines and those beyond, each an upright stroke."""
+    most = log1p(max(shown.counts)) or 1.0
+    parts: tuple[list[str], list[str]] = ([], [])
+    for i, count in enumerate(shown.counts):
+        if not count:
+            continue
+        left, right = shown.low + i * shown.width, shown.low + (i + 1) * shown.width
+        middle = (left + right) / 2
+        beyond = (lines[0] is not None and right <= lines[0]) or (lines[1] is not None and left >= lines[1])
+        top = HEIGHT - max(1.5, (HEIGHT - 4) * log1p(count) / most)
+        parts[beyond].append(f"M{WIDTH * (middle - low) / span:.4g} {HEIGHT:g}V{top:.3g}")
+    return "".join(parts[0]), "".join(parts[1])
+
+
+def _last_code(tensor: Tensor, shown: Histogram) -> float:
+    """The last bin of codes may hold fewer than the others."""
+    end = shown.high - 0.5
+    return end if tensor.clip_high is None else min(end, tensor.clip_high)
+
+
+def _described(tensor: Tensor, shown: Histogram) -> str:
+    total = sum(shown.counts) or 1
+    fullest = max(range(len(shown.counts)), key=shown.counts.__getitem__)
+    half = 0.5 if shown.of == "codes" else 0.0
+    start, stop = shown.low + fullest * shown.width + half, shown.low + (fullest + 1) * shown.width - half
+    what = "codes less their zero point" if shown.of == "codes" else "values"
+    low, high = (
+        (tensor.minimum, tensor.maximum) if shown.of == "values" else (shown.low + 0.5, _last_code(tensor, shown))
+    )
+    where = f"are {number(start)}" if start == stop else f"lie from {number(start)} to {number(stop)}"
+    said = [
+        f"Histogram of {number(tensor.elements)} {what} from {number(low)} to {number(high)}",
+        f"{percent(shown.counts[fullest] / total)} of them {where}",
+    ]
+    if tensor.clip_low is not None and tensor.clip_high is not None:
+        said.append(f"the quantizer holds {number(tensor.clip_low)} to {number(tensor.clip_high)}")
+    if tensor.clip_fraction is not None:
+        said.append(f"{percent(tensor.clip_fraction)} are clipped")
+    return "; ".join(said) + "."
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of the bar of sizes.
+
+    >>> slices([Size("codes", 3), Size("graph", 1)])[1].x
+    75.0
+    """
+
+    name: str
+    nbytes: int
+    share: float
+    x: float
+    width: float
+    tone: int
+
+
+def slices(sizes: Sequence[Size]) -> list[Slice]:
+    """The parts of a bar of width 100.
+
+    >>> [part.width for part in slices([Size("codes", 3), Size("graph", 1)])]
+    [75.0, 25.0]
+    """
+    total = sum(part.nbytes for part in sizes) or 1
+    found, at = [], 0.0
+    for tone, part in enumerate(sizes):
+        share = part.nbytes / total
+        found.append(Slice(part.name, part.nbytes, share, round(at, 3), round(100 * share, 3), tone % 6))
+        at += 100 * share
+    return found
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of bytes and SQNR as a drawing, with ticks.
+
+    >>> curve(SensitivityFacts(("a",), (), ())) is None
+    True
+    """
+
+    path: str
+    dots: tuple[tuple[float, float, str], ...]
+    x_ticks: tuple[tuple[float, str], ...]
+    y_ticks: tuple[tuple[float, str], ...]
+    text: str
+    mix: tuple[float, float] | None
+    measured: tuple[float, float] | None
+
+
+def curve(facts: SensitivityFacts) -> Curve | None:
+    """The drawing of what bytes buy; None without at least two points.
+
+    >>> drawn = curve(SensitivityFacts(("a",), (), ((100, 10.0), (200, 20.0))))
+    >>> drawn.path, drawn.text
+    ('M0 240L640 0', 'From 10.0 dB at 100 B to 20.0 dB at 200 B, in 2 steps.')
+    """
+    points = [(size, value) for size, value in facts.curve if isfinite(value)]
+    if len(points) < 2:
+        return None
+    xs = [float(size) for size, _ in points]
+    ys = [value for _, value in points]
+    mix = facts.mix
+    extra = (
+        [] if mix is None else [value for value in (mix.predicted_sqnr_db, mix.measured_sqnr_db) if value is not None]
+    )
+    extra = [value for value in extra if isfinite(value)]
+    x0, x1 = min(xs), max(xs)
+    y0, y1 = min(ys + extra), max(ys + extra)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - x0) / ((x1 - x0) or 1.0)
+        up = (y - y0) / ((y1 - y0) or 1.0)
+        return round(CURVE_WIDTH * min(max(across, 0.0), 1.0), 1), round(CURVE_HEIGHT * (1 - up), 1)
+
+    places = [place(x, y) for x, y in zip(xs, ys, strict=True)]
+    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
+    dots = tuple((x, y, f"{nbytes(a)}: {db(b)} dB") for (x, y), a, b in zip(places, xs, ys, strict=True))
+    x_ticks = tuple((place(x0 + i * (x1 - x0) / 4, y0)[0], nbytes(x0 + i * (x1 - x0) / 4)) for i in range(5))
+    y_ticks = tuple((place(x0, y0 + i * (y1 - y0) / 4)[1], db(y0 + i * (y1 - y0) / 4)) for i in range(5))
+    text = f"From {db(ys[0])} dB at {nbytes(xs[0])} to {db(ys[-1])} dB at {nbytes(xs[-1])}, in {len(points)} steps."
+    predicted = None if mix is None or not isfinite(mix.predicted_sqnr_db) else place(mix.nbytes, mix.predicted_sqnr_db)
+    real = None
+    if mix is not None and mix.measured_sqnr_db is not None and isfinite(mix.measured_sqnr_db):
+        real = place(mix.nbytes, mix.measured_sqnr_db)
+    return Curve(path, dots, x_ticks, y_ticks, text, predicted, real)
+
+
+BASES = {
+    "sensitivity": "Damage is a layer's share of the noise at the outputs when it alone is quantized.",
+    "output": (
+        "Damage is a layer's share of all layers' noise, each relative to its own result; what layers before it add is "
+        "part of it."
+    ),
+    "weight": "Damage is a layer's share of the rounding noise of all weights, each relative to its weight.",
+    "input": "Damage is a layer's share of the rounding noise of all inputs, each relative to its input.",
+    "none": "Nothing is known of the damage: give data and the float model to measure it.",
+}
+_NUMERIC = re.compile(r"[\s<>=~±+\-\u2212\u2013.,\d]*\d[\d.,]*\s*(%|dB|ms|s|x|\u00d7|[kMG]?B|bytes|bits?)?")
+
+
+def render_report(report: Report) -> str:
+    """The page of a report.
+
+    Raises:
+        UnsupportedError: Jinja is not installed.
+
+    >>> "<h1>a &lt;b&gt;</h1>" in render_report(Report("a <b>", None, 8))
+    True
+    """
+    total, quantized, integers = report.counts
+    return _render(
+        "report.html.j2",
+        report.title,
+        report=report,
+        total=total,
+        quantized=quantized,
+        integers=integers,
+        basis=BASES[report.damage_basis],
+        parts=slices(report.sizes),
+        curve=None if report.sensitivity is None else curve(report.sensitivity),
+        most_damage=max((each.damage or 0.0 for each in report.layers), default=0.0) or 1.0,
+        island=_island(report.to_json()),
+    )
+
+
+def render_comparison(both: Comparison) -> str:
+    """The page of two reports side by side.
+
+    Raises:
+        UnsupportedError: Jinja is not installed.
+
+    >>> from detent.report.comparison import compare
+    >>> "<td>a</td>" in render_comparison(compare(Report("a", None, 8), Report("b", None, 8)))
+    False
+    """
+    title = f"{both.a.title} and {both.b.title}"
+    return _render("comparison.html.j2", title, both=both, island=_island(both.to_json()))
+
+
+def skip_argument(name: str) -> str:
+    """What to type behind --skip for that layer alone, whatever its name: patterns and the shell take no part of it.
+
+    >>> print(skip_argument("head"), skip_argument("head[0] a"))
+    head 'head[[]0] a'
+    """
+    return shlex.quote(glob.escape(name))
+
+
+def _render(template: str, title: str, **values: Any) -> str:
+    style, script = _asset("style.css"), _asset("script.js")
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
+        "base-uri 'none'; form-action 'none'; connect-src 'none'"
+    )
+    return (
+        _environment().get_template(template).render(title=title, style=style, script=script, policy=policy, **values)
+    )
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("detent.report").joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _island(text: str) -> str:
+    """JSON that no text in it can leave: a script element ends at the first ``</``."""
+    escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    return re.sub("[<>&\u2028\u2029]", lambda found: escaped[found.group()], text)
+
+
+@cache
+def _environment() -> "Environment":
+    try:
+        import jinja2  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise UnsupportedError("HTML reports need jinja2: pip install 'detent[report]'") from error
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("detent.report", "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for each in (
+        number,
+        db,
+        noise_db,
+        percent,
+        nbytes,
+        signed,
+        bars,
+    ):
+        made.filters[each.__name__] = each
+    made.filters["numeric"] = lambda text: _NUMERIC.fullmatch(text.strip()) is not None
+    made.filters["key"] = _key
+    made.filters["skip"] = skip_argument
+    made.filters["run_name"] = lambda name: name.replace("_", " ")
+    return made
+
+
+def _key(value: float | None) -> str:
+    """What a column is sorted by; what is not known sorts last."""
+    if value is None or value != value:  # noqa: PLR0124 - only NaN differs from itself
+        return ""
+    return f"{value:.8g}" if isfinite(value) else ("1e308" if value > 0 else "-1e308")

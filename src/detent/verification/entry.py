@@ -1,0 +1,66 @@
+"""Verification: the way into the proof. What it needs is loaded when it is called."""
+
+from collections.abc import Iterable
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from detent.errors import SpecError, VerificationError
+from detent.verification.verify_report import VerifyReport
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+    from torch import nn
+
+__all__ = ["verify"]
+
+LEVELS = (1, 2, 3)
+
+
+def verify(
+    source: "nn.Module | ModelProto | str | PathLike[str]",
+    artifact: "ModelProto | str | PathLike[str]",
+    data: Iterable[Any] | str | PathLike[str],
+    *,
+    levels: Iterable[int] = LEVELS,
+    raise_on_difference: bool = False,
+) -> VerifyReport:
+    """Prove that a quantized ONNX file computes what its source computes, or name the first code that differs.
+
+    Level 1: the file's weights are the source's, code by code and bit by bit of their scales, and every quantizer, fed
+    the tensor that ONNX Runtime saw, gives the codes that ONNX Runtime gave. Level 2: both from end to end, with and
+    without ONNX Runtime's optimisations; sums in another order make differences here, which are no errors. Level 3: the
+    integer kernels that ONNX Runtime runs on this machine against exact integer arithmetic.
+
+    Args:
+        source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from. Of the latter no
+            weights are compared, for folding and smoothing change them.
+        artifact: the quantized model, a path or in memory.
+        data: batches, each a dict of arrays by input name, a tuple in the inputs' order, or one array; or a file or
+            folder of them, as ``detent.onnx`` takes it. They are read once, one at a time.
+        levels: which of 1, 2 and 3.
+        raise_on_difference: raise where the report is not ok.
+
+    Raises:
+        VerificationError: differences, if asked for; the report is its ``report``.
+        SpecError, ShapeError, DtypeError: data that do not fit the model, no data, other levels.
+        FileFormatError, UnsupportedError: a damaged file, or one without quantizers.
+
+    >>> import numpy as np, torch, detent as dt, detent.torch as qt
+    >>> from onnx import TensorProto, parser
+    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
+    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
+    >>> report = dt.verify(made, made, [np.linspace(-9, 9, 100, dtype=np.float32)], levels=(1,))
+    >>> print(report)
+    codes that differ: 0 of 100
+    level 1: every code of the file is that of its source (1 batch)
+    """
+    wanted = tuple(sorted(set(levels)))
+    if not wanted or not set(wanted) <= set(LEVELS):
+        raise SpecError(f"levels are some of {LEVELS}, got {wanted}")
+    from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
+
+    report = run_levels(source, artifact, data, wanted)
+    if raise_on_difference and not report.ok:
+        raise VerificationError(f"the file does not compute what its source computes\n{report}", report)
+    return report

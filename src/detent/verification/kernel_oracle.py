@@ -1,0 +1,427 @@
+"""Oracle: what integer kernels have to compute, exactly.
+
+Sums are those of integers, however many there are::
+
+    sum = sum_k (x_k - z_x) (w_k - z_w) + b
+    y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y), in float32
+
+Products run in floating point, where every integer below 2**24 (float32) or 2**53 (float64) is exact and products of
+matrices are fast. A convolution is one matrix product for each element of its kernel, which takes little memory.
+
+Kernels: ONNX Runtime's integer kernels on this machine, against the oracle.
+
+A CPU without VNNI multiplies unsigned by signed bytes and adds two products in 16 bits, which saturates where weights
+are signed and beyond 64. Sums are wrong then, by many steps, and nothing says so.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, helper
+
+from detent.errors import UnsupportedError
+from detent.verification.codes import first_index
+from detent.verification.probe import Reading
+from detent.verification.verify_report import Difference, Kernel
+
+__all__ = [
+    "ORACLES",
+    "KernelCheck",
+    "Prediction",
+    "compare_kernel",
+    "conv_sums",
+    "is_integer_kernel",
+    "product_sums",
+    "requantize",
+]
+
+Array = NDArray[Any]
+Attributes = Mapping[str, Any]
+Inputs = Sequence[Array | None]
+EXACT_FLOAT32 = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a kernel has to give.
+
+    Attributes:
+        values: codes, or floats.
+        slack: for floats, how far rounding may move them; None for codes.
+        step: for floats, the value of one unit of the sum.
+        axis: of the channels.
+
+    >>> Prediction(np.uint8([3])).axis
+    -1
+    """
+
+    values: Array
+    slack: Array | None = None
+    step: Array | None = None
+    axis: int = -1
+
+
+def _largest(x: Array) -> int:
+    return int(max(abs(int(x.min(initial=0))), abs(int(x.max(initial=0)))))
+
+
+def _float_type(terms: int, a: Array, b: Array) -> type[np.float32] | type[np.float64]:
+    return np.float32 if terms * _largest(a) * _largest(b) <= EXACT_FLOAT32 else np.float64
+
+
+def product_sums(a: Array, b: Array) -> Array:
+    """The exact matrix product of integers.
+
+    >>> product_sums(np.array([[255, 255]]), np.array([[127], [127]]))
+    array([[64770]])
+    """
+    dtype = _float_type(a.shape[-1], a, b)
+    found: Array = np.rint(np.matmul(a.astype(dtype), b.astype(dtype))).astype(np.int64)
+    return found
+
+
+def conv_sums(
+    x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
+) -> Array:
+    """The exact convolution of integers, (N, C, ...) with (M, C / group, ...); the border is 0.
+
+    Args:
+        x, w: integers without their zero points.
+        strides, dilations: one per spatial axis.
+        pads: those at the beginning of each spatial axis, then those at the end.
+        group: how many groups of channels there are.
+
+    >>> x, w = np.arange(5).reshape(1, 1, 5), np.array([[[1, 10]]])
+    >>> conv_sums(x, w, strides=[2], dilations=[1], pads=[1, 0])
+    array([[[ 0, 21, 43]]])
+    """
+    spatial, kernel = x.ndim - 2, w.shape[2:]
+    borders = [(0, 0), (0, 0), *zip(pads[:spatial], pads[spatial:], strict=True)]
+    dtype = _float_type(w.shape[1], x, w)
+    padded = np.pad(x.astype(dtype), borders)
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
+    samples, each = x.shape[0], w.shape[1]
+    weights = w.astype(dtype).reshape(group, w.shape[0] // group, each, *kernel)
+    total = np.zeros((samples, group, w.shape[0] // group, int(np.prod(sizes))), np.float64)
+    for tap in np.ndindex(*kernel):
+        starts = [i * d for i, d in zip(tap, dilations, strict=True)]
+        cut = tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, sizes, strides, strict=True))
+        part = padded[(slice(None), slice(None), *cut)].reshape(samples, group, each, -1)
+        own = weights[(..., *tap)]
+        total += own * part if each == 1 else np.matmul(own, part)
+    return np.rint(total).astype(np.int64).reshape(samples, w.shape[0], *sizes)
+
+
+def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
+    """The codes of sums: one float32 multiply, half-even rounding, zero point, clamp.
+
+    >>> requantize(np.array([5, 7, 900]), np.float32(0.5), 3, np.dtype("uint8"))
+    array([  5,   7, 255], dtype=uint8)
+    """
+    limits = np.iinfo(kind)
+    scaled = sums.astype(np.float32) * np.asarray(multiplier, np.float32)
+    moved = np.rint(scaled).astype(np.float64) + np.asarray(zero_point, np.float64)
+    return np.clip(moved, limits.min, limits.max).astype(kind)
+
+
+def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Array:
+    """Integers without their zero point."""
+    zero = np.zeros((), np.int32) if zero_point is None else np.asarray(zero_point).astype(np.int32)
+    if zero.size == 1:
+        zero = zero.reshape(())
+    elif axis is not None:
+        zero = zero.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+    return x.astype(np.int32) - zero
+
+
+def _flat(values: Array | None) -> Array:
+    """A scale as one number, or as it is."""
+    found = np.asarray(values, np.float32)
+    return found.reshape(()) if found.size == 1 else found
+
+
+def _multiplier(x_scale: Array | None, w_scale: Array | None, y_scale: Array | None) -> Array:
+    made: Array = (_flat(x_scale) * _flat(w_scale)) / _flat(y_scale)
+    return made
+
+
+def _along(values: Array, rank: int, axis: int) -> Array:
+    """One value per channel, for data of that rank."""
+    return values if not values.ndim else values.reshape([-1 if i == axis else 1 for i in range(rank)])
+
+
+def _same_pads(attributes: Attributes, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]) -> list[int]:
+    how = attributes.get("auto_pad", b"NOTSET")
+    how = how.decode() if isinstance(how, bytes) else how
+    if how == "NOTSET":
+        return list(attributes.get("pads") or [0] * (2 * len(sizes)))
+    if how == "VALID":
+        return [0] * (2 * len(sizes))
+    needed = [max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in zip(sizes, strides, reach, strict=True)]
+    small, large = [each // 2 for each in needed], [each - each // 2 for each in needed]
+    return [*small, *large] if how == "SAME_UPPER" else [*large, *small]
+
+
+def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
+    rank = w.ndim - 2
+    strides = list(attributes.get("strides") or [1] * rank)
+    dilations = list(attributes.get("dilations") or [1] * rank)
+    reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
+    pads = _same_pads(attributes, x.shape[2:], reach, strides)
+    return conv_sums(x, w, strides=strides, dilations=dilations, pads=pads, group=int(attributes.get("group", 1)))
+
+
+def _qlinear_conv(inputs: Inputs, attributes: Attributes) -> Prediction:
+    x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*inputs, None)[:9]
+    if x is None or w is None or y_zero is None:
+        raise UnsupportedError("an input is missing")
+    last = bool(attributes.get("channels_last", 0))
+    moved = np.moveaxis(x, -1, 1) if last else x
+    sums = _conv(_shifted(moved, x_zero), _shifted(w, w_zero, 0), attributes)
+    if bias is not None:
+        sums += _along(np.asarray(bias, np.int64), sums.ndim, 1)
+    multiplier = _along(_multiplier(x_scale, w_scale, y_scale), sums.ndim, 1)
+    codes = requantize(sums, multiplier, int(y_zero.reshape(())), y_zero.dtype)
+    return Prediction(np.moveaxis(codes, 1, -1), axis=codes.ndim - 1) if last else Prediction(codes, axis=1)
+
+
+def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs[:8]
+    if a is None or b is None or y_zero is None:
+        raise UnsupportedError("an input is missing")
+    sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
+    codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)
+    return Prediction(codes)
+
+
+def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
+    """Sums as floats: one multiply and, with a bias, one addition, whose roundings may be one."""
+    scaled = sums.astype(np.float32) * scale
+    values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
+    around = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
+    return Prediction(values, around * np.float32(2.0**-22), scale)
+
+
+def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
+    a, a_scale, a_zero, b, b_scale, b_zero, bias, y_scale, y_zero = (*inputs, None, None, None)[:9]
+    if a is None or b is None or float(attributes.get("alpha", 1.0)) != 1.0:
+        raise UnsupportedError("an input is missing, or alpha is not 1")
+    left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
+    left = left.T if attributes.get("transA", 0) else left
+    right = right.T if attributes.get("transB", 0) else right
+    sums = product_sums(left, right)
+    if bias is not None:
+        sums = sums + np.asarray(bias, np.int64)
+    if y_scale is None or y_zero is None:
+        return _floats(sums, _flat(a_scale) * _flat(b_scale), None)
+    codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)
+    return Prediction(codes)
+
+
+def _matmul_to_float(inputs: Inputs, _: Attributes) -> Prediction:
+    a, b, a_scale, b_scale, a_zero, b_zero, bias = (*inputs, None, None, None)[:7]
+    if a is None or b is None:
+        raise UnsupportedError("an input is missing")
+    sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
+    return _floats(sums, _flat(a_scale) * _flat(b_scale), bias)
+
+
+def _matmul_integer(inputs: Inputs, _: Attributes) -> Prediction:
+    a, b, a_zero, b_zero = (*inputs, None, None)[:4]
+    if a is None or b is None:
+        raise UnsupportedError("an input is missing")
+    rows = None if a_zero is None or a_zero.size == 1 else a.ndim - 2
+    return Prediction(product_sums(_shifted(a, a_zero, rows), _shifted(b, b_zero)).astype(np.int32))
+
+
+def _conv_integer(inputs: Inputs, attributes: Attributes) -> Prediction:
+    x, w, x_zero, w_zero = (*inputs, None, None)[:4]
+    if x is None or w is None:
+        raise UnsupportedError("an input is missing")
+    sums = _conv(_shifted(x, x_zero), _shifted(w, w_zero, 0), attributes)
+    return Prediction(sums.astype(np.int32), axis=1)
+
+
+ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxyType(
+    {
+        "ConvInteger": _conv_integer,
+        "MatMulInteger": _matmul_integer,
+        "MatMulIntegerToFloat": _matmul_to_float,
+        "QGemm": _qgemm,
+        "QLinearConv": _qlinear_conv,
+        "QLinearMatMul": _qlinear_matmul,
+    }
+)
+SAFE_CODE = 64
+"""Two products of an unsigned byte and a signed one of at most this stay within 16 bits: 255 * 64 * 2 < 2**15."""
+_FAMILY = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits")
+_WEIGHTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
+_ZERO_POINTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
+
+
+def is_integer_kernel(node: NodeProto) -> bool:
+    """Whether a node of an optimised graph computes with integers.
+
+    >>> is_integer_kernel(NodeProto(op_type="QLinearConv")), is_integer_kernel(NodeProto(op_type="QuantizeLinear"))
+    (True, False)
+    """
+    return node.op_type.startswith(_FAMILY)
+
+
+class _Row:
+    """What was found of one kernel, over all batches."""
+
+    def __init__(self, node: NodeProto) -> None:
+        self.name, self.kernel = node.name or node.output[0], node.op_type
+        self.compared = self.differing = self.steps = 0
+        self.saturated = False
+        self.worst: Difference | None = None
+
+    @property
+    def row(self) -> Kernel:
+        return Kernel(self.name, self.kernel, self.compared, self.differing, self.steps, self.saturated)
+
+
+def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> tuple[Kernel, Difference | None]:
+    """A kernel's result beside what exact arithmetic gives.
+
+    Args:
+        node: of the optimised graph.
+        inputs: its inputs, None for those that are left out.
+        got: what the kernel gave.
+
+    Returns:
+        The figures, and the largest difference where sums saturate.
+
+    Raises:
+        UnsupportedError: the node has a form that the oracle does not know.
+
+    >>> node = helper.make_node("MatMulInteger", ["a", "b"], ["y"], name="product")
+    >>> a, b = np.full((1, 2), 255, np.uint8), np.full((2, 1), 127, np.int8)
+    >>> row, difference = compare_kernel(node, [a, b], np.array([[32767]], np.int32))  # as AVX2 has it
+    >>> row.differing, row.max_steps, row.saturated, difference.expected
+    (1, 32003, True, 64770)
+    """
+    attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
+    expected = ORACLES[node.op_type](inputs, attributes)
+    name, size = node.name or node.output[0], int(expected.values.size)
+    if expected.values.shape != got.shape:
+        raise UnsupportedError(f"the result has shape {got.shape}, expected {expected.values.shape}")
+    steps = _steps(expected, got)
+    differing = int(np.count_nonzero(steps))
+    if not differing:
+        return Kernel(name, node.op_type, size, 0, 0, saturated=False), None
+    largest = int(steps.max())
+    risky = _can_saturate(node, inputs)
+    saturated = risky or largest > 1
+    row = Kernel(name, node.op_type, size, differing, largest, saturated)
+    return row, _describe(node, inputs, expected, got, steps, risky=risky) if saturated else None
+
+
+def _steps(expected: Prediction, got: Array) -> Array:
+    """The distance of each code, or of the sum behind each float."""
+    distance = np.abs(got.astype(np.float64) - expected.values.astype(np.float64))
+    if expected.slack is None or expected.step is None:
+        return distance.astype(np.int64)
+    beyond = distance > expected.slack + 0.5 * expected.step.astype(np.float64)
+    return np.where(beyond, np.ceil(distance / expected.step.astype(np.float64)), 0).astype(np.int64)
+
+
+def _can_saturate(node: NodeProto, inputs: list[Array | None]) -> bool:
+    weights = inputs[_WEIGHTS.get(node.op_type, 1)]
+    return weights is not None and weights.dtype == np.int8 and _reach(weights) > SAFE_CODE
+
+
+def _reach(weights: Array) -> int:
+    return max(-int(weights.min(initial=0)), int(weights.max(initial=0)))
+
+
+def _describe(
+    node: NodeProto, inputs: list[Array | None], expected: Prediction, got: Array, steps: Array, *, risky: bool
+) -> Difference:
+    index = first_index(steps == steps.max())
+    channel = index[expected.axis]
+    counts = np.count_nonzero(np.moveaxis(steps, expected.axis, 0)[channel])
+    why = "the sums are wrong"
+    weights = inputs[_WEIGHTS.get(node.op_type, 1)]
+    if risky and weights is not None:
+        why = (
+            f"two products overflow 16 bits, for int8 weights reach {_reach(weights)}: "
+            "quantize for target 'onnxruntime' or 'onnxruntime-avx2'"
+        )
+    place = _ZERO_POINTS.get(node.op_type, len(inputs))
+    scale, zero = inputs[place - 1 : place + 1] if place < len(inputs) else (None, None)
+    return Difference(
+        node.name or node.output[0],
+        node.output[0],
+        index,
+        expected.values[index].item(),
+        got[index].item(),
+        None,
+        None if scale is None else float(scale.reshape(-1)[0]),
+        None if zero is None else int(zero.reshape(-1)[0]),
+        f"saturation in channel {channel}, {counts} of its codes differ, by up to {int(steps.max())} steps; {why}",
+    )
+
+
+class KernelCheck:
+    """Level 3: every integer kernel of an optimised graph.
+
+    Args:
+        model: the optimised graph.
+
+    >>> from onnx import parser
+    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (uint8[1, 2] a, int8[2, 1] b) => (int32[1, 1] y) { y = MatMulInteger(a, b) }''')
+    >>> check = KernelCheck(made)
+    >>> arrays = {"a": np.uint8([[1, 2]]), "b": np.int8([[3], [4]]), "y": np.int32([[11]])}
+    >>> [reading.take(arrays) for reading in check.readings()]
+    [None]
+    >>> check.rows()[0].compared, check.saturation()
+    (1, None)
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        self._nodes = [node for node in model.graph.node if is_integer_kernel(node)]
+        self._rows = {node.output[0]: _Row(node) for node in self._nodes}
+        self.notes: dict[str, None] = {}
+
+    def readings(self) -> list[Reading]:
+        """What has to be looked at."""
+        return [self._reading(node) for node in self._nodes if node.op_type in ORACLES]
+
+    def _reading(self, node: NodeProto) -> Reading:
+        names = (*dict.fromkeys(name for name in node.input if name), node.output[0])
+        return Reading(names, self._taker(node))
+
+    def _taker(self, node: NodeProto) -> Callable[[Mapping[str, Array]], None]:
+        row = self._rows[node.output[0]]
+
+        def take(arrays: Mapping[str, Array]) -> None:
+            inputs = [arrays[name] if name else None for name in node.input]
+            try:
+                found, difference = compare_kernel(node, inputs, arrays[node.output[0]])
+            except UnsupportedError as error:
+                self.notes[f"{row.name} ({row.kernel}) was not compared: {error}"] = None
+                return
+            row.compared += found.compared
+            row.differing += found.differing
+            row.saturated |= found.saturated
+            if difference is not None and (row.worst is None or found.max_steps > row.steps):
+                row.worst = difference
+            row.steps = max(row.steps, found.max_steps)
+
+        return take
+
+    def rows(self) -> tuple[Kernel, ...]:
+        """A row for each kernel, in the graph's order."""
+        return tuple(self._rows[node.output[0]].row for node in self._nodes)
+
+    def saturation(self) -> Difference | None:
+        """The largest wrong code of the first kernel whose sums saturate."""
+        return next((row.worst for row in self._rows.values() if row.worst is not None), None)

@@ -1,0 +1,205 @@
+"""TorchSource: a prepared model of ``detent.torch`` as the source of a file."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from detent.errors import ShapeError, StateError
+from detent.onnx_model import Quantization
+from detent.onnx_model.graph import element_range
+from detent.onnx_model.qdq_writer import needs_clip
+from detent.onnx_model.targets import Container
+from detent.ops import quantize
+from detent.params import QuantParams
+from detent.tensor import QuantizedTensor
+from detent.torch.arrays import on_cpu, to_array
+from detent.torch.diagnostics import params_of
+from detent.torch.preparation import is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
+from detent.torch.quantized_layer import QuantizedProduct
+from detent.torch.quantizer import FakeQuantize
+from detent.verification.artifact import Artifact, Site, is_bias
+from detent.verification.source import Expected, Reference
+
+__all__ = ["TorchSource", "shift_of"]
+
+Array = NDArray[Any]
+
+
+def shift_of(params: QuantParams, kind: int) -> int:
+    """What a file adds to codes that it stores as that type.
+
+    >>> from onnx import TensorProto
+    >>> shift_of(QuantParams.int8_symmetric(), TensorProto.UINT8), shift_of(QuantParams.int8_symmetric(), 3)
+    (128, 0)
+    """
+    format = params.spec.format
+    if not format.is_integer or not format.signed:
+        return 0
+    low, high = element_range(kind)
+    return (high + 1) // 2 if low == 0 else 0
+
+
+class TorchSource:
+    """A prepared model.
+
+    Args:
+        model: calibrated or trained; it is left as it is.
+        artifact: the file.
+
+    Raises:
+        StateError: the model is not prepared, or the file does not say what its quantizers are.
+
+    >>> import detent.torch as qt
+    >>> from onnx import parser
+    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
+    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
+    >>> TorchSource(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"), Artifact(made))
+    Traceback (most recent call last):
+    ...
+    detent.errors.StateError: the file does not say which quantizer is which: write it with qt.export_onnx
+    """
+
+    knows_weights = True
+
+    def __init__(self, model: nn.Module, artifact: Artifact) -> None:
+        plan_of(model)
+        if artifact.provenance is None:
+            raise StateError("the file does not say which quantizer is which: write it with qt.export_onnx")
+        self._model, self._artifact = model, artifact
+        self._names = artifact.provenance.activations
+        self.names = artifact.provenance.weights
+        self._quantizers = quantizers_of(model)
+        self._sites: dict[str, list[Site]] = defaultdict(list)
+        for site in artifact.sites:
+            self._sites[self._names.get(site.node, "")].append(site)
+        self.notes: dict[str, None] = {}
+        self.causes = self._find_causes()
+        self._called: set[str] = set()
+        self._quantized: set[str] = set()
+
+    def _find_causes(self) -> list[str]:
+        """What makes the file's sums others than the model's, by intention."""
+        found = []
+        if any(is_bias(weight) for weight in self._artifact.weights):
+            found.append("biases rounded to the unit of their sums")
+        folds = any(isinstance(each, QuantizedProduct) and each.fold is not None for each in self._model.modules())
+        if folds and not is_frozen(self._model):
+            found.append("batch normalisations that are folded in the file only (qt.freeze folds the model's)")
+        return found
+
+    def weights(self) -> dict[str, QuantizedTensor]:
+        """The quantized weights by their full names."""
+        return quantized_state(self._model)
+
+    def expected(self, site: Site) -> Expected | None:
+        """The quantizer that the file says a node is."""
+        name = self._names.get(site.node)
+        quantizer = None if name is None else self._quantizers.get(name)
+        if quantizer is None:
+            return None
+        params = quantizer.params
+        shift = shift_of(params, site.how.kind)
+        narrow = needs_clip(Quantization.of(params, Container(site.how.kind, shift), 1 + params.scale.ndim))
+        return Expected(params, shift, site.unclipped if narrow else site.x)
+
+    def bias(self, weight: str) -> Array | None:
+        """The bias of the layer of a weight, with a batch normalisation folded in; None where there is none."""
+        prefix = weight.rpartition(".")[0]
+        layer = self._model.get_submodule(prefix) if prefix else self._model
+        if not isinstance(layer, QuantizedProduct):
+            return None
+        found = layer.bias if layer.fold is None else layer.fold.bias(layer.bias)
+        return None if found is None else to_array(on_cpu(found))
+
+    def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
+        """Those of the weights that a file lacks whose layers ran; a tied weight is there under its first name."""
+        first: dict[int, str] = {}
+        tied = set()
+        for full, layer, name, _ in weight_layers(self._model):
+            if first.setdefault(id(layer._parameters[name]), full) in missing:
+                continue
+            tied.add(full)
+        return {name: tensor for name, tensor in missing.items() if name not in tied and self._is_used(name)}
+
+    def _is_used(self, weight: str) -> bool:
+        prefix = weight.rpartition(".")[0]
+        above = prefix.rpartition(".")[0]
+        parent = self._model.get_submodule(above) if above else self._model
+        return prefix in self._called or (isinstance(parent, nn.MultiheadAttention) and above in self._called)
+
+    def absent_quantizers(self) -> list[str]:
+        """Quantizers of activations that ran and that no node of the file is."""
+        return sorted(self._quantized - set(self._names.values()))
+
+    def run(self, feeds: Mapping[str, Array]) -> Reference:
+        """The outputs and the codes for a batch, in evaluation mode."""
+        seen: dict[str, list[tuple[Array, QuantParams]]] = defaultdict(list)
+        with self._watched(seen), torch.no_grad():
+            result = self._call(feeds)
+        outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+        wanted = self._artifact.graph.outputs
+        if len(outputs) != len(wanted):
+            raise ShapeError(f"the model gives {len(outputs)} tensors, the file {len(wanted)}: {', '.join(wanted)}")
+        self._quantized.update(seen)
+        return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(seen))
+
+    def _call(self, feeds: Mapping[str, Array]) -> object:
+        place = next((each.device for each in self._model.parameters()), torch.device("cpu"))
+        inputs = {name: torch.from_numpy(np.array(each)).to(place) for name, each in feeds.items()}
+        if set(inputs) <= set(inspect.signature(self._model.forward).parameters):
+            return self._model(**inputs)
+        return self._model(*inputs.values())
+
+    def _codes(self, seen: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
+        found = {}
+        for name, sites in self._sites.items():
+            calls = seen.get(name, [])
+            if name and len(calls) != len(sites):
+                self.notes[f"{name} ran {len(calls)} times and is {len(sites)} nodes: not compared from end to end"] = (
+                    None
+                )
+                continue
+            for site, (codes, params) in zip(sites, calls, strict=False):
+                shift = shift_of(params, site.how.kind)
+                found[site.node] = codes.astype(np.int32) + shift if params.spec.format.is_integer else codes
+        return found
+
+    @contextmanager
+    def _watched(self, seen: dict[str, list[tuple[Array, QuantParams]]]) -> Iterator[None]:
+        """The model in evaluation mode, its quantizers and layers watched; afterwards it is as before."""
+        weights = {id(quantizer) for *_, quantizer in weight_layers(self._model)}
+        names = {id(quantizer): name for name, quantizer in self._quantizers.items()}
+        modes = {module: module.training for module in self._model.modules()}
+        watchers = {quantizer: quantizer.watcher for quantizer in self._quantizers.values()}
+
+        def watch(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
+            if id(quantizer) not in weights:
+                own = params_of(quantizer, x) if params is None else params
+                codes = quantize(to_array(on_cpu(x)), own, nan="qmin").codes
+                seen[names[id(quantizer)]].append((codes, own))
+
+        def note(name: str) -> Any:  # noqa: ANN401 - a hook
+            return lambda *_: self._called.add(name)
+
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in self._model.named_modules()]
+        self._model.eval()
+        for quantizer in watchers:
+            quantizer.watcher = watch
+        try:
+            yield
+        finally:
+            for quantizer, watcher in watchers.items():
+                quantizer.watcher = watcher
+            for hook in hooks:
+                hook.remove()
+            for module, mode in modes.items():
+                module.training = mode
