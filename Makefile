@@ -114,6 +114,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 $(STAMP): $(READY)
 	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt 'detent[dev]' # which is there: its extras alone
 	$(PYTHON) -m pip --python $(RUN) install --quiet --no-deps -c constraints.txt $(ZOO)
+	@echo "$(CURDIR)" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/detent-zoo.pth" # import zoo
 	@touch $@
 
 # An environment on top of the project's, with the very same torch and detent: its site-packages come first, the others

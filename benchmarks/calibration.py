@@ -28,7 +28,7 @@ import detent as dt
 from detent.kernels import minmax
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
 from detent.observers.entropy import least_divergence
-from detent.testing import MODELS, record
+from zoo import MODELS, record
 
 BINS, CODES = 2048, 128
 RUNS = 4

@@ -42,7 +42,7 @@ from detent.sensitivity.bench import Bench, as_widths
 from detent.sensitivity.measurement import search, starting_points
 from detent.sensitivity.onnx_bench import OnnxBench
 from detent.tensor import compact, expand
-from detent.testing import ZOO
+from zoo import ZOO
 
 UNIFORM = range(3, 9)
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)

@@ -20,7 +20,7 @@ from run import surroundings
 import detent.onnx as qo
 from detent.metrics import sqnr_db
 from detent.onnx_model import make_session
-from detent.testing import ZOO, ZooModel, agreement
+from zoo import ZOO, ZooModel, agreement
 
 CALIBRATION, TESTS = 16, 8
 FILES = Path(__file__).parent / ".cache" / "onnx"

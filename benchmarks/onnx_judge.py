@@ -20,8 +20,8 @@ from onnx_errors import first_line
 
 from detent.errors import DetentError
 from detent.metrics import sqnr_db
-from detent.testing import ZooModel, agreement
 from detent.verification.openvino import OpenVino
+from zoo import ZooModel, agreement
 
 Feed = dict[str, NDArray[Any]]
 Outputs = list[NDArray[Any]]

@@ -27,7 +27,7 @@ from peers.file_quantizers import CONTESTANTS
 from run import surroundings
 from timing import await_quiet
 
-from detent.testing import ZOO, ZooModel
+from zoo import ZOO, ZooModel
 
 WORKER = Path(__file__).with_name("onnx_worker.py")
 FILES = Path(__file__).parent / ".cache" / "onnx"

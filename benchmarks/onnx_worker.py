@@ -25,7 +25,7 @@ import onnxruntime as ort
 from onnx_errors import first_line
 from peers.file_quantizers import CONTESTANTS, USUAL, Feed, FileQuantizer, Way, modern
 
-from detent.testing import ZOO
+from zoo import ZOO
 
 FOLDER = Path(__file__).parent / ".cache" / "zoo"
 CALIBRATION = 16

@@ -9,7 +9,7 @@ import numpy as np
 
 import detent as dt
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile, calibrate
-from detent.testing import MODELS, record
+from zoo import MODELS, record
 
 TENSOR, SPEC, RUNS = "batch_norm_22.tmp_2", "uint4/tensor/affine", 4
 WIDTH, HEIGHT, MARGIN, LABELS = 860, 300, 40, 150

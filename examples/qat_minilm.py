@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import detent as dt
 import detent.torch as qt
-from detent.testing.minilm import WordPiece, load_minilm, read_pairs, spearman
+from zoo.minilm import WordPiece, load_minilm, read_pairs, spearman
 
 BATCH, RATE = 32, 1e-4
 

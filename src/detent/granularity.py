@@ -91,11 +91,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Granularity(ABC):
-    """What all granularities can do; make one of the subclasses.
-
-    >>> isinstance(PerTensor(), Granularity)
-    True
-    """
+    """What all granularities can do; make one of the subclasses."""
 
     @property
     def set_size(self) -> int | None:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from detent.testing import ZOO
+from zoo import ZOO
 
 from .cli_cases import detent, write_data, write_model
 

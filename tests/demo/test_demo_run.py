@@ -109,14 +109,14 @@ def test_kept_model_is_the_row(first):
     path = result.report_path.with_name("demo-w4-qat.onnx")
     assert path.stat().st_size == result["W4 QAT"].nbytes
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    test = demo.pictures.read_digits()[1].first(result["W4 QAT"].samples)
+    test = demo.network.read_digits()[1].first(result["W4 QAT"].samples)
     told = session.run(None, {"input": test.images})[0].argmax(1)
     assert (told == test.labels).mean() == result["W4 QAT"].accuracy_onnxruntime
 
 
 def test_kept_images_are_some_to_train_on_and_fit_the_kept_models(first):
     folder = first[0].report_path.parent
-    train, _ = demo.pictures.read_digits()
+    train, _ = demo.network.read_digits()
     with np.load(folder / "demo-calibration.npz", allow_pickle=False) as stored:
         assert np.array_equal(stored["input"], train.images[: len(stored["input"])])
     report = dt.verify(
@@ -189,7 +189,7 @@ def test_a_seed_that_cannot_be(seed, tmp_path):
 
 
 def test_a_missing_package_is_one_line_with_the_command(tmp_path, monkeypatch):
-    known = demo.running.find_spec
+    known = demo.start.find_spec
     monkeypatch.setattr(
         "detent.demo.start.find_spec", lambda name: None if name in {"onnxscript", "jinja2"} else known(name)
     )

@@ -4,7 +4,7 @@ import pytest
 
 import detent as dt
 import detent.onnx as qo
-from detent.testing import ZOO
+from zoo import ZOO
 
 NAMES = [name for name in ZOO if name != "smart-turn"]  # that one is quantized already
 

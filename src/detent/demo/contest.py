@@ -132,11 +132,7 @@ class Kept:
 def keep(
     kept: Kept, rows: tuple[DemoRow, ...], verifications: Mapping[str, VerifyReport], *, seed: int, quick: bool
 ) -> DemoResult:
-    """Write the page, the float and the quantized model, and images to calibrate with; the result names them.
-
-    >>> keep.__name__
-    'keep'
-    """
+    """Write the page, the float and the quantized model, and images to calibrate with; the result names them."""
     page, data = kept.folder / PAGE, kept.folder / CALIBRATION
     models = tuple(kept.folder / name for name in kept.names)
     result = DemoResult(rows, verifications, page, (page, *models, data), kept.label, seed, quick, kept.facts)
@@ -238,11 +234,7 @@ class _Setup:
 
 
 def hold(folder: Path, seed: int, *, quick: bool, say: Say | None, progress: Progress | None) -> DemoResult:
-    """What ``run`` does once its arguments are checked.
-
-    >>> hold.__name__
-    'hold'
-    """
+    """What ``run`` does once its arguments are checked."""
     budget = Budget.quick() if quick else Budget()
     train, test = read_digits()
     setup = _Setup(train.first(budget.train or len(train)), test.first(budget.test or len(test)), budget, seed, quick)

@@ -198,11 +198,7 @@ _NO_FORMAT = frozenset({"dequantize_backward", "fake_quantize_masked_backward"})
 
 
 def levels() -> dict[str, bool]:
-    """The CPU levels that were compiled, and whether this machine can run them; the last that can is used.
-
-    >>> all(levels().values()) in (True, False)
-    True
-    """
+    """The CPU levels that were compiled, and whether this machine can run them; the last that can is used."""
     return {} if _native is None else dict(_native.levels())
 
 
@@ -289,11 +285,7 @@ def _fits(tiling: Tiling) -> bool:
 
 
 def make_runner(problem: Problem, codes: int) -> Any:
-    """The extension's kernels for the problem, with codes as bytes, words or packed bits.
-
-    >>> make_runner.__name__
-    'make_runner'
-    """
+    """The extension's kernels for the problem, with codes as bytes, words or packed bits."""
     return _runner(problem.tiling, problem_rules(problem, codes))
 
 

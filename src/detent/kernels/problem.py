@@ -42,11 +42,7 @@ class Problem:
 
 
 class Kernel(Protocol):
-    """One implementation of one problem.
-
-    >>> Kernel.__name__
-    'Kernel'
-    """
+    """One implementation of one problem."""
 
     backend: str
 

@@ -56,10 +56,6 @@ class HistogramObserver(Observer):
         precision: how many bits of the mantissa a bin has. With 5, a bin is 1.6 to 3.1 % wide and a set takes at most
             128 KiB, where every exponent of float32 occurs; normally a tenth of that.
         weighted: whether weights were given.
-
-    >>> from detent.observers import Percentile
-    >>> isinstance(Percentile(), HistogramObserver)
-    True
     """
 
     array_names: ClassVar[tuple[str, ...]] = ("lo", "hi", "rows", "counts")
@@ -238,12 +234,7 @@ class HistogramObserver(Observer):
 
 
 class SearchObserver(HistogramObserver):
-    """An observer that searches its histogram for the range that is best for a spec.
-
-    >>> from detent.observers import MSE
-    >>> isinstance(MSE(), SearchObserver)
-    True
-    """
+    """An observer that searches its histogram for the range that is best for a spec."""
 
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
         """The range of each set that is best for the spec.

@@ -53,10 +53,6 @@ class Observer(ABC):
         granularity: which elements share a range.
         count: how many finite elements were observed.
         nonfinite: how many NaN and infinite elements were skipped.
-
-    >>> from detent.observers import MinMax
-    >>> isinstance(MinMax(), Observer)
-    True
     """
 
     state_type: ClassVar[str] = "float64"

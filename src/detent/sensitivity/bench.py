@@ -144,9 +144,6 @@ class Bench(Protocol):
         samples: how many there are.
         names: of the float outputs.
         recipe: what the measured recipe gives each layer; None where options are specs.
-
-    >>> Bench.__name__
-    'Bench'
     """
 
     units: Sequence[Unit]
@@ -217,11 +214,7 @@ def _power(values: Array) -> float:
 
 
 def measure_all(bench: Bench, announce: Callable[[Cost], object] | None, progress: Progress) -> tuple[LayerNoise, ...]:
-    """The noise of every unit at every option, in the model's order.
-
-    >>> measure_all.__name__
-    'measure_all'
-    """
+    """The noise of every unit at every option, in the model's order."""
     start = time.perf_counter()
     meter = Meter(bench.names, bench.reference())
     first = time.perf_counter() - start

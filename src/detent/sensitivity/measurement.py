@@ -94,11 +94,7 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """The best mix that so many runs find, with its measured SQNR; all starts are run, whatever the number of runs.
-
-    >>> search.__name__
-    'search'
-    """
+    """The best mix that so many runs find, with its measured SQNR; all starts are run, whatever the number of runs."""
     start = time.perf_counter()
     meter = Meter(bench.names, bench.reference())
     if announce is not None:

@@ -28,11 +28,7 @@ WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 def is_installed() -> bool:
-    """Whether OpenVINO is there.
-
-    >>> is_installed() in (True, False)
-    True
-    """
+    """Whether OpenVINO is there."""
     return find_spec("openvino") is not None
 
 

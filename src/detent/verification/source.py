@@ -60,9 +60,6 @@ class Source(Protocol):
         names: the file's constants of codes, and the weights of the source that they are.
         notes: what was not compared.
         causes: what makes the file's sums others than the source's, by intention.
-
-    >>> hasattr(Source, "run")
-    True
     """
 
     knows_weights: bool

@@ -275,7 +275,7 @@ def test_a_report_with_saturation_is_not_ok():
     check = KernelCheck(model([node], *ends, dict(zip(names[1:], inputs[1:], strict=True))))
     for reading in check.readings():
         reading.take({**dict(zip(names, inputs, strict=True)), "y": got})
-    report = dt.proof.VerifyReport((3,), 1, 0, 0, kernels=check.rows(), saturation=check.saturation())
+    report = dt.verification.VerifyReport((3,), 1, 0, 0, kernels=check.rows(), saturation=check.saturation())
     assert not report.ok
     assert "saturation in channel" in str(report)
     assert "QLinearConv" in str(report)

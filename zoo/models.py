@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.errors import ShapeError, UnsupportedError
-from detent.testing import pictures, sounds
-from detent.testing.documents import documents
+from zoo import pictures, sounds
+from zoo.documents import documents
 
 __all__ = ["MODELS", "ZOO", "ZooModel", "agreement", "record"]
 
@@ -180,13 +180,13 @@ def _spectrograms(count: int) -> Iterator[Feed]:
 
 
 def _tokens(count: int) -> Iterator[Feed]:
-    from detent.testing.exported import token_batches  # noqa: PLC0415 - needs torch
+    from zoo.exported import token_batches  # noqa: PLC0415 - needs torch
 
     yield from token_batches(count)
 
 
 def _export(_package_file: Path, target: Path) -> None:
-    from detent.testing.exported import export_minilm  # noqa: PLC0415 - needs torch
+    from zoo.exported import export_minilm  # noqa: PLC0415 - needs torch
 
     export_minilm(target)
 

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 import detent as dt
 from detent.onnx_model import make_tensor
 from detent.onnx_model.qdq_reader import load_quantized
-from detent.testing import ZOO
+from zoo import ZOO
 
 RNG = np.random.default_rng(0)
 X = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])

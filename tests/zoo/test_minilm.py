@@ -9,8 +9,8 @@ import torch
 import detent.torch as qt
 from detent import storage
 from detent.errors import FileFormatError, RangeError, ShapeError, SpecError, UnsupportedError
-from detent.testing import minilm
-from detent.testing.minilm import MiniLM, WordPiece, load_minilm, package_file, read_pairs, spearman
+from zoo import minilm
+from zoo.minilm import MiniLM, WordPiece, load_minilm, package_file, read_pairs, spearman
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from detent.onnx_model import save
-from detent.testing.minilm import DATA, MODEL, WordPiece, load_minilm, package_file
+from zoo.minilm import DATA, MODEL, WordPiece, load_minilm, package_file
 
 __all__ = ["export_minilm", "read_sentences", "token_batches"]
 

@@ -5,8 +5,8 @@ import onnx
 import pytest
 
 from detent.onnx_model import make_session
-from detent.testing import ZOO, pictures, sounds
-from detent.testing.documents import MAKERS, documents
+from zoo import ZOO, pictures, sounds
+from zoo.documents import MAKERS, documents
 
 
 @pytest.mark.parametrize("make", [pictures.pages, pictures.text_lines, pictures.text_pages, pictures.crowds])

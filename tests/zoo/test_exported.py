@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from detent.onnx_model import load, make_session
-from detent.testing.exported import export_minilm, read_sentences, token_batches
-from detent.testing.minilm import load_minilm
+from zoo.exported import export_minilm, read_sentences, token_batches
+from zoo.minilm import load_minilm
 
 
 @pytest.mark.slow

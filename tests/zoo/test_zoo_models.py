@@ -8,7 +8,7 @@ import pytest
 import detent as dt
 from detent.onnx_model import load, make_session
 from detent.onnx_model.batches import inputs_of, open_batches
-from detent.testing import MODELS, ZOO, ZooModel, agreement
+from zoo import MODELS, ZOO, ZooModel, agreement
 
 QUICK = [name for name in ZOO if name != "minilm"]
 # What share of the decisions is positive, or how many different ones there are at least, in four runs.

@@ -5,7 +5,7 @@ import pytest
 
 import detent as dt
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Percentile
-from detent.testing import MODELS, record
+from zoo import MODELS, record
 
 
 def test_a_model_that_is_not_installed_says_what_to_install():

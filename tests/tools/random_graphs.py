@@ -1,0 +1,521 @@
+"""Random graphs: small ONNX models made from a seed, with data to calibrate on.
+
+::
+
+    model, batches = random_model(7)
+
+The same seed gives the same model and the same batches, whatever else is installed: only NumPy and onnx are needed. A
+graph begins with pictures (rank 4), sequences (rank 3), tokens that an embedding looks up, or rows (rank 2). Pieces are
+then put behind each other, each a function of the last value that gives a new one: layers, activations, pools, gates,
+residuals, concatenations, attention. Sizes are those of toys, so that a model is quantized in a second or less.
+
+Shapes are known while a graph is built, so every model is valid. Weights are normal numbers of a size that keeps
+activations near 1, some with outliers, some with channels of zeros; some are shared by two layers. Some graphs have
+constants as nodes, nameless nodes, two outputs, or a fixed number of samples.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+__all__ = ["OPSETS", "random_model"]
+
+Array = NDArray[Any]
+Feed = dict[str, Array]
+Shape = tuple[int, ...]
+
+OPSETS = {11: 6, 13: 7, 17: 8, 21: 10}  # operator sets, and the versions of the file format that go with them
+BATCHES = 4
+LAYER_NORM_SINCE = 17
+WORDS = 29
+
+
+class Value(NamedTuple):
+    """A tensor of the graph: its name, and its shape for the samples of one batch."""
+
+    name: str
+    shape: Shape
+
+
+class Builder:
+    """Collects the nodes and constants of one graph."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng([20, seed])
+        self.opset = sorted(OPSETS)[seed % len(OPSETS)]
+        self.samples = int(self.rng.integers(1, 4))
+        self.nodes: list[NodeProto] = []
+        self.constants: dict[str, Array] = {}
+        self.as_nodes = self.chance(0.15)
+        self.named = not self.chance(0.1)
+        self._count = 0
+
+    def chance(self, probability: float) -> bool:
+        """True so often."""
+        return bool(self.rng.random() < probability)
+
+    def pick(self, choices: Sequence[Any]) -> Any:
+        """One of them."""
+        return choices[int(self.rng.integers(len(choices)))]
+
+    def fresh(self, stem: str) -> str:
+        """A name that is not taken."""
+        self._count += 1
+        return f"{stem}_{self._count}"
+
+    def add(self, op: str, inputs: Sequence[str], shape: Shape, **attributes: Any) -> Value:
+        """A node with one output of that shape."""
+        name = self.fresh(op.lower())
+        label = name if self.named else ""
+        self.nodes.append(helper.make_node(op, list(inputs), [f"{name}_out"], name=label, **attributes))
+        return Value(f"{name}_out", shape)
+
+    def constant(self, array: Array, stem: str = "c") -> str:
+        """The name of a constant: an initializer, or the result of a node."""
+        name = self.fresh(stem)
+        if self.as_nodes and array.size < 64:
+            tensor = numpy_helper.from_array(array, name)
+            self.nodes.append(helper.make_node("Constant", [], [name], value=tensor))
+        else:
+            self.constants[name] = array
+        return name
+
+    def number(self, value: float, stem: str = "c") -> str:
+        """The name of a constant of rank 0."""
+        return self.constant(np.full((), value, np.float32), stem)
+
+    def normal(self, shape: Shape, deviation: float = 1.0, mean: float = 0.0) -> Array:
+        """Normal numbers."""
+        return self.rng.normal(mean, deviation, shape).astype(np.float32)
+
+    def weight(self, shape: Shape, fan_in: int, channels: int = 0) -> str:
+        """A weight, or one of that shape that is there already; ``channels`` is the axis of its output channels."""
+        known = [name for name, array in self.constants.items() if name.startswith("w_") and array.shape == shape]
+        if known and self.chance(0.1):
+            return str(self.pick(known))
+        array = self.normal(shape, (1.5 / fan_in) ** 0.5)
+        by_channel = np.moveaxis(array, channels, 0)
+        if self.chance(0.4):  # channels of very different sizes
+            factors = np.exp(self.rng.normal(0, 1, len(by_channel))).astype(np.float32)
+            by_channel *= factors.reshape(-1, *[1] * (array.ndim - 1))
+        if self.chance(0.15):
+            by_channel[int(self.rng.integers(len(by_channel)))] = 0
+        if self.chance(0.25):  # outliers
+            places = self.rng.integers(0, array.size, 2)
+            array.reshape(-1)[places] *= 8
+        return self.constant(array, "w")
+
+
+Piece = Callable[[Builder, Value], Value]
+
+
+# Of any rank
+
+
+def relu(b: Builder, x: Value) -> Value:
+    """Relu."""
+    return b.add("Relu", [x.name], x.shape)
+
+
+def clip(b: Builder, x: Value) -> Value:
+    """Clip with two bounds, or one."""
+    low = b.number(b.pick([0.0, -1.0]), "low")
+    high = [b.number(b.pick([6.0, 1.5]), "high")] if b.chance(0.8) else []
+    return b.add("Clip", [x.name, low, *high], x.shape)
+
+
+def leaky_relu(b: Builder, x: Value) -> Value:
+    """LeakyRelu, with or without a slope of its own."""
+    return b.add("LeakyRelu", [x.name], x.shape, **({"alpha": 0.1} if b.chance(0.5) else {}))
+
+
+def swish(b: Builder, x: Value) -> Value:
+    """``x * sigmoid(x)``."""
+    gate = b.add("Sigmoid", [x.name], x.shape)
+    return b.add("Mul", [x.name, gate.name], x.shape)
+
+
+def scaled(b: Builder, x: Value) -> Value:
+    """Times a constant: one number, or one for each index of the last axis."""
+    single = b.chance(0.7)
+    factor = b.number(b.pick([0.5, 1.7, -1.0])) if single else b.constant(b.normal(x.shape[-1:], 0.2, 1.0))
+    names = [x.name, factor]
+    return b.add("Mul", names if b.chance(0.7) else names[::-1], x.shape)
+
+
+def shifted(b: Builder, x: Value) -> Value:
+    """Plus a constant."""
+    return b.add("Add", [x.name, b.constant(b.normal(x.shape[-1:], 0.3))], x.shape)
+
+
+def reshaped(b: Builder, x: Value, shape: Shape) -> Value:
+    """Another shape of the same size; the number of samples stays open."""
+    sizes = np.array([0, *shape[1:-1], -1] if len(shape) > 2 else [0, -1], np.int64)
+    return b.add("Reshape", [x.name, b.constant(sizes, "shape")], shape)
+
+
+def activation(b: Builder, x: Value) -> Value:
+    """One of those above."""
+    piece: Piece = b.pick((relu, relu, clip, leaky_relu, swish))
+    return piece(b, x)
+
+
+def doubled(b: Builder, x: Value) -> Value:
+    """The value twice, joined along its last axis; one half passes an activation."""
+    other = activation(b, x)
+    shape = (*x.shape[:-1], 2 * x.shape[-1])
+    return b.add("Concat", [x.name, other.name], shape, axis=len(shape) - 1)
+
+
+# Of pictures
+
+
+def conv(b: Builder, x: Value, *, out: int = 0, size: int = 0, stride: int = 0, groups: int = 0) -> Value:
+    """A convolution that keeps the size of the picture, or halves it."""
+    n, channels, height, width = x.shape
+    size, stride = size or b.pick([1, 3, 3]), stride or (b.pick([1, 1, 1, 2]) if min(height, width) >= 4 else 1)
+    groups = groups or b.pick([1, 1, 2] if channels % 2 == 0 else [1])
+    out = out or b.pick([4, 6, 8, 12, 16, 32])
+    out += -out % groups
+    names = [x.name, b.weight((out, channels // groups, size, size), channels // groups * size**2)]
+    if b.chance(0.6):
+        names.append(b.constant(b.normal((out,), 0.2), "bias"))
+    pad = size // 2
+    shape = (n, out, *((side + 2 * pad - size) // stride + 1 for side in (height, width)))
+    given = {"kernel_shape": [size, size]} if b.chance(0.7) else {}
+    return b.add("Conv", names, shape, pads=[pad] * 4, strides=[stride] * 2, group=groups, **given)
+
+
+def depthwise(b: Builder, x: Value) -> Value:
+    """A convolution of each channel by itself."""
+    return conv(b, x, out=x.shape[1], size=3, groups=x.shape[1])
+
+
+def separable(b: Builder, x: Value) -> Value:
+    """Depthwise, then 1x1, as in mobile networks."""
+    first = activation(b, batch_norm(b, depthwise(b, x)))
+    return conv(b, first, size=1, stride=1, groups=1)
+
+
+def batch_norm(b: Builder, x: Value) -> Value:
+    """Batch normalization with statistics that do something."""
+    count = x.shape[1]
+    arrays = (
+        b.normal((count,), 0.2, 1.0),
+        b.normal((count,), 0.2),
+        b.normal((count,), 0.2),
+        b.rng.uniform(0.5, 2.0, count).astype(np.float32),
+    )
+    names = [x.name, *(b.constant(array, "norm") for array in arrays)]
+    return b.add("BatchNormalization", names, x.shape, epsilon=b.pick([1e-5, 1e-3]))
+
+
+def conv_block(b: Builder, x: Value) -> Value:
+    """Convolution, normalization, activation."""
+    made = batch_norm(b, conv(b, x)) if b.chance(0.6) else conv(b, x)
+    return activation(b, made) if b.chance(0.85) else made
+
+
+def residual_block(b: Builder, x: Value) -> Value:
+    """Two convolutions beside a shortcut."""
+    first = activation(b, batch_norm(b, conv(b, x, stride=1)))
+    second = conv(b, first, out=x.shape[1], stride=1)
+    if second.shape != x.shape:  # groups asked for more channels
+        return second
+    added = b.add("Add", [second.name, x.name], x.shape)
+    return relu(b, added) if b.chance(0.7) else added
+
+
+def squeeze(b: Builder, x: Value) -> Value:
+    """Channels times gates that come from their means."""
+    mean = b.add("GlobalAveragePool", [x.name], (*x.shape[:2], 1, 1))
+    narrow = relu(b, conv(b, mean, out=4, size=1, groups=1))
+    gate = b.add("Sigmoid", [conv(b, narrow, out=x.shape[1], size=1, groups=1).name], mean.shape)
+    return b.add("Mul", [x.name, gate.name], x.shape)
+
+
+def two_ways(b: Builder, x: Value) -> Value:
+    """Two convolutions of the same value, their channels joined."""
+    parts = conv(b, x, stride=1), activation(b, conv(b, x, stride=1, size=1))
+    shape = (x.shape[0], sum(part.shape[1] for part in parts), *x.shape[2:])
+    return b.add("Concat", [part.name for part in parts], shape, axis=1)
+
+
+def pool(b: Builder, x: Value) -> Value:
+    """The largest or the mean of each window."""
+    height, width = x.shape[2:]
+    if min(height, width) < 4:
+        return x
+    op = b.pick(["MaxPool", "AveragePool"])
+    size, stride = b.pick([(2, 2), (3, 2), (3, 1)])
+    pad = size // 2 if size == 3 else 0
+    shape = (*x.shape[:2], *((side + 2 * pad - size) // stride + 1 for side in (height, width)))
+    given = {"count_include_pad": 1} if op == "AveragePool" and b.chance(0.3) else {}
+    return b.add(op, [x.name], shape, kernel_shape=[size] * 2, strides=[stride] * 2, pads=[pad] * 4, **given)
+
+
+def turned(b: Builder, x: Value) -> Value:
+    """Height and width change places."""
+    n, channels, height, width = x.shape
+    return b.add("Transpose", [x.name], (n, channels, width, height), perm=[0, 1, 3, 2])
+
+
+def by_channel(b: Builder, x: Value) -> Value:
+    """A product and a sum with one number for each channel."""
+    factor = b.constant(b.normal((1, x.shape[1], 1, 1), 0.2, 1.0))
+    product = b.add("Mul", [x.name, factor], x.shape)
+    return b.add("Add", [product.name, b.constant(b.normal((x.shape[1], 1, 1), 0.3))], x.shape)
+
+
+def picture_to_row(b: Builder, x: Value) -> Value:
+    """The means of channels, or all that there is."""
+    if b.chance(0.7) or prod(x.shape[1:]) > 512:
+        x = b.add("GlobalAveragePool", [x.name], (*x.shape[:2], 1, 1))
+    shape = (x.shape[0], prod(x.shape[1:]))
+    return b.add("Flatten", [x.name], shape, axis=1) if b.chance(0.4) else reshaped(b, x, shape)
+
+
+def picture_to_sequence(b: Builder, x: Value) -> Value:
+    """Places become steps, channels become features."""
+    n, channels, height, width = x.shape
+    flat = b.add(
+        "Reshape",
+        [x.name, b.constant(np.array([0, channels, -1], np.int64), "shape")],
+        (n, channels, height * width),
+    )
+    return b.add("Transpose", [flat.name], (n, height * width, channels), perm=[0, 2, 1])
+
+
+# Of rows and sequences: the last axis holds features
+
+
+def matmul(b: Builder, x: Value, out: int = 0) -> Value:
+    """A matrix product, with or without a bias."""
+    out, features = out or b.pick([12, 16, 32, 32, 64, 128]), x.shape[-1]
+    made = b.add("MatMul", [x.name, b.weight((features, out), features, channels=1)], (*x.shape[:-1], out))
+    if b.chance(0.4):
+        return made
+    names = [made.name, b.constant(b.normal((out,), 0.2), "bias")]
+    return b.add("Add", names if b.chance(0.7) else names[::-1], made.shape)
+
+
+def gemm(b: Builder, x: Value, out: int = 0) -> Value:
+    """A Gemm; rows only."""
+    out, features, turned_weight = out or b.pick([10, 16, 32, 64, 128]), x.shape[-1], b.chance(0.6)
+    shape = (out, features) if turned_weight else (features, out)
+    names = [x.name, b.weight(shape, features, channels=0 if turned_weight else 1)]
+    if b.chance(0.7):
+        names.append(b.constant(b.normal((out,), 0.2), "bias"))
+    given: dict[str, Any] = {"transB": 1} if turned_weight else {}
+    if b.chance(0.15):
+        given["alpha"] = 0.5
+    return b.add("Gemm", names, (x.shape[0], out), **given)
+
+
+def dense(b: Builder, x: Value, out: int = 0) -> Value:
+    """A Gemm of rows, a matrix product of anything."""
+    return gemm(b, x, out) if len(x.shape) == 2 and b.chance(0.6) else matmul(b, x, out)
+
+
+def dense_block(b: Builder, x: Value) -> Value:
+    """A layer and an activation."""
+    return activation(b, dense(b, x))
+
+
+def gated(b: Builder, x: Value) -> Value:
+    """A layer times the gates of another."""
+    out = b.pick([16, 32])
+    value, gate = dense(b, x, out), dense(b, x, out)
+    opened = b.add("Sigmoid", [gate.name], gate.shape)
+    return b.add("Mul", [value.name, opened.name], value.shape)
+
+
+def feed_forward(b: Builder, x: Value) -> Value:
+    """Two layers beside a shortcut."""
+    hidden = activation(b, matmul(b, layer_norm(b, x), 2 * x.shape[-1]))
+    second = matmul(b, hidden, x.shape[-1])
+    return b.add("Add", [x.name, second.name], x.shape)
+
+
+def layer_norm(b: Builder, x: Value) -> Value:
+    """Layer normalization: one node, or its parts in operator sets that lack it."""
+    features = x.shape[-1]
+    factor = b.constant(b.normal((features,), 0.2, 1.0), "norm")
+    offset = b.constant(b.normal((features,), 0.2), "norm")
+    if b.opset >= LAYER_NORM_SINCE:
+        return b.add("LayerNormalization", [x.name, factor, offset], x.shape, axis=-1)
+    single = (*x.shape[:-1], 1)
+    mean = b.add("ReduceMean", [x.name], single, axes=[-1])
+    centered = b.add("Sub", [x.name, mean.name], x.shape)
+    square = b.add("Pow", [centered.name, b.number(2.0)], x.shape)
+    variance = b.add("ReduceMean", [square.name], single, axes=[-1])
+    safe = b.add("Add", [variance.name, b.number(1e-5)], single)
+    deviation = b.add("Sqrt", [safe.name], single)
+    normal = b.add("Div", [centered.name, deviation.name], x.shape)
+    grown = b.add("Mul", [normal.name, factor], x.shape)
+    return b.add("Add", [grown.name, offset], x.shape)
+
+
+def softmax(b: Builder, x: Value) -> Value:
+    """Softmax over the features."""
+    return b.add("Softmax", [x.name], x.shape, axis=-1 if b.chance(0.5) else len(x.shape) - 1)
+
+
+def attention(b: Builder, x: Value) -> Value:
+    """Attention of one or two heads, beside a shortcut; sequences only."""
+    n, steps, features = x.shape
+    heads = b.pick([1, 2]) if features % 2 == 0 else 1
+    given = layer_norm(b, x) if b.chance(0.5) else x
+    query, key, value = (_heads(b, matmul(b, given, features), heads) for _ in range(3))
+    axes = [*range(len(key.shape) - 2), len(key.shape) - 1, len(key.shape) - 2]
+    flipped = b.add("Transpose", [key.name], (*key.shape[:-2], key.shape[-1], steps), perm=axes)
+    scores = b.add("MatMul", [query.name, flipped.name], (*query.shape[:-1], steps))
+    small = b.add("Mul", [scores.name, b.number((features // heads) ** -0.5)], scores.shape)
+    mixed = b.add("MatMul", [softmax(b, small).name, value.name], query.shape)
+    joined = matmul(b, _joined(b, mixed, (n, steps, features)), features)
+    return b.add("Add", [x.name, joined.name], x.shape)
+
+
+def _heads(b: Builder, x: Value, heads: int) -> Value:
+    if heads == 1:
+        return x
+    n, steps, features = x.shape
+    split = reshaped(b, x, (n, steps, heads, features // heads))
+    return b.add("Transpose", [split.name], (n, heads, steps, features // heads), perm=[0, 2, 1, 3])
+
+
+def _joined(b: Builder, x: Value, shape: Shape) -> Value:
+    if x.shape == shape:
+        return x
+    order = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+    return reshaped(b, b.add("Transpose", [x.name], order, perm=[0, 2, 1, 3]), shape)
+
+
+def across(b: Builder, x: Value) -> Value:
+    """A layer along the steps of a sequence."""
+    n, steps, features = x.shape
+    flipped = b.add("Transpose", [x.name], (n, features, steps), perm=[0, 2, 1])
+    made = matmul(b, flipped, steps)
+    return b.add("Transpose", [made.name], x.shape, perm=[0, 2, 1])
+
+
+def sequence_to_row(b: Builder, x: Value) -> Value:
+    """All steps behind each other."""
+    return reshaped(b, x, (x.shape[0], prod(x.shape[1:])))
+
+
+# Whole graphs
+
+PIECES: dict[int, tuple[Piece, ...]] = {
+    4: (
+        conv_block,
+        conv_block,
+        conv_block,
+        residual_block,
+        residual_block,
+        separable,
+        depthwise,
+        squeeze,
+        two_ways,
+        pool,
+        pool,
+        turned,
+        by_channel,
+        scaled,
+        batch_norm,
+    ),
+    3: (attention, attention, feed_forward, feed_forward, matmul, dense_block, layer_norm, gated, across, doubled),
+    2: (dense_block, dense_block, gated, feed_forward, dense, layer_norm, doubled, shifted, scaled, softmax),
+}
+DOWN: dict[int, tuple[Piece, ...]] = {4: (picture_to_row, picture_to_row, picture_to_sequence), 3: (sequence_to_row,)}
+LARGEST = 4096  # elements of one sample
+
+
+def _pictures(b: Builder) -> Value:
+    side = b.pick([6, 8, 9, 12])
+    return Value("x", (b.samples, b.pick([1, 3, 6, 8, 8]), side, b.pick([side, 8])))
+
+
+def _sequences(b: Builder) -> Value:
+    return Value("x", (b.samples, b.pick([3, 5, 8]), b.pick([12, 16, 32, 64, 128])))
+
+
+def _tokens(b: Builder) -> Value:
+    return Value("ids", (b.samples, b.pick([4, 6, 9])))
+
+
+def _rows(b: Builder) -> Value:
+    return Value("x", (b.samples, b.pick([16, 33, 64, 128])))
+
+
+def _embedded(b: Builder, ids: Value) -> Value:
+    """The rows of a table, with those of the places added to them, perhaps."""
+    features = b.pick([16, 32, 64])
+    table = b.constant(b.normal((WORDS, features)), "table")
+    found = b.add("Gather", [table, ids.name], (*ids.shape, features), axis=0)
+    if b.chance(0.5):
+        places = b.constant(b.normal((ids.shape[1], features), 0.3))
+        found = b.add("Add", [found.name, places], found.shape)
+    return layer_norm(b, found) if b.chance(0.5) else found
+
+
+def _body(b: Builder, start: Value) -> list[Value]:
+    """What the graph gives: behind the last piece, and perhaps somewhere on the way."""
+    value, seen = start, []
+    for _ in range(int(b.rng.integers(3, 7))):
+        rank = len(value.shape)
+        pieces = DOWN[rank] if rank in DOWN and b.chance(0.08) else PIECES[rank]
+        value = b.pick(pieces)(b, value)
+        if prod(value.shape[1:]) > LARGEST:
+            value = pool(b, value) if len(value.shape) == 4 else dense(b, value, 8)
+        seen.append(value)
+    if len(value.shape) in DOWN and b.chance(0.6):
+        value = b.pick(DOWN[len(value.shape)])(b, value)
+    value = conv(b, value) if len(value.shape) == 4 else dense(b, value)  # at least one layer with a weight
+    if b.chance(0.3):
+        value = softmax(b, value)
+    middle = [each for each in seen if each.name not in {start.name, value.name}]
+    return [value, b.pick(middle)] if middle and b.chance(0.2) else [value]
+
+
+def _info(value: Value, kind: int, *, fixed: bool) -> ValueInfoProto:
+    sizes: list[str | int | None] = [value.shape[0] if fixed else "n", *value.shape[1:]]
+    return helper.make_tensor_value_info(value.name, kind, sizes)
+
+
+def _batches(b: Builder, given: Value) -> list[Feed]:
+    if given.name == "ids":
+        return [{"ids": b.rng.integers(0, WORDS, given.shape)} for _ in range(BATCHES)]
+    deviation = np.ones(given.shape[-1], np.float32)
+    if b.chance(0.3):
+        deviation[int(b.rng.integers(len(deviation)))] = 10  # an outlier, as inputs of transformers have them
+    return [{"x": b.normal(given.shape) * deviation} for _ in range(BATCHES)]
+
+
+def random_model(seed: int) -> tuple[ModelProto, list[Feed]]:
+    """A model, and batches of what it takes.
+
+    >>> model, batches = random_model(0)
+    >>> model == random_model(0)[0], len(batches)
+    (True, 4)
+    """
+    b = Builder(seed)
+    given: Value = b.pick([*[_pictures] * 4, _sequences, _tokens, _rows])(b)
+    start = _embedded(b, given) if given.name == "ids" else given
+    outputs = _body(b, start)
+    fixed = b.chance(0.2)
+    kind = TensorProto.INT64 if given.name == "ids" else TensorProto.FLOAT
+    graph = helper.make_graph(
+        b.nodes,
+        f"random_{seed}",
+        [_info(given, kind, fixed=fixed)],
+        [_info(value, TensorProto.FLOAT, fixed=fixed) for value in outputs],
+        [numpy_helper.from_array(array, name) for name, array in b.constants.items()],
+    )
+    imports = [helper.make_opsetid("", b.opset)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=OPSETS[b.opset], producer_name="random_graphs")
+    return model, _batches(b, given)
