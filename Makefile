@@ -18,13 +18,20 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed peers docs wheel clean
+.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## train, quantize, export and prove a small network; writes demo-report.html
+demo: $(READY) ## train, quantize, export and verify a small network; writes demo-report.html
 	$(VENV)/bin/detent demo
+
+# The core on arrays, its files and formats; frontends, real models and generated matrices are left to `make test`.
+QUICK := src/detent/*.py src/detent/kernels src/detent/observers tests/test_*.py tests/golden tests/hostile tests/kernels \
+         tests/meta/test_imports.py tests/meta/test_style.py
+
+quick: lint ## lint and the core tests, in under two minutes: the inner loop
+	$(PYTEST) -n $(JOBS) -m "not slow" $(QUICK)
 
 test: lint ## lint, then every quick test: doctests, tests, docs snippets, examples
 	$(PYTEST) -n $(JOBS) -m "not slow"
