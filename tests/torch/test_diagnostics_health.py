@@ -380,7 +380,7 @@ def test_batches_of_every_kind(make):
         (torch.ones(2, 4), dt.DtypeError, "got Tensor: put one batch in a list"),
         ({"input": torch.ones(2, 4)}, dt.DtypeError, "got dict"),
         (7, dt.DtypeError, "got int"),
-        ([7], dt.DtypeError, "a batch must be a tensor, a tuple or a dict of inputs, got int"),
+        ([7], dt.DtypeError, "a batch is of type int, expected a tensor, a tuple"),
         ([], dt.SpecError, "no batch"),
     ],
 )

@@ -7,7 +7,6 @@ their range, as in training. The model itself is left alone.
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -16,12 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent.errors import DtypeError, SpecError, StateError, UnsupportedError, closest
+from detent.errors import SpecError, StateError, UnsupportedError, closest
 from detent.recipe import Recipe
 from detent.rule import Rule
 from detent.sensitivity.bench import Meter, Unit, stored_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage, exact
 from detent.spec import QuantSpec
+from detent.torch.arrays import Arguments, arguments_of, call_with
 from detent.torch.calibration import calibrating
 from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.preparation import plan_of, prepare, unprepare
@@ -34,15 +34,7 @@ EXCLUDED = ("excluded", "no rule matches")
 PRODUCTS = (nn.Linear, nn.MultiheadAttention)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of one call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def first_samples(data: object, wanted: int) -> tuple[list[_Call], int]:
+def first_samples(data: object, wanted: int) -> tuple[list[Arguments], int]:
     """The first samples of the data, which are counted along the first axis of tensors, and how many they are.
 
     Args:
@@ -59,16 +51,16 @@ def first_samples(data: object, wanted: int) -> tuple[list[_Call], int]:
     """
     if isinstance(data, str | bytes | Mapping | Tensor) or not isinstance(data, Iterable):
         raise SpecError(f"data is of type {type(data).__name__}, expected a list of batches: for one batch give [data]")
-    calls, count = list[_Call](), 0
+    calls, count = list[Arguments](), 0
     for number, batch in enumerate(data):
-        call = _as_call(batch, number)
+        call = arguments_of(batch, f"batch {number}")
         leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
         size = max(sizes, default=1)
         if count + size > wanted and len(sizes) == 1:
             size = wanted - count
             cut = [leaf[:size] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
-            call = _Call(*pytree.tree_unflatten(cut, structure))
+            call = Arguments(*pytree.tree_unflatten(cut, structure))
         calls.append(call)
         count += size
         if count >= wanted:
@@ -76,19 +68,6 @@ def first_samples(data: object, wanted: int) -> tuple[list[_Call], int]:
     if not calls:
         raise SpecError("data holds no batches, perhaps because it was read before: give a list")
     return calls, count
-
-
-def _as_call(batch: object, number: int) -> _Call:
-    if isinstance(batch, Tensor):
-        return _Call((batch,), {})
-    if isinstance(batch, tuple | list):
-        return _Call(tuple(batch), {})
-    if isinstance(batch, Mapping):
-        return _Call((), dict(batch))
-    raise DtypeError(
-        f"batch {number} is of type {type(batch).__name__}, expected a tensor, a tuple of the model's arguments, or a "
-        "dict of them by name"
-    )
 
 
 class TorchBench:
@@ -197,13 +176,13 @@ def _copied(model: nn.Module) -> nn.Module:
         raise UnsupportedError(f"the model cannot be copied, and is not changed itself: {error}") from error
 
 
-def _prepared(model: nn.Module, recipe: Recipe, calls: Sequence[_Call]) -> list[FakeQuantize]:
+def _prepared(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> list[FakeQuantize]:
     """Prepare a model, and calibrate it where its quantizers need data."""
     prepare(model, recipe, sync=False)
     with calibrating(model):
         if any(line.input is not None or line.output is not None for line in plan_of(model).quantized):
             for call in calls:
-                model(*call.args, **call.kwargs)
+                call_with(model, call)
     model.eval()
     return [each for each in model.modules() if isinstance(each, FakeQuantize)]
 
@@ -213,8 +192,8 @@ def _own_quantizers(module: nn.Module) -> list[FakeQuantize]:
 
 
 @torch.no_grad()
-def _run(model: nn.Module, call: _Call) -> object:
-    return model(*call.args, **call.kwargs)
+def _run(model: nn.Module, call: Arguments) -> object:
+    return call_with(model, call)
 
 
 def _floats(outputs: object) -> list[Array]:
@@ -293,7 +272,7 @@ def _nbytes(module: nn.Module, line: LayerPlan, storage: Storage) -> int:
 
 
 @contextmanager
-def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[_Call]) -> Iterator[None]:
+def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> Iterator[None]:
     _prepared(model, recipe, calls)
     try:
         yield

@@ -41,11 +41,16 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "FLOAT_TYPES",
+    "Arguments",
     "Order",
     "Slot",
+    "arguments_of",
     "borrow",
+    "call_with",
     "check_float",
     "find_runtime",
+    "fingerprint",
+    "full_tensor",
     "is_distributed",
     "is_plain",
     "on_cpu",
@@ -56,7 +61,6 @@ __all__ = [
     "to_array",
     "to_tensor",
     "use_torch_threads",
-    "whole",
 ]
 
 _AVAILABLE = torch.distributed.is_available()
@@ -80,12 +84,8 @@ def process_count() -> int:
     return torch.distributed.get_world_size() if is_distributed() else 1
 
 
-def whole(x: Tensor) -> Tensor:
-    """The tensor itself; a DTensor's parts gathered, which is a collective: every process has to ask for them.
-
-    >>> whole(torch.ones(2))
-    tensor([1., 1.])
-    """
+def full_tensor(x: Tensor) -> Tensor:
+    """Gather the parts of a DTensor, a collective that every process has to reach; any other tensor as it is."""
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
@@ -201,6 +201,43 @@ def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
         array = to_array(tensor)
         found.append(array.tobytes() if array.size <= FEW else checksum(array))
     return tuple(found)
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments_of(batch: object, name: str = "a batch") -> Arguments:
+    """Turn a batch into the arguments of a call: a tensor is the first, a tuple has all, a dict has them by name.
+
+    >>> arguments_of({"mask": None}).kwargs, arguments_of([1, 2]).args
+    ({'mask': None}, (1, 2))
+    """
+    if isinstance(batch, Arguments):
+        return batch
+    if isinstance(batch, Tensor):
+        return Arguments((batch,), {})
+    if isinstance(batch, tuple | list):
+        return Arguments(tuple(batch), {})
+    if isinstance(batch, Mapping):
+        return Arguments((), dict(batch))
+    raise DtypeError(
+        f"{name} is of type {type(batch).__name__}, expected a tensor, a tuple of the model's arguments, or a dict of "
+        "them by name"
+    )
+
+
+def call_with(module: torch.nn.Module, batch: object) -> Any:
+    """Call a module with a batch, see ``arguments_of``.
+
+    >>> call_with(torch.nn.Bilinear(2, 2, 3), (torch.ones(4, 2), torch.ones(4, 2))).shape
+    torch.Size([4, 3])
+    """
+    args, kwargs = arguments_of(batch)
+    return module(*args, **kwargs)
 
 
 class Order(NamedTuple):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detent.torch.arrays import fingerprint, whole
+from detent.torch.arrays import fingerprint, full_tensor
 
 __all__ = ["Fold", "QuantizedNorm", "find_folds"]
 
@@ -35,7 +35,7 @@ class Fold:
     ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
     >>> fold.factor(torch.ones(3, 2)).shape, fold.shipped(torch.ones(3, 2))[0].tolist()
     (torch.Size([3, 1]), [2.0, 2.0])
-    >>> fold.key() == fold.key(), fold.fuse(), fold.part(), fold.is_fused
+    >>> fold.key() == fold.key(), fold.fuse(), fold.unfuse(), fold.is_fused
     (True, None, None, False)
     """
 
@@ -52,7 +52,7 @@ class Fold:
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
 
-    def part(self) -> None:
+    def unfuse(self) -> None:
         """Leave the normalisation to itself again."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = False
@@ -62,7 +62,7 @@ class Fold:
         norm = self.norm
         variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds takes none without statistics
         gain = torch.rsqrt(variance + norm.eps)
-        return gain if norm.weight is None else gain * whole(norm.weight.detach())
+        return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
         """What each output channel of the weight is multiplied by; 0 counts as 1, such a channel has no weights."""
@@ -77,8 +77,8 @@ class Fold:
         """The bias of the folded layer."""
         norm = self.norm
         gain, mean = self.gain(), norm.running_mean.detach()  # type: ignore[union-attr]
-        shift = -mean if bias is None else whole(bias.detach()) - mean
-        return shift * gain if norm.bias is None else shift * gain + whole(norm.bias.detach())
+        shift = -mean if bias is None else full_tensor(bias.detach()) - mean
+        return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def key(self) -> object:
         """Changes when the factor changes: statistics are written without any trace."""

@@ -12,8 +12,8 @@ from detent.observers import Observer
 from detent.rule import ObserverSpec, get_observer_spec
 from detent.scale_mode import PerBatch
 from detent.torch.arrays import on_cpu, to_array
-from detent.torch.distributed import apart, merge_observers
-from detent.torch.preparation import is_frozen, plan_of, quantizers_of, weight_layers
+from detent.torch.distributed import merge_observers, without_collectives
+from detent.torch.preparation import evaluating, is_frozen, plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["calibrating", "initialize_weights"]
@@ -52,21 +52,19 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         )
     chosen = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
-    training = {module: module.training for module in model.modules()}
     try:
         for quantizer in quantizers.values():
             dynamic = quantizer in weights or isinstance(quantizer.mode, PerBatch)
             quantizer.start_calibration(None if dynamic else _observer_for(quantizer, chosen))
-        model.eval()
-        with torch.no_grad(), apart(model):
+        with torch.no_grad(), evaluating(model), without_collectives(model):
             yield model
-        seen = {name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None}
-        merged = merge_observers(seen, model)
+        observers = {
+            name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None
+        }
+        merged = merge_observers(observers, model)
     finally:
         for quantizer in quantizers.values():
             quantizer.stop_calibration()
-        for module, was in training.items():
-            module.training = was
     unseen = []
     for name, found in merged.items():
         if found.count:

@@ -27,8 +27,7 @@ Weights are examined whole, as they are shipped. Activations are examined in the
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -51,8 +50,8 @@ from detent.spec import QuantSpec
 from detent.ste import Clipped, Custom, Estimator, Identity
 from detent.tables import table_lines
 from detent.tensor import QuantizedTensor
-from detent.torch.arrays import on_cpu, to_array
-from detent.torch.preparation import plan_of, quantizers_of, weight_layers
+from detent.torch.arrays import call_with, on_cpu, to_array
+from detent.torch.preparation import evaluating, plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = [
@@ -504,41 +503,13 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
             parts.setdefault(quantizer, []).append(measure(to_array(on_cpu(x)), found, quantizer.ste))
 
     count = 0
-    with _evaluating(model, look):
+    with evaluating(model, look):
         for batch in batches:
-            _feed(model, batch)
+            call_with(model, batch)
             count += 1
     if not count:
         raise SpecError("batches holds no batch: give at least one, or leave it out")
     return {quantizer: Measure.merge(found) for quantizer, found in parts.items()}
-
-
-@contextmanager
-def _evaluating(model: nn.Module, look: Callable[[FakeQuantize, Tensor, QuantParams | None], None]) -> Iterator[None]:
-    """Evaluation mode, with ``look`` in every quantizer; everything as before on leaving."""
-    training = {module: module.training for module in model.modules()}
-    watchers = {quantizer: quantizer.watcher for quantizer in quantizers_of(model).values()}
-    try:
-        model.eval()
-        for quantizer in watchers:
-            quantizer.watcher = look
-        yield
-    finally:
-        for quantizer, watcher in watchers.items():
-            quantizer.watcher = watcher
-        for module, was in training.items():
-            module.training = was
-
-
-def _feed(model: nn.Module, batch: Batch) -> None:
-    if isinstance(batch, Tensor):
-        model(batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        raise DtypeError(f"a batch must be a tensor, a tuple or a dict of inputs, got {type(batch).__name__}")
 
 
 def _examine(

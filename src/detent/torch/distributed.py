@@ -37,7 +37,7 @@ from detent.torch.preparation import plan_of, quantizers_of
 from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
 
-__all__ = ["apart", "merge_observers", "sync"]
+__all__ = ["merge_observers", "sync", "without_collectives"]
 
 FAILED = -1
 ABOUT = "detent.calibration"
@@ -77,15 +77,13 @@ def merge_observers(seen: Mapping[str, Observer], model: nn.Module) -> dict[str,
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
+def without_collectives(model: nn.Module) -> Iterator[None]:
     """Let every process run as many forwards as it has data for, until all meet in ``merge_observers``.
 
     DDP sends no buffers meanwhile. If the block raises, the others are told, and raise where they meet. A process that
     ends, or fails while others wait in the collectives of a sharded model's forward, cannot tell: there the backend
     notices, or its timeout.
 
-    >>> with apart(nn.Linear(4, 2)):
-    ...     pass
     """
     wrappers = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
     were = [each.require_forward_param_sync for each in wrappers]
@@ -149,7 +147,7 @@ def sync(model: nn.Module) -> None:
         ends.reshape(each.shape) for each, ends in zip(parts, flat.split([each.numel() for each in parts]), strict=True)
     ]
     for quantizer, ends in zip(waiting, found, strict=False):
-        _settle(quantizer, ends)
+        _apply_merged_ranges(quantizer, ends)
     for statistic, first in zip(norms, found[len(waiting) :], strict=True):
         statistic.copy_(first)
 
@@ -167,7 +165,7 @@ def _from_first(statistic: Tensor) -> Tensor:
     return statistic if dist.get_rank() == 0 else torch.full_like(statistic, -torch.inf)
 
 
-def _settle(quantizer: FakeQuantize, ends: Tensor) -> None:
+def _apply_merged_ranges(quantizer: FakeQuantize, ends: Tensor) -> None:
     """Move the average by the merged (-lo, hi), and wait for the next ones."""
     low, hi = to_array(on_cpu(ends.float())) + np.float32(0.0)  # no -0.0: which zero MAX keeps is the backend's choice
     lo = np.float32(0.0) - low

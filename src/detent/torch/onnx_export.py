@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from detent.checks import as_integer
 from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError
+from detent.torch.arrays import Arguments, arguments_of
 from detent.torch.export_marks import Marked, copy_to_ship, mark
 from detent.torch.layers import float_class_of
 from detent.torch.preparation import plan_of
@@ -132,16 +133,17 @@ def _checked_path(path: str | PathLike[str]) -> Path:
     return goal
 
 
-def _arguments(example: object) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def _arguments(example: object) -> Arguments:
     """The positional and the named arguments, on the CPU."""
-    named = dict(example) if isinstance(example, Mapping) else {}
-    given = () if named else (example,) if isinstance(example, Tensor) else example
-    if not isinstance(given, tuple | list) or not (named or given):
-        raise DtypeError(f"example is a tensor, a tuple or a dict of tensors, got {type(example).__name__}")
-    for name, value in (*enumerate(given), *named.items()):
+    args, kwargs = arguments_of(example, "example")
+    if not (args or kwargs):
+        raise DtypeError(f"example is an empty {type(example).__name__}, expected the model's arguments")
+    for name, value in (*enumerate(args), *kwargs.items()):
         if not isinstance(value, Tensor):
             raise DtypeError(f"example[{name!r}] must be a torch.Tensor, got {type(value).__name__}")
-    return tuple(each.detach().cpu() for each in given), {name: each.detach().cpu() for name, each in named.items()}
+    return Arguments(
+        tuple(each.detach().cpu() for each in args), {name: each.detach().cpu() for name, each in kwargs.items()}
+    )
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:

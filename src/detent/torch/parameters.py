@@ -30,7 +30,7 @@ from detent.granularity import PerAxis, PerTensor
 from detent.params import QuantParams
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec
-from detent.torch.arrays import fingerprint, on_cpu, to_array, whole
+from detent.torch.arrays import fingerprint, full_tensor, on_cpu, to_array
 from detent.torch.operator import whole_zero_point
 
 __all__ = ["ParameterState", "shifted_scale", "shifted_zero_point"]
@@ -307,10 +307,10 @@ class ParameterState(nn.Module):
 
     def _learned(self) -> tuple[Tensor, Tensor | None]:
         """Scale and zero point, differentiable in their shifts."""
-        scale = shifted_scale(self.initial_scale, whole(self.scale_shift))
+        scale = shifted_scale(self.initial_scale, full_tensor(self.scale_shift))
         if self.zero_point_shift is None:
             return scale, None
-        shift = whole(self.zero_point_shift)
+        shift = full_tensor(self.zero_point_shift)
         return scale, shifted_zero_point(self.initial_zero_point, shift, self.initial_scale, self.spec)
 
     def refresh(self) -> Self:

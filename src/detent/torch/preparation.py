@@ -3,6 +3,8 @@
 Finishing: no more updates, and the quantized weights as they are shipped.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,10 @@ from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct, quantized_class
-from detent.torch.quantizer import FakeQuantize
+from detent.torch.quantizer import FakeQuantize, WatcherFunction
 
 __all__ = [
+    "evaluating",
     "freeze",
     "is_frozen",
     "mark_frozen",
@@ -260,6 +263,33 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
                 )
             found.append((full, layer, name, quantizer))
     return found
+
+
+@contextmanager
+def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
+    """Evaluation mode, with a watcher on every quantizer if one is given; everything as before on leaving.
+
+    >>> import detent.torch as qt
+    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
+    >>> with evaluating(model):
+    ...     print(model[0].training)
+    False
+    >>> model[0].training
+    True
+    """
+    modes = {module: module.training for module in model.modules()}
+    quantizers = [] if watcher is None else list(quantizers_of(model).values())
+    watchers = [quantizer.watcher for quantizer in quantizers]
+    try:
+        model.eval()
+        for quantizer in quantizers:
+            quantizer.watcher = watcher
+        yield
+    finally:
+        for quantizer, before in zip(quantizers, watchers, strict=True):
+            quantizer.watcher = before
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def plan_of(model: nn.Module) -> ModelPlan:

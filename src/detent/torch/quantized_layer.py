@@ -32,7 +32,7 @@ from detent.params import QuantParams
 from detent.spec import QuantSpec
 from detent.ste import Identity
 from detent.tensor import QuantizedTensor
-from detent.torch.arrays import is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor, whole
+from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import LayerKind, Operand, Weight, kind_of, product, runs_as_product
 from detent.torch.quantizer import FakeQuantize
@@ -165,7 +165,7 @@ class QuantizedLayer(nn.Module):
     def source(self, name: str) -> Tensor:
         """The data whose codes a weight's quantizer makes."""
         weight: Tensor = self._parameters[name]  # type: ignore[assignment]  # only names of weights come here
-        return whole(weight.detach())
+        return full_tensor(weight.detach())
 
     def shipped(self, name: str) -> QuantizedTensor:
         """A weight as it is shipped."""
@@ -217,7 +217,7 @@ class QuantizedProduct(QuantizedLayer):
         """The product of the quantized input and the quantized weight."""
         x = input
         if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
-            self.fold.part()  # it works along another axis than the layer's last
+            self.fold.unfuse()  # it works along another axis than the layer's last
             self.fold = None
         _refuse_tracing()
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")

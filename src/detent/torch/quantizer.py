@@ -38,11 +38,12 @@ from detent.torch.arrays import Slot, check_float, is_plain, on_cpu, process_cou
 from detent.torch.operator import Values, apply, apply_traced
 from detent.torch.parameters import ParameterState
 
-__all__ = ["FakeQuantize"]
+__all__ = ["FakeQuantize", "WatcherFunction"]
 
 EMA_DEFAULT = EMA(0.99)
 PATIENCE = 100
 Range = tuple[NDArray[Any], NDArray[Any]]
+WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
 
 
 class FakeQuantize(ParameterState):
@@ -100,7 +101,7 @@ class FakeQuantize(ParameterState):
         self.enabled = True
         self.observing = True
         self.delayed = False
-        self.watcher: Callable[[FakeQuantize, Tensor, QuantParams | None], None] | None = None
+        self.watcher: WatcherFunction | None = None
         self.sync = False
         self.observer: ObserverSpec | None = None
         self.is_calibrating = False

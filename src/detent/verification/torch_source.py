@@ -20,9 +20,9 @@ from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
-from detent.torch.arrays import on_cpu, to_array
+from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.diagnostics import params_of
-from detent.torch.preparation import is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
+from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
 from detent.verification.artifact import Artifact, Site, is_bias
@@ -155,9 +155,8 @@ class TorchSource:
     def _call(self, feeds: Mapping[str, Array]) -> object:
         place = next((each.device for each in self._model.parameters()), torch.device("cpu"))
         inputs = {name: torch.from_numpy(np.array(each)).to(place) for name, each in feeds.items()}
-        if set(inputs) <= set(inspect.signature(self._model.forward).parameters):
-            return self._model(**inputs)
-        return self._model(*inputs.values())
+        by_name = set(inputs) <= set(inspect.signature(self._model.forward).parameters)
+        return call_with(self._model, inputs if by_name else tuple(inputs.values()))
 
     def _codes(self, seen: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
         found = {}
@@ -178,8 +177,6 @@ class TorchSource:
         """The model in evaluation mode, its quantizers and layers watched; afterwards it is as before."""
         weights = {id(quantizer) for *_, quantizer in weight_layers(self._model)}
         names = {id(quantizer): name for name, quantizer in self._quantizers.items()}
-        modes = {module: module.training for module in self._model.modules()}
-        watchers = {quantizer: quantizer.watcher for quantizer in self._quantizers.values()}
 
         def watch(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
             if id(quantizer) not in weights:
@@ -191,15 +188,9 @@ class TorchSource:
             return lambda *_: self._called.add(name)
 
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in self._model.named_modules()]
-        self._model.eval()
-        for quantizer in watchers:
-            quantizer.watcher = watch
         try:
-            yield
+            with evaluating(self._model, watch):
+                yield
         finally:
-            for quantizer, watcher in watchers.items():
-                quantizer.watcher = watcher
             for hook in hooks:
                 hook.remove()
-            for module, mode in modes.items():
-                module.training = mode
