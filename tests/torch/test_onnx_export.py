@@ -702,8 +702,8 @@ def test_models_whose_quantizers_let_data_pass(tmp_path):
     [
         ({"example": [1.0]}, dt.DtypeError, r"example\[0\] must be a torch.Tensor, got float"),
         ({"example": {"input": "x"}}, dt.DtypeError, r"example\['input'\] must be a torch.Tensor, got str"),
-        ({"example": ()}, dt.DtypeError, "a tensor, a tuple or a dict of tensors, got tuple"),
-        ({"example": 3}, dt.DtypeError, "a tensor, a tuple or a dict of tensors, got int"),
+        ({"example": ()}, dt.DtypeError, "example is an empty tuple"),
+        ({"example": 3}, dt.DtypeError, "example is of type int, expected a tensor, a tuple"),
         ({"example": torch.ones(2, 5)}, dt.UnsupportedError, "the model does not run on the example: .*shapes"),
         ({"target": "onnxruntim"}, dt.SpecError, "unknown target 'onnxruntim'.*onnxruntime"),
         ({"container": "int4"}, dt.SpecError, "container is None or 'int8', got 'int4'"),
