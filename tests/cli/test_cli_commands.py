@@ -260,7 +260,7 @@ def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):
         (["a.json", "nothing.json"], "there is no such file"),
         (["a.json", "broken.json"], ""),
         (["a.json", "a.json", "-d", "few.npz"], "--data and --source are for models"),
-        (["model.w8a8.onnx", "few.npz"], "no ONNX model"),
+        (["model.w8a8.onnx", "few.npz"], "not an ONNX model"),
         (["model.w8a8.onnx", "model.onnx"], "model.onnx is not quantized"),
         (["model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz"], "give --source, the float model"),
         (["model.w8a8.onnx", "model.w4a8.onnx", "--source", "model.onnx"], "give --data, as well"),
@@ -367,8 +367,8 @@ def test_bench_bad_input(shop, arguments, complaint, monkeypatch, capsys):
     [
         (["nothing.onnx", "model.onnx"], "error: nothing.onnx: there is no such file"),
         (["model.onnx", "nothing.onnx"], "error: nothing.onnx: there is no such file"),
-        (["few.npz", "model.onnx"], "error: few.npz is no ONNX model"),
-        (["model.onnx", "few.npz"], "error: few.npz is no ONNX model"),
+        (["few.npz", "model.onnx"], "error: few.npz is not an ONNX model"),
+        (["model.onnx", "few.npz"], "error: few.npz is not an ONNX model"),
     ],
     ids=["no first", "no second", "first", "second"],
 )

@@ -134,7 +134,7 @@ for title, content in {
     case(title)(lambda _folder, content=content: content)
 
 
-@case("a folder", "is no file")
+@case("a folder", "is not a file")
 def _(folder):
     (folder / "a folder.onnx").mkdir()
     return folder / "a folder.onnx"
@@ -145,13 +145,13 @@ def _(folder):
     return folder / "missing.onnx"
 
 
-@case("a pipe", "is no file")
+@case("a pipe", "is not a file")
 def _(folder):
     os.mkfifo(folder / "pipe.onnx")
     return folder / "pipe.onnx"
 
 
-@case("a device", "is no file")
+@case("a device", "is not a file")
 def _(_folder):
     return Path("/dev/zero")
 
@@ -195,12 +195,12 @@ def _(_folder):
 # Versions
 
 
-@changed("no opset", "no operator set")
+@changed("no opset", "no opset")
 def _(model):
     del model.opset_import[:]
 
 
-@changed("opset 0", "version 0")
+@changed("opset 0", "opset 0")
 def _(model):
     model.opset_import[0].version = 0
 
@@ -394,7 +394,7 @@ def _(folder):
     return outside(content=None)(folder)
 
 
-@case("data that are a pipe", "no plain file")
+@case("data that are a pipe", "not a plain file")
 def _(folder):
     os.mkfifo(folder / "w.data")
     return outside(content=None)(folder)

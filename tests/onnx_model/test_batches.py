@@ -167,7 +167,7 @@ def test_the_first_batch_is_refused_before_anything_runs():
 def test_scalars_and_strings(info):
     value = np.array(16000) if info.shape == () else np.array(["a", "b"])
     batches = open_batches([{"t": value}], [info])
-    assert [feed["t"].shape for feed in batches] == [value.shape]
+    assert [feed["t"].shape for feed in batches.hashed()] == [value.shape]
     assert len(batches.fingerprint()) == 64
 
 
@@ -287,7 +287,7 @@ def test_a_fingerprint_is_of_what_was_seen(tmp_path):
         batches = open_batches(data, [X])
         with pytest.raises(dt.NotCalibratedError, match="iterate"):
             batches.fingerprint()
-        list(batches)
+        list(batches.hashed())
         prints.append(batches.fingerprint())
     assert len({*prints}) == 1
     assert re.fullmatch("[0-9a-f]{64}", prints[0])
@@ -307,8 +307,74 @@ def test_a_fingerprint_is_of_what_was_seen(tmp_path):
 )
 def test_whatever_differs_changes_the_fingerprint(data, info):
     first, other = Batches([x(4)], [X]), Batches(data, [info])
-    list(first), list(other)
+    list(first.hashed()), list(other.hashed())
     assert (first.fingerprint() == other.fingerprint()) == (info is X and np.array_equal(data[0], x(4)))
+
+
+# Subsets
+
+
+def write_sources(folder, count):
+    """The same batches as a list, an iterable without length, an .npz, a deflated one, an .npy and a directory."""
+    values = x(count)
+    np.savez(folder / "d.npz", x=values)
+    np.savez_compressed(folder / "c.npz", x=values)
+    np.save(folder / "d.npy", values)
+    np.save(folder / "f.npy", np.asfortranarray(values))
+    (folder / "many").mkdir()
+    for i in range(count):
+        np.savez(folder / "many" / f"{i:03}.npz", x=values[i : i + 1])
+    parts = np.split(values, count)
+    return [
+        parts,
+        dict(enumerate(parts)).values(),
+        *(folder / name for name in ("d.npz", "c.npz", "d.npy", "f.npy", "many")),
+    ]
+
+
+@pytest.mark.parametrize("numbers", [[0], [1, 3], [4, 6], [0, 1, 2, 3, 4, 5, 6], range(1, 7, 2)], ids=str)
+def test_a_subset_of_any_source(tmp_path, numbers):
+    for source in write_sources(tmp_path, 7):
+        subset = open_batches(source, [X]).subset(numbers)
+        assert subset.count == len(numbers)
+        for _ in range(2):
+            assert [feed["x"][0, 0] // 3 for feed in subset] == list(numbers)
+        assert [feed["x"][0, 0] // 3 for feed in subset.first(1)] == list(numbers)[:1]
+        assert [feed["x"][0, 0] // 3 for feed in subset.subset([len(numbers) - 1])] == list(numbers)[-1:]
+
+
+def test_a_subset_reads_nothing_else(tmp_path):
+    values = x(6)
+    values[[0, 1, 3, 5]] = np.nan  # which no pass over all of them would accept
+    np.savez(tmp_path / "d.npz", x=values)
+    assert [feed["x"][0, 0] for feed in open_batches(tmp_path / "d.npz", [X]).subset([2, 4])] == [6, 12]
+    for i in range(6):
+        np.save(tmp_path / f"{i}.npy", values[i : i + 1])
+    (tmp_path / "d.npz").unlink()
+    batches = open_batches(tmp_path, [X]).subset([2, 4])
+    (tmp_path / "3.npy").unlink()
+    assert [feed["x"][0, 0] for feed in batches] == [6, 12]
+
+
+def test_messages_of_a_subset_have_the_numbers_of_the_source():
+    bad = np.full((1, 3), np.nan, np.float32)
+    with pytest.raises(dt.NaNError, match="batch 4"):
+        list(open_batches([x(1), x(1), x(1), x(1), bad], [X]).subset([2, 4]))
+
+
+def test_an_iterator_has_no_subsets():
+    with pytest.raises(dt.SpecError, match="give a list"):
+        open_batches(iter([x()]), [X]).subset([0])
+    with pytest.raises(dt.SpecError, match="give a list"):
+        open_batches(iter([x()]), [X]).first(1)
+
+
+def test_batches_are_opened_once():
+    batches = open_batches([x(), x()], [X])
+    assert open_batches(batches, [X]) is batches
+    other = InputInfo("x", F32, (None, None))
+    assert open_batches(batches.subset([1]), [other]).count == 1
+    refusal(dt.ShapeError, ["(2, 3)", "(4, 3)"], batches, [FIXED])
 
 
 # Inputs

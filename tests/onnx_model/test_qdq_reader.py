@@ -287,7 +287,7 @@ def test_the_summary_is_a_table_and_json():
 
 def test_a_damaged_file_is_refused(tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"no model")
-    with pytest.raises(dt.FileFormatError, match="no ONNX model"):
+    with pytest.raises(dt.FileFormatError, match="not an ONNX model"):
         load_quantized(tmp_path / "m.onnx")
 
 

@@ -14,7 +14,6 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.onnx.graph_plan import weight_params
 from detent.onnx_model import make_session
 from detent.onnx_model.batches import inputs_of, open_batches
-from detent.sensitivity.onnx_bench import first_samples
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
 
@@ -277,9 +276,9 @@ def batches_of(shapes, names=("x",), sizes=((None, 2),)):
     ids=["cut", "all", "fixed", "states"],
 )
 def test_samples_are_counted_along_the_first_axis(batches, wanted, sizes, count):
-    feeds, found = first_samples(batches(), wanted)
+    feeds, samples = batches().first_samples(wanted)
     assert [len(feed["x"]) for feed in feeds] == sizes
-    assert found == count
+    assert samples == count
 
 
 def test_shared_weights_are_one_choice():

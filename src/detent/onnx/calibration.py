@@ -161,7 +161,7 @@ class _Kept:
 
     def __iter__(self) -> Iterator[Feed]:
         size = 0
-        for feed in self.batches:
+        for feed in self.batches.hashed():
             self.count += 1
             size += sum(array.nbytes for array in feed.values())
             if not self.samples or (len(self.samples) < SAMPLES and size <= SAMPLE_BYTES):

@@ -5,7 +5,7 @@ initializers and back; ``nodes`` writes QuantizeLinear and DequantizeLinear, and
 runtimes want; ``provenance`` what a file says of itself; ``sessions`` runs models in ONNX Runtime.
 """
 
-from detent.onnx_model.files import load, save
+from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_reader import read_quantization
@@ -17,6 +17,8 @@ __all__ = [
     "TARGETS",
     "Container",
     "Graph",
+    "LoadedModel",
+    "ModelSource",
     "Provenance",
     "Quantization",
     "Target",
@@ -25,6 +27,7 @@ __all__ = [
     "element_type",
     "get_target",
     "load",
+    "load_model",
     "make_session",
     "make_tensor",
     "optimised",

@@ -1,20 +1,19 @@
-"""Data: batches of inputs from iterables, files and folders, checked against a model before anything runs.
+"""Batches of inputs for a model, from iterables, files and directories: read once, checked once, one at a time.
 
 =================== ===========================================================================================
-given               batches
+data                batches
 =================== ===========================================================================================
 an iterable         each a dict of arrays by input name, a tuple of arrays in the inputs' order, or one array
 an .npz, an .npy    one array per input, its first axis counts samples: cut to the model's batch size
-a folder of .npz    one per batch, in the order of their names
-a folder of .npy    the same for a model with one input
+a directory of .npz one file per batch, in the order of their names
+a directory of .npy the same for a model with one input
 =================== ===========================================================================================
 
-Arrays that ``numpy.savez`` named itself, arr_0, arr_1, ..., stand for the inputs in their order.
+Arrays that ``numpy.savez`` named itself, arr_0, arr_1, ..., are the inputs in their order.
 
-Arrays: .npy and .npz files, read as if they were hostile.
-
-What a header claims is compared with the bytes that are there before anything is allocated; nothing is unpickled or
-evaluated. Arrays are read slice by slice along their first axis, so that memory does not grow with the file.
+Files are untrusted: what a header claims is compared with the bytes that are there before anything is allocated, and
+nothing is unpickled or evaluated. Arrays are read slice by slice along their first axis, and a subset skips to its
+slices, so that neither memory nor time grows with batches that are not used.
 """
 
 import hashlib
@@ -22,6 +21,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import prod
@@ -138,21 +138,30 @@ class ArrayFile:
         with self._open() as parts:
             return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
 
-    def slices(self, step: int) -> Iterator[dict[str, Array]]:
-        """Arrays of so many elements along the first axis, which all have in common; the last ones may be shorter."""
+    def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
+        """Slices of ``step`` elements along the first axis, which all arrays share; the last one may be shorter.
+
+        Args:
+            step: elements of a slice.
+            numbers: which slices, rising; None for all.
+        """
         with self._open() as parts:
             if {name: header for name, (header, _) in parts.items()} != self.headers:
-                raise FileFormatError("its arrays are others than before: it was changed while it was read")
+                raise FileFormatError("the file changed while it was being read")
             whole = {name: _read(file, head, head.shape) for name, (head, file) in parts.items() if head.is_fortran}
+            starts = {name: file.tell() for name, (_, file) in parts.items()}
             length = min(header.shape[0] for header in self.headers.values())
-            for begin in range(0, length, step):
-                size = min(step, length - begin)
-                yield {
-                    name: whole[name][begin : begin + size]
-                    if header.is_fortran
-                    else _read(file, header, (size, *header.shape[1:]))
-                    for name, (header, file) in parts.items()
-                }
+            for number in range(-(-length // step)) if numbers is None else numbers:
+                begin, end = number * step, min((number + 1) * step, length)
+                arrays = {}
+                for name, (header, file) in parts.items():
+                    if header.is_fortran:
+                        arrays[name] = whole[name][begin:end]
+                    else:
+                        row_bytes = prod(header.shape[1:]) * header.dtype.itemsize
+                        file.seek(starts[name] + begin * row_bytes)
+                        arrays[name] = _read(file, header, (end - begin, *header.shape[1:]))
+                yield arrays
 
 
 def _check_members(members: list[ZipInfo], size: int) -> None:
@@ -293,19 +302,23 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
 
 
 class Batches:
-    """Checked inputs, batch by batch; ``open_batches`` makes one.
+    """Batches of a model's inputs, each checked when it is read; ``open_batches`` makes one.
 
     Args:
-        source: batches as they were given.
-        inputs: of the model.
+        source: batches in any form that ``open_batches`` accepts.
+        inputs: the inputs of the model.
         is_repeatable: whether the source can be read again.
-        count: how many batches there are, None where that is not known.
+        count: how many batches the source has, None where that is not known.
         name: what messages call the source, before the number of the batch, which counts from 0.
+        numbers: the batches of the source to use, rising; None for all.
 
     >>> x = InputInfo("x", np.dtype("float32"), (None,))
-    >>> batches = Batches([np.ones(2, np.float32)], [x])
-    >>> [feed["x"].shape for feed in batches], batches.is_repeatable, batches.fingerprint()[:8]
-    ([(2,)], True, 'a3c4818a')
+    >>> batches = Batches([np.float32([i]) for i in range(5)], [x], count=5)
+    >>> odd = batches.subset([1, 3])
+    >>> odd.count, [feed["x"].item() for feed in odd], [feed["x"].item() for feed in odd.first(1)]
+    (2, [1.0, 3.0], [1.0])
+    >>> len(list(batches.hashed())), batches.fingerprint()[:8]
+    (5, 'aae6b3ef')
     """
 
     def __init__(
@@ -316,17 +329,78 @@ class Batches:
         is_repeatable: bool = True,
         count: int | None = None,
         name: str = "",
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self.inputs = tuple(inputs)
         self.is_repeatable = is_repeatable
-        self.count = count
+        self.count = count if numbers is None else len(numbers)
+        self.numbers = numbers
         self._source, self._name = source, name
-        self._begun: Iterator[Batch] | None = None
+        self._begun: Iterator[tuple[int, Batch]] | None = None
         self._is_spent = False
         self._digest: Any = None
+        self._progress: Callable[[int, int | None], None] | None = None
+
+    def subset(self, numbers: Sequence[int]) -> "Batches":
+        """Some of these batches; a pass over them reads no others of a file, directory or list.
+
+        Args:
+            numbers: which ones, rising from 0.
+
+        Raises:
+            SpecError: the data are an iterator, which can be read once.
+        """
+        if not self.is_repeatable:
+            raise SpecError("data is an iterator, whose batches cannot be chosen: give a list, a file or a directory")
+        chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
+        return Batches(self._source, self.inputs, name=self._name, numbers=chosen)
+
+    def first(self, count: int) -> "Batches":
+        """The first batches, all where there are fewer or ``count`` is larger.
+
+        Raises:
+            SpecError: how many batches there are is not known.
+        """
+        if self.count is None:
+            raise SpecError("the number of batches is not known: give a list, a file or a directory")
+        return self.subset(range(min(count, self.count)))
+
+    def first_samples(self, count: int) -> tuple[list[Feed], int]:
+        """Batches that hold the first ``count`` samples along the first axis, and how many samples they hold.
+
+        The last batch is cut where all inputs have as many samples and the model takes any number, and kept whole
+        otherwise.
+
+        >>> x = InputInfo("x", np.dtype("float32"), (None, 2))
+        >>> feeds, count = open_batches([np.ones((4, 2), np.float32)] * 3, [x]).first_samples(6)
+        >>> [feed["x"].shape for feed in feeds], count
+        ([(4, 2), (2, 2)], 6)
+        """
+        feeds, total = list[Feed](), 0
+        for feed in self:
+            size = next((array.shape[0] for array in feed.values() if array.ndim), 1)
+            is_cut = total + size > count and _can_cut(feed, self.inputs)
+            feeds.append({name: array[: count - total] for name, array in feed.items()} if is_cut else feed)
+            total += count - total if is_cut else size
+            if total >= count:
+                break
+        return feeds, total
+
+    def counted(self, progress: Callable[[int, int | None], None]) -> "Batches":
+        """The same batches; each pass calls ``progress`` with the batches done and their number.
+
+        >>> x = InputInfo("x", np.dtype("float32"), (None,))
+        >>> len(list(open_batches([np.ones(2, np.float32)] * 2, [x]).counted(print)))
+        1 2
+        2 2
+        2
+        """
+        counted = copy(self)
+        counted._progress = progress
+        return counted
 
     def check_first(self) -> Feed:
-        """The first batch, checked now; the next pass begins with it all the same.
+        """Check and return the first batch; the next pass still begins with it.
 
         Raises:
             SpecError: there is none.
@@ -340,54 +414,63 @@ class Batches:
         return self.peek(1)[0]
 
     def peek(self, count: int) -> list[Feed]:
-        """The first batches, at most so many, checked now; the next pass begins with them all the same.
+        """Check and return the first batches, at most ``count``; the next pass still begins with them.
 
         >>> x = InputInfo("x", np.dtype("float32"), (None,))
         >>> len(Batches(iter([np.ones(2, np.float32)]), [x]).peek(4))
         1
         """
         rest = self._begun if self._begun is not None else self._start()
-        given = list(islice(rest, count))
-        self._begun = chain(given, rest)
-        if not given:
+        batches = list(islice(rest, count))
+        self._begun = chain(batches, rest)
+        if not batches:
             raise SpecError(f"{self._name or 'data'} holds no batches: give at least one")
-        return [self._check(batch, number) for number, batch in enumerate(given)]
+        return [self._check(batch, number) for number, batch in batches]
 
     def __iter__(self) -> Iterator[Feed]:
         rest, self._begun = self._begun if self._begun is not None else self._start(), None
-        self._digest = hashlib.sha256()
-        number = 0
-        for number, batch in enumerate(rest, 1):
-            feed = self._check(batch, number - 1)
-            for name, array in sorted(feed.items()):
-                self._digest.update(f"{name!r} {array.dtype} {array.shape}\n".encode())
-                self._digest.update(_bytes_of(array))
-            yield feed
-        if not number:
+        done = 0
+        for done, (number, batch) in enumerate(rest, 1):
+            yield self._check(batch, number)
+            if self._progress is not None:
+                self._progress(done, self.count)
+        if not done:
             raise SpecError(f"{self._name or 'data'} holds no batches, perhaps because it was read before: give a list")
 
-    def _start(self) -> Iterator[Batch]:
-        if self._is_spent and not self.is_repeatable:
-            raise SpecError(
-                "data is an iterator and was read to its end: give a list, a file or a folder, which can be read again"
-            )
-        self._is_spent = True
-        return iter(self._source)
+    def hashed(self) -> Iterator[Feed]:
+        """Iterate over the batches, and hash them for ``fingerprint``."""
+        digest = self._digest = hashlib.sha256()
+        for feed in self:
+            for name, array in sorted(feed.items()):
+                digest.update(f"{name!r} {array.dtype} {array.shape}\n".encode())
+                digest.update(_bytes_of(array))
+            yield feed
 
     def fingerprint(self) -> str:
-        """The sha256 of the names, types, shapes and elements that the last pass has seen.
+        """The sha256 of the names, types, shapes and elements that the last ``hashed`` pass has read.
 
         Raises:
-            NotCalibratedError: no pass has begun.
+            NotCalibratedError: no such pass has begun.
 
         >>> Batches([], []).fingerprint()
         Traceback (most recent call last):
         ...
-        detent.errors.NotCalibratedError: the data have no fingerprint before they are read: iterate over them first
+        detent.errors.NotCalibratedError: the data have no fingerprint before they are read: iterate over hashed() first
         """
         if self._digest is None:
-            raise NotCalibratedError("the data have no fingerprint before they are read: iterate over them first")
+            raise NotCalibratedError("the data have no fingerprint before they are read: iterate over hashed() first")
         return str(self._digest.hexdigest())
+
+    def _start(self) -> Iterator[tuple[int, Batch]]:
+        if self._is_spent and not self.is_repeatable:
+            raise SpecError(
+                "data is an iterator and was read to its end: give a list, a file or a directory, which can be read "
+                "again"
+            )
+        self._is_spent = True
+        if self.numbers is None:
+            return enumerate(self._source)
+        return zip(self.numbers, _choose(self._source, self.numbers), strict=False)
 
     def _check(self, batch: Batch, number: int) -> Feed:
         where = f"{self._name} batch {number}".strip()
@@ -399,6 +482,22 @@ class Batches:
             _check_finite(array, info.name, where)
             feed[info.name] = array
         return feed
+
+
+def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
+    """Read some batches of a source, by seeking where it can seek."""
+    if isinstance(source, _FileBatches):
+        return source.read(numbers)
+    if isinstance(source, Sequence):
+        return (source[number] for number in numbers)
+    chosen, end = {*numbers}, max(numbers, default=-1) + 1
+    return (batch for number, batch in enumerate(islice(source, end)) if number in chosen)
+
+
+def _can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
+    if len({array.shape[:1] for array in feed.values()}) != 1:
+        return False
+    return all(info.shape is None or (bool(info.shape) and info.shape[0] is None) for info in inputs)
 
 
 def _bytes_of(array: Array) -> memoryview | bytes:
@@ -455,16 +554,16 @@ def _check_finite(array: Array, name: str, where: str) -> None:
 
 
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:
-    """Batches of any kind of data, checked as far as can be without reading all of it.
+    """Open any kind of data as batches, checked as far as possible without reading all of it.
 
     Args:
-        data: see the table above.
-        inputs: of the model.
-        batch_size: how many samples of an .npz or .npy file make a batch; None for as many as the model demands, or 1.
+        data: see the table above; ``Batches`` for the same inputs are returned as they are.
+        inputs: the inputs of the model.
+        batch_size: samples of an .npz or .npy file per batch; None for as many as the model fixes, or 1.
 
     Raises:
-        SpecError: no data, or other names than the model's.
-        DtypeError, ShapeError: arrays of other types or shapes than the model's.
+        SpecError: no data, or names that are not the model's.
+        DtypeError, ShapeError: arrays that do not have the model's types or shapes.
         FileFormatError: a damaged file.
 
     >>> x = InputInfo("x", np.dtype("float32"), (None, 2))
@@ -475,7 +574,9 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
 for example x.astype('float32')
     """
     if data is None:
-        raise SpecError("data is None: give batches of the model's inputs, an .npz file or a folder of them")
+        raise SpecError("data is None: give batches of the model's inputs, an .npz file or a directory of them")
+    if isinstance(data, Batches) and data.inputs == tuple(inputs):
+        return data  # checked against these inputs already
     if isinstance(data, str | PathLike):
         path = Path(data)
         if path.is_dir():
@@ -483,20 +584,21 @@ for example x.astype('float32')
         return _open_samples(ArrayFile(path), inputs, batch_size)
     if isinstance(data, Mapping) or hasattr(data, "__array__") or not isinstance(data, Iterable):
         raise SpecError(f"data is of type {type(data).__name__}, expected a list of batches: for one batch give [data]")
-    count = len(data) if isinstance(data, Sized) else None
-    batches = Batches(data, inputs, is_repeatable=not isinstance(data, Iterator), count=count)
+    is_repeatable = data.is_repeatable if isinstance(data, Batches) else not isinstance(data, Iterator)
+    count = data.count if isinstance(data, Batches) else len(data) if isinstance(data, Sized) else None
+    batches = Batches(data, inputs, is_repeatable=is_repeatable, count=count)
     batches.check_first()
     return batches
 
 
-class _Repeated:
-    """What a function yields, once more with each pass."""
+class _FileBatches:
+    """Batches that a function reads from files: all of them, or those with some numbers."""
 
-    def __init__(self, start: Callable[[], Iterator[Batch]]) -> None:
-        self._start = start
+    def __init__(self, read: Callable[[Sequence[int] | None], Iterator[Batch]]) -> None:
+        self.read = read
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._start()
+        return self.read(None)
 
 
 def _open_folder(folder: Path, inputs: Sequence[InputInfo]) -> Batches:
@@ -510,12 +612,12 @@ def _open_folder(folder: Path, inputs: Sequence[InputInfo]) -> Batches:
             header = file.headers[names[info.name]]
             info.check(header.dtype.newbyteorder("="), header.shape, fspath(file.path))
 
-    def read() -> Iterator[Batch]:
-        for file in files:
-            found, names = file.read(), _names_in(file, inputs)
-            yield {info.name: found[names[info.name]] for info in inputs}
+    def read(numbers: Sequence[int] | None) -> Iterator[Batch]:
+        for file in files if numbers is None else (files[number] for number in numbers):
+            arrays, names = file.read(), _names_in(file, inputs)
+            yield {info.name: arrays[names[info.name]] for info in inputs}
 
-    return Batches(_Repeated(read), inputs, count=len(files), name=fspath(folder))
+    return Batches(_FileBatches(read), inputs, count=len(files), name=fspath(folder))
 
 
 def _open_samples(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | None) -> Batches:
@@ -531,11 +633,11 @@ def _open_samples(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int 
         header = headers[info.name]
         info.check(header.dtype.newbyteorder("="), (size, *header.shape[1:]), where)
 
-    def read() -> Iterator[Batch]:
-        for part in file.slices(size):
+    def read(numbers: Sequence[int] | None) -> Iterator[Batch]:
+        for part in file.slices(size, numbers):
             yield {info.name: part[names[info.name]] for info in inputs}
 
-    return Batches(_Repeated(read), inputs, count=-(-length // size), name=where)
+    return Batches(_FileBatches(read), inputs, count=-(-length // size), name=where)
 
 
 def _batch_size(inputs: Sequence[InputInfo], wanted: int | None, length: int, where: str) -> int:

@@ -1,13 +1,12 @@
-"""Files: ONNX models read with suspicion and written atomically.
+"""ONNX model files: read as untrusted, written atomically.
 
-A file is hostile until it is checked: its outermost fields are followed before it is read, sizes are compared with the
-bytes that are there before anything is allocated, data outside the file must lie beside it, and nodes must form no
-circle.
+Before a file is parsed its outermost fields are followed; sizes are compared with the bytes that are there before
+anything is allocated; nodes must not form a cycle; ``onnx.checker`` has the last word. External data must be a plain
+file in the model's directory or below it, reached through no link and without a second name: otherwise a model could
+bring the contents of any file of the reader's into the next file that is written.
 
-Outside: data of tensors that lie in files beside the model.
-
-Such a file must be a plain one in the model's folder or below it, reached by no link and known by no other name:
-otherwise a model could bring the contents of any file of the reader's into the next file that is written.
+``load_model`` does all of that once and returns a ``LoadedModel``, which every function that takes a path or a
+ModelProto takes too. What a model computes is not looked at here; see ``graph``.
 """
 
 import hashlib
@@ -15,6 +14,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -26,152 +27,137 @@ from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper
 
 from detent import storage
 from detent.errors import FileFormatError, UnsupportedError
+from detent.onnx_model.batches import InputInfo, inputs_of
 from detent.onnx_model.graph import BITS, check_depth, sort_nodes
+from detent.onnx_model.provenance import digest_of
 
-__all__ = ["SAVE_LIMIT", "ModelSource", "Outside", "element_count", "load", "nbytes_of", "save", "tensors_of"]
+__all__ = [
+    "SAVE_LIMIT",
+    "ExternalData",
+    "LoadedModel",
+    "ModelSource",
+    "element_count",
+    "load",
+    "load_model",
+    "nbytes_of",
+    "save",
+    "tensors_of",
+]
 
-TIES = 4  # tensors may share bytes, but a small file must not fill the memory
-SHOWN = 200  # letters of a name in a message
-_KEYS = frozenset({"location", "offset", "length", "checksum"})
-
-
-class Outside:
-    """The folder of a model.
-
-    Args:
-        folder: where the model is, None for one in memory.
-
-    >>> tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
-    >>> _ = tensor.external_data.add(key="location", value="../w.data")
-    >>> Outside(Path()).fetch(tensor)
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: lies in '../w.data', expected a file beside the model
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self._claimed: dict[Path, int] = {}
-
-    def fetch(self, tensor: TensorProto) -> None:
-        """Bring the data of a tensor that lie outside into it.
-
-        Raises:
-            FileFormatError: they are not there, others than expected, or where they must not be.
-        """
-        if tensor.data_location != TensorProto.EXTERNAL:
-            return
-        if self.folder is None:
-            raise FileFormatError("lies outside of a model that is in memory: give the model's path")
-        if tensor.data_type not in BITS:
-            raise FileFormatError(f"lies outside and has data type {tensor.data_type}")
-        entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
-        expected = -(-element_count(tensor) * BITS[tensor.data_type] // 8)
-        offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
-        if length != expected:
-            raise FileFormatError(f"takes {expected} bytes, its entry says {length} at {offset}")
-        tensor.raw_data = self._read(self.folder, entries.get("location", ""), offset, length)
-        tensor.ClearField("external_data")
-        tensor.ClearField("data_location")
-
-    def _read(self, folder: Path, location: str, offset: int, length: int) -> bytes:
-        shown = repr(location[:SHOWN])
-        try:
-            path = _inside(folder, location)
-            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-            try:
-                self._check_file(path, shown, os.fstat(handle), offset + length, length)
-                with os.fdopen(handle, "rb", closefd=False) as file:
-                    file.seek(offset)
-                    return file.read(length)
-            finally:
-                os.close(handle)
-        except OSError as error:
-            raise FileFormatError(f"lies in {shown}, which cannot be read: {error.strerror}") from error
-
-    def _check_file(self, path: Path, shown: str, about: os.stat_result, end: int, length: int) -> None:
-        if not stat.S_ISREG(about.st_mode):
-            raise FileFormatError(f"lies in {shown}, which is no plain file")
-        if about.st_nlink != 1:
-            raise FileFormatError(f"lies in {shown}, which has other names, too (hard links): copy it")
-        if end > about.st_size:
-            raise FileFormatError(f"ends at byte {end} of {shown}, which has {about.st_size}")
-        self._claimed[path] = self._claimed.get(path, 0) + length
-        if self._claimed[path] > TIES * about.st_size:
-            raise FileFormatError(f"takes, with others, more than {TIES} times the bytes of {shown}")
-
-
-def element_count(tensor: TensorProto) -> int:
-    """How many elements a tensor's shape announces.
-
-    >>> element_count(TensorProto(dims=[2, 3]))
-    6
-    """
-    if any(size < 0 for size in tensor.dims):
-        raise FileFormatError(f"has the shape {list(tensor.dims)}")
-    return prod(tensor.dims)
-
-
-def _number(entries: dict[str, str], key: str, default: int) -> int:
-    text = entries.get(key, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise FileFormatError(f"has the {key} {text[:SHOWN]!r}, expected a number of bytes")
-    return int(text)
-
-
-def _inside(folder: Path, location: str) -> Path:
-    """A path in that folder, or below it, without links."""
-    parts = PurePosixPath(location).parts
-    strange = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
-    if not parts or strange or ".." in parts:
-        raise FileFormatError(f"lies in {location[:SHOWN]!r}, expected a file beside the model")
-    path = folder
-    for part in parts:
-        path = path / part
-        if path.is_symlink():
-            raise FileFormatError(f"lies in {location[:SHOWN]!r}, where {part!r} is a symbolic link")
-    return path
-
-
-ModelSource = ModelProto | str | PathLike[str]
-FILE_LIMIT = (1 << 31) - 1  # what a protocol buffer can hold
+FILE_LIMIT = (1 << 31) - 1  # bytes of a protocol buffer
 SAVE_LIMIT = FILE_LIMIT - (64 << 20)
-SMALLEST_OUTSIDE = 1024  # bytes of a tensor that is worth a place in the data file
+MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
+MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
 NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 takes
 MAIN = ("", "ai.onnx")
 FIELDS_LIMIT = 100_000
 GRAPH_FIELD = 7
 VARINT_LIMIT = 10
+MAX_CHARS_SHOWN = 200  # of a name in a message
+_KEYS = frozenset({"location", "offset", "length", "checksum"})
 _FIXED = {1: 8, 5: 4}  # bytes of a field by its wire type
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
-def load(source: ModelSource) -> ModelProto:
-    """A checked model, its external data included; a ModelProto is copied.
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model that was read and checked once; pass it on wherever a path or a ModelProto is accepted.
+
+    Attributes:
+        proto: the model, its external data included. It is shared: change a copy, as ``load`` makes it.
+        path: the file it came from, None for a model from memory.
+        nbytes: its size, external data included.
+
+    >>> from onnx import parser
+    >>> model = load_model(parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 3] x) => (float[N, 3] y) { y = Relu(x) }'))
+    >>> model.inputs, model.outputs, load_model(model) is model
+    ((InputInfo(name='x', dtype=dtype('float32'), shape=(None, 3)),), ('y',), True)
+    """
+
+    proto: ModelProto
+    path: Path | None
+    nbytes: int
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of what the model computes; see ``provenance.digest_of``."""
+        return digest_of(self.proto)
+
+    @cached_property
+    def inputs(self) -> tuple[InputInfo, ...]:
+        """Inputs that a caller has to give.
+
+        Raises:
+            UnsupportedError: an input that is not a tensor.
+        """
+        return tuple(inputs_of(self.proto))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+        return tuple(value.name for value in self.proto.graph.output)
+
+
+ModelSource = LoadedModel | ModelProto | str | PathLike[str]
+
+
+def load_model(source: ModelSource) -> LoadedModel:
+    """Read and check a model; a ``LoadedModel`` is returned as it is, a ModelProto is copied.
 
     Args:
         source: a path, or a model in memory.
 
     Raises:
-        FileFormatError: not an ONNX model, damaged, cyclic, or with data that lie where they must not.
+        FileFormatError: not an ONNX model, damaged, cyclic, or with external data where they must not be.
         UnsupportedError: a newer version than ONNX Runtime reads.
 
-    >>> from onnx import parser
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> load(made).graph.node[0].op_type
-    'Relu'
+    >>> load_model("nothing.onnx")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: nothing.onnx: there is no such file
     """
+    if isinstance(source, LoadedModel):
+        return source
     if isinstance(source, ModelProto):
         check_depth(source.graph)  # before protocol buffers refuse it in words of their own
-        model = ModelProto()
-        model.CopyFrom(source)
+        model, path = _copy(source), None
         _check(model, None, "the model")
-        return model
-    path = Path(source)
+    else:
+        path = Path(source)
+        model = _parse(path)
+        _check(model, path.parent, os.fspath(path))
+    return LoadedModel(model, path, nbytes_of(model))
+
+
+def load(source: ModelSource) -> ModelProto:
+    """Load a checked model, its external data included, that the caller may change.
+
+    Args:
+        source: a path, or a model in memory, which is copied.
+
+    Raises:
+        FileFormatError, UnsupportedError: see ``load_model``.
+
+    >>> from onnx import parser
+    >>> model = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
+    >>> load(model).graph.node[0].op_type
+    'Relu'
+    """
+    return _copy(source.proto) if isinstance(source, LoadedModel) else load_model(source).proto
+
+
+def _copy(model: ModelProto) -> ModelProto:
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def _parse(path: Path) -> ModelProto:
     name = os.fspath(path)
     if not path.is_file():
-        raise FileFormatError(f"{name}: there is no such file" if not path.exists() else f"{name} is no file")
+        raise FileFormatError(f"{name}: there is no such file" if not path.exists() else f"{name} is not a file")
     model = ModelProto()
     try:
         with path.open("rb") as file:
@@ -180,10 +166,9 @@ def load(source: ModelSource) -> ModelProto:
             file.seek(0)
             model.ParseFromString(file.read(size))
     except (DecodeError, ValueError, RecursionError) as error:  # FileFormatError is a ValueError
-        raise FileFormatError(f"{name} is no ONNX model, or truncated: {error}") from error
+        raise FileFormatError(f"{name} is not an ONNX model, or truncated: {error}") from error
     except OSError as error:
         raise FileFormatError(f"{name} cannot be read: {error.strerror}") from error
-    _check(model, path.parent, name)
     return model
 
 
@@ -199,7 +184,7 @@ def _check_frame(file: IO[bytes], size: int) -> None:
         number, wire = tag >> 3, tag & 7
         value, more = (0, 0) if wire in _FIXED else _varint(start[used:])
         if not number or wire not in {0, 2, *_FIXED}:
-            raise FileFormatError(f"byte {at} begins no field of a protocol buffer")
+            raise FileFormatError(f"invalid protobuf field at byte {at}")
         has_graph |= number == GRAPH_FIELD
         count += 1
         at += used + more + _FIXED.get(wire, value if wire else 0)
@@ -210,22 +195,22 @@ def _check_frame(file: IO[bytes], size: int) -> None:
 
 
 def _varint(data: bytes) -> tuple[int, int]:
-    """A number of seven bits per byte, and the bytes it takes."""
+    """Read a varint: its value, and the bytes it takes."""
     value = 0
     for i, byte in enumerate(data[:VARINT_LIMIT]):
         value |= (byte & 127) << 7 * i
         if byte < 128:  # the last one
             return value, i + 1
-    raise FileFormatError("a number does not end")
+    raise FileFormatError("truncated varint")
 
 
 def _check(model: ModelProto, folder: Path | None, name: str) -> None:
-    outside = Outside(folder)
+    external = ExternalData(folder)
     try:
         _check_versions(model)
         for tensor in tensors_of(model):
             try:
-                outside.fetch(tensor)
+                external.fetch(tensor)
                 _check_tensor(tensor)
             except FileFormatError as error:
                 raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
@@ -240,22 +225,22 @@ def _check(model: ModelProto, folder: Path | None, name: str) -> None:
 
 def _check_versions(model: ModelProto) -> None:
     if not model.HasField("graph") or not model.opset_import:
-        raise FileFormatError("it is no ONNX model: it has no graph, or names no operator set")
+        raise FileFormatError("not an ONNX model: no graph, or no opset")
     if model.ir_version > NEWEST_IR:
         raise UnsupportedError(f"it has IR version {model.ir_version}, ONNX Runtime reads at most {NEWEST_IR}")
     versions: dict[str, int] = {}
     for entry in model.opset_import:
         domain = "" if entry.domain in MAIN else entry.domain
         if versions.setdefault(domain, entry.version) != entry.version:
-            raise FileFormatError(f"it names two versions of the operator set {entry.domain!r}")
+            raise FileFormatError(f"it has two versions of the opset {entry.domain!r}")
     if versions.get("", 1) < 1:
-        raise FileFormatError(f"it names version {versions['']} of the operator set of ONNX")
+        raise FileFormatError(f"it has opset {versions['']}, expected at least 1")
     if versions.get("", 1) > NEWEST_OPSET:
         raise UnsupportedError(f"it has opset {versions['']}, ONNX Runtime reads at most {NEWEST_OPSET}")
 
 
 def _check_by_onnx(model: ModelProto) -> None:
-    """ONNX's own checks; shapes of inputs and outputs may be missing, as runtimes allow it."""
+    """Run onnx.checker; shapes of inputs and outputs may be missing, as runtimes allow it."""
     tensors = [value.type.tensor_type for value in (*model.graph.input, *model.graph.output) if value.HasField("type")]
     bare = [kind for kind in tensors if kind.elem_type and not kind.HasField("shape")]
     for kind in bare:
@@ -268,12 +253,12 @@ def _check_by_onnx(model: ModelProto) -> None:
 
 
 def _is_small(model: ModelProto) -> bool:
-    """Whether the model fits into one protocol buffer, now that its data are here."""
+    """Whether the model fits into one protocol buffer, external data included."""
     return nbytes_of(model) < SAVE_LIMIT
 
 
 def nbytes_of(model: ModelProto) -> int:
-    """The bytes of a model; of one that is larger than a protocol buffer, of its tensors.
+    """Size of a model in bytes; of one that is larger than a protocol buffer, the size of its tensors.
 
     >>> nbytes_of(ModelProto(ir_version=8))
     2
@@ -285,7 +270,7 @@ def nbytes_of(model: ModelProto) -> int:
 
 
 def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor of a model: initializers and constants, those of inner graphs and functions included.
+    """Iterate over all tensors: initializers and constants, those of subgraphs and functions included.
 
     >>> list(tensors_of(ModelProto()))
     []
@@ -321,9 +306,9 @@ def _check_tensor(tensor: TensorProto) -> None:
         raise FileFormatError(f"has the unknown data type {tensor.data_type}")
     count, bits = element_count(tensor), BITS.get(tensor.data_type, 8)
     if tensor.HasField("raw_data"):
-        expected, found = -(-count * bits // 8), len(tensor.raw_data)
-        if expected != found:
-            raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} bytes, the file holds {found}")
+        expected, size = -(-count * bits // 8), len(tensor.raw_data)
+        if expected != size:
+            raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} bytes, the file holds {size}")
         return
     held = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
     # Fields of numbers hold one per element, two of complex ones, and for less than 8 bits one per byte.
@@ -332,25 +317,123 @@ def _check_tensor(tensor: TensorProto) -> None:
         raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} numbers, the file holds {held}")
 
 
+class ExternalData:
+    """Tensor data in files beside the model.
+
+    Args:
+        folder: the directory of the model, None for a model in memory.
+
+    >>> tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
+    >>> _ = tensor.external_data.add(key="location", value="../w.data")
+    >>> ExternalData(Path()).fetch(tensor)
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: lies in '../w.data', expected a file beside the model
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._claimed: dict[Path, int] = {}
+
+    def fetch(self, tensor: TensorProto) -> None:
+        """Read the external data of a tensor into it.
+
+        Raises:
+            FileFormatError: the data are missing, of an unexpected size, or not beside the model.
+        """
+        if tensor.data_location != TensorProto.EXTERNAL:
+            return
+        if self.folder is None:
+            raise FileFormatError("lies outside of a model that is in memory: give the model's path")
+        if tensor.data_type not in BITS:
+            raise FileFormatError(f"lies outside and has data type {tensor.data_type}")
+        entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
+        expected = -(-element_count(tensor) * BITS[tensor.data_type] // 8)
+        offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
+        if length != expected:
+            raise FileFormatError(f"takes {expected} bytes, its entry says {length} at {offset}")
+        tensor.raw_data = self._read(self.folder, entries.get("location", ""), offset, length)
+        tensor.ClearField("external_data")
+        tensor.ClearField("data_location")
+
+    def _read(self, folder: Path, location: str, offset: int, length: int) -> bytes:
+        shown = repr(location[:MAX_CHARS_SHOWN])
+        try:
+            path = _inside(folder, location)
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+            try:
+                self._check_file(path, shown, os.fstat(handle), offset + length, length)
+                with os.fdopen(handle, "rb", closefd=False) as file:
+                    file.seek(offset)
+                    return file.read(length)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise FileFormatError(f"lies in {shown}, which cannot be read: {error.strerror}") from error
+
+    def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise FileFormatError(f"lies in {shown}, which is not a plain file")
+        if status.st_nlink != 1:
+            raise FileFormatError(f"lies in {shown}, which has other names, too (hard links): copy it")
+        if end > status.st_size:
+            raise FileFormatError(f"ends at byte {end} of {shown}, which has {status.st_size}")
+        self._claimed[path] = self._claimed.get(path, 0) + length
+        if self._claimed[path] > MAX_SHARING * status.st_size:
+            raise FileFormatError(f"takes, with others, more than {MAX_SHARING} times the bytes of {shown}")
+
+
+def element_count(tensor: TensorProto) -> int:
+    """Number of elements by the shape of a tensor.
+
+    >>> element_count(TensorProto(dims=[2, 3]))
+    6
+    """
+    if any(size < 0 for size in tensor.dims):
+        raise FileFormatError(f"has the shape {list(tensor.dims)}")
+    return prod(tensor.dims)
+
+
+def _number(entries: dict[str, str], key: str, default: int) -> int:
+    text = entries.get(key, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise FileFormatError(f"has the {key} {text[:MAX_CHARS_SHOWN]!r}, expected a number of bytes")
+    return int(text)
+
+
+def _inside(folder: Path, location: str) -> Path:
+    """A path in that directory or below it, reached through no link."""
+    parts = PurePosixPath(location).parts
+    is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
+    if not parts or is_unsafe or ".." in parts:
+        raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, expected a file beside the model")
+    path = folder
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link")
+    return path
+
+
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
     """Write a model atomically: readers see the old file or the new one. Returns the bytes written.
 
     Args:
-        model: what to write.
-        path: where.
-        limit: bytes above which large tensors go into a file of their own, ``<name>.<hash>.data``, beside it.
+        model: the model.
+        path: the file to write.
+        limit: bytes above which large tensors go into a file of their own beside it, ``<name>.<hash>.data``.
 
     >>> import tempfile, pathlib
     >>> from onnx import parser
-    >>> made = parser.parse_model(
+    >>> model = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     written = save(made, pathlib.Path(folder, "a.onnx"))
+    ...     written = save(model, pathlib.Path(folder, "a.onnx"))
     ...     load(pathlib.Path(folder, "a.onnx")).graph.name
     'g'
     """
     target = Path(path)
-    large = [tensor for tensor in tensors_of(model) if len(tensor.raw_data) >= SMALLEST_OUTSIDE]
+    large = [tensor for tensor in tensors_of(model) if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES]
     total = sum(len(tensor.raw_data) for tensor in large)
     if total + _rest(model, large) <= limit:
         whole = model.SerializeToString(deterministic=True)
@@ -361,28 +444,28 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     for chunk in chunks:
         digest.update(chunk)
     # Its name tells its content, so that an older model beside it keeps the data that it was written with.
-    outside = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
-    was_there = outside.exists()
-    storage.write_atomic(outside, chunks)
+    external = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
+    was_there = external.exists()
+    storage.write_atomic(external, chunks)
     try:
-        lean = _lean(model, outside.name)
+        lean = _lean(model, external.name)
         storage.write_atomic(target, lean)
     except BaseException:
         with suppress(OSError):
             if not was_there:
-                outside.unlink()
+                external.unlink()
         raise
     return len(lean) + total
 
 
 def _lean(model: ModelProto, location: str) -> bytes:
-    """A model whose large tensors lie in a file of that name."""
+    """Serialize the model with its large tensors in the external file of that name."""
     lean = ModelProto()
     lean.CopyFrom(model)
     offset = 0
     for tensor in tensors_of(lean):
         length = len(tensor.raw_data)
-        if length < SMALLEST_OUTSIDE:
+        if length < MIN_EXTERNAL_BYTES:
             continue
         tensor.ClearField("raw_data")
         tensor.data_location = TensorProto.EXTERNAL
@@ -393,5 +476,5 @@ def _lean(model: ModelProto, location: str) -> bytes:
 
 
 def _rest(model: ModelProto, large: list[TensorProto]) -> int:
-    """The bytes of all that is not in these tensors; what is too large to be counted is none of it."""
+    """Size of everything outside these tensors; 0 where the model is too large to be counted."""
     return max(0, nbytes_of(model) - sum(len(tensor.raw_data) for tensor in large))

@@ -9,7 +9,7 @@ computes in float without a word. The weights tell which layer an operator of th
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike, fspath
+from os import fspath
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.files import SAVE_LIMIT, save
+from detent.onnx_model.files import SAVE_LIMIT, LoadedModel, ModelSource, save
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.provenance import Provenance
 
@@ -38,7 +38,7 @@ _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no paren
 
 
 def make_session(
-    model: ModelProto | str | PathLike[str],
+    model: ModelSource,
     *,
     optimise: bool = True,
     threads: int = 0,
@@ -73,6 +73,8 @@ def make_session(
     if write_to is not None:
         options.graph_optimization_level = level.ORT_ENABLE_ALL
         options.optimized_model_filepath = write_to
+    if isinstance(model, LoadedModel):
+        model = model.proto  # its file may have been replaced since
     try:
         if not isinstance(model, ModelProto):
             return _start(fspath(model), options)
@@ -107,7 +109,7 @@ def refusals() -> Iterator[None]:
         raise UnsupportedError(f"ONNX Runtime does not run the model: {error}") from error
 
 
-def optimised(model: ModelProto | str | PathLike[str], config: Mapping[str, str] | None = None) -> ModelProto:
+def optimised(model: ModelSource, config: Mapping[str, str] | None = None) -> ModelProto:
     """The graph that ONNX Runtime makes of a model on this machine, as it runs it.
 
     >>> from onnx import parser

@@ -17,7 +17,7 @@ from detent.kernels import native
 from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model import Graph, load
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
-from detent.onnx_model.files import ModelSource, nbytes_of
+from detent.onnx_model.files import ModelSource, load_model, nbytes_of
 from detent.onnx_model.sessions import INTEGER
 from detent.recipe import Recipe
 from detent.report.document import (
@@ -84,7 +84,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     'int8/tensor'
     """
     artifact = Artifact(source)
-    size = nbytes_of(artifact.model) if isinstance(source, ModelProto) else file_nbytes(source)
+    size = file_nbytes(source) if isinstance(source, str | PathLike) else nbytes_of(artifact.model)
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
         batches = open_batches(data, inputs_of(artifact.model))
@@ -142,7 +142,7 @@ def _nbytes_before(given: Given) -> int | None:
         return given.result.nbytes_before
     if given.source is None:
         return None
-    return nbytes_of(given.source) if isinstance(given.source, ModelProto) else file_nbytes(given.source)
+    return file_nbytes(given.source) if isinstance(given.source, str | PathLike) else load_model(given.source).nbytes
 
 
 class _Weights:

@@ -20,7 +20,7 @@ from detent.onnx.calibration import Calibration, activation_params, calibrate
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
 from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import insert
-from detent.onnx_model.batches import Batches, BatchSource, InputInfo, inputs_of, open_batches
+from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
@@ -35,7 +35,7 @@ from detent.sensitivity.bench import Meter, Unit, stored_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage, exact
 from detent.spec import QuantSpec
 
-__all__ = ["EXACT", "OnnxBench", "first_samples", "run_recipe"]
+__all__ = ["EXACT", "OnnxBench", "run_recipe"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -46,34 +46,6 @@ PATIENT = {"session.intra_op.allow_spinning": "0"}
 EXCLUDED = ("excluded", "no rule matches")
 PRODUCTS = ("MatMul", "Gemm")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
-
-
-def first_samples(batches: Batches, wanted: int) -> tuple[list[Feed], int]:
-    """The first samples of the data, which are counted along the first axis of the inputs, and how many they are.
-
-    The last batch is cut where all inputs have as many samples and the model takes any number, and kept whole
-    elsewhere.
-
-    >>> x = InputInfo("x", np.dtype("float32"), (None, 2))
-    >>> feeds, count = first_samples(open_batches([np.ones((4, 2), np.float32)] * 3, [x]), 6)
-    >>> [feed["x"].shape for feed in feeds], count
-    ([(4, 2), (2, 2)], 6)
-    """
-    feeds, count = list[Feed](), 0
-    for feed in batches:
-        size = next((array.shape[0] for array in feed.values() if array.ndim), 1)
-        is_cut = count + size > wanted and _can_cut(feed, batches.inputs)
-        feeds.append({name: array[: wanted - count] for name, array in feed.items()} if is_cut else feed)
-        count += wanted - count if is_cut else size
-        if count >= wanted:
-            break
-    return feeds, count
-
-
-def _can_cut(feed: Feed, inputs: Sequence[InputInfo]) -> bool:
-    if len({array.shape[:1] for array in feed.values()}) != 1:
-        return False
-    return all(info.shape is None or (bool(info.shape) and info.shape[0] is None) for info in inputs)
 
 
 class OnnxBench:
@@ -113,7 +85,7 @@ class OnnxBench:
     ) -> None:
         original = load(source)
         batches = open_batches(data, inputs_of(original))
-        self._feeds, self.samples = first_samples(batches, samples)
+        self._feeds, self.samples = batches.first_samples(samples)
         prepared = prepare(original, low_bits=True, feed=self._feeds[0])
         del original
         skipped = (skip,) if isinstance(skip, str) else tuple(skip)
@@ -288,7 +260,7 @@ def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: 
     True
     """
     original = load(source)
-    feeds, _ = first_samples(open_batches(data, inputs_of(original)), samples)
+    feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
     seen = _calibrated(made, feeds)
     names = _float_outputs(made)

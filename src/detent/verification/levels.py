@@ -27,7 +27,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from detent.errors import UnsupportedError
 from detent.onnx_model import Graph, load, make_session, optimised
 from detent.onnx_model.batches import inputs_of, open_batches
-from detent.onnx_model.files import ModelSource
+from detent.onnx_model.files import LoadedModel, ModelSource
 from detent.onnx_model.graph import attribute_of
 from detent.onnx_model.sessions import refusals
 from detent.tensor import QuantizedTensor
@@ -124,7 +124,7 @@ def _as_source(source: object, artifact: Artifact) -> Source:
         from detent.verification.torch_source import TorchSource  # noqa: PLC0415 - it loads PyTorch
 
         return TorchSource(source, artifact)
-    if not isinstance(source, ModelProto | str | PathLike):
+    if not isinstance(source, LoadedModel | ModelProto | str | PathLike):
         raise UnsupportedError(
             f"source is a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
         )

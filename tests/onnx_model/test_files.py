@@ -1,0 +1,71 @@
+"""Loaded models: read and checked once, accepted wherever a path is, never changed by whoever gets one."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+import detent as dt
+import detent.onnx as qo
+from detent.onnx_model import files
+from detent.onnx_model.files import load, load_model, save
+from detent.onnx_model.sessions import make_session
+
+MODEL = parser.parse_model(
+    """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {3.0, 1.5}> { [fc] y = MatMul(x, w) }"""
+)
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(MODEL, tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_a_file_is_loaded_with_what_is_known_of_it(path):
+    model = load_model(path)
+    assert (model.path, model.nbytes) == (path, path.stat().st_size)
+    assert [info.name for info in model.inputs] == ["x"]
+    assert model.outputs == ("y",)
+    assert model.digest == load_model(MODEL).digest
+    assert load_model(MODEL).path is None
+
+
+def test_a_loaded_model_is_not_checked_again(path, monkeypatch):
+    model = load_model(path)
+    monkeypatch.setattr(files, "_check", None)
+    assert load_model(model) is model
+    assert load(model) == model.proto
+    assert make_session(model).run(None, {"x": np.ones((1, 2), np.float32)})[0] == 4.5
+
+
+def test_what_load_returns_may_be_changed(path):
+    model = load_model(path)
+    load(model).graph.node[0].op_type = "Neg"
+    assert model.proto.graph.node[0].op_type == "MatMul"
+    given = onnx.ModelProto()
+    given.CopyFrom(MODEL)
+    kept = load_model(given)
+    given.graph.node[0].op_type = "Neg"
+    assert kept.proto.graph.node[0].op_type == "MatMul"
+
+
+def test_a_session_runs_what_was_loaded_although_the_file_is_gone(path):
+    model = load_model(path)
+    path.unlink()
+    assert make_session(model).run(None, {"x": np.ones((1, 2), np.float32)})[0] == 4.5
+
+
+def test_functions_take_loaded_models(path, tmp_path):
+    model, batch = load_model(path), [np.float32([[1.0, 2.0]])]
+    result = qo.quantize(model, tmp_path / "small.onnx", batch)
+    assert (tmp_path / "small.onnx").read_bytes() == _quantized(path, tmp_path, batch)
+    assert result.nbytes_before == model.nbytes
+    assert dt.verify(model, load_model(tmp_path / "small.onnx"), batch).ok
+    assert qo.load_quantized(load_model(tmp_path / "small.onnx")).weights
+
+
+def _quantized(path, folder, batch):
+    qo.quantize(path, folder / "again.onnx", batch)
+    return (folder / "again.onnx").read_bytes()
