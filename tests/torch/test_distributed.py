@@ -188,7 +188,9 @@ def half_precision():
         quantizer.scale_shift.fill_(2.0**-10)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     seen = []
-    model[0].register_forward_pre_hook(lambda *_: seen.append((quantizer.scale_shift.dtype, quantizer._learned()[0])))
+    model[0].register_forward_pre_hook(
+        lambda *_: seen.append((quantizer.scale_shift.dtype, quantizer.learned_values()[0]))
+    )
     model(part(batches((8,))[0])).sum().backward()
     return seen[0][0], seen[0][1].detach(), quantizer.initial_scale
 
@@ -502,7 +504,7 @@ def test_forward_uses_the_state_of_the_last_sync():
 def test_pending_ranges_are_the_same_traced():
     x = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     eager, traced = synced([x]), synced([])
-    traced.choose_traced(x)
+    traced.traced_values_for(x)
     assert torch.equal(eager.pending, traced.pending)
 
 

@@ -693,8 +693,8 @@ def test_fast_paths_of_transformers_do_not_bypass_quantizers(kind: str, mask: bo
     seen = set()
     for name, quantizer in quantizers_of(model).items():
         if name.endswith("input_quantizer"):
-            real = quantizer.choose
-            quantizer.choose = lambda x, real=real, name=name: (seen.add(name), real(x))[1]
+            real = quantizer.values_for
+            quantizer.values_for = lambda x, real=real, name=name: (seen.add(name), real(x))[1]
     with torch.no_grad():
         got = model(x, **options)
     keep = ~options["src_key_padding_mask"] if mask else torch.ones(2, 5, dtype=torch.bool)

@@ -435,6 +435,32 @@ def test_func_transforms_of_the_module(mode: str) -> None:
     assert_same(gradient, torch.ones_like(x))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("switch", ["training", "sync", "observing=False", "evaluation"])
+@pytest.mark.parametrize("mode", ["ema", dt.EMA(0.0), "learned", "per_batch", "fixed"], ids=str)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_values_and_state_are_the_same_traced(name: str, mode: dt.ScaleMode | str, switch: str, dtype: str) -> None:
+    """``traced_values_for`` chooses what ``values_for`` chooses, and leaves the state that it leaves."""
+    data = batches(dtype)
+    native, traced = (qt.FakeQuantize(SPECS[name], mode, shape=SHAPE) for _ in range(2))
+    for each in (native, traced):
+        each.set_params(dt.QuantParams.from_data(SPECS[name], data[0]))
+        each.train(switch != "evaluation")
+        each.sync, each.observing = switch == "sync", switch != "observing=False"
+    for x in data[1:]:
+        values = native.values_for(tensor(x))
+        scale, zero_point = traced.traced_values_for(tensor(x))
+        assert_same(scale.detach().reshape(values.params.scale.shape), values.params.scale)
+        expected = values.params.zero_point if values.zero_point is None else array(values.zero_point)
+        assert_same(zero_point.detach().reshape(expected.shape), expected)
+    if isinstance(native.mode, dt.PerBatch) and switch == "evaluation":
+        return  # only the native one keeps the parameters of the last batch as its state
+    for key, state in native.state_dict().items():
+        assert bits(traced.state_dict()[key]) == bits(state), key
+    if isinstance(native.mode, dt.EMA):
+        assert bits(traced.pending) == bits(native.pending)
+
+
 @pytest.mark.parametrize("mode", ["ema", "learned", "per_batch", "fixed"])
 def test_compiled_steps_are_the_eager_ones(mode: str) -> None:
     torch._dynamo.reset()

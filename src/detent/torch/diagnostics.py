@@ -63,7 +63,6 @@ __all__ = [
     "Watcher",
     "health",
     "measure",
-    "params_of",
     "sample",
     "watch",
 ]
@@ -184,20 +183,6 @@ def _each(spec: QuantSpec) -> QuantSpec:
     return spec.replace(granularity=PerAxis(0), scale_format="float")
 
 
-def params_of(quantizer: FakeQuantize, x: Tensor) -> QuantParams:
-    """The parameters with which a quantizer meets x; its state stays as it is.
-
-    Raises:
-        NotCalibratedError: it has none.
-
-    >>> params_of(FakeQuantize("int8", "per_batch"), torch.tensor([-254.0, 1.0])).scale
-    array(2., dtype=float32)
-    """
-    if isinstance(quantizer.mode, PerBatch):
-        return QuantParams.from_data(quantizer.spec, to_array(on_cpu(x)))
-    return quantizer.params
-
-
 class Oscillation:
     """How often the codes of a weight turn back, as an average over steps.
 
@@ -272,7 +257,7 @@ class Watcher:
         self._calls += 1
         if self.oscillation is None and (self._calls - 1) % self._every:
             return
-        params = params_of(quantizer, x) if params is None else params
+        params = quantizer.params_for(x) if params is None else params
         self.first = params.scale if self.first is None else self.first
         data, own = sample(x, params)
         if self.oscillation is None:
@@ -499,7 +484,7 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
 
     def look(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
         if quantizer not in weights:
-            found = params_of(quantizer, x) if params is None else params
+            found = quantizer.params_for(x) if params is None else params
             parts.setdefault(quantizer, []).append(measure(to_array(on_cpu(x)), found, quantizer.ste))
 
     count = 0
@@ -527,7 +512,7 @@ def _examine(
         return replace(row, note="not finite", warnings=(lost,))
     watcher = quantizer.watcher if isinstance(quantizer.watcher, Watcher) else None
     params = (
-        None if dynamic and weight is None else quantizer.params if weight is None else params_of(quantizer, weight)
+        None if dynamic and weight is None else quantizer.params if weight is None else quantizer.params_for(weight)
     )
     found, source = _measured(quantizer, weight, params, seen, watcher)
     row = replace(

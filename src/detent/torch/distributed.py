@@ -31,7 +31,7 @@ from detent.errors import StateError
 from detent.observers import Observer
 from detent.scale_mode import EMA
 from detent.ste import Custom
-from detent.torch.arrays import on_cpu, process_count, to_array, to_tensor
+from detent.torch.arrays import process_count, to_tensor
 from detent.torch.model_plan import ModelPlan
 from detent.torch.preparation import plan_of, quantizers_of
 from detent.torch.quantized_layer import QuantizedProduct
@@ -147,7 +147,7 @@ def sync(model: nn.Module) -> None:
         ends.reshape(each.shape) for each, ends in zip(parts, flat.split([each.numel() for each in parts]), strict=True)
     ]
     for quantizer, ends in zip(waiting, found, strict=False):
-        _apply_merged_ranges(quantizer, ends)
+        quantizer.apply_pending(ends)
     for statistic, first in zip(norms, found[len(waiting) :], strict=True):
         statistic.copy_(first)
 
@@ -163,16 +163,6 @@ def _folded_statistics(model: nn.Module) -> list[Tensor]:
 def _from_first(statistic: Tensor) -> Tensor:
     """What MAX over all processes makes the values of rank 0."""
     return statistic if dist.get_rank() == 0 else torch.full_like(statistic, -torch.inf)
-
-
-def _apply_merged_ranges(quantizer: FakeQuantize, ends: Tensor) -> None:
-    """Move the average by the merged (-lo, hi), and wait for the next ones."""
-    low, hi = to_array(on_cpu(ends.float())) + np.float32(0.0)  # no -0.0: which zero MAX keeps is the backend's choice
-    lo = np.float32(0.0) - low
-    if (lo <= hi).any():
-        quantizer.merge_range(np.asarray(lo), np.asarray(hi))
-    quantizer.pending.fill_(-torch.inf)
-    quantizer.since_sync = 0
 
 
 def _refuse_alone(averaged: list[FakeQuantize]) -> None:

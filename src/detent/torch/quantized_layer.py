@@ -267,15 +267,15 @@ class QuantizedProduct(QuantizedLayer):
         """The quantized weight; what is kept of it is used where nothing has changed."""
         if quantizer is None:
             return Weight(FLOAT, None, weight.detach(), keep=True)
-        if quantizer.follows_channels:
+        if quantizer.absorbs_gain:
             fold = None
         step = quantizer.next_step()
 
         def make(keep: bool) -> Weight:
             factor = None if fold is None else fold.factor(weight)
             source = weight.detach() if factor is None else weight.detach() * factor
-            values, quantized, passes = quantizer.choose_and_quantize(source, step, None if keep else "weight")
-            how = Operand(values, Identity() if passes else quantizer.ste, step)
+            quantized, values, ste = quantizer.quantize(source, step, None if keep else "weight")
+            how = Operand(values, ste, step)
             return Weight(how, factor, quantized if factor is None else quantized.div_(factor))
 
         # Sharded models are refilled unseen and not to be kept whole; tensors of inference have no version; and
@@ -286,7 +286,7 @@ class QuantizedProduct(QuantizedLayer):
         if not (quantizer.is_learned and known.keep):
             return known
         # What is kept has the scale of another forward's graph.
-        return known._replace(how=Operand(quantizer.choose(weight), quantizer.ste, step))
+        return known._replace(how=Operand(quantizer.values_for(weight), quantizer.ste, step))
 
     def _find(
         self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], Weight]
@@ -313,12 +313,12 @@ class QuantizedProduct(QuantizedLayer):
     def source(self, name: str) -> Tensor:
         """The weight, with a batch normalisation's factor in it unless that is the scale's business."""
         weight, fold = super().source(name), self.fold
-        return weight if fold is None or self.own_quantizer(name).follows_channels else fold.shipped(weight)
+        return weight if fold is None or self.own_quantizer(name).absorbs_gain else fold.shipped(weight)
 
     def shipped(self, name: str) -> QuantizedTensor:
         """The weight as it is shipped, with a batch normalisation's factor in it."""
         own, quantizer, fold = super().shipped(name), self.own_quantizer(name), self.fold
-        if fold is None or not quantizer.follows_channels:
+        if fold is None or not quantizer.absorbs_gain:
             return own
         gain = to_array(on_cpu(fold.gain())).astype(own.params.scale.dtype)
         scale = np.where(gain == 0, own.params.scale, own.params.scale * np.abs(gain))
@@ -332,10 +332,10 @@ class QuantizedProduct(QuantizedLayer):
         weight, fold = self.weight, self.fold
         if quantizer is None:
             return weight if fold is None or not fold.is_fused else fold.shipped(weight)
-        if fold is None or (quantizer.follows_channels and not fold.is_fused):
+        if fold is None or (quantizer.absorbs_gain and not fold.is_fused):
             quantized: Tensor = quantizer(weight)
             return quantized
-        if quantizer.follows_channels:
+        if quantizer.absorbs_gain:
             return fold.shipped(quantizer(weight))
         if fold.is_fused:
             shipped: Tensor = quantizer(fold.shipped(weight))
@@ -351,12 +351,12 @@ class QuantizedProduct(QuantizedLayer):
 def _operand(quantizer: FakeQuantize | None, x: Tensor) -> Operand:
     if quantizer is None or not x.numel():
         return FLOAT
-    return Operand(quantizer.choose(x), quantizer.ste, quantizer.next_step())
+    return Operand(quantizer.values_for(x), quantizer.ste, quantizer.next_step())
 
 
 def _codes(quantizer: FakeQuantize, weight: Tensor) -> QuantizedTensor:
     source = on_cpu(weight)
-    return quantize(to_array(source), quantizer.choose(source).params)
+    return quantize(to_array(source), quantizer.values_for(source).params)
 
 
 _CLASSES: dict[tuple[type[nn.Module], LayerKind | None], type[nn.Module]] = {}

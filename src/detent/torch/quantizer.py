@@ -1,68 +1,87 @@
 """FakeQuantize: fake quantization as a module with state.
 
-=========== ============================== ============================== ======================
-mode        training forward               evaluation forward             before any data
-=========== ============================== ============================== ======================
-PerBatch    parameters of this batch       parameters of this batch       nothing is needed
-EMA         state updated, then used       state used                     first batch is copied
-Fixed       parameters used                parameters used                NotCalibratedError
-Learned     parameters used                parameters used                first batch sets them
-=========== ============================== ============================== ======================
+Every forward takes its parameters from ``values_for``, by the scale mode:
 
-With ``sync``, as in distributed training, an EMA forward uses the state that the last ``qt.sync`` left, and keeps the
-range of its batch for the next one.
+=========== ======================================== ================================ ================================
+mode        training                                 evaluation                       before any data
+=========== ======================================== ================================ ================================
+PerBatch    the range of this batch                  the range of this batch          nothing is needed
+EMA         the average, moved by this batch         the average                      the first batch is the average
+Fixed       the state                                the state                        NotCalibratedError
+Learned     the state, with gradients                the state, with gradients        the first batch sets it
+=========== ======================================== ================================ ================================
+
+Switches change this table. ``observing=False`` gives training the column of evaluation. With ``sync``, as in
+distributed training, the average moves in ``qt.sync`` only, by the ranges of all forwards since the last one. While
+calibration or a delay is on, data pass as they are: calibration observes them, and under a delay averages move.
+
+Tensors that native kernels cannot read (in ``torch.compile`` and ``torch.export``, under ``torch.func``, on other
+devices) go through ``traced_values_for``, the same table in torch operations. It cannot look at data or at the state,
+so it neither refuses NaN nor starts mode Learned from its first batch.
 """
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from detent.errors import NaNError, NotCalibratedError, RangeError, SpecError, StateError
+from detent.errors import NaNError, NotCalibratedError, RangeError, StateError
 from detent.formats import Format
 from detent.observers import Observer
-from detent.observers.minmax import mix_ranges
 from detent.params import QuantParams
 from detent.plan import STEP_LIMIT
 from detent.rule import ObserverSpec
 from detent.scale_mode import EMA, Learned, PerBatch, ScaleMode, get_scale_mode
-from detent.scale_rule import derive
 from detent.spec import QuantSpec, get_spec
-from detent.ste import Clipped, Custom, EstimatorLike, Identity, get_estimator
+from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced
-from detent.torch.arrays import Slot, check_float, is_plain, on_cpu, process_count, to_array
+from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
 from detent.torch.operator import Values, apply, apply_traced
 from detent.torch.parameters import ParameterState
 
-__all__ = ["FakeQuantize", "WatcherFunction"]
+__all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
 EMA_DEFAULT = EMA(0.99)
-PATIENCE = 100
+FORWARDS_WITHOUT_SYNC = 100  # in training, before a warning
 Range = tuple[NDArray[Any], NDArray[Any]]
 WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
+
+
+class Quantized(NamedTuple):
+    """A fake-quantized tensor.
+
+    Attributes:
+        tensor: the values.
+        values: the parameters.
+        ste: the straight-through estimator that backward needs: Identity where nothing can have been clipped.
+    """
+
+    tensor: Tensor
+    values: Values
+    ste: Estimator
 
 
 class FakeQuantize(ParameterState):
     """Fake quantization with state.
 
     Args:
-        spec: how; a QuantSpec, a format or a short string.
+        spec: how to quantize; a QuantSpec, a format or a short string.
         mode: where the parameters come from.
-        ste: the estimator of backward; None is the mask of the spec's convention.
+        ste: the straight-through estimator of backward; None is the mask of the spec's convention.
         shape: the shape of the data, from which the state gets its final shape; needed before data for every
-            granularity but per tensor. Axes that do not matter may have any length.
+            granularity but per-tensor. Axes that do not matter may have any length.
         dtype: the scale's type, float32 or, for float64 data, float64.
 
     Attributes:
         enabled: False lets data pass as they are and leaves the state alone.
         observing: False keeps the parameters as they are in training, too.
-        delayed: data pass as they are, while an average of mode EMA is gathered; ``qt.Schedule`` sets it.
-        watcher: is called with this module, x and its parameters in every forward that quantizes; ``qt.watch`` sets it.
-        sync: EMA forwards use the state of the last ``qt.sync``.
+        delayed: data pass as they are, while the average of mode EMA moves; ``qt.Schedule`` sets it.
+        sync: the average of mode EMA moves in ``qt.sync`` only.
+        watcher: called with this module, x and its parameters in every forward that quantizes; ``qt.watch`` sets it.
+            Forwards in torch operations pass None, and ``params_for(x)`` gives the parameters.
         name: the full name in the model, for messages.
         observer: what ``qt.calibrating`` observes with.
 
@@ -70,21 +89,10 @@ class FakeQuantize(ParameterState):
     >>> fq = qt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
     >>> fq(torch.tensor([-127.0, 0.4]))
     tensor([-127.,    0.])
+    >>> fq
+    FakeQuantize(int8/tensor/symmetric/onnx, EMA(decay=0.9), Clipped(on='code', bounds='inclusive'), scale 1)
     >>> sorted(fq.state_dict())
     ['_extra_state', 'hi', 'initialized', 'lo', 'scale', 'zero_point']
-
-    What layers use instead of a forward of its own:
-
-    >>> x = torch.tensor([-63.5, 0.4])
-    >>> fq.eval().choose(x).params.scale, fq.choose_traced(x)[0]
-    (array(1., dtype=float32), tensor(1.))
-    >>> fq.choose_and_quantize(x, fq.next_step())[1]
-    tensor([-64.,   0.])
-    >>> fq.merge_range(np.array(-127.0), np.array(0.0))
-    >>> fq.start_calibration(None); fq(x); fq.stop_calibration()
-    tensor([-63.5000,   0.4000])
-    >>> fq.extra_repr()
-    "int8/tensor/symmetric/onnx, EMA(decay=0.9), Clipped(on='code', bounds='inclusive'), scale 1"
     """
 
     def __init__(
@@ -101,12 +109,11 @@ class FakeQuantize(ParameterState):
         self.enabled = True
         self.observing = True
         self.delayed = False
-        self.watcher: WatcherFunction | None = None
         self.sync = False
+        self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
         self.is_calibrating = False
         self.observer_in_use: Observer | None = None
-        self.since_sync = 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake quantize x, after updating the state as the mode says.
@@ -118,19 +125,16 @@ class FakeQuantize(ParameterState):
         check_float(x)
         if not self.enabled or not x.numel():
             return x
-        if self.is_calibrating:
-            self._observe(x)
+        if self.is_passing:
+            self._look_at_passing(x)
             return x
-        if self.delayed:
-            self._gather(x)
-            return x
-        if is_plain(x) and self.scale.device.type == "cpu":
-            return apply(x, self.choose(x), self.ste, self.next_step())
-        scale, zero_point = self.choose_traced(x)
-        if self.watcher is not None and not torch.compiler.is_compiling():
-            self.watcher(self, x, None)
-        learned = isinstance(self.mode, Learned)
-        return apply_traced(x, scale, zero_point, self.spec, self.ste, self.next_step(), learned=learned)
+        if self._is_native(x):
+            return apply(x, self.values_for(x), self.ste, self.next_step())
+        scale, zero_point = self.traced_values_for(x)
+        return apply_traced(x, scale, zero_point, self.spec, self.ste, self.next_step(), learned=self.is_learned)
+
+    def _is_native(self, x: Tensor) -> bool:
+        return is_plain(x) and self.scale.device.type == "cpu"
 
     def next_step(self) -> int:
         """The counter of stochastic rounding, one per forward in training."""
@@ -141,28 +145,138 @@ class FakeQuantize(ParameterState):
             self.step.fill_((now + 1) % STEP_LIMIT)
         return now
 
-    @torch.compiler.disable
-    def _observe(self, x: Tensor) -> None:
-        observer = self.observer_in_use
-        if observer is None:
-            return
-        before = observer.nonfinite
-        observer.observe(to_array(on_cpu(x)))
-        if observer.nonfinite > before:
-            self._refuse_nan(x)
+    # Parameters by mode
 
-    def _gather(self, x: Tensor) -> None:
-        if not (isinstance(self.mode, EMA) and self.training and self.observing):
-            return
-        if is_plain(x) and self.scale.device.type == "cpu":
-            self._update_range(x)
-        else:
-            self.choose_traced(x)
+    def values_for(self, x: Tensor) -> Values:
+        """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says.
+
+        >>> fq = FakeQuantize("int8", EMA(0.5))
+        >>> [float(fq.values_for(torch.tensor([top])).params.scale) for top in (127.0, 381.0)]
+        [1.0, 2.0]
+        """
+        mode, params = self.mode, None
+        updates = self.training and self.observing and not _in_backward()
+        if isinstance(mode, PerBatch):
+            params = self.hold(self.params_for(x))
+        elif isinstance(mode, EMA) and updates:
+            params = self._move_average(x)
+        elif isinstance(mode, Learned) and updates and not self.is_initialized:
+            self._refuse_own_start()
+            self.set_params(self._params_of_batch(x))
+        if params is None:
+            params = self.params
+        if self.watcher is not None:
+            self.watcher(self, x, params)
+        return Values(params, *self.learned_values()) if self.is_learned else Values(params)
+
+    def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """``values_for`` in torch operations: scale and zero point as tensors."""
+        mode, updates = self.mode, self.training and self.observing
+        values = self.scale, self.zero_point
+        if isinstance(mode, PerBatch):
+            values = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
+            if self.training:
+                self.hold_traced(*values)
+        elif isinstance(mode, EMA) and updates:
+            self._move_average_traced(x)
+        elif isinstance(mode, Learned):
+            scale, zero_point = self.learned_values()
+            values = scale, self.zero_point if zero_point is None else zero_point
+        if self.watcher is not None and not torch.compiler.is_compiling():
+            self.watcher(self, x, None)
+        return values
+
+    def params_for(self, x: Tensor) -> QuantParams:
+        """The parameters by which x is quantized now; the state stays as it is.
+
+        Raises:
+            NotCalibratedError: there are none yet.
+
+        >>> FakeQuantize("int8", "per_batch").params_for(torch.tensor([-254.0, 1.0])).scale
+        array(2., dtype=float32)
+        """
+        return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
+
+    def quantize(self, x: Tensor, step: int, slot: Slot | None = None) -> Quantized:
+        """Fake quantize x, a plain tensor without gradients, by ``values_for(x)``.
+
+        Mode PerBatch takes range and values in one pass over memory, where a kernel can.
+
+        Args:
+            x: the data.
+            step: the counter of stochastic rounding.
+            slot: the scratch memory for the result; None for memory of its own.
+        """
+        dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
+        if dynamic is None:
+            values = self.values_for(x)
+            return Quantized(eager.fake_quantize(x, values.params, step, slot), values, self.ste)
+        quantized, params, nonfinite = dynamic
+        if nonfinite:
+            self._refuse_nan(x)
+        self.hold(params)
+        if self.watcher is not None:
+            self.watcher(self, x, params)
+        passes = self._never_clips and not nonfinite
+        return Quantized(quantized, Values(params), Identity() if passes else self.ste)
 
     @property
-    def is_passing(self) -> bool:
-        """Whether data pass as they are, calibration or a delay being on."""
-        return self.is_calibrating or self.delayed
+    def _never_clips(self) -> bool:
+        """Whether no element within the range of its batch is clipped: the largest one is the last code."""
+        passes = isinstance(self.ste, Identity) or self.ste == Clipped()
+        return passes and self.spec.symmetric and self.spec.convention.symmetric_scale == "qmax"
+
+    # The range of a batch
+
+    def _params_of_batch(self, x: Tensor) -> QuantParams:
+        lo, hi = self._range_of(on_cpu(x))
+        return QuantParams.from_range(self.spec, lo, hi, dtype=FLOAT_TYPES[scale_dtype(x)])
+
+    def _range_of(self, x: Tensor) -> Range:
+        lo, hi, nonfinite = eager.bounds(x.detach(), self.spec)
+        if nonfinite:
+            self._refuse_nan(x)
+            if (lo > hi).all():
+                raise RangeError(f"{self.label}: its input of shape {tuple(x.shape)} has no finite value")
+        return lo, hi
+
+    def _move_average(self, x: Tensor) -> QuantParams | None:
+        """Mode EMA: the parameters of the average moved by x; None where it moves in ``qt.sync`` only."""
+        if self.sync and not (self.is_initialized or self.delayed):
+            self._refuse_own_start()
+        lo, hi = self._range_of(x)
+        if self.lo.shape != lo.shape:
+            self._take_shape(x, lo.shape)
+        self._remind_of_sync()
+        if not self.sync:
+            return self.merge_range(lo, hi)
+        self.add_pending(lo, hi)
+        return None
+
+    def _move_average_traced(self, x: Tensor) -> None:
+        """``_move_average`` in torch operations."""
+        if not torch.compiler.is_compiling():
+            self._remind_of_sync()
+        lo, hi = (bound.to(torch.float32) for bound in traced.minmax(x.detach(), self.spec))
+        if self.sync:
+            self.add_pending_traced(lo, hi)
+        else:
+            self.merge_range_traced(lo, hi)
+
+    def _take_shape(self, x: Tensor, shape: tuple[int, ...]) -> None:
+        if self.scale.shape != (0,):
+            raise StateError(
+                f"{self.label} keeps scales of shape {tuple(self.scale.shape)}, an input of shape {tuple(x.shape)} "
+                f"with granularity {self.spec.granularity} needs {shape}: keep that axis as it was, or use PerBatch"
+            )
+        self._make_state(self.scale.dtype, shape, self.scale.device)
+
+    def _refuse_own_start(self) -> None:
+        if self.sync:
+            raise NotCalibratedError(
+                f"{self.label} has no parameters yet, and processes that synchronise cannot take them "
+                "from their own batches: calibrate first, `with qt.calibrating(model): ...`"
+            )
 
     def _refuse_nan(self, x: Tensor) -> None:
         bad = torch.isnan(x)
@@ -175,169 +289,53 @@ class FakeQuantize(ParameterState):
                 first,
             )
 
-    def choose(self, x: Tensor) -> Values:
-        """The parameters of a forward over x, a plain tensor; the state is updated first, as the mode says."""
-        values = self._choose(x)
-        if self.watcher is not None:
-            self.watcher(self, x, values.params)
-        return values
-
-    def _choose(self, x: Tensor) -> Values:
-        mode, active = self.mode, self.training and self.observing and not _in_backward()
-        if isinstance(mode, PerBatch):
-            params = self._of_batch(x)
-            if self.scale.shape == params.scale.shape:
-                self._store(params)
-            else:  # it depends on the batch, and is nobody's state
-                self.__dict__["_known"] = params
-            return Values(params)
-        if isinstance(mode, EMA) and active:
-            self._update_range(x)
-            if self._known is not None and not self.sync:
-                return Values(self._known)  # as just made
-        elif isinstance(mode, Learned) and active and not self.is_initialized:
-            self._refuse_own_start()
-            self.set_params(self._of_batch(x))
-        if isinstance(mode, Learned) and self.is_initialized:
-            return Values(self.params, *self._learned())
-        return Values(self.params)
-
-    def choose_and_quantize(self, x: Tensor, step: int, slot: Slot | None = None) -> tuple[Values, Tensor, bool]:
-        """The parameters of x, x quantized by them, and whether its whole gradient is known to pass."""
-        found = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
-        if found is None:
-            values = self.choose(x)
-            return values, eager.fake_quantize(x, values.params, step, slot), False
-        quantized, params, nonfinite = found
-        if nonfinite:
-            self._refuse_nan(x)
-        if self.scale.numel() == params.scale.size:
-            self._store(params)
-        if self.watcher is not None:
-            self.watcher(self, x, params)
-        return Values(params), quantized, self._never_clips and not nonfinite
-
-    @property
-    def _never_clips(self) -> bool:
-        """Whether data within its own range are inside the codes' range: symmetric codes whose last one is the end."""
-        passes = isinstance(self.ste, Identity) or self.ste == Clipped()
-        return passes and self.spec.symmetric and self.spec.convention.symmetric_scale == "qmax"
-
-    def _refuse_own_start(self) -> None:
-        if self.sync:
-            raise NotCalibratedError(
-                f"{self.label} has no parameters yet, and processes that synchronise cannot take them "
-                "from their own batches: calibrate first, `with qt.calibrating(model): ...`"
-            )
-
-    def _bounds(self, x: Tensor) -> Range:
-        lo, hi, nonfinite = eager.bounds(x, self.spec)
-        if nonfinite:
-            self._refuse_nan(x)
-            if (lo > hi).all():
-                raise RangeError(f"{self.label}: its input of shape {tuple(x.shape)} has no finite value")
-        return lo, hi
-
-    def _of_batch(self, x: Tensor) -> QuantParams:
-        dtype = "float64" if x.dtype == torch.float64 else "float32"
-        return QuantParams.from_range(self.spec, *self._bounds(x.detach()), dtype=dtype)
-
-    def _update_range(self, x: Tensor) -> None:
-        if self.sync and not (self.is_initialized or self.delayed):
-            self._refuse_own_start()
-        lo, hi = self._bounds(x.detach())
-        if self.lo.shape != lo.shape:
-            self._take_shape(x, lo.shape)
-        self._remind()
-        if not self.sync:
-            self.merge_range(lo, hi)
-            return
-        pending = to_array(self.pending)
-        np.maximum(pending, np.stack((-lo, hi)), out=pending, casting="same_kind")
-
-    def _remind(self) -> None:
-        """Warn where ranges are not merged as they should be; the same words for all quantizers, shown once."""
-        self.__dict__["since_sync"] += 1
-        if self.sync and self.since_sync == PATIENCE:
+    def _remind_of_sync(self) -> None:
+        """Warn where ranges are not merged as they should be; the same words for all quantizers, so shown once."""
+        self._memo.forwards += 1
+        if self.sync and self._memo.forwards == FORWARDS_WITHOUT_SYNC:
             warnings.warn(
-                f"{PATIENCE} training forwards without qt.sync(model): ranges stay as they are until it is called, "
-                "once per optimizer step, on every process",
+                f"{FORWARDS_WITHOUT_SYNC} training forwards without qt.sync(model): ranges stay as they are until it "
+                "is called, once per optimizer step, on every process",
                 stacklevel=2,
             )
-        elif not self.sync and self.since_sync == 1 and process_count() > 1:
+        elif not self.sync and self._memo.forwards == 1 and process_count() > 1:
             warnings.warn(
                 "every process averages the ranges of its own batches: start torch.distributed before qt.prepare, or "
                 "use qt.prepare(..., sync=True), and call qt.sync(model) once per optimizer step",
                 stacklevel=2,
             )
 
-    def _take_shape(self, x: Tensor, shape: tuple[int, ...]) -> None:
-        if self.scale.shape != (0,):
-            raise StateError(
-                f"{self.label} keeps scales of shape {tuple(self.scale.shape)}, an input of shape {tuple(x.shape)} "
-                f"with granularity {self.spec.granularity} needs {shape}: keep that axis as it was, or use PerBatch"
-            )
-        self._make_state(self.scale.dtype, shape, self.scale.device)
+    # Data that pass as they are
 
-    def merge_range(self, lo: NDArray[Any], hi: NDArray[Any]) -> None:
-        """Move the average of mode EMA by a batch with these bounds."""
-        mode = self.mode
-        if not isinstance(mode, EMA):
-            raise SpecError(f"only mode EMA averages ranges, this is {mode}")
-        lo, hi = np.asarray(lo, np.float32), np.asarray(hi, np.float32)  # the type of the average
-        states = self._array("lo"), self._array("hi")
-        if self.is_initialized:
-            lo, hi = mix_ranges(states, (lo, hi), mode.decay)
-        params = self._params_of(lo, hi)
-        self._write("lo", lo)
-        self._write("hi", hi)
-        self._store(params)
-
-    def _params_of(self, lo: NDArray[Any], hi: NDArray[Any]) -> QuantParams:
-        """The parameters of a range; the checks of ``from_range`` only where they would find something."""
-        if not (lo <= hi).all():
-            return QuantParams.from_range(self.spec, lo, hi, dtype=_name(self.scale.dtype))
-        found = derive(self.spec, lo.astype(np.float64), hi.astype(np.float64), self._array("scale").dtype)
-        return QuantParams.trusted(self.spec, found, lo, hi)
-
-    def choose_traced(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in torch operations: scale and zero point as tensors, the state updated without looking at it."""
-        mode, active = self.mode, self.training and self.observing
-        if isinstance(mode, PerBatch):
-            scale, zero_point = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
-            if self.training and self.scale.shape == scale.shape:
-                self.scale.copy_(scale)
-                self.zero_point.copy_(zero_point)
-                self.initialized.fill_(1)
-            return scale, zero_point
-        if isinstance(mode, EMA) and active and not torch.compiler.is_compiling():
-            self._remind()
-        if isinstance(mode, EMA) and active and self.sync:
-            lo, hi = (end.to(torch.float32) for end in traced.minmax(x.detach(), self.spec))
-            self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
-        elif isinstance(mode, EMA) and active:
-            lo, hi = (end.to(torch.float32) for end in traced.minmax(x.detach(), self.spec))
-            seen = (self.initialized != 0) & (self.lo <= self.hi)
-            empty = lo > hi
-            for state, new in ((self.lo, lo), (self.hi, hi)):
-                mixed = torch.where(empty, state, traced.blend(state, new, mode.decay))
-                state.copy_(torch.where(seen, mixed, new))
-            scale, zero_point = traced.derive(self.spec, self.lo, self.hi)
-            self.scale.copy_(scale)
-            self.zero_point.copy_(zero_point)
-            self.initialized.fill_(1)
-        if isinstance(mode, Learned):
-            learned, shifted = self._learned()
-            return learned, self.zero_point if shifted is None else shifted
-        return self.scale, self.zero_point
+    @property
+    def is_passing(self) -> bool:
+        """Whether data pass as they are, because calibration or a delay is on."""
+        return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let forward only observe, or only pass with None."""
+        """Let forward only observe; without an observer, only pass."""
         self.is_calibrating, self.observer_in_use = True, observer
 
     def stop_calibration(self) -> None:
         """Let forward quantize again."""
         self.is_calibrating, self.observer_in_use = False, None
+
+    def _look_at_passing(self, x: Tensor) -> None:
+        if self.is_calibrating:
+            self._observe(x)
+        elif isinstance(self.mode, EMA) and self.training and self.observing:
+            move = self._move_average if self._is_native(x) else self._move_average_traced
+            move(x)
+
+    @torch.compiler.disable
+    def _observe(self, x: Tensor) -> None:
+        observer = self.observer_in_use
+        if observer is None:
+            return
+        before = observer.nonfinite
+        observer.observe(to_array(on_cpu(x)))
+        if observer.nonfinite > before:
+            self._refuse_nan(x)
 
     def extra_repr(self) -> str:
         """Spec, mode, estimator, and the scales in short."""
@@ -353,7 +351,3 @@ class FakeQuantize(ParameterState):
 def _in_backward() -> bool:
     """Whether a forward pass is done once more for its gradients, by checkpointing: it has been observed before."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

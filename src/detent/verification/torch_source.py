@@ -21,7 +21,6 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
-from detent.torch.diagnostics import params_of
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
@@ -180,7 +179,7 @@ class TorchSource:
 
         def watch(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
             if id(quantizer) not in weights:
-                own = params_of(quantizer, x) if params is None else params
+                own = quantizer.params_for(x) if params is None else params
                 codes = quantize(to_array(on_cpu(x)), own, nan="qmin").codes
                 seen[names[id(quantizer)]].append((codes, own))
 
