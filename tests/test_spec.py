@@ -1,6 +1,10 @@
 """QuantSpec: resolved defaults, short strings, replace."""
 
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -123,3 +127,13 @@ def test_levels_and_symmetric_zero_point(spec, levels, zero_point):
 
 def test_json_writes_out_every_field():
     assert set(dt.QuantSpec("int8").to_dict()) == {"version", *(f.name for f in dataclasses.fields(dt.QuantSpec))}
+
+
+def test_specs_of_another_process_hash_as_ours():
+    """The hash of a text differs from process to process, so that none may travel in a pickle."""
+    code = (
+        "import pickle, sys, detent as dt; s = dt.QuantSpec('int8'); hash(s); sys.stdout.buffer.write(pickle.dumps(s))"
+    )
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    sent = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=60).stdout
+    assert pickle.loads(sent) in {dt.QuantSpec("int8")}

@@ -143,6 +143,12 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
 _KNOWN = frozenset(FLOATS.values())
 
 
+class _Dtypes:
+    """The compute types as NumPy dtypes, which compare faster than the classes in ``np``."""
+
+    float32, float64 = FLOATS["float32"], FLOATS["float64"]
+
+
 def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     """The dtype if it is one that data may have; ``name`` says whose it is in the error.
 
@@ -179,10 +185,16 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
     return array if array.dtype == dtype else array.astype(dtype)
 
 
+def compute_type(dtype: Any, xp: Any) -> Any:  # noqa: ANN401 - types of the array library xp
+    """The compute type of data of that dtype, which is also that of its scales: float64 for float64, else float32."""
+    return xp.float64 if dtype == xp.float64 else xp.float32
+
+
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which data of that dtype are computed: float64 for float64, float32 for the rest.
+    """``compute_type`` of NumPy dtypes.
 
     >>> compute_dtype(FLOATS["bfloat16"])
     dtype('float32')
     """
-    return FLOATS["float64" if dtype == np.float64 else "float32"]
+    known: np.dtype[Any] = compute_type(dtype, _Dtypes)
+    return known

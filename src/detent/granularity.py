@@ -18,7 +18,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from detent.checks import as_integer, as_shape, has_keys
@@ -57,6 +57,14 @@ class Tiling:
     block: Shape
     grid: Shape
     scale_shape: Shape
+
+    def __hash__(self) -> int:
+        """Computed once: kernels are looked up by the tiling of their data on every call."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.block, self.grid, self.scale_shape))
 
     @property
     def sets(self) -> int:

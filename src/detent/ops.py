@@ -1,10 +1,8 @@
 """The operators: quantize, dequantize, fake quantize and their gradients, on NumPy arrays.
 
-Each normalises its arguments, selects a plan, checks and runs it. Data are float16, bfloat16, float32 or float64 arrays
-of any shape and strides; ``params`` come from ``QuantParams``; ``out`` avoids the allocation of the result. Formulas
-and guarantees: docs/numerics.md.
-
-Dynamic quantization: data quantized by their own range, in one go.
+Each finds a plan for its arguments, checks and runs it. Data are float16, bfloat16, float32 or float64 arrays of any
+shape and strides; ``params`` come from ``QuantParams``, or from the data's own range (dynamic quantization); ``out``
+avoids the allocation of the result. Formulas and guarantees: docs/numerics.md.
 """
 
 from typing import Any, cast
@@ -15,9 +13,9 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from detent.checks import compute_dtype, float_array
 from detent.errors import DtypeError, RangeError
 from detent.formats import Format
-from detent.kernels import Problem, current_kernels, dtype_name, minmax, observe
+from detent.kernels import Problem, dtype_name, minmax, observe
 from detent.params import QuantParams
-from detent.plan import NaNPolicy, Plan, as_factor, check_is_params, check_out, check_step
+from detent.plan import NaNPolicy, Plan, as_factor, check_is_params, check_out, check_step, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec, code_dtype, get_spec
 from detent.ste import EstimatorLike
@@ -37,7 +35,6 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-PLANS_PER_PARAMS = 64  # a plan is looked up faster by its params than by its spec
 
 
 def quantize(
@@ -268,43 +265,6 @@ def fake_quantize_learned_backward(
     return cast("tuple[Array, Array, Array]", result)
 
 
-def _backward(
-    operation: str,
-    g: ArrayLike,
-    x: ArrayLike,
-    params: QuantParams,
-    ste: EstimatorLike,
-    out: Array | None,
-    step: int,
-) -> Array:
-    gradient, data = float_array(g, "g"), float_array(x, "x")
-    plan = _plan(operation, data, params, ste=ste)
-    plan.check(gradient, data, params, out)
-    return cast("Array", plan.run(gradient, data, params, out=out, step=check_step(step)))
-
-
-def _plan(
-    operation: str,
-    data: Array,
-    params: QuantParams,
-    *,
-    ste: EstimatorLike = None,
-    nan: NaNPolicy | None = None,
-) -> Plan:
-    check_is_params(params)
-    remembered: dict[object, Plan] = params.__dict__.setdefault("_plans", {})
-    key = (operation, data.shape, data.dtype, str(nan), current_kernels())
-    known = remembered.get(key) if ste is None else None  # in one step: other threads may clear it
-    if known is not None:
-        return known
-    plan = Plan.select(operation, shape=data.shape, dtype=data.dtype, spec=params.spec, ste=ste, nan=nan)
-    if ste is None:
-        if len(remembered) >= PLANS_PER_PARAMS:
-            remembered.clear()
-        remembered[key] = plan
-    return plan
-
-
 def fake_quantize_dynamic(
     x: ArrayLike, spec: QuantSpec | Format | str, *, out: Array | None = None
 ) -> tuple[Array, QuantParams]:
@@ -334,9 +294,10 @@ def fake_quantize_dynamic(
     if out is not None:
         check_out(out, [(data.dtype, data.shape)], {"x": data})
     target = np.empty_like(data, order="C") if out is None else out
-    found = observe(Problem("fake_quantize", tiling, dtype_name(data.dtype), spec, None, "propagate"), data, target)
-    if found is not None:
-        low, high, scale, zero_point, _ = found
+    problem = Problem("fake_quantize", tiling, dtype_name(data.dtype), spec, None, "propagate")
+    observed = observe(problem, data, target)
+    if observed is not None:
+        low, high, scale, zero_point, _ = observed
         return target, QuantParams.trusted(spec, Parameters(scale, zero_point.astype(np.int32)), low, high)
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
@@ -345,5 +306,32 @@ def fake_quantize_dynamic(
             "all: mend the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
-    plan = Plan.select("fake_quantize", shape=data.shape, dtype=data.dtype, spec=spec)
+    plan = find_plan("fake_quantize", data.shape, data.dtype, spec)
     return cast("Array", plan.run(data, params, out=target)), params
+
+
+def _backward(
+    operation: str,
+    g: ArrayLike,
+    x: ArrayLike,
+    params: QuantParams,
+    ste: EstimatorLike,
+    out: Array | None,
+    step: int,
+) -> Array:
+    gradient, data = float_array(g, "g"), float_array(x, "x")
+    plan = _plan(operation, data, params, ste=ste)
+    plan.check(gradient, data, params, out)
+    return cast("Array", plan.run(gradient, data, params, out=out, step=check_step(step)))
+
+
+def _plan(
+    operation: str,
+    data: Array,
+    params: QuantParams,
+    *,
+    ste: EstimatorLike = None,
+    nan: NaNPolicy | None = None,
+) -> Plan:
+    check_is_params(params)
+    return find_plan(operation, data.shape, data.dtype, params.spec, ste, nan)

@@ -6,18 +6,16 @@
     plan.can_implement(x, params, out)                  would it run?
     plan.run(x, params, out=out)                        run; only NaN is looked at, under the policy "raise"
 
-The public operators of ``detent.ops`` are ``select``, ``check`` and ``run``.
-
-What a plan refuses: outputs that cannot take the result, NaN, scales that do not fit. Used by ``detent.plan``.
+The public operators of ``detent.ops`` are ``find_plan``, ``check`` and ``run``. ``check`` refuses arrays of another
+shape or type, params of another spec, and outputs that cannot take the result.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
-from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -26,17 +24,335 @@ from detent.checks import FLOATS, as_array, as_integer, as_shape, compute_dtype,
 from detent.errors import DetentError, DtypeError, OutError, ParamsError, ShapeError, SpecError, closest
 from detent.formats import Format
 from detent.granularity import Tiling
-from detent.kernels import Kernel, Problem, Result, check_operation, current_kernels, find_kernel
+from detent.kernels import (
+    OPERATIONS,
+    Kernel,
+    NaNPolicy,
+    Operation,
+    Problem,
+    Result,
+    current_kernels,
+    find_kernel,
+    find_operation,
+)
 from detent.packing import packed_size
 from detent.params import QuantParams
 from detent.spec import QuantSpec, code_dtype, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
 
-__all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee"]
+__all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee", "find_plan"]
 
 Array = NDArray[Any]
 STEP_LIMIT = 1 << 32
 MAX_FLOAT = sys.float_info.max
+MAX_PLANS = 4096
+
+
+@dataclass(frozen=True)
+class PrecisionGuarantee:
+    """What a plan promises about its arithmetic.
+
+    Attributes:
+        math: the type each operation rounds to.
+        accumulator: the type of sums.
+        deterministic: the same input gives the same bits in every run.
+        bit_stable: and on every machine, thread count and memory layout.
+
+    >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
+    'float32'
+    """
+
+    math: str
+    accumulator: str = "float64"
+    deterministic: bool = True
+    bit_stable: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One operation on arrays of one shape, dtype and spec; make it with ``select``.
+
+    Attributes:
+        operation: the name of the public function.
+        shape: the shape of the data.
+        dtype: the float type of the data ("dequantize": of the result).
+        spec: how.
+        ste: the estimator of a gradient; None for operations without one.
+        nan: the policy for NaN.
+        tiling: how the data falls into sets.
+        kernel: what runs.
+
+    >>> import detent as dt, numpy as np
+    >>> plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
+    >>> plan.run(np.array([0.3, 0.5, 1.5], np.float32), dt.QuantParams.int8_symmetric())
+    array([0., 0., 2.], dtype=float32)
+    """
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: QuantSpec
+    ste: Estimator | None
+    nan: NaNPolicy
+    tiling: Tiling
+    kernel: Kernel
+
+    @classmethod
+    def select(
+        cls,
+        operation: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
+        spec: QuantSpec | Format | str,
+        ste: EstimatorLike = None,
+        nan: NaNPolicy | None = None,
+    ) -> "Plan":
+        """The plan for an operation; the same arguments give the same plan.
+
+        Raises:
+            UnsupportedError: no such operation.
+            ShapeError: the granularity does not fit the shape.
+            DtypeError: not a float type.
+
+        >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku  # doctest: +ELLIPSIS
+        'quantize/float32/int8/tensor/symmetric/onnx/...'
+        """
+        row, spec = find_operation(operation), get_spec(spec)
+        if ste is not None and not row.has_estimator:
+            raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
+        estimator = get_estimator(ste, spec.convention) if row.has_estimator else None
+        if "mask" in row.outputs and not isinstance(estimator, Identity | Clipped):
+            raise SpecError(f"{estimator!r} weighs gradients, a mask only selects: use fake_quantize_backward")
+        policy = row.nan[0] if nan is None else nan
+        if policy not in row.nan:
+            raise SpecError(
+                f"{operation} has no NaN policy {nan!r}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
+            )
+        name = float_dtype(dtype, "the data").name
+        if isinstance(estimator, Custom):  # a callable may hold on to large arrays: its plan is not kept
+            return _make_plan(operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
+        key = (operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
+        return _PLANS.get(key) or _remember(key, _make_plan(*key))
+
+    @property
+    def sku(self) -> str:
+        """A name for logs and tables: operation, dtype, spec and backend."""
+        return f"{self.operation}/{self.dtype}/{self.spec}/{self.kernel.backend}"
+
+    @property
+    def workspace_size(self) -> int:
+        """How many bytes of scratch memory the caller must provide: none."""
+        return 0
+
+    @property
+    def precision_guarantee(self) -> PrecisionGuarantee:
+        """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
+        return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
+
+    @cached_property
+    def _compute(self) -> str:
+        return str(compute_dtype(FLOATS[self.dtype]).name)
+
+    @cached_property
+    def _row(self) -> Operation:
+        return OPERATIONS[self.operation]
+
+    @cached_property
+    def _operands(self) -> tuple[str, ...]:
+        return (*self._row.inputs, "params", "out")
+
+    def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
+        """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.
+
+        >>> import detent as dt, numpy as np
+        >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
+        >>> plan.can_implement(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
+        False
+        """
+        try:
+            self.check(*operands, out=out)
+        except DetentError:
+            return False
+        return True
+
+    def check(self, *operands: Array | QuantParams | None, out: Array | None = None) -> None:
+        """Raise what ``can_implement`` would say no to.
+
+        >>> import detent as dt, numpy as np
+        >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
+        >>> plan.check(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
+        Traceback (most recent call last):
+        ...
+        detent.errors.ShapeError: x has shape (4,), expected (3,): select a plan for this shape
+        """
+        names = self._operands
+        given = dict(zip(names, operands, strict=False))
+        if not len(names) - 1 <= len(operands) <= len(names):
+            raise DtypeError(
+                f"{self.operation} takes {', '.join(names[:-1])} and optionally out, got {len(operands)} operands"
+            )
+        inputs = {name: given[name] for name in names[:-2]}
+        for name, array in inputs.items():
+            self._check_input(name, array)
+        self.check_params(given["params"])
+        target = given.get("out") if out is None else out
+        if target is not None:
+            check_out(target, self._accepted_outputs, inputs)
+
+    def run(
+        self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
+    ) -> Result:
+        """Run on operands that ``check`` accepts; only NaN is looked at, under the policy "raise".
+
+        What ``check`` refuses may raise anything or give any result here, but never touches memory beyond the arrays.
+
+        Args:
+            *operands: the inputs and the parameters.
+            out: where the result goes; None allocates it.
+            step: the counter of stochastic rounding.
+            grad_scale: the factor of learned gradients.
+
+        Returns:
+            The result, ``out`` where it was given; with the mask for "fake_quantize_masked"; the gradients of x, scale
+            and zero point for "fake_quantize_learned_backward".
+
+        >>> import detent as dt, numpy as np
+        >>> plan = dt.Plan.select("fake_quantize_backward", shape=(2,), dtype="float64", spec="int8", ste="clipped")
+        >>> plan.run(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams.int8_symmetric())
+        array([1., 0.])
+        """
+        *inputs, params = operands
+        if not isinstance(params, QuantParams):
+            raise DtypeError(
+                f"run takes {', '.join(self._operands[:-1])} and keywords, its last operand is a "
+                f"{type(params).__name__}: give out as out="
+            )
+        scale, zero_point = params.compute_arrays(self._compute)
+        if isinstance(self.ste, Custom):
+            return self._custom(self.ste, inputs, params, out, step, grad_scale)  # type: ignore[arg-type]  # as above
+        return self.kernel.run(inputs, scale, zero_point, out, step, grad_scale)  # type: ignore[arg-type]  # as above
+
+    def _custom(
+        self,
+        ste: Custom,
+        inputs: list[Array],
+        params: QuantParams,
+        out: Array | None,
+        step: int,
+        grad_scale: float | None,
+    ) -> Result:
+        """A callable's gradient of x, beside the kernel's gradients of scale and zero point where asked for."""
+        g, x = inputs
+        gx = as_array("the estimator's result", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
+        if gx.shape != g.shape or gx.dtype != g.dtype:
+            raise DtypeError(
+                f"the estimator must return {g.dtype} of shape {g.shape}, got {gx.dtype} of shape {gx.shape}"
+            )
+        passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
+        if len(self._row.outputs) == 1:
+            return passed.run(gx, x, params, out=out, step=step)
+        _, *others = passed.run(g, x, params, step=step, grad_scale=grad_scale)
+        return gx.copy(), others[0], others[1]
+
+    @cached_property
+    def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
+        """For each input the (dtype, shape) pairs it may have, the usual one first; packed ones are uint8 buffers."""
+        byte: np.dtype[Any] = np.dtype("uint8")
+        count = prod(self.shape)
+        usual = [(FLOATS[self.dtype], self.shape)]
+        codes = [(code_dtype(self.spec), self.shape), (byte, (packed_size(count, self.spec.bits),))]
+        mask: list[tuple[np.dtype[Any], tuple[int, ...]]] = [(byte, (packed_size(count, 1),))]
+        return {"x": usual, "g": usual, "codes": codes, "mask": mask}
+
+    def _check_input(self, name: str, array: object) -> None:
+        if not isinstance(array, np.ndarray):
+            raise DtypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
+        accepted = self._accepted_inputs[name]
+        if (array.dtype, array.shape) in accepted:
+            return
+        dtype, shape = accepted[0]
+        if array.dtype != dtype:
+            raise DtypeError(f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select another plan")
+        raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
+
+    def check_params(self, params: object) -> None:
+        """Raise unless the parameters fit the plan's spec and shape.
+
+        >>> import detent as dt
+        >>> dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8").check_params(
+        ...     dt.QuantParams.int8_symmetric()
+        ... )
+        """
+        check_is_params(params)
+        params = cast("QuantParams", params)
+        if params.spec != self.spec:
+            raise ParamsError(
+                f"params belong to {params.spec!r}, the plan to {self.spec!r}: select a plan for the params' spec"
+            )
+        if params.scale.shape != self.tiling.scale_shape:
+            raise ShapeError(
+                f"params hold scales of shape {params.scale.shape}, data of shape {self.shape} with granularity "
+                f"{self.spec.granularity} needs {self.tiling.scale_shape}: make params from this data, or reshape it"
+            )
+        if params.scale.dtype == np.float64 and self.dtype != "float64":
+            check_narrowed(params.scale)
+
+    @cached_property
+    def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
+        if "gs" in self._row.outputs:
+            raise OutError(f"{self.operation} returns three arrays and takes no out: leave it out")
+        if "codes" not in self._row.outputs:
+            return [(FLOATS[self.dtype], self.shape)]
+        packed = packed_size(prod(self.shape), self.spec.bits)
+        return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
+
+
+# All plans but those of callables: by the arguments of ``find_plan``, and by what ``select`` makes of them.
+_PLANS: dict[tuple[object, ...], Plan] = {}
+
+
+def find_plan(
+    operation: str,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any] | str,
+    spec: QuantSpec,
+    ste: EstimatorLike = None,
+    nan: NaNPolicy | None = None,
+) -> Plan:
+    """``Plan.select``, with one look into the cache where the same arguments were given before."""
+    key = (operation, shape, dtype, spec, ste, nan, current_kernels())
+    try:
+        plan = _PLANS.get(key)
+    except TypeError:  # an argument that has no hash, about which select knows what to say
+        return Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
+    if plan is None:
+        plan = Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
+        if not isinstance(plan.ste, Custom):
+            _remember(key, plan)
+    return plan
+
+
+def _make_plan(
+    operation: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    spec: QuantSpec,
+    ste: Estimator | None,
+    nan: NaNPolicy,
+    kernels: str,
+) -> Plan:
+    tiling = spec.granularity.tiling(shape)
+    problem = Problem(operation, tiling, dtype, spec, ste, nan)
+    # A callable is applied by the plan itself; its kernel lets the gradient pass.
+    runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
+    return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))
+
+
+def _remember(key: tuple[object, ...], plan: Plan) -> Plan:
+    if len(_PLANS) >= MAX_PLANS:
+        _PLANS.clear()
+    return _PLANS.setdefault(key, plan)  # in one step: another thread may have been faster
 
 
 def check_step(step: int) -> int:
@@ -113,308 +429,3 @@ def _share_memory(a: Array, b: Array) -> bool:
         return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]  # the stubs know 0 and -1 only
     except np.exceptions.TooHardError:
         return True
-
-
-NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """What an operation reads beside the parameters, and its policies for NaN, the default first."""
-
-    inputs: tuple[str, ...]
-    nan: tuple[NaNPolicy, ...] = ("propagate",)
-    codes_out: bool = False
-    estimated: bool = False
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The operands of ``check``."""
-        return (*self.inputs, "params", "out")
-
-
-_OPERATIONS: Mapping[str, _Operation] = MappingProxyType(
-    {
-        "quantize": _Operation(("x",), nan=("raise", "zero_point", "qmin"), codes_out=True),
-        "dequantize": _Operation(("codes",)),
-        "fake_quantize": _Operation(("x",), nan=("propagate", "raise", "zero_point", "qmin")),
-        "quantize_backward": _Operation(("g", "x"), estimated=True),
-        "dequantize_backward": _Operation(("g",)),
-        "fake_quantize_backward": _Operation(("g", "x"), estimated=True),
-        "fake_quantize_masked": _Operation(("x",), estimated=True),
-        "fake_quantize_masked_backward": _Operation(("g", "mask")),
-        "fake_quantize_learned_backward": _Operation(("g", "x"), estimated=True),
-    }
-)
-LEARNED = "fake_quantize_learned_backward"
-MASKED = "fake_quantize_masked"
-
-
-@dataclass(frozen=True)
-class PrecisionGuarantee:
-    """What a plan promises about its arithmetic.
-
-    Attributes:
-        math: the type each operation rounds to.
-        accumulator: the type of sums.
-        deterministic: the same input gives the same bits in every run.
-        bit_stable: and on every machine, thread count and memory layout.
-
-    >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
-    'float32'
-    """
-
-    math: str
-    accumulator: str = "float64"
-    deterministic: bool = True
-    bit_stable: bool = True
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One operation on arrays of one shape, dtype and spec; make it with ``select``.
-
-    Attributes:
-        operation: the name of the public function.
-        shape: the shape of the data.
-        dtype: the float type of the data ("dequantize": of the result).
-        spec: how.
-        ste: the estimator of a gradient; None for operations without one.
-        nan: the policy for NaN.
-        tiling: how the data falls into sets.
-        kernel: what runs.
-
-    >>> import detent as dt, numpy as np
-    >>> plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
-    >>> plan.run(np.array([0.3, 0.5, 1.5], np.float32), dt.QuantParams.int8_symmetric())
-    array([0., 0., 2.], dtype=float32)
-    """
-
-    operation: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: QuantSpec
-    ste: Estimator | None
-    nan: NaNPolicy
-    tiling: Tiling
-    kernel: Kernel
-
-    @classmethod
-    def select(
-        cls,
-        operation: str,
-        *,
-        shape: tuple[int, ...],
-        dtype: DTypeLike,
-        spec: QuantSpec | Format | str,
-        ste: EstimatorLike = None,
-        nan: NaNPolicy | None = None,
-    ) -> "Plan":
-        """The plan for an operation; the same arguments give the same plan.
-
-        Raises:
-            UnsupportedError: no such operation.
-            ShapeError: the granularity does not fit the shape.
-            DtypeError: not a float type.
-
-        >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku  # doctest: +ELLIPSIS
-        'quantize/float32/int8/tensor/symmetric/onnx/...'
-        """
-        check_operation(operation)
-        known = _OPERATIONS[operation]
-        spec = get_spec(spec)
-        if ste is not None and not known.estimated:
-            raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
-        estimator = get_estimator(ste, spec.convention) if known.estimated else None
-        if operation == MASKED and not isinstance(estimator, Identity | Clipped):
-            raise SpecError(f"{estimator!r} weighs gradients, a mask only selects: use fake_quantize_backward")
-        policy = known.nan[0] if nan is None else nan
-        if policy not in known.nan:
-            raise SpecError(
-                f"{operation} has no NaN policy {nan!r}{closest(str(nan), known.nan)} expected {', '.join(known.nan)}"
-            )
-        # A callable may hold on to large arrays: its plan is not kept.
-        make = _make.__wrapped__ if isinstance(estimator, Custom) else _make
-        name = float_dtype(dtype, "the data").name
-        return make(operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
-
-    @property
-    def sku(self) -> str:
-        """A name for logs and tables: operation, dtype, spec and backend."""
-        return f"{self.operation}/{self.dtype}/{self.spec}/{self.kernel.backend}"
-
-    @property
-    def workspace_size(self) -> int:
-        """How many bytes of scratch memory the caller must provide: none."""
-        return 0
-
-    @property
-    def precision_guarantee(self) -> PrecisionGuarantee:
-        """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
-        return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
-
-    @cached_property
-    def _compute(self) -> str:
-        return str(compute_dtype(FLOATS[self.dtype]).name)
-
-    def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
-        """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.
-
-        >>> import detent as dt, numpy as np
-        >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
-        >>> plan.can_implement(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
-        False
-        """
-        try:
-            self.check(*operands, out=out)
-        except DetentError:
-            return False
-        return True
-
-    def check(self, *operands: Array | QuantParams | None, out: Array | None = None) -> None:
-        """Raise what ``can_implement`` would say no to.
-
-        >>> import detent as dt, numpy as np
-        >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
-        >>> plan.check(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
-        Traceback (most recent call last):
-        ...
-        detent.errors.ShapeError: x has shape (4,), expected (3,): select a plan for this shape
-        """
-        names = _OPERATIONS[self.operation].names
-        given = dict(zip(names, operands, strict=False))
-        if not len(names) - 1 <= len(operands) <= len(names):
-            raise DtypeError(
-                f"{self.operation} takes {', '.join(names[:-1])} and optionally out, got {len(operands)} operands"
-            )
-        inputs = {name: given[name] for name in names[:-2]}
-        for name, array in inputs.items():
-            self._check_input(name, array)
-        self.check_params(given["params"])
-        target = given.get("out") if out is None else out
-        if target is not None:
-            check_out(target, self._accepted_outputs, inputs)
-
-    def run(
-        self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
-    ) -> Result:
-        """Run on operands that ``check`` accepts; only NaN is looked at, under the policy "raise".
-
-        What ``check`` refuses may raise anything or give any result here, but never touches memory beyond the arrays.
-
-        Args:
-            *operands: the inputs and the parameters.
-            out: where the result goes; None allocates it.
-            step: the counter of stochastic rounding.
-            grad_scale: the factor of learned gradients.
-
-        Returns:
-            The result, ``out`` where it was given; with the mask for "fake_quantize_masked"; the gradients of x, scale
-            and zero point for "fake_quantize_learned_backward".
-
-        >>> import detent as dt, numpy as np
-        >>> plan = dt.Plan.select("fake_quantize_backward", shape=(2,), dtype="float64", spec="int8", ste="clipped")
-        >>> plan.run(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams.int8_symmetric())
-        array([1., 0.])
-        """
-        *inputs, params = operands
-        if not isinstance(params, QuantParams):
-            raise DtypeError(
-                f"run takes {', '.join(_OPERATIONS[self.operation].names[:-1])} and keywords, its last operand is a "
-                f"{type(params).__name__}: give out as out="
-            )
-        scale, zero_point = params.compute_arrays(self._compute)
-        if isinstance(self.ste, Custom):
-            return self._custom(self.ste, inputs, params, out, step, grad_scale)  # type: ignore[arg-type]  # as above
-        return self.kernel.run(inputs, scale, zero_point, out, step, grad_scale)  # type: ignore[arg-type]  # as above
-
-    def _custom(
-        self,
-        ste: Custom,
-        inputs: list[Array],
-        params: QuantParams,
-        out: Array | None,
-        step: int,
-        grad_scale: float | None,
-    ) -> Result:
-        """A callable's gradient of x, beside the kernel's gradients of scale and zero point where asked for."""
-        g, x = inputs
-        gx = as_array("the estimator's result", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
-        if gx.shape != g.shape or gx.dtype != g.dtype:
-            raise DtypeError(
-                f"the estimator must return {g.dtype} of shape {g.shape}, got {gx.dtype} of shape {gx.shape}"
-            )
-        passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
-        if self.operation != LEARNED:
-            return passed.run(gx, x, params, out=out, step=step)
-        _, *others = passed.run(g, x, params, step=step, grad_scale=grad_scale)
-        return gx.copy(), others[0], others[1]
-
-    @cached_property
-    def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """For each input the (dtype, shape) pairs it may have, the usual one first; packed ones are uint8 buffers."""
-        byte: np.dtype[Any] = np.dtype("uint8")
-        count = prod(self.shape)
-        usual = [(FLOATS[self.dtype], self.shape)]
-        codes = [(code_dtype(self.spec), self.shape), (byte, (packed_size(count, self.spec.bits),))]
-        mask: list[tuple[np.dtype[Any], tuple[int, ...]]] = [(byte, (packed_size(count, 1),))]
-        return {"x": usual, "g": usual, "codes": codes, "mask": mask}
-
-    def _check_input(self, name: str, array: object) -> None:
-        if not isinstance(array, np.ndarray):
-            raise DtypeError(f"{name} must be a NumPy array, got {type(array).__name__}")
-        accepted = self._accepted_inputs[name]
-        if (array.dtype, array.shape) in accepted:
-            return
-        dtype, shape = accepted[0]
-        if array.dtype != dtype:
-            raise DtypeError(f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select another plan")
-        raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
-
-    def check_params(self, params: object) -> None:
-        """Raise unless the parameters fit the plan's spec and shape.
-
-        >>> import detent as dt
-        >>> dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8").check_params(
-        ...     dt.QuantParams.int8_symmetric()
-        ... )
-        """
-        check_is_params(params)
-        params = cast("QuantParams", params)
-        if params.spec != self.spec:
-            raise ParamsError(
-                f"params belong to {params.spec!r}, the plan to {self.spec!r}: select a plan for the params' spec"
-            )
-        if params.scale.shape != self.tiling.scale_shape:
-            raise ShapeError(
-                f"params hold scales of shape {params.scale.shape}, data of shape {self.shape} with granularity "
-                f"{self.spec.granularity} needs {self.tiling.scale_shape}: make params from this data, or reshape it"
-            )
-        if params.scale.dtype == np.float64 and self.dtype != "float64":
-            check_narrowed(params.scale)
-
-    @cached_property
-    def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
-        if self.operation == LEARNED:
-            raise OutError(f"{LEARNED} returns three arrays and takes no out: leave it out")
-        if not _OPERATIONS[self.operation].codes_out:
-            return [(FLOATS[self.dtype], self.shape)]
-        packed = packed_size(prod(self.shape), self.spec.bits)
-        return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
-
-
-@lru_cache(maxsize=4096)
-def _make(
-    operation: str,
-    shape: tuple[int, ...],
-    dtype: str,
-    spec: QuantSpec,
-    ste: Estimator | None,
-    nan: NaNPolicy,
-    kernels: str,
-) -> Plan:
-    tiling = spec.granularity.tiling(shape)
-    problem = Problem(operation, tiling, dtype, spec, ste, nan)
-    # A callable is applied by the plan itself; its kernel lets the gradient pass.
-    runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
-    return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))

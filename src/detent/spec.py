@@ -9,6 +9,7 @@ Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import ml_dtypes
@@ -104,10 +105,19 @@ class QuantSpec:
 
     def __hash__(self) -> int:
         """Computed once: plans are looked up by their spec on every call."""
-        if "_hash" not in self.__dict__:
-            parts = (self.format, self.granularity, self.symmetric, self.convention, self.rounding)
-            object.__setattr__(self, "_hash", hash((*parts, self.qmin, self.qmax, self.scale_format)))
-        return int(self.__dict__["_hash"])
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._fields)
+
+    @property
+    def _fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def __reduce__(self) -> tuple[type["QuantSpec"], tuple[object, ...]]:
+        """Unpickled specs are made anew: the hash of a text differs from process to process."""
+        return QuantSpec, self._fields
 
     @property
     def bits(self) -> int:

@@ -9,9 +9,8 @@ import pytest
 
 import detent as dt
 from detent import kernels
+from detent.checks import FLOATS
 from detent.convention import PRESETS
-from detent.kernels import registry
-from detent.kernels.native import DTYPES
 from detent.kernels.registry import PARTS
 
 OPERATIONS = [
@@ -35,7 +34,7 @@ def threads():
 
 
 def test_operations():
-    assert sorted(registry.OPERATIONS) == OPERATIONS
+    assert sorted(kernels.OPERATIONS) == OPERATIONS
 
 
 def problem(operation, spec="int8", ste=None):
@@ -51,7 +50,7 @@ def test_every_operation_has_a_reference_kernel(name):
 def test_capabilities_name_machine_level_threads_and_backends():
     found = dt.capabilities()
     assert set(found.kernels) == {*OPERATIONS, *PARTS}
-    assert set(found.table) == set(product(OPERATIONS, DTYPES, PRESETS))
+    assert set(found.table) == set(product(OPERATIONS, FLOATS, PRESETS))
     assert found.threads == dt.get_num_threads() >= 1
     text = str(found)
     assert all(word in text for word in (found.machine, found.level, "threads", *OPERATIONS))
@@ -68,7 +67,7 @@ def test_the_doctor_prints_them():
     run = [sys.executable, "-m", "detent", "doctor", "--all"]
     text = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
     assert text.startswith(f"detent    {dt.__version__}, ")
-    assert all(name in text for name in (*OPERATIONS, *PARTS, *PRESETS, *DTYPES))
+    assert all(name in text for name in (*OPERATIONS, *PARTS, *PRESETS, *FLOATS))
 
 
 @pytest.mark.parametrize("name", ["minmax", "tree_sum"])

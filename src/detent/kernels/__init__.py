@@ -5,7 +5,7 @@ library; every fast kernel has a slow twin in ``reference`` and equals it bit fo
 """
 
 from detent.kernels.native import dtype_name, join_team
-from detent.kernels.problem import Kernel, Problem, Result
+from detent.kernels.problem import OPERATIONS, Kernel, NaNPolicy, Operation, Problem, Result, find_operation
 from detent.kernels.reductions import (
     checksum,
     derive,
@@ -20,23 +20,26 @@ from detent.kernels.reductions import (
     unpack_bits,
 )
 from detent.kernels.reference import bin_edges, power_of_two
-from detent.kernels.registry import Capabilities, capabilities, check_operation, find_kernel
+from detent.kernels.registry import Capabilities, capabilities, find_kernel
 from detent.kernels.settings import current_kernels, get_num_threads, set_num_threads, use_kernels
 
 __all__ = [
+    "OPERATIONS",
     "Capabilities",
     "Kernel",
+    "NaNPolicy",
+    "Operation",
     "Problem",
     "Result",
     "bin_edges",
     "capabilities",
-    "check_operation",
     "checksum",
     "current_kernels",
     "derive",
     "dtype_name",
     "error_sum",
     "find_kernel",
+    "find_operation",
     "get_num_threads",
     "grid_errors",
     "histogram",

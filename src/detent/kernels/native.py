@@ -1,13 +1,12 @@
-"""The native backend: C++ kernels, one table per CPU level, behind ``detent._native``.
+"""The native backend: C++ kernels, compiled once per CPU level, behind ``detent._native``.
 
-A kernel is made for one problem: rules and layout are decided here once, and a run passes pointers. Arrays that are not
-C-contiguous are copied first; results are the reference's, bit for bit. Functions that reduce or pack return None where
-there is no native kernel for their arguments.
-
-Rules: a problem in the numbers that the native extension takes, field by field as in ``native/.../call.hpp``.
+The extension's ``Runner`` holds the kernels for data of one tiling by one set of rules: numbers, field by field as in
+``native/.../call.hpp``. Rules and layout are decided here once and runners are cached, so that a run passes pointers.
+Arrays that are not C-contiguous are copied first; results equal the reference's bit for bit. Functions that reduce or
+pack return None where there is no native kernel for their arguments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache
 from importlib import import_module
 from math import frexp, prod
@@ -17,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.checks import FLOATS, compute_dtype
 from detent.formats import BYTE, Format
 from detent.granularity import Tiling
-from detent.kernels.problem import Problem
+from detent.kernels.problem import OPERATIONS, Problem
 from detent.kernels.reference import Factor, Term
 from detent.kernels.reference.bins import whole_cells
 from detent.kernels.reference.elements import boundaries
@@ -27,12 +27,12 @@ from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
 
 __all__ = [
-    "DTYPES",
     "ROUNDINGS",
     "TERMS",
     "checksum",
     "current_level",
     "derive",
+    "derive_rules",
     "dtype_name",
     "error_sum",
     "grid_errors",
@@ -45,18 +45,18 @@ __all__ = [
     "make_runner",
     "minmax",
     "observe",
+    "observe_rules",
     "pack",
     "plain_rules",
     "problem_rules",
     "ready",
     "refusal",
-    "scale_rules",
     "set_level",
     "set_num_threads",
     "unpack",
 ]
 
-DTYPES: Mapping[str, int] = MappingProxyType({"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3})
+DTYPES: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(FLOATS)})
 ROUNDINGS: Mapping[str, int] = MappingProxyType({"half_even": 0, "half_away": 1, "floor": 2})
 TERMS: Mapping[str, int] = MappingProxyType(
     {"value": 0, "square": 1, "squared_error": 2, "absolute_error": 3, "product": 4}
@@ -76,17 +76,17 @@ _NONE: Mapping[str, Any] = MappingProxyType(
         0,
     )
     | dict.fromkeys(("qmin", "qmax", "largest", "floor", "symmetric_zero_point"), 0.0)
-    | {"bits": BYTE, "levels": [], "bounds": []}
+    | {"levels": [], "bounds": []}
 )
 
 
-def plain_rules(dtype: str) -> dict[str, Any]:
-    """The rules of an operation that knows no format.
+def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
+    """The rules of an operation that knows no format; ``bits`` are those of the mantissa that tell histogram bins.
 
     >>> plain_rules("float64")["dtype"]
     3
     """
-    return {**_NONE, "dtype": DTYPES[dtype]}
+    return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 
 def problem_rules(problem: Problem, codes: int = BYTES) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def problem_rules(problem: Problem, codes: int = BYTES) -> dict[str, Any]:
         mask = _HARD_TANH
     return {
         **plain_rules(problem.dtype),
-        **_format_rules(form, "float64" if problem.dtype == "float64" else "float32"),
+        **_format_rules(form, compute_dtype(FLOATS[problem.dtype]).name),
         "division": int(spec.convention.division == "reciprocal" and form.is_integer),
         "zero_point": int(spec.convention.zero_point == "before_round"),
         "rounding": ROUNDINGS.get(spec.rounding.kind, 0),
@@ -133,12 +133,18 @@ def _format_rules(form: Format, compute: str) -> dict[str, Any]:
     return {**rules, "kind": _SMALL_FLOATS, "mantissa": form.mantissa, "min_exponent": frexp(smallest_normal)[1] - 1}
 
 
-def scale_rules(spec: QuantSpec) -> dict[str, Any]:
-    """From a range to parameters; for scales that are plain floats.
+def derive_rules(dtype: str, spec: QuantSpec) -> dict[str, Any]:
+    """The rules from ranges to parameters of that dtype."""
+    return plain_rules(dtype) | _scale_rules(spec)
 
-    >>> scale_rules(QuantSpec("uint8"))["symmetric"]
-    0
-    """
+
+def observe_rules(problem: Problem) -> dict[str, Any]:
+    """The rules of a problem whose parameters come from the range of its own data."""
+    return problem_rules(problem) | _scale_rules(problem.spec)
+
+
+def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
+    """From a range to parameters; for scales that are plain floats."""
     convention = spec.convention
     return {
         "symmetric": _SYMMETRIC[convention.symmetric_scale] if spec.symmetric else 0,
@@ -178,23 +184,10 @@ else:
     WHY_NOT = None
 
 Array = NDArray[Any]
+MAX_RUNNERS = 4096
 MAX_LEAD = 8
 MAX_LEVELS = 16
 MAX_SIZE = 1 << 57  # elements, so that bytes and bits can be counted in 64 bits
-OPERATIONS = frozenset(
-    {
-        "quantize",
-        "dequantize",
-        "fake_quantize",
-        "fake_quantize_masked",
-        "quantize_backward",
-        "dequantize_backward",
-        "fake_quantize_backward",
-        "fake_quantize_masked_backward",
-        "fake_quantize_learned_backward",
-    }
-)
-_NO_FORMAT = frozenset({"dequantize_backward", "fake_quantize_masked_backward"})
 
 
 def levels() -> dict[str, bool]:
@@ -256,9 +249,7 @@ def refusal(problem: Problem) -> str | None:
     """
     if WHY_NOT is not None:
         return WHY_NOT
-    if problem.operation not in OPERATIONS:
-        return f"{problem.operation} has no native kernel"
-    if problem.operation not in _NO_FORMAT:
+    if OPERATIONS[problem.operation].needs_format:
         if problem.spec.format.kind == "codebook" and len(problem.spec.format.levels) > MAX_LEVELS:
             return f"a codebook of more than {MAX_LEVELS} levels has no native kernel"
         if _rounds(problem) and problem.spec.rounding.kind not in ROUNDINGS:
@@ -286,12 +277,14 @@ def _fits(tiling: Tiling) -> bool:
 
 def make_runner(problem: Problem, codes: int) -> Any:
     """The extension's kernels for the problem, with codes as bytes, words or packed bits."""
-    return _runner(problem.tiling, problem_rules(problem, codes))
+    return _runner(_Level.index, problem.tiling, problem_rules, problem, codes)
 
 
-def _runner(tiling: Tiling, rules: dict[str, Any]) -> Any:
+@lru_cache(maxsize=MAX_RUNNERS)
+def _runner(level: int, tiling: Tiling, rules: Callable[..., dict[str, Any]], *arguments: Hashable) -> Any:
+    """The extension's kernels of a CPU level for data of that tiling, by the rules that ``rules(*arguments)`` gives."""
     make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
-    return make(_Level.index, *layout_of(tiling), rules)
+    return make(level, *layout_of(tiling), rules(*arguments))
 
 
 def ready(array: Array) -> Array:
@@ -327,7 +320,7 @@ def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
     if _native is None or name not in DTYPES or not _fits(tiling):
         return None
     low, high = _empty_bounds(tiling, x.dtype)
-    nonfinite = _reducer(tiling, name, _Level.index).minmax(ready(x), low, high)
+    nonfinite = _runner(_Level.index, tiling, plain_rules, name).minmax(ready(x), low, high)
     low += 0.0  # a negative zero becomes a positive one
     high += 0.0
     return low, high, int(nonfinite)
@@ -344,13 +337,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    compute = np.float64 if dtype == np.float64 else np.float32
+    compute = compute_dtype(dtype)
     return np.full(tiling.scale_shape, np.inf, compute), np.full(tiling.scale_shape, -np.inf, compute)
-
-
-@lru_cache(maxsize=1024)
-def _reducer(tiling: Tiling, dtype: str, level: int) -> Any:  # noqa: ARG001 - the level of the key
-    return _runner(tiling, plain_rules(dtype))
 
 
 def histogram(
@@ -366,17 +354,12 @@ def histogram(
         return None
     low, high = _empty_bounds(tiling, x.dtype)
     missed = np.zeros(rows.size, np.uint8)
-    runner = _counter(tiling, name, bits, _Level.index)
+    runner = _runner(_Level.index, tiling, plain_rules, name, bits)
     weighing = np.empty(0, np.int64) if weights is None else ready(weights)
     nonfinite, good = runner.histogram(ready(x), weighing, rows, len(counts), counts, missed, low, high)
     low += 0.0
     high += 0.0
     return missed, bool(good), (low, high, int(nonfinite))
-
-
-@lru_cache(maxsize=1024)
-def _counter(tiling: Tiling, dtype: str, bits: int, level: int) -> Any:  # noqa: ARG001 - the level of the key
-    return _runner(tiling, plain_rules(dtype) | {"bits": bits})
 
 
 def grid_errors(
@@ -405,14 +388,9 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
-    runner = _deriver(spec, lo.size, dtype.name, _Level.index)
+    tiling = Tiling((lo.size,), (1,), (lo.size,), (lo.size,))
+    runner = _runner(_Level.index, tiling, derive_rules, dtype_name(dtype), spec)
     return (scale, zero_point) if runner.derive(ready(lo), ready(hi), scale, zero_point) else None
-
-
-@lru_cache(maxsize=1024)
-def _deriver(spec: QuantSpec, sets: int, dtype: str, level: int) -> Any:  # noqa: ARG001 - the level of the key
-    tiling = Tiling((sets,), (1,), (sets,), (sets,))
-    return _runner(tiling, plain_rules(dtype) | scale_rules(spec))
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
@@ -428,20 +406,14 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):
         return None
-    compute = np.float64 if x.dtype == np.float64 else np.float32
-    parts = np.empty((4, *problem.tiling.scale_shape), compute)
+    parts = np.empty((4, *problem.tiling.scale_shape), compute_dtype(x.dtype))
     low, high, scale, zero_point = (parts[i, ...] for i in range(4))
-    runner = _observer(problem, _Level.index)
+    runner = _runner(_Level.index, problem.tiling, observe_rules, problem)
     nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
     low += 0.0  # a negative zero becomes a positive one
     high += 0.0
     parts.setflags(write=False)
     return (low, high, scale, zero_point, int(nonfinite)) if good else None
-
-
-@lru_cache(maxsize=1024)
-def _observer(problem: Problem, level: int) -> Any:  # noqa: ARG001 - the level of the key
-    return _runner(problem.tiling, problem_rules(problem) | scale_rules(problem.spec))
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor, second_factor: Factor) -> float | None:

@@ -1,51 +1,48 @@
-"""NativeKernel: a problem's C++ kernel behind the protocol that plans run."""
+"""NativeKernel: a problem's C++ kernel behind the protocol that plans run.
 
-from collections.abc import Callable, Mapping, Sequence
+Each method of the extension's ``Runner`` has one here, named alike, that allocates, packs and looks for NaN around it.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import sqrt
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.checks import refuse_nan
+from detent.checks import FLOATS, refuse_nan
 from detent.formats import BYTE, MAX_BITS
 from detent.kernels.native import BYTES, PACKED, WORDS, is_ready, make_runner, ready
-from detent.kernels.problem import Problem, Result
+from detent.kernels.problem import OPERATIONS, Problem, Result
 from detent.kernels.reductions import pack_bits, unpack_bits
 from detent.kernels.reference.sets import counts
+from detent.spec import code_dtype
 
 __all__ = ["NativeKernel"]
 
 Array = NDArray[Any]
-_Launch: TypeAlias = Callable[["NativeKernel", Sequence[Array], Array, Array, Array], Result]
 
 
 class NativeKernel:
-    """A problem's C++ kernel.
-
-    >>> NativeKernel.backend
-    'native'
-    """
+    """A problem's C++ kernel."""
 
     backend = "native"
 
     def __init__(self, problem: Problem) -> None:
-        form = problem.spec.format
+        operation, bits = OPERATIONS[problem.operation], problem.spec.bits
         self.problem = problem
         self._shape = problem.tiling.shape
-        self._codes = np.dtype(getattr(ml_dtypes, form.storage, None) or form.storage)
-        float_type = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else problem.dtype)
-        self._result = self._codes if problem.operation == "quantize" else float_type
-        self._runner = make_runner(problem, BYTES if form.bits <= BYTE else WORDS)
+        self._codes = code_dtype(problem.spec)
+        self._result = self._codes if "codes" in operation.outputs else FLOATS[problem.dtype]
+        self._runner = make_runner(problem, BYTES if bits <= BYTE else WORDS)
         # Codes of 9 to 15 bits are packed in Python; all others by the kernel, 8 and 16 bits as they are.
         self._packed = None
-        if form.bits <= BYTE or form.bits == MAX_BITS:
-            self._packed = self._runner if form.bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
-        self._launch = _LAUNCH.get(problem.operation, NativeKernel._backward)  # unbound: no cycle to collect
-        self._is_learned = problem.operation == "fake_quantize_learned_backward"
+        if bits <= BYTE or bits == MAX_BITS:
+            self._packed = self._runner if bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
+        # unbound: no cycle to collect
+        self._launch: Callable[..., Result] = getattr(NativeKernel, f"_{operation.native}")
+        self._is_learned = operation.native == "learned"
 
     def run(
         self,
@@ -56,13 +53,9 @@ class NativeKernel:
         step: int,  # noqa: ARG002 - no native kernel rounds stochastically
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays.
-
-        >>> NativeKernel.backend
-        'native'
-        """
+        """Run on checked arrays."""
         if self._is_learned:
-            return self._learned_backward(inputs, scale, zero_point, grad_scale)
+            return self._learned(inputs, scale, zero_point, grad_scale)
         if out is None:
             return self._launch(self, inputs, scale, zero_point, np.empty(self._shape, self._result))
         if is_ready(out):
@@ -118,7 +111,7 @@ class NativeKernel:
         self._runner.masked_backward(ready(inputs[0]), ready(inputs[1]), ready(out))
         return out
 
-    def _learned_backward(
+    def _learned(
         self, inputs: Sequence[Array], scale: Array, zero_point: Array, grad_scale: float | None
     ) -> tuple[Array, Array, Array]:
         gx = self._backward(inputs, scale, zero_point, np.empty(self._shape, self._result))
@@ -136,15 +129,3 @@ class NativeKernel:
         different, which = np.unique(sizes, return_inverse=True)
         factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])
         return np.asarray(factors[which].reshape(self.problem.tiling.scale_shape))
-
-
-_LAUNCH: Mapping[str, _Launch] = MappingProxyType(
-    {
-        "quantize": NativeKernel._quantize,
-        "dequantize": NativeKernel._dequantize,
-        "fake_quantize": NativeKernel._fake_quantize,
-        "fake_quantize_masked": NativeKernel._fake_quantize_masked,
-        "dequantize_backward": NativeKernel._dequantize_backward,
-        "fake_quantize_masked_backward": NativeKernel._masked_backward,
-    }
-)

@@ -1,42 +1,20 @@
 """The reference backend: NumPy arrays through the reference functions, for every problem there is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.checks import refuse_nan
-from detent.kernels import reference
-from detent.kernels.problem import Problem, Result
+from detent.checks import FLOATS, refuse_nan
+from detent.kernels.problem import OPERATIONS, Problem, Result
 from detent.kernels.reductions import pack_bits, unpack_bits
+from detent.spec import code_dtype
 
-__all__ = ["REFERENCE", "ReferenceKernel"]
+__all__ = ["ReferenceKernel"]
 
 Array = NDArray[Any]
-_FORWARD = frozenset({"tiling", "spec", "step", "fill"})
-_BACKWARD = frozenset({"tiling", "spec", "step", "ste"})
-
-# Each operation's function, and the keyword arguments it takes.
-REFERENCE: Mapping[str, tuple[Callable[..., Any], frozenset[str]]] = MappingProxyType(
-    {
-        "quantize": (reference.quantize, _FORWARD),
-        "dequantize": (reference.dequantize, frozenset({"tiling", "spec", "dtype"})),
-        "fake_quantize": (reference.fake_quantize, _FORWARD),
-        "quantize_backward": (reference.quantize_backward, _BACKWARD),
-        "dequantize_backward": (reference.dequantize_backward, frozenset({"tiling"})),
-        "fake_quantize_backward": (reference.fake_quantize_backward, _BACKWARD),
-        "fake_quantize_masked": (reference.fake_quantize_masked, _BACKWARD),
-        "fake_quantize_masked_backward": (reference.masked_backward, frozenset()),
-        "fake_quantize_learned_backward": (reference.fake_quantize_learned_backward, _BACKWARD | {"grad_scale"}),
-    }
-)
-
-# How many of scale and zero point an operation takes, where it is not both.
-_NUMBERS: Mapping[str, int] = MappingProxyType({"dequantize_backward": 1, "fake_quantize_masked_backward": 0})
 
 
 class ReferenceKernel:
@@ -54,7 +32,7 @@ class ReferenceKernel:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._function, self._wanted = REFERENCE[problem.operation]
+        self.operation = OPERATIONS[problem.operation]
         # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars.
         self._shape = problem.tiling.shape or (1,)
         self._tiling = problem.tiling if problem.tiling.shape else problem.spec.granularity.tiling((1,))
@@ -68,31 +46,27 @@ class ReferenceKernel:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays.
-
-        >>> ReferenceKernel.backend
-        'reference'
-        """
-        problem = self.problem
+        """Run on checked arrays."""
+        problem, operation = self.problem, self.operation
         if problem.nan == "raise":
             refuse_nan("x", inputs[0])
         arrays = [self._operand(array) for array in inputs]
-        everything = {
+        known = {
+            "scale": scale,
+            "zero_point": zero_point,
             "tiling": self._tiling,
             "spec": problem.spec,
             "step": step,
             "ste": problem.ste,
             "fill": problem.nan if problem.nan in {"zero_point", "qmin"} else None,
             "grad_scale": grad_scale,
-            "dtype": _dtype(problem.dtype),
+            "dtype": FLOATS[problem.dtype],
         }
-        options = {name: everything[name] for name in self._wanted}
-        numbers = (scale, zero_point)[: _NUMBERS.get(problem.operation, 2)]
         with np.errstate(all="ignore"):
-            result = self._function(*arrays, *numbers, **options)
-        if not isinstance(result, tuple):
+            result = operation.reference(*arrays, **{name: known[name] for name in operation.keywords})
+        if len(operation.outputs) == 1:
             return self._deliver(result, out)
-        if problem.operation == "fake_quantize_masked":
+        if "mask" in operation.outputs:
             y, mask = result
             return self._deliver(y, out), np.packbits(mask.reshape(-1), bitorder="little")
         gx, gs, gz = result
@@ -101,12 +75,11 @@ class ReferenceKernel:
     def _operand(self, array: Array) -> Array:
         """An input in the data's shape: packed codes unpacked, packed masks as booleans."""
         spec, shape = self.problem.spec, self.problem.tiling.shape
-        if self.problem.operation == "dequantize":
-            stored = _dtype(spec.format.storage)
-            if array.shape != shape or array.dtype != stored:
+        if "codes" in self.operation.inputs:
+            if array.shape != shape or array.dtype != code_dtype(spec):
                 signed = spec.format.is_integer and spec.format.signed
                 array = unpack_bits(array, spec.bits, prod(shape), signed=signed)
-        elif self.problem.operation == "fake_quantize_masked_backward" and array.dtype == np.uint8:
+        elif "mask" in self.operation.inputs and array.dtype == np.uint8:
             array = np.unpackbits(array, count=prod(shape), bitorder="little").astype(np.bool_)
         # One-byte floats are codes: their bits.
         bits = array.view(np.uint8) if array.dtype.itemsize == 1 and array.dtype.kind not in "iub" else array
@@ -115,15 +88,11 @@ class ReferenceKernel:
     def _deliver(self, result: Array, out: Array | None) -> Array:
         """The result in the format's storage type, and in the caller's array where there is one, packed if that is."""
         values = np.asarray(result).reshape(self.problem.tiling.shape)
-        form = self.problem.spec.format
-        if self.problem.operation == "quantize" and form.kind == "float":
-            values = values.view(_dtype(form.storage))
+        spec = self.problem.spec
+        if "codes" in self.operation.outputs and spec.format.kind == "float":
+            values = values.view(code_dtype(spec))
         if out is None:
             return values
         packed = out.dtype != values.dtype or out.shape != values.shape
-        np.copyto(out, pack_bits(np.ascontiguousarray(values).reshape(-1), form.bits) if packed else values)
+        np.copyto(out, pack_bits(np.ascontiguousarray(values).reshape(-1), spec.bits) if packed else values)
         return out
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, None) or name)

@@ -1,6 +1,4 @@
-"""What this installation can do: which kernel runs which operation on which data by which rules, and why.
-
-The registry: which kernel runs a problem, and on how many threads.
+"""The registry: which kernel runs a problem, and why.
 
 Native kernels run where they exist, reference kernels elsewhere; ``capabilities`` says which and why. Both give the
 same bits, so that the choice is a matter of speed alone.
@@ -11,22 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
+from detent.checks import FLOATS
 from detent.convention import PRESETS
 from detent.errors import UnsupportedError
 from detent.formats import FORMATS
 from detent.granularity import PerTensor
 from detent.kernels import native
-from detent.kernels.native import DTYPES
 from detent.kernels.native_kernel import NativeKernel
-from detent.kernels.problem import Kernel, Problem
-from detent.kernels.reference_kernel import REFERENCE, ReferenceKernel
+from detent.kernels.problem import OPERATIONS, Kernel, Problem, find_operation
+from detent.kernels.reference_kernel import ReferenceKernel
 from detent.kernels.settings import current_kernels, get_num_threads
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity, Tanh
 
-__all__ = ["OPERATIONS", "Capabilities", "capabilities", "check_operation", "find_kernel"]
-
-OPERATIONS: tuple[str, ...] = tuple(sorted(REFERENCE))
+__all__ = ["Capabilities", "capabilities", "find_kernel"]
 
 
 def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
@@ -41,7 +37,7 @@ def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
     >>> find_kernel(problem, "reference").backend
     'reference'
     """
-    check_operation(problem.operation)
+    find_operation(problem.operation)
     why_not = "the reference kernels were asked for" if choice == "reference" else native.refusal(problem)
     if why_not is None:
         return NativeKernel(problem)
@@ -50,21 +46,9 @@ def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
     return ReferenceKernel(problem)
 
 
-def check_operation(operation: str) -> None:
-    """Raise unless the operation exists.
-
-    >>> check_operation("quantize")
-    """
-    if operation not in OPERATIONS:
-        raise UnsupportedError(f"no kernel for operation {operation!r}: expected one of {', '.join(OPERATIONS)}")
-
-
 # What is not an operation of a plan: reductions and packing run on data of any convention.
 PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
 NATIVE_NAME, REFERENCE_NAME = "native", "reference"
-_ESTIMATED = frozenset(
-    name for name in OPERATIONS if name.endswith(("quantize_backward", "masked", "learned_backward"))
-)
 
 
 @dataclass(frozen=True)
@@ -92,12 +76,12 @@ class Capabilities:
 
     def __str__(self) -> str:
         lines = [f"machine  {self.machine}", f"level    {self.level}", f"threads  {self.threads}", ""]
-        widths = (34, *(11 for _ in DTYPES))
-        lines.append(_columns(("operation", *DTYPES), widths))
+        widths = (34, *(11 for _ in FLOATS))
+        lines.append(_columns(("operation", *FLOATS), widths))
         reasons: dict[str, None] = {}
-        for operation in OPERATIONS:
+        for operation in sorted(OPERATIONS):
             cells = []
-            for dtype in DTYPES:
+            for dtype in FLOATS:
                 found = {name: self.table[operation, dtype, name] for name in PRESETS}
                 fast = [name for name, why in found.items() if why == NATIVE_NAME]
                 reasons.update(dict.fromkeys(why for why in found.values() if why != NATIVE_NAME))
@@ -109,7 +93,7 @@ class Capabilities:
                     else REFERENCE_NAME
                 )
             lines.append(_columns((operation, *cells), widths))
-        lines += [_columns((name, *(self.kernels[name] for _ in DTYPES)), widths) for name in PARTS]
+        lines += [_columns((name, *(self.kernels[name] for _ in FLOATS)), widths) for name in PARTS]
         lines += ["", f"by the rules of: {', '.join(PRESETS)}"]
         lines += [f"on the reference kernels: {why}" for why in (*reasons, *self.limits.values())]
         return "\n".join(lines)
@@ -127,10 +111,11 @@ def capabilities() -> Capabilities:
     """
     table = {
         (operation, dtype, name): _why_not(_sample(operation, dtype, QuantSpec("int8", convention=name))) or NATIVE_NAME
-        for operation, dtype, name in product(OPERATIONS, DTYPES, PRESETS)
+        for operation, dtype, name in product(sorted(OPERATIONS), FLOATS, PRESETS)
     }
     kernels = {
-        name: NATIVE_NAME if table[name, "float32", "onnx"] == NATIVE_NAME else REFERENCE_NAME for name in OPERATIONS
+        name: NATIVE_NAME if table[name, "float32", "onnx"] == NATIVE_NAME else REFERENCE_NAME
+        for name in sorted(OPERATIONS)
     }
     asked = current_kernels() == REFERENCE_NAME
     kernels |= dict.fromkeys(PARTS, REFERENCE_NAME if asked or native.WHY_NOT is not None else NATIVE_NAME)
@@ -156,7 +141,9 @@ _ONE = PerTensor().tiling((1,))
 
 
 def _sample(operation: str, dtype: str, spec: QuantSpec) -> Problem:
-    return Problem(operation, _ONE, dtype, spec, Clipped() if operation in _ESTIMATED else None, "propagate")
+    return Problem(
+        operation, _ONE, dtype, spec, Clipped() if OPERATIONS[operation].has_estimator else None, "propagate"
+    )
 
 
 def _why_not(problem: Problem) -> str | None:

@@ -28,12 +28,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from detent.checks import FLOATS, compute_type
 from detent.errors import DtypeError
 from detent.granularity import PerAxis, PerTensor
 from detent.kernels import checksum, join_team
@@ -90,17 +90,10 @@ def full_tensor(x: Tensor) -> Tensor:
     return x if gather is None else gather()
 
 
-FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType(
-    {
-        torch.float16: "float16",
-        torch.bfloat16: "bfloat16",
-        torch.float32: "float32",
-        torch.float64: "float64",
-    }
-)
+FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType({getattr(torch, name): name for name in FLOATS})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 FEW = 64  # elements that are compared as they are
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_BFLOAT16 = FLOATS["bfloat16"]
 
 
 def is_plain(x: Tensor) -> bool:
@@ -148,7 +141,8 @@ def scale_dtype(x: Tensor) -> torch.dtype:
     >>> scale_dtype(torch.zeros(1, dtype=torch.bfloat16))
     torch.float32
     """
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype: torch.dtype = compute_type(x.dtype, torch)
+    return dtype
 
 
 def to_array(x: Tensor) -> NDArray[Any]:

@@ -3,19 +3,18 @@
 Results lie in memory as x does. Nothing here knows of autograd, and nothing is checked that ``check`` has not seen.
 """
 
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from detent.kernels import Problem, current_kernels, minmax, observe
+from detent.kernels import Problem, minmax, observe
 from detent.params import QuantParams
-from detent.plan import Plan
+from detent.plan import Plan, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
-from detent.ste import Custom, Estimator
+from detent.ste import Estimator
 from detent.torch.arrays import FLOAT_TYPES, Order, Slot, borrow, order_of, to_array, to_tensor
 
 __all__ = [
@@ -37,7 +36,7 @@ def check(x: Tensor, params: QuantParams) -> None:
 
     >>> check(torch.zeros(3), QuantParams.int8_symmetric())
     """
-    _plan("fake_quantize", tuple(x.shape), x.dtype, params.spec).check_params(params)
+    _plan("fake_quantize", x, params.spec).check_params(params)
 
 
 def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
@@ -49,7 +48,7 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = borrow(slot, data)
-    _plan_for("fake_quantize", data, order).run(to_array(data), params, out=to_array(y), step=step)
+    _plan("fake_quantize", data, order.spec).run(to_array(data), params, out=to_array(y), step=step)
     return order.restore(y)
 
 
@@ -63,7 +62,7 @@ def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: i
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = torch.empty_like(data)
-    plan = _plan_for("fake_quantize_masked", data, order, ste)
+    plan = _plan("fake_quantize_masked", data, order.spec, ste)
     _, mask = cast("tuple[Array, Array]", plan.run(to_array(data), params, out=to_array(y), step=step))
     return order.restore(y), to_tensor(mask), order
 
@@ -77,7 +76,7 @@ def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) 
     """
     gradient = order.lay(g)
     gx = torch.empty_like(gradient)
-    plan = _plan_for("fake_quantize_masked_backward", gradient, order)
+    plan = _plan("fake_quantize_masked_backward", gradient, order.spec)
     plan.run(to_array(gradient), to_array(mask), params, out=to_array(gx))
     return order.restore(gx)
 
@@ -94,7 +93,7 @@ def backward(
     order = order_of(x, params.spec)
     data, gradient = order.lay(x), order.lay(g)
     gx = gradient if reuse else torch.empty_like(gradient)
-    plan = _plan_for("fake_quantize_backward", data, order, ste)
+    plan = _plan("fake_quantize_backward", data, order.spec, ste)
     plan.run(to_array(gradient), to_array(data), params, out=to_array(gx), step=step)
     return order.restore(gx)
 
@@ -110,7 +109,7 @@ def learned_backward(
     [2, 1, 1]
     """
     data, gradient = x.contiguous(), g.contiguous()
-    plan = _plan_for("fake_quantize_learned_backward", data, Order(None, params.spec), ste)
+    plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     found = plan.run(to_array(gradient), to_array(data), params, step=step)
     gx, gs, gz = (to_tensor(part) for part in cast("tuple[Array, Array, Array]", found))
     return gx, gs, gz
@@ -151,24 +150,5 @@ def fake_quantize_dynamic(
     return order.restore(y), params, nonfinite
 
 
-def _plan_for(operation: str, data: Tensor, order: Order, ste: Estimator | None = None) -> Plan:
-    return _plan(operation, tuple(data.shape), data.dtype, order.spec, ste)
-
-
-def _plan(
-    operation: str, shape: tuple[int, ...], dtype: torch.dtype, spec: QuantSpec, ste: Estimator | None = None
-) -> Plan:
-    select = _select.__wrapped__ if isinstance(ste, Custom) else _select  # a callable may hold on to large arrays
-    return select(operation, shape, dtype, spec, ste, current_kernels())
-
-
-@lru_cache(maxsize=4096)
-def _select(
-    operation: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    spec: QuantSpec,
-    ste: Estimator | None,
-    kernels: str,  # noqa: ARG001 - of the key: select asks for itself
-) -> Plan:
-    return Plan.select(operation, shape=shape, dtype=FLOAT_TYPES[dtype], spec=spec, ste=ste)
+def _plan(operation: str, data: Tensor, spec: QuantSpec, ste: Estimator | None = None) -> Plan:
+    return find_plan(operation, tuple(data.shape), FLOAT_TYPES[data.dtype], spec, ste)

@@ -87,13 +87,13 @@ def at(level=None, threads=None):
     before, count = native.current_level(), dt.get_num_threads()
     native.set_level(level or before)
     dt.set_num_threads(threads or count)
-    detent.plan._make.cache_clear()  # plans keep the level they were made at
+    detent.plan._PLANS.clear()  # plans keep the level they were made at
     try:
         yield
     finally:
         native.set_level(before)
         dt.set_num_threads(count)
-        detent.plan._make.cache_clear()
+        detent.plan._PLANS.clear()
 
 
 def difference(native_array, reference_array):

@@ -28,7 +28,6 @@ from detent.spec import QuantSpec
 __all__ = [
     "boundaries",
     "code_values",
-    "compute_type",
     "encode",
     "in_range",
     "level_values",
@@ -68,16 +67,6 @@ def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
     low = (word & _HALF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, ((high & _HALF) << 16) | (low & _HALF)
-
-
-def compute_type(xp: Any, x: Any) -> Any:
-    """The dtype arithmetic on ``x`` happens in: float64 for float64, float32 for everything narrower.
-
-    >>> import numpy as np
-    >>> compute_type(np, np.zeros(1, np.float16)) is np.float32
-    True
-    """
-    return xp.float64 if x.dtype == xp.float64 else xp.float32
 
 
 def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:

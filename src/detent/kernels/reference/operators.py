@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
+from detent.checks import compute_type
 from detent.errors import UnsupportedError
 from detent.granularity import Tiling
 from detent.kernels.reference.elements import (
     code_values,
-    compute_type,
     encode,
     in_range,
     level_values,
@@ -57,7 +57,7 @@ def spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling) 
     array([[1.],
            [2.]], dtype=float32)
     """
-    dtype = compute_type(xp, x)
+    dtype = compute_type(x.dtype, xp)
     s = spread(xp, xp.astype(scale, dtype), tiling)
     return s, spread(xp, xp.astype(zero_point, dtype), tiling)
 
@@ -228,7 +228,7 @@ def quantize_backward(
     array([2., 0.])
     """
     xp = array_namespace(g, x)
-    compute = compute_type(xp, x)
+    compute = compute_type(x.dtype, xp)
     wide_g = xp.astype(g, compute)
     wide_x = xp.astype(x, compute)
     through = fake_quantize_backward(wide_g, wide_x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
@@ -243,7 +243,7 @@ def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
     array([0.5, 0.5])
     """
     xp = array_namespace(g)
-    s = spread(xp, xp.astype(scale, compute_type(xp, g)), tiling)
+    s = spread(xp, xp.astype(scale, compute_type(g.dtype, xp)), tiling)
     return xp.astype(xp.astype(g, s.dtype) * s, g.dtype)
 
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
+from detent.checks import compute_type
 from detent.granularity import Tiling
-from detent.kernels.reference.elements import compute_type
 
 __all__ = [
     "ONE",
@@ -139,7 +139,7 @@ def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
     """
     xp = array_namespace(x) if xp is None else xp
     infinity = float("inf")
-    x = xp.astype(x, compute_type(xp, x))
+    x = xp.astype(x, compute_type(x.dtype, xp))
     ends = []
     for reduce, empty in ((xp.min, infinity), (xp.max, -infinity)):
         filled = xp.where(xp.isfinite(x), x, xp.asarray(empty, dtype=x.dtype, device=x.device))
