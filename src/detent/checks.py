@@ -1,10 +1,9 @@
-"""What every border checks alike: integers, shapes, arrays, unique keys; and where the first fault lies.
+"""Checks that every public function makes alike: integers, numbers, shapes, arrays, float types, NaN.
 
-Dtypes: which NumPy types data and codes may have.
+The four float types of data, and the compute type of each, are defined here and nowhere else.
 """
 
 import operator
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import isfinite
@@ -101,20 +100,6 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
     """The index of the first NaN or infinity in C order."""
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         return first_index(~np.isfinite(values))
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON pairs, none of which may come twice; for ``json.loads(object_pairs_hook=...)``."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the keys {twice} come more than once")
-    return found
-
-
-def has_keys(data: object, keys: Iterable[str]) -> bool:
-    """Whether the data are a mapping with exactly these keys."""
-    return isinstance(data, Mapping) and set(data) == set(keys)
 
 
 def refuse_nan(name: str, x: NDArray[Any]) -> None:

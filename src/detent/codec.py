@@ -1,21 +1,34 @@
-"""Coding: frozen dataclasses as JSON and back, where their annotations say what is allowed.
+"""Codec: JSON and short texts, read as untrusted.
 
-What comes back is checked value by value: a report that someone sent is as hostile as any other file. Numbers that are
-not finite are written as "inf", "-inf" and "nan", for JSON has none of them.
+========================= =============================================================================================
+parse, table              a JSON text as an object; its keys and version checked
+reading                   whatever goes wrong with untrusted data, as one error of ours
+encode, decode            frozen dataclasses as JSON and back, where their annotations say what is allowed
+encode_array, decode_array arrays as JSON, without a change of any bit
+parse_call, write_call    texts such as ``name(1, k=2)``
+========================= =============================================================================================
+
+Numbers that are not finite are written as "inf", "-inf" and "nan", for JSON has none of them.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from math import inf, isfinite, nan
+from math import inf, isfinite, nan, prod
+from reprlib import repr as brief
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from detent.checks import plain, unique_keys
-from detent.errors import FileFormatError, SpecError, closest
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["decode", "encode", "parse"]
+from detent.checks import as_shape, plain
+from detent.errors import DetentError, FileFormatError, SpecError, closest
+
+__all__ = ["decode", "decode_array", "encode", "encode_array", "parse", "parse_call", "reading", "table", "write_call"]
 
 T = TypeVar("T")
 TEXT_LIMIT = 1 << 26
@@ -23,54 +36,141 @@ INTEGER_LIMIT = 1 << 62
 SHOWN = 60
 _HINTS: dict[type, Mapping[str, Any]] = {}
 _SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan": nan})
+_STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 
 
-def encode(value: object) -> Any:  # noqa: ANN401 - any part of a document
-    """A value of dataclasses, mappings, tuples and plain values as what JSON can say.
-
-    >>> from detent.report.document import Size
-    >>> encode((Size("codes", 8), float("inf")))
-    [{'name': 'codes', 'nbytes': 8}, 'inf']
-    """
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: encode(each) for key, each in value.items()}
-    if isinstance(value, tuple | list):
-        return [encode(each) for each in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value
-
-
-def parse(text: str, what: str) -> dict[str, Any]:
+def parse(
+    text: str, what: str, *, error: type[DetentError] = FileFormatError, limit: int = TEXT_LIMIT
+) -> dict[str, Any]:
     """The object that a JSON text holds.
 
     Args:
-        text: of at most 64 MiB.
+        text: the JSON.
         what: what messages call it.
+        error: the type of the error.
+        limit: the largest number of characters.
 
     Raises:
-        FileFormatError: not text, too large, no JSON, keys that come twice, or something else than an object.
+        DetentError: of that type: not text, too long, not JSON, keys that come twice, numbers that are not finite, or
+            anything but an object.
 
     >>> parse('{"a": 1}', "a report")
     {'a': 1}
     """
     if not isinstance(text, str):
-        raise FileFormatError(f"{what} is JSON text, got {type(text).__name__}")
-    if len(text) > TEXT_LIMIT:
-        raise FileFormatError(f"{what} has {len(text)} characters, at most {TEXT_LIMIT} are read")
+        raise error(f"{what} is JSON text, got {type(text).__name__}")
+    if len(text) > limit:
+        raise error(f"{what} has {len(text)} characters, at most {limit} are read")
     try:
-        found = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"{what} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise FileFormatError(f"{what} is a JSON object, got {type(found).__name__}")
-    return found
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as fault:
+        raise error(f"{what} is not valid JSON: {fault}") from fault
+    if not isinstance(value, dict):
+        raise error(f"{what} is a JSON object, got {brief(value)}")
+    return value
 
 
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of JSON pairs, none of which may come twice."""
+    if len(dict(pairs)) != len(pairs):
+        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the keys {twice} come more than once")
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def table(
+    value: object,
+    what: str,
+    keys: Iterable[str],
+    *,
+    error: type[DetentError] = FileFormatError,
+    version: int | None = None,
+) -> dict[str, Any]:
+    """The value if it is an object with exactly these keys; with a version, without that entry.
+
+    Raises:
+        DetentError: of type ``error``.
+
+    >>> table({"version": 1, "size": 3}, "a box", ["size"], version=1)
+    {'size': 3}
+    >>> table({"size": 3, "color": "red"}, "a box", ["size"])
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: a box needs exactly the keys size: unexpected ['color'], missing []
+    """
+    expected = {*keys} if version is None else {"version", *keys}
+    if not isinstance(value, Mapping):
+        raise error(f"{what} is an object with the keys {', '.join(sorted(expected))}, got {brief(value)}")
+    if set(value) != expected:
+        unexpected, missing = sorted(map(str, set(value) - expected)), sorted(expected - set(value))
+        raise error(
+            f"{what} needs exactly the keys {', '.join(sorted(expected))}: unexpected {brief(unexpected)}, "
+            f"missing {missing}"
+        )
+    entries = dict(value)
+    if version is not None:
+        check_version(entries.pop("version"), version, what, error=error)
+    return entries
+
+
+def check_version(given: object, version: int, what: str, *, error: type[DetentError] = FileFormatError) -> None:
+    """Raise unless it is the version that this detent reads."""
+    if type(given) is not int or given != version:
+        raise error(f"this detent reads version {version} of {what}, got {brief(given)}: update detent")
+
+
+@contextmanager
+def reading(
+    complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
+) -> Iterator[None]:
+    """Turn whatever goes wrong with untrusted data inside the block into one error.
+
+    Args:
+        complaint: how its message begins.
+        error: its type.
+        keep: a type of errors that pass as they are.
+
+    >>> with reading("not a size"):
+    ...     int("many")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: not a size: invalid literal for int() with base 10: 'many'
+    """
+    try:
+        yield
+    except (
+        DetentError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as fault:
+        if isinstance(fault, keep):
+            raise
+        raise error(f"{complaint}: {fault}") from fault
+
+
+def encode(value: object) -> Any:  # noqa: ANN401 - any part of a document
+    """A value of dataclasses, mappings, tuples and plain values as what JSON can say.
+
+    >>> encode({"sqnr_db": (float("inf"), 3.5)})
+    {'sqnr_db': ['inf', 3.5]}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): encode(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [encode(each) for each in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value
 
 
 def decode(cls: type[T], value: object, where: str) -> T:
@@ -93,14 +193,8 @@ def decode(cls: type[T], value: object, where: str) -> T:
     detent.errors.FileFormatError: sizes.nbytes must be an integer, got '8'
     """
     hints = _hints(cls)
-    if not isinstance(value, dict):
-        raise _wrong(where, "an object", value)
-    if set(value) != set(hints):
-        unknown, missing = sorted(set(value) - set(hints)), sorted(set(hints) - set(value))
-        raise FileFormatError(
-            f"{where} has other keys than it should: unknown {str(unknown)[:SHOWN]}, missing {missing}"
-        )
-    return cls(**{name: _decoded(kind, value[name], f"{where}.{name}") for name, kind in hints.items()})
+    entries = table(value, where, hints)
+    return cls(**{name: _decoded(kind, entries[name], f"{where}.{name}") for name, kind in hints.items()})
 
 
 def _hints(cls: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
@@ -168,6 +262,31 @@ def _text(value: str, where: str) -> str:
 
 def _wrong(where: str, expected: str, value: object) -> FileFormatError:
     return FileFormatError(f"{where} must be {expected}, got {repr(value)[:SHOWN]}")
+
+
+def encode_array(values: NDArray[Any]) -> dict[str, object]:
+    """An array of floats or integers as JSON; every float survives the round trip.
+
+    >>> encode_array(np.array([[0.5]], np.float32))
+    {'dtype': 'float32', 'shape': [1, 1], 'values': [0.5]}
+    """
+    return {"dtype": str(values.dtype), "shape": list(values.shape), "values": values.ravel().tolist()}
+
+
+def decode_array(value: object, what: str, *, error: type[DetentError] = FileFormatError) -> NDArray[Any]:
+    """The array that ``encode_array`` wrote; its shape and dtype must fit its values."""
+    entry = table(value, what, ("dtype", "shape", "values"), error=error)
+    dtype, listed = entry["dtype"], entry["values"]
+    if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
+        raise error(f"{what} is a list of numbers of type {', '.join(sorted(_STORED_DTYPES))}, got {brief(entry)}")
+    values, shape = np.asarray(listed), as_shape(entry["shape"], error=error)
+    if values.ndim != 1 or (values.size and values.dtype.kind not in "fiu") or values.size != prod(shape):
+        raise error(f"{what} holds as many numbers as its shape {shape} says, got {brief(listed)}")
+    with np.errstate(all="ignore"):
+        array = values.astype(dtype)
+    if not (array == values).all():
+        raise error(f"the numbers {brief(listed)} of {what} do not fit {dtype}")
+    return array.reshape(shape)
 
 
 Setting: TypeAlias = int | float | str

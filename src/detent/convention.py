@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from detent.checks import has_keys
+from detent.codec import table
 from detent.errors import SpecError, closest
 from detent.rounding import Rounding, get_rounding, half_away, half_even
 
@@ -166,13 +166,9 @@ class Convention:
         >>> Convention.from_dict(Convention.torch.to_dict()) == Convention.torch
         True
         """
-        names = {field.name for field in fields(cls)}
-        if not has_keys(data, names):
-            raise SpecError(f"a convention needs exactly the keys {sorted(names)}, got {data!r}")
-        zero_range = data["zero_range"]
-        if not isinstance(zero_range, Mapping) or not has_keys(zero_range, ("kind", "value")):
-            raise SpecError(f"a convention's zero_range needs exactly the keys ['kind', 'value'], got {zero_range!r}")
-        return cls(**{**data, "zero_range": ZeroRange(**zero_range)})  # type: ignore[arg-type]  # checked on construction
+        entries = table(data, "a convention", [field.name for field in fields(cls)], error=SpecError)
+        zero_range = table(entries["zero_range"], "a convention's zero_range", ("kind", "value"), error=SpecError)
+        return cls(**{**entries, "zero_range": ZeroRange(**zero_range)})
 
 
 _UNIT = ZeroRange("unit")

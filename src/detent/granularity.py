@@ -17,11 +17,12 @@ PerBlock(b0, ..., bk)        ceil(d_i / b_i) on the trailing axes   block128x128
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
 
-from detent.checks import as_integer, as_shape, has_keys
+from detent.checks import as_integer, as_shape
+from detent.codec import table
 from detent.errors import DtypeError, ShapeError, SpecError, closest
 
 __all__ = [
@@ -325,18 +326,12 @@ def get_granularity(value: Granularity | str) -> Granularity:
     )
 
 
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "tensor": (),
-    "axis": ("axis",),
-    "token": (),
-    "group": ("size", "axis"),
-    "block": ("sizes",),
-}
 _KINDS: Mapping[str, type[Granularity]] = {
     "tensor": PerTensor,
     "axis": PerAxis,
     "token": PerToken,
     "group": PerGroup,
+    "block": PerBlock,
 }
 
 
@@ -347,15 +342,15 @@ def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
     PerBlock(8, 16)
     """
     kind = data.get("kind") if isinstance(data, Mapping) else None
-    if not isinstance(kind, str) or kind not in _FIELDS or not has_keys(data, ("kind", *_FIELDS[kind])):
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise SpecError(f"not a granularity: {data!r}; expected for example {PerGroup(128).to_dict()!r}")
-    values = [data[field] for field in _FIELDS[kind]]
+    names = [field.name for field in fields(_KINDS[kind])]
+    entries = table(data, f"a granularity of kind {kind!r}", ("kind", *names), error=SpecError)
     if kind != "block":
-        return _KINDS[kind](*values)
-    sizes = values[0]
-    if not isinstance(sizes, list):
-        raise SpecError(f"block sizes are a list of integers, got {sizes!r}")
-    return PerBlock(*sizes)
+        return _KINDS[kind](*(entries[name] for name in names))
+    if not isinstance(entries["sizes"], list):
+        raise SpecError(f"block sizes are a list of integers, got {entries['sizes']!r}")
+    return PerBlock(*entries["sizes"])
 
 
 def _resolve_axis(granularity: Granularity, axis: int, shape: Shape) -> int:

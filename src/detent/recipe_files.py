@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as brief
 
-from detent.checks import unique_keys
-from detent.codec import storable
+from detent.codec import check_version, parse, storable
 from detent.errors import DetentError, FileFormatError, SpecError, closest
 from detent.rule import SETTINGS, SPECS, Rule, estimator_text, mode_text
 from detent.spec import QuantSpec, spec_text
@@ -116,7 +115,7 @@ def _escape(found: re.Match[str]) -> str:
 
 def from_json(text: str) -> Contents:
     """The name and rules that ``to_json`` wrote."""
-    return _parsed(text, "JSON", lambda: json.loads(text, object_pairs_hook=unique_keys))
+    return _parsed(text, "JSON", lambda: parse(text, "the JSON of a recipe", error=SpecError))
 
 
 def from_toml(text: str) -> Contents:
@@ -175,8 +174,7 @@ def _contents(data: object) -> Contents:
     for key in ("version", "rules"):
         if key not in table:
             raise SpecError(f"a recipe needs the keys 'version' and 'rules', got {brief(sorted(table))}: add {key!r}")
-    if type(table["version"]) is not int or table["version"] != VERSION:
-        raise SpecError(f"this detent reads version {VERSION} of recipes, got {brief(table['version'])}: update detent")
+    check_version(table["version"], VERSION, "recipes", error=SpecError)
     name, rules = table.get("name", ""), table["rules"]
     if not isinstance(name, str):
         raise SpecError(f"the name of a recipe is text, got {brief(name)}")

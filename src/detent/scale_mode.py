@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict, dataclass
 from numbers import Real
 
-from detent.checks import unique_keys
+from detent.codec import parse, reading
 from detent.errors import SpecError, closest
 
 __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
@@ -44,16 +44,10 @@ class ScaleMode:
         >>> ScaleMode.from_json(Fixed().to_json())
         Fixed()
         """
-        try:
-            data = json.loads(text, object_pairs_hook=unique_keys)
+        complaint = f"not the JSON of a scale mode, for example {EMA().to_json()!r}"
+        with reading(complaint, error=SpecError):
+            data = parse(text, "a scale mode", error=SpecError)
             return _MODES[data.pop("kind")](**data)
-        except SpecError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            expected = EMA().to_json()
-            raise SpecError(
-                f"not the JSON of a scale mode: {str(text)[:80]!r}; expected for example {expected!r}"
-            ) from error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 import ml_dtypes
 import numpy as np
 
-from detent.checks import has_keys, plain, unique_keys
+from detent.checks import plain
+from detent.codec import parse, table
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
 from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
@@ -269,11 +270,7 @@ class QuantSpec:
         >>> dt.QuantSpec.from_json(spec.to_json()) == spec
         True
         """
-        try:
-            data = json.loads(text, object_pairs_hook=unique_keys)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise SpecError(f"not the JSON of a QuantSpec: {error}") from error
-        return cls.from_dict(data)
+        return cls.from_dict(parse(text, "a QuantSpec", error=SpecError))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
@@ -283,20 +280,13 @@ class QuantSpec:
         >>> dt.QuantSpec.from_dict(dt.nvfp4.to_dict())
         dt.nvfp4
         """
-        names = {"version", *(field.name for field in fields(cls))}
-        if not has_keys(data, names):
-            given = sorted(data) if isinstance(data, Mapping) else data
-            raise SpecError(f"a QuantSpec needs exactly the keys {sorted(names)}, got {given!r}")
-        if type(data["version"]) is not int or data["version"] != JSON_VERSION:
-            raise SpecError(
-                f"this detent reads QuantSpec version {JSON_VERSION}, got {data['version']!r}: update detent"
-            )
-        rest = {key: value for key, value in data.items() if key != "version"}
-        if None in rest.values() or not isinstance(rest["format"], str):
+        names = [field.name for field in fields(cls)]
+        entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
+        if None in entries.values() or not isinstance(entries["format"], str):
             raise SpecError(f"every field of a stored QuantSpec has a value and a named format, got {data!r}")
-        rest["granularity"] = granularity_from_dict(data["granularity"])  # type: ignore[arg-type]  # checks its data
-        rest["convention"] = Convention.from_dict(data["convention"])  # type: ignore[arg-type]  # checks its data
-        return cls(**rest)  # type: ignore[arg-type]  # checked on construction
+        entries["granularity"] = granularity_from_dict(entries["granularity"])
+        entries["convention"] = Convention.from_dict(entries["convention"])
+        return cls(**entries)
 
 
 _GRAMMAR = "format[/granularity][/symmetric|affine][/convention]"

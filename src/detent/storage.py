@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.checks import SIZE_LIMIT, has_keys, unique_keys
+from detent.checks import SIZE_LIMIT
+from detent.codec import parse, reading, table
 from detent.errors import DtypeError, FileFormatError
 
 __all__ = ["dumps", "loads", "read", "write_atomic"]
@@ -153,18 +154,15 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     text = data[_LENGTH : _LENGTH + length]
     if not text.startswith(b"{"):
         raise FileFormatError("the header of a safetensors file starts with '{', this one does not")
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"the header is not JSON without duplicates: {error}") from error
+    with reading("the header is not valid JSON", keep=FileFormatError):
+        header = parse(text.decode(), "the header", limit=HEADER_LIMIT)
     return header, data[_LENGTH + length :]
 
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """The NumPy dtype, shape, begin and end of one tensor, whose size fits its shape."""
-    if not isinstance(entry, dict) or not has_keys(entry, ("dtype", "shape", "data_offsets")):
-        raise FileFormatError(f"tensor {name!r} needs the keys dtype, shape and data_offsets, got {entry!r}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    fields = table(entry, f"tensor {name!r}", ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise FileFormatError(f"tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or len(shape) > RANK_LIMIT or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:

@@ -33,8 +33,9 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from detent import storage
-from detent.checks import as_array, as_shape, float_dtype, has_keys, unique_keys
-from detent.errors import DetentError, DtypeError, FileFormatError, ParamsError, ShapeError
+from detent.checks import as_array, as_shape, float_dtype
+from detent.codec import parse, reading, table
+from detent.errors import DtypeError, FileFormatError, ParamsError, ShapeError
 from detent.granularity import Tiling
 from detent.packing import pack, packed_size, unpack
 from detent.params import QuantParams
@@ -171,8 +172,7 @@ def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tup
 def _check_names(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]]) -> None:
     wanted = {"block_scale", "tensor_scale"} if spec.scale_format == "e4m3" else {"scale"}
     wanted |= set() if spec.symmetric else {"zero_point"}
-    if not has_keys(arrays, wanted):
-        raise FileFormatError(f"parameters of {spec} are stored as {sorted(wanted)}, got {sorted(arrays)}")
+    table(arrays, f"the parameters of {spec}", wanted)
 
 
 def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
@@ -184,7 +184,7 @@ def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape:
 
 FILE_VERSION = 1
 _METADATA = "detent.QuantizedTensor"
-_KEYS = frozenset({"version", "spec", "shape", "dtype"})
+_KEYS = frozenset({"spec", "shape", "dtype"})
 
 
 class QuantizedTensor:
@@ -429,20 +429,13 @@ class QuantizedTensor:
         detent.errors.FileFormatError: ...: a header of ... bytes is announced, 0 follow ...
         """
         arrays, metadata = storage.read(path)
-        try:
+        with reading(f"{os.fspath(path)} holds no QuantizedTensor"):
             return cls._from_file(arrays, metadata)
-        except (DetentError, ValueError, TypeError, RecursionError) as error:
-            raise FileFormatError(f"{os.fspath(path)} holds no QuantizedTensor: {error}") from error
 
     @classmethod
     def _from_file(cls, arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> "QuantizedTensor":
-        if not has_keys(metadata, (_METADATA,)):
-            raise FileFormatError(f"expected the metadata key {_METADATA!r}, got {sorted(metadata)}")
-        about = json.loads(metadata[_METADATA], object_pairs_hook=unique_keys)
-        if not has_keys(about, _KEYS):
-            raise FileFormatError(f"the metadata need exactly the keys {sorted(_KEYS)}")
-        if type(about["version"]) is not int or about["version"] != FILE_VERSION:
-            raise FileFormatError(f"this detent reads version {FILE_VERSION}, got {about['version']!r}: update detent")
+        text = table(metadata, "the metadata", (_METADATA,))[_METADATA]
+        about = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
         if not isinstance(about["dtype"], str) or "packed" not in arrays:
             raise FileFormatError(
                 f"expected a named dtype and the array 'packed', got {about['dtype']!r}, {sorted(arrays)}"

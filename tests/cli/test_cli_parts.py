@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from detent.cli.quantize_job import Hurting, Verdict
-from detent.cli.screen import Screen, plain
+from detent.cli.screen import Screen
+from detent.codec import encode
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.evaluate import dry_run
 from detent.evaluate.accuracy import Accuracy, split
@@ -262,8 +263,8 @@ def test_numbers_are_whole_on_any_terminal(monkeypatch, width):
     assert words == [word for row in ROWS for word in row[6].split()]
 
 
-def test_plain_leaves_finite_numbers_alone():
-    assert plain({"a": 1.5, 2: [True, "x", None]}) == {"a": 1.5, "2": [True, "x", None]}
+def test_encode_leaves_finite_numbers_alone():
+    assert encode({"a": 1.5, 2: [True, "x", None]}) == {"a": 1.5, "2": [True, "x", None]}
 
 
 def test_race_runs_both_equally_often(tmp_path):

@@ -135,10 +135,10 @@ def changed(**changes):
 
 
 @table(
-    row("no json", lambda: dt.QuantParams.from_json("{"), dt.ParamsError, "not the JSON"),
-    row("deep", lambda: dt.QuantParams.from_json("[" * 100_000), dt.ParamsError, "not the JSON"),
-    row("a list", lambda: dt.QuantParams.from_json("[]"), dt.ParamsError, "not the JSON"),
-    row("none", lambda: dt.QuantParams.from_json(None), dt.ParamsError, "not the JSON"),
+    row("no json", lambda: dt.QuantParams.from_json("{"), dt.ParamsError, "not valid JSON"),
+    row("deep", lambda: dt.QuantParams.from_json("[" * 100_000), dt.ParamsError, "not valid JSON"),
+    row("a list", lambda: dt.QuantParams.from_json("[]"), dt.ParamsError, "JSON object"),
+    row("none", lambda: dt.QuantParams.from_json(None), dt.ParamsError, "JSON text"),
     row("version", changed(version=2), dt.ParamsError, "version 1", "update"),
     row("version true", changed(version=True), dt.ParamsError, "version 1"),
     row("no version", changed(version=...), dt.ParamsError, "version"),
@@ -148,13 +148,13 @@ def changed(**changes):
     row("values of text", changed(scale={"values": ["x"]}), dt.ParamsError, "'x'"),
     row("too many values", changed(scale={"values": [1.0, 2.0]}), dt.ParamsError, "2"),
     row("unknown dtype", changed(scale={"dtype": "object"}), dt.ParamsError, "object"),
-    row("dtype list", changed(scale={"dtype": []}), dt.ParamsError, "not the JSON"),
+    row("dtype list", changed(scale={"dtype": []}), dt.ParamsError, "scale", "float32"),
     row("shape -1", changed(scale={"shape": [-1]}), dt.ParamsError, "-1"),
     row("shape 0.5", changed(scale={"shape": [0.5]}), dt.ParamsError, "0.5"),
     row("fractional zero point", changed(zero_point={"values": [2.5]}), dt.ParamsError, "2.5"),
     row("zero point that wraps", changed(zero_point={"values": [2**32 + 3]}), dt.ParamsError, str(2**32 + 3)),
     row("scale beyond float32", changed(scale={"values": [1e300]}), dt.ParamsError, "1e+300", "float32"),
-    row("scale NaN", changed(scale={"values": [NAN]}), dt.ParamsError, "nan"),
+    row("scale NaN", changed(scale={"values": [NAN]}), dt.ParamsError, "NaN"),
     row("missing array", lambda: dt.QuantParams.from_arrays("int8", {"scale": 1.0}), dt.ParamsError, "'zero_point'"),
     row(
         "extra array",

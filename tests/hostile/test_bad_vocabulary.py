@@ -106,7 +106,7 @@ def replaced(**changes):
     row("unit takes none", lambda: dt.ZeroRange("unit", 1.0), dt.SpecError, "no value", "got 1.0"),
     row("unit takes no negative", lambda: dt.ZeroRange("unit", -5.0), dt.SpecError, "no value", "got -5.0"),
     row("unit takes no NaN", lambda: dt.ZeroRange("unit", float("nan")), dt.SpecError, "no value", "nan"),
-    row("missing key", lambda: dt.Convention.from_dict({"name": "x"}), dt.SpecError, "division", "'x'"),
+    row("missing key", lambda: dt.Convention.from_dict({"name": "x"}), dt.SpecError, "missing", "division"),
 )
 def test_convention(call, error, words):
     check(call, error, words)
@@ -156,16 +156,16 @@ def test_spec(call, error, words):
 
 
 @table(
-    row("no json", lambda: dt.QuantSpec.from_json("{"), dt.SpecError, "not the JSON"),
-    row("none", lambda: dt.QuantSpec.from_json(None), dt.SpecError, "not the JSON"),
-    row("deep", lambda: dt.QuantSpec.from_json("[" * 100_000), dt.SpecError, "not the JSON"),
-    row("a list", lambda: dt.QuantSpec.from_json("[]"), dt.SpecError, "keys", "[]"),
+    row("no json", lambda: dt.QuantSpec.from_json("{"), dt.SpecError, "not valid JSON"),
+    row("none", lambda: dt.QuantSpec.from_json(None), dt.SpecError, "JSON text", "NoneType"),
+    row("deep", lambda: dt.QuantSpec.from_json("[" * 100_000), dt.SpecError, "not valid JSON"),
+    row("a list", lambda: dt.QuantSpec.from_json("[]"), dt.SpecError, "JSON object", "[]"),
     row("missing key", lambda: dt.QuantSpec.from_json(spec_json(qmin=...)), dt.SpecError, "keys", "qmin"),
     row("extra key", lambda: dt.QuantSpec.from_json(spec_json(extra=1)), dt.SpecError, "keys", "extra"),
     row("version 2", lambda: dt.QuantSpec.from_json(spec_json(version=2)), dt.SpecError, "version 1", "2", "update"),
     row("version true", lambda: dt.QuantSpec.from_json(spec_json(version=True)), dt.SpecError, "version 1", "True"),
     row("null", lambda: dt.QuantSpec.from_json(spec_json(symmetric=None)), dt.SpecError, "every field"),
-    row("qmin NaN", lambda: dt.QuantSpec.from_json(spec_json(qmin=float("nan"))), dt.SpecError, "integer", "nan"),
+    row("qmin NaN", lambda: dt.QuantSpec.from_json(spec_json(qmin=float("nan"))), dt.SpecError, "NaN"),
     row("format list", lambda: dt.QuantSpec.from_json(spec_json(format=["int8"])), dt.SpecError, "['int8']"),
     row("granularity text", lambda: dt.QuantSpec.from_json(spec_json(granularity="axis0")), dt.SpecError, "'axis0'"),
     row("rounding number", lambda: dt.QuantSpec.from_json(spec_json(rounding=3)), dt.SpecError, "rounding 3"),

@@ -40,7 +40,7 @@ HOSTILE = {
     "a version of true": (forged(about={"version": True}), "version"),
     "a missing fact": (tensor_file({"version": 1}, {}), "dtype", "shape", "spec"),
     "an extra fact": (forged(about={"comment": "hi"}), "exactly the keys"),
-    "facts in a list": (tensor_file([1], {}), "exactly the keys"),
+    "facts in a list": (tensor_file([1], {}), "JSON object"),
     "facts that are no JSON": (tensor_file("{", {}), "no QuantizedTensor"),
     "facts too deep": (tensor_file("[" * 100_000, {}), "no QuantizedTensor"),
     "duplicated facts": (
@@ -51,7 +51,7 @@ HOSTILE = {
     "another metadata key": (tensor_file("{}", {}, comment="hi"), "detent.QuantizedTensor", "comment"),
     "negative size": (forged(about={"shape": [2, -3]}), "-3"),
     "size of 2.0": (forged(about={"shape": [2.0, 3]}), "2.0"),
-    "size NaN": (forged(about={"shape": [float("nan"), 3]}), "nan"),
+    "size NaN": (forged(about={"shape": [float("nan"), 3]}), "NaN"),
     "shape is a number": (forged(about={"shape": 6}), "got 6"),
     "another shape": (forged(about={"shape": [2, 4]}), "(2, 4)", "4 bytes", "(3,)"),
     "another shape, same bytes": (forged(about={"shape": [3, 2]}), "(3,)", "(2,)"),

@@ -10,6 +10,7 @@ import pytest
 from report_models import EVIL, big_report, full_report
 
 import detent.report as qr
+from detent.codec import TEXT_LIMIT
 from detent.errors import DtypeError, FileFormatError, SpecError, UnsupportedError
 
 
@@ -40,10 +41,10 @@ def change(page, edit):
 
 
 HOSTILE = {
-    "not json": (lambda about: None, "is no JSON"),
+    "not json": (lambda about: None, "is not valid JSON"),
     "another kind": (lambda about: about.update(kind="recipe"), "no report of detent's"),
     "another version": (lambda about: about.update(version=9), "version 9"),
-    "unknown key": (lambda about: about.update(extra=1), "unknown ['extra']"),
+    "unknown key": (lambda about: about.update(extra=1), "unexpected ['extra']"),
     "missing key": (lambda about: about.pop("layers"), "missing ['layers']"),
     "layers no list": (lambda about: about.update(layers={}), "report.layers must be a list"),
     "text for bytes": (lambda about: about.update(nbytes_after="8"), "report.nbytes_after must be an integer"),
@@ -83,10 +84,10 @@ def test_hostile_json_is_refused(page, name):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not valid JSON"),
         ('{"kind": 1, "kind": 2}', "more than once"),
         ("[]", "is a JSON object"),
-        ('{"kind": "detent-report", "version": NaN}', "is no JSON"),
+        ('{"kind": "detent-report", "version": NaN}', "is not valid JSON"),
         (b"{}", "is JSON text, got bytes"),
     ],
     ids=["deep", "twice", "list", "nan", "bytes"],
@@ -97,10 +98,9 @@ def test_other_texts_are_refused(text, said):
     assert said in str(caught.value)
 
 
-def test_text_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr("detent.codec.TEXT_LIMIT", 10)
-    with pytest.raises(FileFormatError, match="at most 10"):
-        qr.Report.from_json(" " * 11)
+def test_text_that_is_too_large_is_refused():
+    with pytest.raises(FileFormatError, match=f"at most {TEXT_LIMIT}"):
+        qr.Report.from_json(" " * (TEXT_LIMIT + 1))
 
 
 def test_files_of_both_kinds_come_back(page, tmp_path):

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from typing import IO, Any, Literal
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["Screen", "plain", "visible"]
+from detent.codec import encode
+
+__all__ = ["Screen", "visible"]
 
 LEAST, PROSE = 20, 12  # characters of a name, and of a reason, that are not folded
 GAP = 2
@@ -108,7 +109,7 @@ class Screen:
     def emit(self, document: Mapping[str, Any]) -> None:
         """The result for machines."""
         if self.as_json:
-            sys.stdout.write(json.dumps(plain(document), indent=2, allow_nan=False) + "\n")
+            sys.stdout.write(json.dumps(encode(document), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
@@ -141,16 +142,3 @@ def visible(text: str) -> str:
     fc\x1b[2J
     """
     return text.translate(_CONTROL)
-
-
-def plain(value: Any) -> Any:  # noqa: ANN401 - any part of a document
-    """The value with text for numbers that JSON has not.
-
-    >>> plain({"a": (1.0, float("nan"))})
-    {'a': [1.0, 'nan']}
-    """
-    if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -3,10 +3,10 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from pathlib import Path
 from textwrap import wrap
 
+from detent.codec import encode
 from detent.errors import SpecError
 from detent.tables import table_lines
 from detent.verification import VerifyReport
@@ -160,7 +160,7 @@ class DemoResult:
 
     def to_json(self) -> str:
         """Everything but the verifications' details, as JSON; SQNRs that are not finite are written as text."""
-        rows = [asdict(row) | {"ratio": row.ratio, "sqnr_db": _finite(row.sqnr_db)} for row in self.rows]
+        rows = [asdict(row) | {"ratio": row.ratio, "sqnr_db": encode(row.sqnr_db)} for row in self.rows]
         about = {
             "version": 1,
             "ok": self.ok,
@@ -179,7 +179,3 @@ class DemoResult:
         rows = [COLUMNS, *(row.cells() for row in self.rows)]
         notes = [line for note in self.notes() for line in wrap(note, WIDTH)]
         return "\n".join([*table_lines(rows, right=range(1, len(COLUMNS))), "", *notes, "", self.codes_line()])
-
-
-def _finite(value: float | None) -> float | str | None:
-    return value if value is None or isfinite(value) else str(value)

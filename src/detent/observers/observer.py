@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from detent import storage
-from detent.checks import as_array, as_integer, first_index, float_array, has_keys, plain, read_only, unique_keys
+from detent.checks import as_array, as_integer, first_index, float_array, plain, read_only
+from detent.codec import parse, reading, table
 from detent.errors import (
     DtypeError,
     FileFormatError,
@@ -31,6 +32,7 @@ from detent.spec import QuantSpec, get_spec
 __all__ = ["Observer", "Range"]
 
 STATE_VERSION = 1
+METADATA = "detent.Observer"
 Bounds = NDArray[np.floating]
 Array = NDArray[Any]
 
@@ -309,7 +311,7 @@ class Observer(ABC):
         state = self.state_dict()
         arrays: dict[str, Array] = {name: state.pop(name) for name in self.array_names if name in state}
         about = {"kind": type(self).__name__, "settings": self._settings(), "state": state}
-        return storage.dumps(arrays, {"detent.Observer": json.dumps(about)})
+        return storage.dumps(arrays, {METADATA: json.dumps(about)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -323,18 +325,13 @@ class Observer(ABC):
         array(3.)
         """
         arrays, metadata = storage.loads(data)
-        try:
-            about = json.loads(metadata["detent.Observer"], object_pairs_hook=unique_keys)
-            if len(metadata) != 1 or not has_keys(about, ("kind", "settings", "state")):
-                raise FileFormatError(f"a {cls.__name__} is stored as kind, settings and state, got {metadata!r}")
+        with reading(f"not the bytes of a {cls.__name__}"):
+            text = table(metadata, "the metadata", (METADATA,))[METADATA]
+            about = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
             if about["kind"] != cls.__name__:
                 raise FileFormatError(f"these are the bytes of a {about['kind']}, expected a {cls.__name__}")
             settings = {**about["settings"], "granularity": granularity_from_dict(about["settings"]["granularity"])}
             return cls(**settings).load_state_dict({**about["state"], **arrays})
-        except FileFormatError:
-            raise
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise FileFormatError(f"not the bytes of a {cls.__name__}: {error}") from error
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(granularity={self.granularity!r})"

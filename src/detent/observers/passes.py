@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from detent import storage
-from detent.checks import as_integer, has_keys, unique_keys
+from detent.checks import as_integer
+from detent.codec import parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibratedError, ShapeError, StateError
 from detent.observers.observer import Observer
 
@@ -23,6 +24,7 @@ Batch = ArrayLike | Mapping[str, ArrayLike]
 Progress = bool | Callable[[int, int | None], object]
 Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
 VERSION = 1
+METADATA = "detent.calibration"
 ALONE = "x"  # the name of an observer that came without one
 RESERVED = ("__metadata__", "total")
 
@@ -200,30 +202,25 @@ def _save(path: Path, observers: Mapping[str, Observer], held: _Held) -> None:
         name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
     }
     about = {"version": VERSION, "batches": held.batches, "mark": held.mark}
-    storage.write_atomic(path, storage.dumps(arrays, {"detent.calibration": json.dumps(about)}))
+    storage.write_atomic(path, storage.dumps(arrays, {METADATA: json.dumps(about)}))
 
 
 def _load(path: Path, observers: Mapping[str, Observer]) -> _Held:
     """Bring the observers to the state of the file."""
     arrays, metadata = storage.read(path)
-    try:
-        about = json.loads(metadata["detent.calibration"], object_pairs_hook=unique_keys)
-        if not has_keys(about, ("version", "batches", "mark")) or about["version"] != VERSION:
-            raise FileFormatError(f"{path} is no checkpoint of a calibration that this detent reads: {about!r}")
+    with reading(f"{path} is not a calibration checkpoint"):
+        about = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
+        about = table(about, f"the checkpoint {path}", ("batches", "mark"), version=VERSION)
         done = as_integer("batches", about["batches"], at_least=1, error=FileFormatError)
         mark = as_integer("mark", about["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
             raise FileFormatError(f"{path} holds {sorted(arrays)!r}, the observers are {sorted(observers)!r}")
-        found = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
-    except FileFormatError:
-        raise
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FileFormatError(f"{path} is no checkpoint of a calibration: {error}") from error
+        saved = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
     for name, observer in observers.items():
-        if not observer.is_like(found[name]):
-            raise FileFormatError(f"{path} holds {found[name]!r} for {name!r}, not {observer!r}: use another file")
+        if not observer.is_like(saved[name]):
+            raise FileFormatError(f"{path} holds {saved[name]!r} for {name!r}, not {observer!r}: use another file")
         if observer.count or observer.nonfinite:
             raise StateError(f"{name!r} has observed {observer.count} values: go on from {path} with a fresh observer")
     for name, observer in observers.items():
-        observer.load_state_dict(found[name].state_dict())
+        observer.load_state_dict(saved[name].state_dict())
     return _Held(done, mark)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from detent.checks import unique_keys
+from detent.codec import check_version, parse
 from detent.errors import FileFormatError
 from detent.onnx_model.graph import array_of
 
@@ -80,12 +80,8 @@ class Provenance:
         found = [entry.value for entry in model.metadata_props if entry.key == KEY]
         if not found:
             return None
-        try:
-            about = json.loads(found[-1][:TEXT_LIMIT], object_pairs_hook=unique_keys)
-        except (ValueError, RecursionError) as error:
-            raise FileFormatError(f"the metadata entry {KEY!r} is no JSON: {error}") from error
-        if not isinstance(about, dict) or about.pop("version", None) != VERSION:
-            raise FileFormatError(f"the metadata entry {KEY!r} is not of version {VERSION}")
+        about = parse(found[-1], f"the metadata entry {KEY!r}", limit=TEXT_LIMIT)
+        check_version(about.pop("version", None), VERSION, f"the metadata entry {KEY!r}")
         if not _is_sound(about):
             raise FileFormatError(f"the metadata entry {KEY!r} has other keys or values than it should")
         return cls(**about)

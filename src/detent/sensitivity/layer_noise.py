@@ -24,8 +24,9 @@ from reprlib import repr as brief
 from types import MappingProxyType
 from typing import Any, Literal
 
-from detent.checks import as_integer, has_keys, unique_keys
-from detent.errors import DetentError, FileFormatError, SpecError
+from detent.checks import as_integer
+from detent.codec import parse, reading, table
+from detent.errors import FileFormatError, SpecError
 from detent.recipe import Recipe
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
@@ -319,10 +320,9 @@ def mixed_recipe(
 
 
 VERSION = 1
-LENGTH_LIMIT = 1 << 26
 LAYERS_LIMIT, OPTIONS_LIMIT = 100_000, 64
 INTEGER_LIMIT = 1 << 62
-_KEYS = ("layers", "options", "recipe", "samples", "storage", "target", "version")
+_KEYS = ("layers", "options", "recipe", "samples", "storage", "target")
 _LAYER_KEYS = ("elements", "name", "nbytes_float", "options", "tied", "type")
 
 
@@ -365,27 +365,10 @@ def from_json(text: str) -> dict[str, Any]:
     >>> from_json("[]")
     Traceback (most recent call last):
     ...
-    detent.errors.FileFormatError: a sensitivity needs exactly the keys layers, options, recipe, samples, storage, \
-target, version, got []
+    detent.errors.FileFormatError: not the JSON of a sensitivity: a sensitivity is a JSON object, got []
     """
-    if not isinstance(text, str):
-        raise FileFormatError(f"expected the JSON of a sensitivity as text, got {type(text).__name__}")
-    if len(text) > LENGTH_LIMIT:
-        raise FileFormatError(f"{len(text)} characters are more than the {LENGTH_LIMIT} that a sensitivity may have")
-    try:
-        data = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(f"not the JSON of a sensitivity: {error}") from error
-    if not has_keys(data, _KEYS):
-        raise FileFormatError(f"a sensitivity needs exactly the keys {', '.join(_KEYS)}, got {_shown(data)}")
-    if type(data["version"]) is not int or data["version"] != VERSION:
-        raise FileFormatError(f"this detent reads version {VERSION}, got {brief(data['version'])}: update detent")
-    try:
-        return _fields(data)
-    except FileFormatError:
-        raise
-    except DetentError as error:
-        raise FileFormatError(f"not the JSON of a sensitivity: {error}") from error
+    with reading("not the JSON of a sensitivity"):
+        return _fields(table(parse(text, "a sensitivity"), "a sensitivity", _KEYS, version=VERSION))
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,9 +394,8 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer(number: int, data: object) -> LayerNoise:
     where = f"layer {number}"
-    if not isinstance(data, dict) or not has_keys(data, _LAYER_KEYS):
-        raise FileFormatError(f"{where} needs exactly the keys {', '.join(_LAYER_KEYS)}, got {_shown(data)}")
-    measured = data["options"]
+    entries = table(data, where, _LAYER_KEYS)
+    measured = entries["options"]
     if not isinstance(measured, dict) or not 0 < len(measured) <= OPTIONS_LIMIT:
         raise FileFormatError(f"{where} needs a table of 1 to {OPTIONS_LIMIT} options, got {brief(measured)}")
     noise, nbytes = dict[str, float](), dict[str, int]()
@@ -423,13 +405,13 @@ def _layer(number: int, data: object) -> LayerNoise:
         noise[option] = _finite(f"the noise of {where}", pair[0])
         nbytes[option] = _size(f"the bytes of {where}", pair[1])
     return LayerNoise(
-        _text(f"the name of {where}", data["name"]),
-        _text(f"the type of {where}", data["type"]),
-        _size(f"the elements of {where}", data["elements"]),
-        _size(f"nbytes_float of {where}", data["nbytes_float"]),
+        _text(f"the name of {where}", entries["name"]),
+        _text(f"the type of {where}", entries["type"]),
+        _size(f"the elements of {where}", entries["elements"]),
+        _size(f"nbytes_float of {where}", entries["nbytes_float"]),
         noise,
         nbytes,
-        _texts(f"tied of {where}", data["tied"], LAYERS_LIMIT),
+        _texts(f"tied of {where}", entries["tied"], LAYERS_LIMIT),
     )
 
 
@@ -454,14 +436,6 @@ def _texts(what: str, value: object, limit: int) -> tuple[str, ...]:
     if not isinstance(value, list) or len(value) > limit:
         raise FileFormatError(f"{what} is a list of at most {limit} texts, got {brief(value)}")
     return tuple(_text(what, each) for each in value)
-
-
-def _shown(data: object) -> str:
-    return brief(sorted(data)) if isinstance(data, dict) else brief(data)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no finite number")
 
 
 BYTES_LIMIT = 1 << 62  # bytes, which then can be added up in 64 bits
@@ -640,8 +614,9 @@ class Sensitivity:
         >>> Sensitivity.from_json('{"version": 1}')
         Traceback (most recent call last):
         ...
-        detent.errors.FileFormatError: a sensitivity needs exactly the keys layers, options, recipe, samples, \
-storage, target, version, got ['version']
+        detent.errors.FileFormatError: not the JSON of a sensitivity: a sensitivity needs exactly the keys layers, \
+options, recipe, samples, storage, target, version: unexpected [], missing ['layers', 'options', 'recipe', 'samples', \
+'storage', 'target']
         """
         fields = from_json(text)
         try:

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from math import isfinite
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from detent.codec import encode
 from detent.errors import DtypeError
 
 __all__ = ["Difference", "EndToEnd", "Kernel", "VerifyReport"]
@@ -187,16 +187,16 @@ class VerifyReport:
             "batches": self.batches,
             "compared_codes": self.compared_codes,
             "differing_codes": self.differing_codes,
-            "first_difference": _plain(self.first_difference),
+            "first_difference": self.first_difference,
             "output_sqnr_db": self.output_sqnr_db,
             "agreement": self.agreement,
-            "end_to_end": {name: _plain(each) for name, each in self.end_to_end.items()},
+            "end_to_end": self.end_to_end,
             "kernels": [each._asdict() for each in self.kernels],
-            "saturation": _plain(self.saturation),
+            "saturation": self.saturation,
             "notes": self.notes,
             "weights_by": self.weights_by,
         }
-        return json.dumps(_finite(about), allow_nan=False)
+        return json.dumps(encode(about), allow_nan=False)
 
     def __str__(self) -> str:
         lines = [f"codes that differ: {self.differing_codes} of {self.compared_codes}"]
@@ -229,15 +229,3 @@ class VerifyReport:
             for each in bad[:KERNELS_SHOWN]
         ]
         return lines
-
-
-def _plain(each: Difference | EndToEnd | None) -> dict[str, Any] | None:
-    return None if each is None else asdict(each)
-
-
-def _finite(value: Any) -> Any:  # noqa: ANN401 - any part of a document
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
