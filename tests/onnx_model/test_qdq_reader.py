@@ -1,4 +1,7 @@
-"""Quantized models of others: every weight in them has the values that ONNX Runtime gives it."""
+"""The one reader of quantized graphs: its public view, what verification sees of it, and the layers of reports.
+
+Every weight, in files of detent and of other programs, has the values that ONNX Runtime gives it.
+"""
 
 import json
 
@@ -10,8 +13,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import detent as dt
+import detent.onnx as qo
 from detent.onnx_model import make_tensor
-from detent.onnx_model.qdq_reader import load_quantized
+from detent.onnx_model.qdq_reader import QuantizedGraph, open_quantized
+from detent.onnx_model.quantized_model import load_quantized
+from detent.report.file_layers import find_layers
 from zoo import ZOO
 
 RNG = np.random.default_rng(0)
@@ -309,3 +315,85 @@ def test_smart_turn_has_the_values_of_onnx_runtime():
         assert np.array_equal(numpy_helper.to_array(stored), tensor.codes)
         assert found.readers[name]
     assert found.summary().nbytes("weight") < 8e6
+
+
+def embedding_model(width=16):
+    """A table of words before a layer."""
+    table, weight = RNG.normal(size=(9, width)), RNG.normal(size=(width, 4))
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["rows"], name="words"),
+        helper.make_node("MatMul", ["rows", "w"], ["y"], name="head"),
+    ]
+    tensors = [make_tensor("table", table.astype(np.float32)), make_tensor("w", weight.astype(np.float32))]
+    return model_of(nodes, tensors, [helper.make_tensor_value_info("i", TensorProto.INT64, ["N", 9])])
+
+
+TABLES = ["int8/tensor/symmetric", "int8/axis0/symmetric", "uint8/axis0/affine", "int8/group8", "uint4/group8/affine"]
+
+
+@pytest.mark.parametrize("spec", TABLES)
+def test_tables_of_detent_are_read_by_all_views(spec):
+    rules = [dt.Rule(weight="int8/axis1"), dt.Rule("words", weight=spec)]
+    plan = qo.plan(embedding_model(), dt.Recipe(rules), target="openvino")
+    model = qo.insert(plan, qo.calibrate(plan, [np.arange(9)[None]]))
+    [name] = [codes for codes, layer in qo_names(model).items() if layer == "words"]
+    table = load_quantized(model).weights[name]
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    head = next(node for node in copy.graph.node if node.name == "head")
+    copy.graph.output.append(helper.make_tensor_value_info(head.input[0], TensorProto.FLOAT, None))
+    session = ort.InferenceSession(copy.SerializeToString(), providers=["CPUExecutionProvider"])
+    [rows] = session.run([head.input[0]], {"i": np.arange(9)[None]})
+    same_bits(table.dequantize("float32"), rows[0])
+    graph = open_quantized(model)
+    assert {each.name for each in graph.weights if not each.is_bias} == set(load_quantized(model).weights)
+    assert [layer.weight.name for layer in find_layers(graph) if layer.name == "words"] == [name]
+
+
+def qo_names(model):
+    return QuantizedGraph(model).provenance.weights
+
+
+def test_views_of_one_model_agree():
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N, 2] x) => (float[N, 2] y)
+        <float s = {0.5}, uint8 z = {3}, int8[2, 2] w = {1, 2, 3, 4}, int8 zw = {0}, int32[2] b = {1, 2}>
+        {
+            xq = QuantizeLinear(x, s, z)
+            xd = DequantizeLinear(xq, s, z)
+            v = DequantizeLinear(w, s, zw)
+            bd = DequantizeLinear(b, s)
+            [fc] y = Gemm(xd, v, bd)
+        }"""
+    )
+    graph, public = open_quantized(model), load_quantized(model)
+    assert [each.codes for each in graph.quantize_nodes] == [each.output for each in public.activations] == ["xq"]
+    assert [each.name for each in graph.weights] == [*public.weights, *public.biases] == ["w", "b"]
+    [layer] = find_layers(graph)
+    assert (layer.weight, layer.quantizer) == (graph.weights[0], graph.quantize_nodes[0])
+    assert graph.weights[0].codes is graph.weights[0].codes  # decoded once
+    assert graph.parameters - {""} == {"s", "z", "zw"}
+
+
+def test_parameters_in_constant_nodes_are_read_by_all_views():
+    model = parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[N] x) => (float[N] y) {
+            s = Constant<value = float {0.5}>()
+            z = Constant<value = uint8 {3}>()
+            q = QuantizeLinear(x, s, z)
+            y = DequantizeLinear(q, s, z)
+        }"""
+    )
+    assert len(load_quantized(model).activations) == len(open_quantized(model).quantize_nodes) == 1
+    assert dt.verify(model, model, [np.linspace(-9, 9, 50, dtype=np.float32)], levels=(1,)).compared_codes == 50
+
+
+def test_codes_that_are_moved_are_read_or_listed():
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[1, 2] x) => (float[1, 3] y)
+        <float[3] s = {0.5, 1, 2}, float t = {0.5}, int8[3, 2] w = {1, 2, 3, 4, 5, 6}>
+        { wt = Transpose(w) v = DequantizeLinear<axis = 1>(wt, t) y = MatMul(x, v) }"""
+    one = load_quantized(parser.parse_model(text))
+    assert one.weights["w"].dequantize().tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
+    several = load_quantized(parser.parse_model(text.replace("wt, t)", "wt, s)")))
+    assert not several.weights
+    assert "moved" in several.skipped["DequantizeLinear v"]

@@ -9,8 +9,8 @@ from qdq_models import chain, change, change_axis, model, weight_only
 
 import detent as dt
 from detent.onnx_model import Provenance, optimised
+from detent.onnx_model.qdq_reader import open_quantized
 from detent.verification import levels, openvino
-from detent.verification.artifact import Artifact
 from detent.verification.levels import find_codes
 from detent.verification.openvino import is_installed
 from detent.verification.probe import Probe, Reading
@@ -56,7 +56,7 @@ def test_end_to_end(report):
 
 
 def test_codes_are_found_where_channels_are_last():
-    found = find_codes(Artifact(chain()), optimised(chain()))
+    found = find_codes(open_quantized(chain()), optimised(chain()))
     assert {"x_q_QuantizeLinear", "r1_q_QuantizeLinear", "c2_q_QuantizeLinear", "m_q_QuantizeLinear"} <= set(found)
     assert found["r1_q_QuantizeLinear"].channels_last
 

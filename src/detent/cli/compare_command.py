@@ -85,8 +85,9 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
 
 def _check_quantized(path: Path) -> None:
     from detent.onnx_model import load  # noqa: PLC0415 - it loads ONNX
+    from detent.onnx_model.qdq_reader import is_quantized  # noqa: PLC0415
 
-    if not {"QuantizeLinear", "DequantizeLinear"} & {node.op_type for node in load(path).graph.node}:
+    if not is_quantized(load(path)):
         raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
 
 

@@ -1,4 +1,4 @@
-"""Model contents: what an ONNX model holds, float or quantized, whoever wrote it."""
+"""Contents of an ONNX model for ``detent inspect``: facts of the file and a row per tensor, whoever wrote it."""
 
 import json
 from collections import Counter
@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from detent.cli.inspect_command import Contents, Held
 from detent.errors import FileFormatError
 from detent.onnx_model import Provenance, array_of, load
 from detent.onnx_model.graph import Graph, element_range
-from detent.onnx_model.qdq_reader import ActivationQuantizer, QuantizedModel, load_quantized
+from detent.onnx_model.qdq_reader import QuantizedGraph
+from detent.onnx_model.quantized_model import ActivationQuantizer, QuantizedModel
 from detent.report.tensor_stats import file_nbytes
 
 __all__ = ["model_contents"]
 
 OPERATORS = 12
-_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 
 
 def model_contents(path: str | PathLike[str]) -> Contents:
@@ -39,10 +39,10 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     ('1 MatMul', ('w', 'constant', 'float32', '1x1', '4 B', '3 .. 3'))
     """
     model = load(path)
-    quantized = load_quantized(model)
-    graph = Graph(model)
-    about, broken = _provenance(model)
-    rows = [*_quantized_rows(quantized), *_constants(model, quantized)]
+    read = QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model)
+    quantized, graph = QuantizedModel.of(read), Graph(model)
+    provenance, broken = _provenance(model)
+    rows = [*_quantized_rows(quantized), *_constants(model, {*quantized.weights, *quantized.biases, *read.parameters})]
     size = file_nbytes(path)
     kinds = Counter(row.kind for row in rows)
     inputs = {value.name: _shape_text(value) for value in model.graph.input if value.name not in graph.constants}
@@ -58,9 +58,11 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "holds": ", ".join(_counted(count, kind) for kind, count in kinds.items()) or "no tensors",
     }
     facts = {name: text for name, text in facts.items() if text}  # a producer need not name itself
-    if about is not None:
-        facts["quantized by"] = f"detent {about.made_by}, recipe {_recipe_name(about)}, target {about.target}"
-        facts["data"] = f"sha256 {about.data}" if about.data else "none"
+    if provenance is not None:
+        facts["quantized by"] = (
+            f"detent {provenance.made_by}, recipe {_recipe_name(provenance)}, target {provenance.target}"
+        )
+        facts["data"] = f"sha256 {provenance.data}" if provenance.data else "none"
     if broken:
         facts["metadata"] = broken
     facts |= {f"not read: {name}": reason for name, reason in list(quantized.skipped.items())[:8]}
@@ -75,7 +77,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "inputs": inputs,
         "outputs": outputs,
         "operators": dict(quantized.nodes),
-        "provenance": None if about is None else _origin(about),
+        "provenance": None if provenance is None else _origin(provenance),
         "metadata": {key: value for key, value in metadata.items() if key != "detent"},
         "not_read": dict(quantized.skipped),
         "tensors": [asdict(row) for row in rows],
@@ -94,13 +96,18 @@ def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
         return None, str(error)
 
 
-def _origin(about: Provenance) -> dict[str, Any]:
-    recipe = _json(about.recipe)
-    return {"made_by": about.made_by, "target": about.target, "recipe": recipe, "data_sha256": about.data}
+def _origin(provenance: Provenance) -> dict[str, Any]:
+    recipe = _json(provenance.recipe)
+    return {
+        "made_by": provenance.made_by,
+        "target": provenance.target,
+        "recipe": recipe,
+        "data_sha256": provenance.data,
+    }
 
 
-def _recipe_name(about: Provenance) -> str:
-    found = _json(about.recipe)
+def _recipe_name(provenance: Provenance) -> str:
+    found = _json(provenance.recipe)
     return str(found.get("name") or "without a name") if isinstance(found, dict) else "unknown"
 
 
@@ -150,15 +157,11 @@ def _reach(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]
     return float(((low - zero) * scale).min()), float(((high - zero) * scale).max())
 
 
-def _constants(model: ModelProto, quantized: QuantizedModel) -> list[Held]:
+def _constants(model: ModelProto, quantized: set[str]) -> list[Held]:
     """The constants that belong to no quantizer, the largest first."""
-    known = {*quantized.weights, *quantized.biases}
-    for node in model.graph.node:
-        if node.op_type in _QUANTIZERS:
-            known.update(node.input[1:])
     rows = []
     for tensor in model.graph.initializer:
-        if tensor.name not in known:
+        if tensor.name not in quantized:
             values = array_of(tensor)
             shape = tuple(int(size) for size in tensor.dims)
             rows.append(Held(tensor.name, "constant", values.dtype.name, shape, values.nbytes, *_ends(values)))

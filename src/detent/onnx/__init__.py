@@ -6,7 +6,7 @@ from detent.onnx.normal_form import prepare
 from detent.onnx.pipeline import LayerReport, QuantizeReport, quantize
 from detent.onnx.quantized_graph import insert
 from detent.onnx_model.files import load, save
-from detent.onnx_model.qdq_reader import QuantizedModel, load_quantized
+from detent.onnx_model.quantized_model import QuantizedModel, load_quantized
 
 __all__ = [
     "Calibration",

@@ -15,7 +15,7 @@ Order: nodes of a graph so that each comes after those it reads from.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -30,6 +30,12 @@ from detent.packing import pack
 
 __all__ = [
     "BITS",
+    "DEQUANTIZE",
+    "INTEGER_KERNELS",
+    "MAIN",
+    "MOVING",
+    "QUANTIZE",
+    "QUANTIZERS",
     "Graph",
     "array_of",
     "attribute_of",
@@ -37,9 +43,11 @@ __all__ = [
     "element_range",
     "element_type",
     "make_tensor",
+    "node_name",
     "reads",
     "sort_nodes",
     "subgraphs",
+    "trace_back",
 ]
 
 Array = NDArray[Any]
@@ -254,6 +262,40 @@ def _called(node: NodeProto) -> str:
 
 
 MAIN = ("", "ai.onnx")
+QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
+INTEGER_KERNELS = (  # beginnings of the names of operators that compute with codes
+    "ConvInteger",
+    "DynamicQuantize",
+    "MatMulInteger",
+    "MatMulNBits",
+    "QAttention",
+    "QGemm",
+    "QLinear",
+)
+
+
+def node_name(node: NodeProto) -> str:
+    """The name of a node, or one made of its type and its result.
+
+    >>> node_name(NodeProto(op_type="Add", output=["y"]))
+    'Add_y'
+    """
+    return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
+
+
+def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
+    """The tensor before the nodes of those operators that lead to a tensor; each is followed by its first input.
+
+    >>> nodes = {"b": NodeProto(op_type="Reshape", input=["a"]), "a": NodeProto(op_type="Relu", input=["x"])}
+    >>> trace_back("b", nodes.get, MOVING)
+    'a'
+    """
+    node = producer(name)
+    while node is not None and node.op_type in operators:
+        name = node.input[0]
+        node = producer(name)
+    return name
 
 
 class Graph:
@@ -367,8 +409,8 @@ class Graph:
         return name
 
     def node_name(self, node: NodeProto) -> str:
-        """What a node is called: its name, or one made of its type and its result."""
-        return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
+        """The name of a node, or one made of its type and its result."""
+        return node_name(node)
 
     def add_constant(self, stem: str, values: NDArray[Any], kind: int | None = None) -> str:
         """Add an initializer under a name like that; returns its name."""

@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from detent.codec import check_version, parse
 from detent.errors import FileFormatError
-from detent.onnx_model.graph import array_of
+from detent.onnx_model.graph import QUANTIZERS, array_of
 
 __all__ = ["Provenance", "digest_of", "digests_of"]
 
@@ -23,7 +23,6 @@ VERSION = 1
 TEXT_LIMIT = 1 << 24
 _TEXTS = ("made_by", "target", "recipe", "options", "data", "source")
 _NAMES = ("weights", "activations", "digests")
-_QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 _PLACES = ("axis", "block_size")
 SHOWN, LONG = 8, 32
 
@@ -123,7 +122,7 @@ def digests_of(model: ModelProto) -> dict[str, str]:
     known: dict[str, str] = {}
     found = {}
     for node in model.graph.node:
-        if node.op_type not in _QUANTIZERS and not (node.op_type == "Gather" and node.input[0] in constants):
+        if node.op_type not in QUANTIZERS and not (node.op_type == "Gather" and node.input[0] in constants):
             continue
         places = sorted((each.name, each.i) for each in node.attribute if each.name in _PLACES)
         parts = [_hash(repr((node.op_type, places, list(node.input))).encode())]

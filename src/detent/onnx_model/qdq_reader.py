@@ -1,63 +1,115 @@
-"""Reading: what quantized ONNX models of any origin hold, as detent's own values.
+"""The one reader of quantized graphs, whoever wrote them.
 
-=================================== =========================================
-in the file                         here
-=================================== =========================================
-constant -> DequantizeLinear        a weight; with 32 bits a bias
-constant -> Quantize-, Dequantize-  a weight, quantized now
-Gather of codes -> DequantizeLinear a weight: an embedding, looked up in codes
-Gather of codes -> Cast -> Mul      the same, with one scale per row or for all
-QuantizeLinear of anything else     an activation quantizer
-=================================== =========================================
+============================================ ============================================ =========
+in the file                                  record                                       form
+============================================ ============================================ =========
+codes -> DequantizeLinear                    ``WeightCodes``; of 32 bits a bias           codes
+codes -> Gather, Transpose .. -> Dequantize- ``WeightCodes``, ``direct`` is False         codes
+float constant -> Quantize-, DequantizeLin.  ``WeightCodes``, quantized as the model runs float
+codes -> Gather -> Cast [-> Sub] -> Mul      ``WeightCodes``: rows looked up with scales  table
+QuantizeLinear                               ``QuantizeNode``, with the Clip before it
+model input -> DequantizeLinear              ``CodedInput``
+QLinearConv, MatMulNBits ..., computed scale ``Unread``, with the reason
+============================================ ============================================ =========
 
-What uses integers in other ways, such as QLinearConv or MatMulNBits, is listed with the reason why it is not read.
+A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model, those in
+subgraphs marked ``inner``; verification and reports read it through ``open_quantized``. ``quantized_model`` has the
+public view of the same records, in detent's own values.
 
-Summary: a table of what a quantized model holds.
+Parameters in the records are as the file has them: nothing here says that they are sound. Operators of ONNX Runtime
+with integers inside are listed, not read.
 """
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, NodeProto, TensorProto, inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
-from detent import ops
 from detent.errors import DetentError, FileFormatError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.graph import BITS, array_of, attribute_of, element_range, subgraphs
+from detent.onnx_model.graph import (
+    BITS,
+    DEQUANTIZE,
+    INTEGER_KERNELS,
+    MOVING,
+    QUANTIZE,
+    QUANTIZERS,
+    Graph,
+    array_of,
+    attribute_of,
+    element_range,
+    node_name,
+    subgraphs,
+    trace_back,
+)
+from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import _ATTRIBUTES, Quantization
-from detent.tensor import QuantizedTensor
 
 __all__ = [
-    "ActivationQuantizer",
-    "QuantizedBias",
-    "QuantizedModel",
-    "Summary",
-    "SummaryRow",
-    "load_quantized",
+    "CodedInput",
+    "QuantizeNode",
+    "QuantizedGraph",
+    "Unread",
+    "WeightCodes",
+    "called",
+    "is_quantized",
+    "open_quantized",
     "read_quantization",
 ]
+
+Array = NDArray[Any]
+Form = Literal["codes", "float", "table"]
+COMPUTED = "its scale or zero point is computed, not constant"
+_CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # between the codes of a weight and their DequantizeLinear
+_CODE_TYPES = (
+    TensorProto.INT8,
+    TensorProto.UINT8,
+    TensorProto.INT4,
+    TensorProto.UINT4,
+    TensorProto.INT16,
+    TensorProto.UINT16,
+    TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E5M2,
+)
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_OWN_CODES = (*INTEGER_KERNELS, "GatherBlockQuantized", "MatMulBnb4")  # operators that keep codes in their own form
+
+
+def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
+    """Whether the main graph has a QuantizeLinear or DequantizeLinear node, or one of the given operators.
+
+    >>> from onnx import parser
+    >>> is_quantized(parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }'))
+    False
+    """
+    return any(node.op_type in operators for node in model.graph.node)
 
 
 def read_quantization(
     node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
 ) -> Quantization | None:
-    """The parameters of a QuantizeLinear or DequantizeLinear node; None where they are no constants.
+    """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if they are not constants.
 
     Args:
         node: such a node.
         constants: the model's.
         kind_of: the element type of a tensor, for nodes without a zero point.
 
+    Raises:
+        UnsupportedError: the scale is not float32.
+        FileFormatError: scale and zero point have different shapes.
+
     >>> from onnx import helper, numpy_helper
     >>> node = helper.make_node("QuantizeLinear", ["x", "s"], ["y"])
-    >>> found = read_quantization(node, {"s": numpy_helper.from_array(np.float32([0.5]).reshape(()), "s")})
-    >>> found.scale, found.kind == TensorProto.UINT8
+    >>> qparams = read_quantization(node, {"s": numpy_helper.from_array(np.float32([0.5]).reshape(()), "s")})
+    >>> qparams.scale, qparams.kind == TensorProto.UINT8
     (array(0.5, dtype=float32), True)
     """
     names = [*node.input, ""]
@@ -70,7 +122,7 @@ def read_quantization(
     zero = np.zeros(scale.shape, np.int64)
     if names[2]:
         kind, zero = constants[names[2]].data_type, array_of(constants[names[2]]).astype(np.int64)
-    elif node.op_type == "QuantizeLinear":
+    elif node.op_type == QUANTIZE:
         kind = attribute_of(node, "output_dtype", 0) or kind
     elif names[0] in constants:
         kind = constants[names[0]].data_type
@@ -83,415 +135,418 @@ def read_quantization(
     axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))
     if scale.size == 1 and not block:
         scale, zero = scale.reshape(()), zero.reshape(())
-    low, high = element_range(kind) if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") else (0, 0)
-    return Quantization(scale, zero, kind, axis, block, low, high)
+    return Quantization(scale, zero, kind, axis, block, *_code_range(kind))
 
 
-WIDEST = 48
-FLOAT = 4  # bytes of a float32
+def _code_range(kind: int) -> tuple[int, int]:
+    return element_range(kind) if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") else (0, 0)
 
 
-@dataclass(frozen=True)
-class SummaryRow:
-    """One quantized tensor.
+# Records: what is quantized, as the file has it
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeNode:
+    """A QuantizeLinear node whose parameters are constants.
 
     Attributes:
-        name: in the file.
-        kind: weight, bias or activation.
-        type: its spec, or the type of its codes.
-        shape: of weights and biases.
-        nbytes: of its codes, scales and zero points; none for activations.
-        readers: the nodes that read it.
+        node: its name.
+        x: the tensor that it quantizes.
+        unclipped: the input of the Clip before it, x itself if there is none.
+        codes: its result.
+        qparams: the parameters in the file.
+        scale, zero_point: their names in the file.
+        readers: the nodes that read its codes, or the numbers made of them.
+        is_constant: whether x is a constant.
+        inner: whether it is in a subgraph.
+    """
 
-    >>> SummaryRow("w", "weight", "int8/tensor/symmetric/onnx", (2, 3), 10, ("MatMul y",)).nbytes
-    10
+    node: str
+    x: str
+    unclipped: str
+    codes: str
+    qparams: Quantization
+    scale: str
+    zero_point: str
+    readers: tuple[str, ...] = ()
+    is_constant: bool = False
+    inner: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class WeightCodes:
+    """A constant and a node that makes numbers of its codes.
+
+    Attributes:
+        name: the constant's.
+        tensor: the constant; a float one where ``form`` is "float".
+        node: a DequantizeLinear node, or the Mul of a table.
+        qparams: the parameters in the file.
+        constants: the names of scale and zero point.
+        path: the operators between the constant and the node.
+        form: how the codes are stored, see the table above.
+        readers: the nodes that read the numbers.
+        inner: whether it is in a subgraph.
     """
 
     name: str
-    kind: str
-    type: str
-    shape: tuple[int, ...] | None
-    nbytes: int
-    readers: tuple[str, ...]
+    tensor: TensorProto = field(repr=False)
+    node: NodeProto = field(repr=False)
+    qparams: Quantization
+    constants: tuple[str, str] = ("", "")
+    path: tuple[str, ...] = ()
+    form: Form = "codes"
+    readers: tuple[str, ...] = ()
+    inner: bool = False
 
-
-@dataclass(frozen=True)
-class Summary:
-    """All of them; ``str`` is a table.
-
-    Attributes:
-        rows: one per quantized tensor.
-        nodes: how many there are of each operator.
-        skipped: what is quantized in ways that are not read, and why.
-        float_nbytes: bytes of constants that stay floats.
-
-    >>> row = SummaryRow("w", "weight", "int8/tensor/symmetric/onnx", (2, 3), 10, ("MatMul y",))
-    >>> made = Summary((row,), {"MatMul": 1}, {}, 0)
-    >>> print(made)
-    1 weight, 10 bytes (24 as float32); 0 biases, 0 bytes; 0 activation quantizers; 0 bytes of other floats
-    1 MatMul
-    tensor  kind    type                        shape  bytes  read by
-    w       weight  int8/tensor/symmetric/onnx  2x3       10  MatMul y
-    >>> made.count("weight"), made.nbytes("weight"), made.to_json()[:14]
-    (1, 10, '{"rows": [{"na')
-    """
-
-    rows: tuple[SummaryRow, ...]
-    nodes: Mapping[str, int]
-    skipped: Mapping[str, str]
-    float_nbytes: int
-
-    def count(self, kind: str) -> int:
-        """How many rows are of that kind."""
-        return sum(row.kind == kind for row in self.rows)
-
-    def nbytes(self, kind: str) -> int:
-        """The bytes of the rows of that kind."""
-        return sum(row.nbytes for row in self.rows if row.kind == kind)
-
-    def to_json(self) -> str:
-        """The same facts for machines."""
-        return json.dumps(asdict(self))
-
-    def __str__(self) -> str:
-        floats = sum(FLOAT * prod(row.shape or ()) for row in self.rows if row.kind == "weight")
-        weights, biases, activations = (self.count(kind) for kind in ("weight", "bias", "activation"))
-        head = (
-            f"{weights} weight{'s' * (weights != 1)}, {self.nbytes('weight')} bytes ({floats} as float32); "
-            f"{biases} bias{'es' * (biases != 1)}, {self.nbytes('bias')} bytes; "
-            f"{activations} activation quantizer{'s' * (activations != 1)}; {self.float_nbytes} bytes of other floats"
-        )
-        nodes = ", ".join(
-            f"{count} {name}" for name, count in sorted(self.nodes.items(), key=lambda at: (-at[1], at[0]))
-        )
-        skipped = [f"not read: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join([head, nodes, *self._table(), *skipped])
-
-    def _table(self) -> list[str]:
-        cells = [("tensor", "kind", "type", "shape", "bytes", "read by")]
-        for row in self.rows:
-            shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
-            amount = "" if row.kind == "activation" else str(row.nbytes)
-            cells.append((_short(row.name), row.kind, row.type, shape, amount, ", ".join(row.readers)))
-        if len(cells) == 1:
-            return []
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]) - 1)]
-        return [
-            "  ".join(
-                cell.rjust(width) if i == 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line[:-1], widths, strict=True))
-            )
-            + f"  {line[-1]}"
-            for line in cells
-        ]
-
-
-def _short(name: str) -> str:
-    """The end of a long name, where names of modules differ."""
-    return name if len(name) <= WIDEST else "..." + name[3 - WIDEST :]
-
-
-Array = NDArray[Any]
-QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-_CODES = (TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4, TensorProto.INT16)
-_INTEGER_OPERATORS = (
-    "ConvInteger",
-    "DynamicQuantize",
-    "GatherBlockQuantized",
-    "MatMulBnb4",
-    "MatMulInteger",
-    "MatMulNBits",
-    "QAttention",
-    "QGemm",
-    "QLinear",
-)
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedBias:
-    """Codes of 32 bits, which no spec has, and their scales.
-
-    Attributes:
-        codes: int32.
-        scale, zero_point: for all codes, or one per code along ``axis``.
-        axis: where there are several.
-
-    >>> bias = QuantizedBias(np.array([4, -2], np.int32), np.array([0.5, 0.25], np.float32), np.zeros(2, np.int64), 0)
-    >>> bias.dequantize(), bias.nbytes
-    (array([ 2. , -0.5], dtype=float32), 16)
-    """
-
-    codes: Array
-    scale: Array
-    zero_point: Array
-    axis: int
-
-    def dequantize(self) -> Array:
-        """The values in float32."""
-        shape = (
-            [-1 if i == self.axis % self.codes.ndim else 1 for i in range(self.codes.ndim)] if self.scale.ndim else ()
-        )
-        # The difference wraps around as it does in 32 bits.
-        whole = (self.codes.astype(np.int64) - self.zero_point.reshape(shape)).astype(np.int32)
-        values: Array = whole.astype(np.float32) * self.scale.reshape(shape)
-        return values
+    @cached_property
+    def codes(self) -> Array:
+        """The constant as an array, decoded once."""
+        return array_of(self.tensor)
 
     @property
-    def nbytes(self) -> int:
-        """Of codes and scales."""
-        return int(self.codes.nbytes + self.scale.nbytes)
+    def direct(self) -> bool:
+        """Whether the node reads the constant itself, not a part of it or another shape."""
+        return not self.path
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the codes have 32 bits."""
+        return self.qparams.kind == TensorProto.INT32
+
+    @property
+    def node_name(self) -> str:
+        """The name of the node."""
+        return node_name(self.node)
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationQuantizer:
-    """A QuantizeLinear node.
+class CodedInput:
+    """An input of the model that comes as codes, dequantized with constant parameters."""
 
-    Attributes:
-        tensor: what it quantizes.
-        output: its codes.
-        scale, zero_point: one, or one per channel.
-        type: of the codes, as ONNX calls it.
-        axis: of the channels.
-
-    >>> ActivationQuantizer("x", "x_codes", np.float32(0.5), np.int64(128), "UINT8", 1).type
-    'UINT8'
-    """
-
-    tensor: str
-    output: str
-    scale: Array
-    zero_point: Array
-    type: str
-    axis: int
+    name: str
+    qparams: Quantization
+    readers: tuple[str, ...] = ()
+    inner: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedModel:
-    """What a quantized model holds.
+class Unread:
+    """A node with integers that is not read.
 
     Attributes:
-        weights: by the names of their codes in the file.
-        biases: the same, of 32 bits.
-        activations: quantizers in the order of the graph.
-        readers: the nodes that read a weight, a bias or the codes of an activation, by its name.
-        skipped: what else is quantized, and why it is not read.
-        nodes: how many there are of each operator.
-        float_nbytes: bytes of constants that are floats and belong to no quantizer.
-
-    >>> import onnx
-    >>> made = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y)
-    ...     <int8[2] w = {3, -4}, float s = {0.5}> { v = DequantizeLinear(w, s) y = Add(x, v) }''')
-    >>> found = load_quantized(made)
-    >>> found.weights["w"].dequantize(), found.readers["w"]
-    (array([ 1.5, -2. ], dtype=float32), ('Add y',))
-    >>> print(found.summary())
-    1 weight, 7 bytes (8 as float32); 0 biases, 0 bytes; 0 activation quantizers; 0 bytes of other floats
-    1 Add, 1 DequantizeLinear
-    tensor  kind    type                     shape  bytes  read by
-    w       weight  int8/tensor/affine/onnx  2          7  Add y
+        node: the node.
+        reason: why.
+        of_weight: whether its codes come from a constant.
+        inner: whether it is in a subgraph.
     """
 
-    weights: Mapping[str, QuantizedTensor]
-    biases: Mapping[str, QuantizedBias]
-    activations: tuple[ActivationQuantizer, ...]
-    readers: Mapping[str, tuple[str, ...]]
-    skipped: Mapping[str, str]
-    nodes: Mapping[str, int]
-    float_nbytes: int
-
-    def summary(self) -> Summary:
-        """A table of everything; ``str`` of it is text."""
-        rows = [
-            SummaryRow(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, self.readers.get(name, ()))
-            for name, tensor in self.weights.items()
-        ]
-        rows += [
-            SummaryRow(name, "bias", "int32", bias.codes.shape, bias.nbytes, self.readers.get(name, ()))
-            for name, bias in self.biases.items()
-        ]
-        rows += [
-            SummaryRow(each.tensor, "activation", each.type.lower(), None, 0, self.readers.get(each.output, ()))
-            for each in self.activations
-        ]
-        return Summary(tuple(rows), dict(self.nodes), dict(self.skipped), self.float_nbytes)
+    node: NodeProto
+    reason: str
+    of_weight: bool = False
+    inner: bool = False
 
 
-def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, whoever wrote it; the file is checked as ``load`` does.
+Record = QuantizeNode | WeightCodes | CodedInput | Unread
 
-    Args:
-        source: a path, or a model in memory.
+
+# The reader
+
+
+class QuantizedGraph:
+    """A model, with all that is quantized in it.
+
+    Attributes:
+        model, graph: the model, and its main graph with names looked up.
+        records: everything found, in the order of the graph, subgraphs included.
+        operators: how many nodes there are of each operator.
+        parameters: the names of scales and zero points, and of float constants that are quantized as the model runs.
+        float_nbytes: bytes of all other float constants.
+
+    >>> from onnx import parser
+    >>> read = QuantizedGraph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}, uint8[2] w = {3, 4}>
+    ...     { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
+    ...       v = DequantizeLinear(w, s, z) y = Add(d, v) }'''))
+    >>> [each.codes for each in read.quantize_nodes], [each.node_name for each in read.weights], read.kinds
+    (['q'], ['DequantizeLinear_v'], {'q': 2})
+    """
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model, self.graph = model, Graph(model)
+        self.records: list[Record] = []
+        self.operators: Counter[str] = Counter()
+        self.parameters: set[str] = set()
+        self._floats: dict[str, int] = {}
+        self._read(model.graph, {}, inner=False)
+        self.float_nbytes = sum(size for name, size in self._floats.items() if name not in self.parameters)
+
+    def _read(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
+        scope = _Scope(graph, outer, inner=inner)
+        for name, tensor in scope.constants.items():
+            if name not in outer and tensor.data_type in _FLOATS:
+                self._floats[name] = prod(tensor.dims) * BITS[tensor.data_type] // 8
+        for node in graph.node:
+            self.operators[node.op_type] += 1
+            for record, parameters in scope.read(node):
+                self.records.append(record)
+                self.parameters.update(parameters)
+            for body in subgraphs(node):
+                self._read(body, scope.constants, inner=True)
+
+    @cached_property
+    def provenance(self) -> Provenance | None:
+        """What the file says of itself; None if detent did not write it."""
+        return Provenance.read(self.model)
+
+    @cached_property
+    def quantize_nodes(self) -> list[QuantizeNode]:
+        """The QuantizeLinear nodes of the main graph."""
+        return [each for each in self.records if isinstance(each, QuantizeNode) and not each.inner]
+
+    @cached_property
+    def weights(self) -> list[WeightCodes]:
+        """Codes stored in the main graph, biases included; tables, which come last, only if the metadata name them."""
+        names = {} if self.provenance is None else self.provenance.weights
+        stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
+        tables = [each for each in stored if each.form == "table" and each.name in names]
+        return [*(each for each in stored if each.form == "codes"), *tables]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The element types of activation codes, by name."""
+        return {each.codes: each.qparams.kind for each in self.quantize_nodes}
+
+    @property
+    def inner_count(self) -> int:
+        """How many quantizers there are in subgraphs."""
+        nodes = (inner for node in self.graph.nodes for body in subgraphs(node) for inner in _all_nodes(body))
+        return sum(node.op_type in QUANTIZERS for node in nodes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a comparison of codes leaves out, and why."""
+        unread = (each for each in self.records if isinstance(each, Unread) and not each.inner)
+        quantizers = (each for each in unread if each.node.op_type == QUANTIZE or each.of_weight)
+        notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
+        count = self.inner_count
+        return [*notes, f"{count} quantizers in the bodies of If, Loop or Scan are not compared"] if count else notes
+
+    def has_own_clip(self, quantizer: QuantizeNode) -> bool:
+        """Whether the Clip before a quantizer is part of it: it uses fewer codes than its type has."""
+        is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
+        return self.provenance is not None and is_clipped
+
+
+def open_quantized(source: ModelSource) -> QuantizedGraph:
+    """Load and read a quantized model; the file is checked as ``load`` does.
 
     Raises:
-        FileFormatError, UnsupportedError: as ``load``.
+        UnsupportedError: it has no quantizers.
+        FileFormatError: it is damaged, or its metadata are.
 
-    >>> import onnx
-    >>> load_quantized(onnx.parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')).weights
-    {}
+    >>> from onnx import parser
+    >>> open_quantized(parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }'))
+    Traceback (most recent call last):
+    ...
+    detent.errors.UnsupportedError: the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized \
+model as artifact, and what it was made from as source
     """
-    model = load(source)
-    if model.functions:
-        model = inliner.inline_local_functions(model)
-    reader = _Reader()
-    reader.read(model.graph, {})
-    return QuantizedModel(
-        reader.weights,
-        reader.biases,
-        tuple(reader.activations),
-        {name: tuple(dict.fromkeys(found)) for name, found in reader.readers.items()},
-        reader.skipped,
-        dict(Counter(reader.operators)),
-        sum(reader.floats.values()),
-    )
+    read = QuantizedGraph(load(source))
+    if not (read.weights or read.quantize_nodes or read.notes):
+        raise UnsupportedError(
+            "the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized model as artifact, "
+            "and what it was made from as source"
+        )
+    return read
 
 
-@dataclass(frozen=True, eq=False)
 class _Scope:
-    """What names mean in a graph: its constants and those around it, who makes a name and who reads it."""
+    """The names of one graph: its constants and those around it, who makes a name and who reads it."""
 
-    constants: Mapping[str, TensorProto]
-    makers: Mapping[str, NodeProto]
-    users: Mapping[str, list[NodeProto]]
-    inputs: Mapping[str, int]
-
-    @classmethod
-    def of(cls, graph: GraphProto, outer: Mapping[str, TensorProto]) -> "_Scope":
-        constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
+    def __init__(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
+        self.inner = inner
+        self.constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
         for node in graph.node:
             value = attribute_of(node, "value") if node.op_type == "Constant" else None
             if isinstance(value, TensorProto):
-                constants[node.output[0]] = value
-        makers = {name: node for node in graph.node for name in node.output}
-        inputs = {value.name: value.type.tensor_type.elem_type for value in graph.input}
-        return cls(constants, makers, _users(graph), inputs)
+                self.constants[node.output[0]] = value
+        self._makers = {name: node for node in graph.node for name in node.output}
+        self._kinds = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self._users: dict[str, list[NodeProto]] = defaultdict(list)
+        for node in _all_nodes(graph):
+            for name in dict.fromkeys(node.input):
+                self._users[name].append(node)
 
-    def readers(self, name: str) -> list[NodeProto]:
-        return self.users.get(name, [])
-
-    def kind(self, name: str) -> int:
-        """The type of codes that are an input or looked up in a table, 0 of others."""
-        table = self.maker(name, "Gather")
-        return self.inputs.get(name, 0) if table is None else self.constants[table.input[0]].data_type
-
-    def maker(self, name: str, operator: str) -> NodeProto | None:
-        """The node of that type that makes a name from a constant."""
-        found = self.makers.get(name)
-        is_it = found is not None and found.op_type == operator and found.input[0] in self.constants
-        return found if is_it else None
-
-
-@dataclass
-class _Reader:
-    """What was found so far, in a graph and in the bodies of its nodes."""
-
-    weights: dict[str, QuantizedTensor] = field(default_factory=dict)
-    biases: dict[str, QuantizedBias] = field(default_factory=dict)
-    activations: list[ActivationQuantizer] = field(default_factory=list)
-    readers: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    skipped: dict[str, str] = field(default_factory=dict)
-    operators: list[str] = field(default_factory=list)
-    floats: dict[str, int] = field(default_factory=dict)
-
-    def read(self, graph: GraphProto, outer: Mapping[str, TensorProto]) -> None:
-        scope = _Scope.of(graph, outer)
-        for name, tensor in scope.constants.items():
-            if name not in outer and tensor.data_type in _FLOATS:
-                self.floats[name] = prod(tensor.dims) * BITS[tensor.data_type] // 8
-        for node in graph.node:
-            self.operators.append(node.op_type)
-            try:
-                self._read_node(node, scope)
-            except DetentError as error:
-                self.skipped[_called(node)] = str(error)
-            for body in subgraphs(node):
-                self.read(body, scope.constants)
-
-    def _read_node(self, node: NodeProto, scope: _Scope) -> None:
-        if node.op_type in {QUANTIZE, DEQUANTIZE}:
-            how = read_quantization(node, _matched(node, scope.constants), scope.kind)
-            for name in node.input[1:]:
-                self.floats.pop(name, None)
-            if how is None:
-                self.skipped[_called(node)] = "its scale or zero point is computed, not constant"
+    def read(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
+        """What a node tells, if anything, and the constants that are parameters of it."""
+        try:
+            if node.op_type == QUANTIZE:
+                yield from self._quantize_node(node)
             elif node.op_type == DEQUANTIZE:
-                self._read_weight(node, how, scope)
-            elif node.input[0] not in scope.constants:
-                self._add_activation(node.input[0], node.output[0], how, scope)
-        elif node.op_type == "Gather" and node.input[0] in scope.constants:
-            self._read_table(node, scope)
-        elif node.op_type.startswith(_INTEGER_OPERATORS):
-            self.skipped[_called(node)] = f"{node.op_type} keeps its codes in a form of its own"
+                yield from self._dequantize_node(node)
+            elif node.op_type == "Gather" and node.input[0] in self.constants:
+                yield from self._table(node)
+            elif node.op_type.startswith(_OWN_CODES):
+                yield Unread(node, f"{node.op_type} keeps its codes in a form of its own", inner=self.inner), ()
+        except DetentError as error:
+            of_weight = node.op_type == DEQUANTIZE and self._origin(node.input[0]) in self.constants
+            yield Unread(node, str(error), of_weight, self.inner), tuple(node.input[1:])
 
-    def _read_weight(self, node: NodeProto, how: Quantization, scope: _Scope) -> None:
-        name = node.input[0]
-        quantized, looked_up = scope.maker(name, QUANTIZE), scope.maker(name, "Gather")
-        if quantized is not None:
-            name = quantized.input[0]
-            self.floats.pop(name, None)
-            self._add(name, ops.quantize(array_of(scope.constants[name]), how.params(_shape(scope.constants[name]))))
-        elif name in scope.constants or (looked_up is not None and not how.scale.ndim):
-            name = name if looked_up is None else looked_up.input[0]
-            codes = array_of(scope.constants[name])
-            if how.kind == TensorProto.INT32:
-                self.biases[name] = QuantizedBias(codes, how.scale, how.zero_point, how.axis)
-            else:
-                self._add(name, QuantizedTensor(codes, how.params(codes.shape)))
-        elif name not in scope.makers:  # an input of the model that comes as codes
-            self._add_activation(name, name, how, scope)
+    def _quantize_node(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
+        names = tuple(node.input[1:])
+        qparams = read_quantization(node, self.constants)
+        if qparams is None:
+            yield Unread(node, COMPUTED, inner=self.inner), names
             return
-        else:
+        x, codes = node.input[0], node.output[0]
+        clip = self._maker(x)
+        unclipped = clip.input[0] if clip is not None and clip.op_type == "Clip" else x
+        zero_point = node.input[2] if len(node.input) > 2 else ""
+        yield (
+            QuantizeNode(
+                node_name(node),
+                x,
+                unclipped,
+                codes,
+                qparams,
+                node.input[1],
+                zero_point,
+                self._code_readers(codes),
+                x in self.constants,
+                self.inner,
+            ),
+            names,
+        )
+
+    def _dequantize_node(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
+        codes, names = node.input[0], tuple(node.input[1:])
+        origin = self._origin(codes)
+        quantize = self._maker(codes)
+        qparams = read_quantization(node, self.constants, lambda _: self._kind(origin))
+        if qparams is None:
+            yield Unread(node, COMPUTED, origin in self.constants, self.inner), names
+        elif origin in self.constants:
+            yield self._weight(node, origin, qparams, self._path(codes)), names
+        elif quantize is not None and quantize.op_type == QUANTIZE and quantize.input[0] in self.constants:
+            x = quantize.input[0]
+            yield self._weight(node, x, qparams, (QUANTIZE,), "float"), (*names, x)
+        elif quantize is None:
+            yield CodedInput(codes, qparams, self._code_readers(codes), self.inner), names
+
+    def _weight(
+        self, node: NodeProto, name: str, qparams: Quantization, path: tuple[str, ...], form: Form = "codes"
+    ) -> WeightCodes:
+        names = [*node.input[1:], ""]
+        readers = _called_all(self._readers(node.output[0]))
+        constants = names[0], names[1]
+        return WeightCodes(name, self.constants[name], node, qparams, constants, path, form, readers, self.inner)
+
+    def _table(self, gather: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
+        """Rows of codes that are looked up, cast, and multiplied by a scale; scales may be looked up with them."""
+        table = self.constants[gather.input[0]]
+        if table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
             return
-        self._add_readers(name, scope.readers(node.output[0]))
-
-    def _read_table(self, node: NodeProto, scope: _Scope) -> None:
-        """A table of codes whose rows are looked up, cast and multiplied by a scale, which may be looked up, too."""
-        name = node.input[0]
-        table = scope.constants[name]
-        casts = [user for user in scope.readers(node.output[0]) if user.op_type == "Cast"]
-        products = [user for cast in casts for user in scope.readers(cast.output[0]) if user.op_type == "Mul"]
-        if table.data_type not in _CODES or not products or attribute_of(node, "axis", 0) != 0:
+        path, node, zero = ["Gather"], gather, ""
+        while node.op_type != "Mul":
+            before = node.output[0]
+            found = next((user for user in self._readers(before) if user.op_type in _TABLE_STEPS[node.op_type]), None)
+            if found is None:
+                return
+            node = found
+            if node.op_type == "Sub":
+                zero = self._row_constant(node, before, gather)
+                if not zero:
+                    return
+            path.append(node.op_type)
+        scale = self._row_constant(node, before, gather)
+        qparams = self._table_params(table, scale, zero, is_grouped="Reshape" in path) if scale else None
+        if qparams is None:
             return
-        factor = next((given for given in products[0].input if given != casts[0].output[0]), "")
-        rows = scope.maker(factor, "Gather")
-        source = factor if rows is None else rows.input[0]
-        if source not in scope.constants or scope.constants[source].data_type != TensorProto.FLOAT:
-            return
-        scale = array_of(scope.constants[source])
-        if rows is None and scale.size == 1:
-            scale = scale.reshape(())
-        elif rows is not None and rows.input[1] == node.input[1] and scale.size == table.dims[0]:
-            scale = scale.reshape(-1)
-        else:
-            return
-        low, high = element_range(table.data_type)
-        how = Quantization(scale, np.zeros(scale.shape, np.int64), table.data_type, 0, low=low, high=high)
-        self.floats.pop(source, None)
-        self._add(name, QuantizedTensor(array_of(table), how.params(_shape(table))))
-        self._add_readers(name, scope.readers(products[0].output[0]))
+        last = self._readers(node.output[0])
+        if "Reshape" in path and len(last) == 1 and last[0].op_type == "Reshape":
+            last = self._readers(last[0].output[0])
+        yield (
+            WeightCodes(
+                gather.input[0],
+                table,
+                node,
+                qparams,
+                (scale, zero),
+                tuple(path[:-1]),
+                "table",
+                _called_all(last),
+                self.inner,
+            ),
+            (scale, zero),
+        )
 
-    def _add(self, name: str, tensor: QuantizedTensor) -> None:
-        if self.weights.setdefault(name, tensor) != tensor:
-            self.skipped[name] = "it is dequantized in two ways; the first is read"
+    def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
+        """The constant that a Sub or Mul of a table reads, looked up with the rows or one number; "" if neither."""
+        other = next((name for name in node.input if name != before), "")
+        lookup = self._maker(trace_back(other, self._maker, (*MOVING, "Cast")))
+        if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
+            name = lookup.input[0]
+            is_per_row = name in self.constants and list(self.constants[name].dims[:1]) == [
+                self.constants[gather.input[0]].dims[0]
+            ]
+            return name if is_per_row else ""
+        origin = self._origin(other)
+        return origin if origin in self.constants and prod(self.constants[origin].dims) == 1 else ""
 
-    def _add_activation(self, tensor: str, output: str, how: Quantization, scope: _Scope) -> None:
-        kind = TensorProto.DataType.Name(how.kind)
-        self.activations.append(ActivationQuantizer(tensor, output, how.scale, how.zero_point, kind, how.axis))
-        for user in scope.readers(output):
-            self._add_readers(output, scope.readers(user.output[0]) if user.op_type == DEQUANTIZE else [user])
+    def _table_params(self, table: TensorProto, scale: str, zero: str, *, is_grouped: bool) -> Quantization | None:
+        scales, kind = array_of(self.constants[scale]), table.data_type
+        if scales.dtype != np.float32:
+            return None
+        zeros = array_of(self.constants[zero]).astype(np.int64) if zero else np.zeros(scales.shape, np.int64)
+        if zeros.size != scales.size:
+            return None
+        zeros, width = zeros.reshape(scales.shape), table.dims[-1]
+        if is_grouped and scales.ndim == 2 and width % scales.shape[-1] == 0:
+            return Quantization(scales, zeros, kind, -1, width // scales.shape[-1], *_code_range(kind))
+        if scales.size not in {1, table.dims[0]}:
+            return None
+        shape = () if scales.size == 1 else (-1,)
+        return Quantization(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
-    def _add_readers(self, name: str, nodes: list[NodeProto]) -> None:
-        self.readers[name] += [_called(node) for node in nodes]
+    def _origin(self, name: str) -> str:
+        """The tensor before all that only moves or casts codes; stops at a constant."""
+        return trace_back(name, lambda each: None if each in self.constants else self._maker(each), _CARRYING)
+
+    def _path(self, name: str) -> tuple[str, ...]:
+        path: list[str] = []
+        while name not in self.constants:
+            node = self._makers[name]
+            path.insert(0, node.op_type)
+            name = node.input[0]
+        return tuple(path)
+
+    def _maker(self, name: str) -> NodeProto | None:
+        return self._makers.get(name)
+
+    def _kind(self, name: str) -> int:
+        return self.constants[name].data_type if name in self.constants else self._kinds.get(name, 0)
+
+    def _readers(self, name: str) -> list[NodeProto]:
+        return self._users.get(name, [])
+
+    def _code_readers(self, codes: str) -> tuple[str, ...]:
+        """The nodes that read codes, with DequantizeLinear replaced by the nodes behind it."""
+        nodes = [
+            each
+            for user in self._readers(codes)
+            for each in (self._readers(user.output[0]) if user.op_type == DEQUANTIZE else [user])
+        ]
+        return _called_all(nodes)
 
 
-def _users(graph: GraphProto) -> dict[str, list[NodeProto]]:
-    """The nodes that read a name, those in bodies included."""
-    found: dict[str, list[NodeProto]] = defaultdict(list)
-    for node in _all_nodes(graph):
-        for name in dict.fromkeys(node.input):
-            found[name].append(node)
-    return found
+_TABLE_STEPS = {
+    "Gather": ("Cast",),
+    "Cast": ("Reshape", "Sub", "Mul"),
+    "Reshape": ("Sub", "Mul"),
+    "Sub": ("Mul",),
+}
 
 
 def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
@@ -501,20 +556,14 @@ def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
             yield from _all_nodes(body)
 
 
-def _called(node: NodeProto) -> str:
+def called(node: NodeProto) -> str:
+    """The operator and the name of a node, or of its results.
+
+    >>> called(NodeProto(op_type="Add", output=["y"]))
+    'Add y'
+    """
     return f"{node.op_type} {node.name or ', '.join(node.output)}"
 
 
-def _matched(node: NodeProto, constants: Mapping[str, TensorProto]) -> Mapping[str, TensorProto]:
-    """Constants in which a lone zero point has the shape of its scale: some files mix [1] and []."""
-    names = list(node.input[1:3])
-    if len(names) == 1 or not all(name in constants and prod(constants[name].dims) == 1 for name in names):
-        return constants
-    zero = TensorProto()
-    zero.CopyFrom(constants[names[1]])
-    zero.dims[:] = constants[names[0]].dims
-    return {**constants, names[1]: zero}
-
-
-def _shape(tensor: TensorProto) -> tuple[int, ...]:
-    return tuple(tensor.dims)
+def _called_all(nodes: list[NodeProto]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(called(node) for node in nodes))

@@ -18,6 +18,7 @@ from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model import Graph, load
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load_model, nbytes_of
+from detent.onnx_model.qdq_reader import QuantizedGraph, open_quantized
 from detent.onnx_model.sessions import INTEGER
 from detent.recipe import Recipe
 from detent.report.document import (
@@ -33,7 +34,7 @@ from detent.report.document import (
     short,
     verification_facts,
 )
-from detent.report.file_layers import FoundLayer, Origin, find_layers, kernels_by_layer, origin_of
+from detent.report.file_layers import FileLayer, Origin, find_layers, kernels_by_layer, origin_of
 from detent.report.tensor_stats import (
     FloatWeights,
     Seen,
@@ -45,7 +46,6 @@ from detent.report.tensor_stats import (
     weigh,
 )
 from detent.sensitivity import Mix, Sensitivity
-from detent.verification.artifact import Artifact
 from detent.verification.verify_report import VerifyReport
 
 __all__ = ["BATCHES", "Given", "measure_report"]
@@ -83,7 +83,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     >>> measure_report(made, None, Given(title="small")).layers[0].weight.spec
     'int8/tensor'
     """
-    artifact = Artifact(source)
+    artifact = open_quantized(source)
     size = file_nbytes(source) if isinstance(source, str | PathLike) else nbytes_of(artifact.model)
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
@@ -122,7 +122,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     )
 
 
-def _kernels(artifact: Artifact, found: list[FoundLayer]) -> tuple[dict[str, str], tuple[str, ...]]:
+def _kernels(artifact: QuantizedGraph, found: list[FileLayer]) -> tuple[dict[str, str], tuple[str, ...]]:
     """The kernels, and why they are not known: a file may be made for another runtime."""
     try:
         return kernels_by_layer(artifact, found), ()
@@ -149,7 +149,11 @@ class _Weights:
     """The weights of all layers, measured once."""
 
     def __init__(
-        self, artifact: Artifact, found: list[FoundLayer], reference: ModelProto | None, result: QuantizeReport | None
+        self,
+        artifact: QuantizedGraph,
+        found: list[FileLayer],
+        reference: ModelProto | None,
+        result: QuantizeReport | None,
     ) -> None:
         self._artifact, self._found = artifact, found
         self._prepared = result is not None
@@ -163,7 +167,7 @@ class _Weights:
             node = artifact.graph.node_name(layer.node)
             expected = None if floats is None else floats.of(node, layer.node.op_type)
             spec = plans[layer.name].weight if layer.name in plans else None
-            self.tensors[layer.name], same = weigh(artifact, layer.weight, expected, spec)
+            self.tensors[layer.name], same = weigh(layer.weight, expected, spec)
             self._same |= {layer.name} if same else set()
 
     def comparable(self) -> list[str]:
@@ -179,8 +183,8 @@ class _Weights:
 
 
 def _layers(
-    artifact: Artifact,
-    found: list[FoundLayer],
+    artifact: QuantizedGraph,
+    found: list[FileLayer],
     weights: _Weights,
     seen: Seen,
     kernels: dict[str, str],
@@ -198,13 +202,13 @@ def _layers(
 
 
 def _layer(
-    artifact: Artifact, found: FoundLayer, weights: _Weights, seen: Seen, kernel: str, told: LayerReport | None
+    artifact: QuantizedGraph, found: FileLayer, weights: _Weights, seen: Seen, kernel: str, told: LayerReport | None
 ) -> Layer:
     if told is not None and told.kernel:
         kernel = told.kernel
     status: Status = "float" if not found.is_quantized else "integers" if kernel in INTEGER else "quantized"
     reason = "" if found.is_quantized else (told.reason if told is not None and told.reason else found.reason)
-    site = found.site
+    site = found.quantizer
     activation = None if site is None else seen.tensors.get(site.node)
     if activation is not None and told is not None and told.input:
         activation = replace(activation, spec=told.input)
@@ -225,12 +229,12 @@ def _layer(
     )
 
 
-def _others(artifact: Artifact, found: list[FoundLayer], seen: Seen) -> tuple[Tensor, ...]:
+def _others(artifact: QuantizedGraph, found: list[FileLayer], seen: Seen) -> tuple[Tensor, ...]:
     """Quantizers that no layer reads: of additions, concatenations and the like."""
-    taken = {layer.site.node for layer in found if layer.site is not None}
+    taken = {layer.quantizer.node for layer in found if layer.quantizer is not None}
     return tuple(
         seen.tensors.get(site.node) or SiteWatch(artifact, site).result()
-        for site in artifact.sites
+        for site in artifact.quantize_nodes
         if site.node not in taken
     )
 
@@ -298,7 +302,7 @@ def _output_sqnr(given: Given, seen: Seen) -> tuple[dict[str, float], str]:
     return {}, ""
 
 
-def _reproduction(source: ModelSource, artifact: Artifact, given: Given) -> Reproduction:
+def _reproduction(source: ModelSource, artifact: QuantizedGraph, given: Given) -> Reproduction:
     about = artifact.provenance
     recipe, toml = ("", "") if about is None else _recipe(about.recipe)
     versions = {"detent": detent.__version__, "python": platform.python_version()}
@@ -322,7 +326,7 @@ def _reproduction(source: ModelSource, artifact: Artifact, given: Given) -> Repr
     )
 
 
-def _origin(artifact: Artifact, given: Given) -> Origin:
+def _origin(artifact: QuantizedGraph, given: Given) -> Origin:
     return origin_of(artifact) if given.result is None else "onnx"
 
 

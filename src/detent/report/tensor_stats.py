@@ -30,11 +30,11 @@ from detent.metrics import sqnr_db
 from detent.onnx_model import Graph
 from detent.onnx_model.files import tensors_of
 from detent.onnx_model.graph import BITS, attribute_of
+from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import refusals
 from detent.report.document import BINS, Histogram, Size, Tensor, short
-from detent.report.file_layers import FoundLayer, own_clip
+from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
-from detent.verification.artifact import Artifact, FileWeight, Site, is_bias
 from detent.verification.codes import place_in_file, place_of, spread
 from detent.verification.outputs import Noise, OutputCheck
 from detent.verification.probe import Probe, Reading
@@ -217,30 +217,28 @@ def is_same_weight(expected: Array, codes: Array, found: Array, scale: Array) ->
     return float(np.mean(near)) >= SAME
 
 
-def weigh(
-    artifact: Artifact, weight: FileWeight, expected: Array | None = None, spec: QuantSpec | None = None
-) -> tuple[Tensor, bool]:
+def weigh(weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None) -> tuple[Tensor, bool]:
     """What is known of a weight, and whether it is the expected one.
 
     Args:
-        artifact: the file.
         weight: of the file.
         expected: what the float model has in its place.
         spec: what the recipe says of it; the file knows the type of its codes only.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
-    >>> found, same = weigh(artifact, artifact.weights[0], np.float32([1.5, 2.1]))
+    >>> found, same = weigh(artifact.weights[0], np.float32([1.5, 2.1]))
     >>> found.spec, found.codes_used, found.maximum, round(found.sqnr_db, 1), same
     ('int8/tensor', 2, 2.0, 28.2, True)
     """
-    codes = artifact.graph.array(weight.name)
+    codes = weight.codes
     place = place_in_file(weight, codes.shape)
-    scale, zero = (spread(part, place, codes.shape) for part in (weight.how.scale, weight.how.zero_point))
+    scale, zero = (spread(part, place, codes.shape) for part in (weight.qparams.scale, weight.qparams.zero_point))
     name = _weight_spec_text(weight, codes.shape) if spec is None else str(spec)
-    base = Tensor(weight.name, name, codes.shape, int(codes.size), scales=int(weight.how.scale.size))
+    base = Tensor(weight.name, name, codes.shape, int(codes.size), scales=int(weight.qparams.scale.size))
     if scale is None or zero is None or not codes.size:
         return replace(base, note="its scales do not fit its codes"), False
     decoded = ((codes.astype(np.float32) - zero.astype(np.float32)) * scale).astype(np.float32)
@@ -254,8 +252,8 @@ def weigh(
     return replace(base, sqnr_db=short(float(sqnr_db(expected, decoded)))), True
 
 
-def _digest(codes: Array, weight: FileWeight) -> str:
-    parts = (codes, weight.how.scale, weight.how.zero_point)
+def _digest(codes: Array, weight: WeightCodes) -> str:
+    parts = (codes, weight.qparams.scale, weight.qparams.zero_point)
     return sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in parts)).hexdigest()
 
 
@@ -265,21 +263,21 @@ def _oriented(expected: Array | None, shape: tuple[int, ...]) -> Array | None:
     return expected.T if len(shape) == 2 and expected.shape == shape[::-1] else None
 
 
-def _weight_spec_text(weight: FileWeight, shape: tuple[int, ...]) -> str:
+def _weight_spec_text(weight: WeightCodes, shape: tuple[int, ...]) -> str:
     try:
-        return f"{weight.how.format.name}/{weight.how.granularity(shape)}"
+        return f"{weight.qparams.format.name}/{weight.qparams.granularity(shape)}"
     except DetentError:  # a type that has no format here, or an axis that the data have not
-        return str(TensorProto.DataType.Name(weight.how.kind)).lower()
+        return str(TensorProto.DataType.Name(weight.qparams.kind)).lower()
 
 
-def _count(base: Tensor, codes: Array, zero: Array, weight: FileWeight, spec: QuantSpec | None) -> Tensor:
+def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: QuantSpec | None) -> Tensor:
     whole = codes.astype(np.int64)
     first, last = int(whole.min()), int(whole.max())
     counts = np.bincount((whole - first).ravel(), minlength=last - first + 1)
     used = int(np.count_nonzero(counts))
     shift = int(zero.flat[0]) if np.all(zero == zero.flat[0]) else 0
     base = replace(base, code_low=first - shift, code_high=last - shift)
-    low, high = int(weight.how.low) - shift, int(weight.how.high) - shift
+    low, high = int(weight.qparams.low) - shift, int(weight.qparams.high) - shift
     if spec is not None and spec.format.is_integer and _fits(spec, first - shift, last - shift):
         low, high = int(spec.qmin), int(spec.qmax)
     elif high - low > FEW * (last - first):  # codes of few bits in a wide type: its ends say nothing of their range
@@ -302,12 +300,13 @@ def _fits(spec: QuantSpec, first: int, last: int) -> bool:
     return bool(spec.qmin <= first and last <= spec.qmax)
 
 
-def stored_nbytes(artifact: Artifact, layer: FoundLayer) -> tuple[int | None, int | None]:
+def stored_nbytes(artifact: QuantizedGraph, layer: FileLayer) -> tuple[int | None, int | None]:
     """The bytes of a layer's weight in float32, and in the file with scales and zero points; None where it has none.
 
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> from detent.report.file_layers import find_layers
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) [fc] y = MatMul(x, v) }'''))
     >>> stored_nbytes(artifact, find_layers(artifact)[0])
@@ -316,7 +315,7 @@ def stored_nbytes(artifact: Artifact, layer: FoundLayer) -> tuple[int | None, in
     graph = artifact.graph
     if layer.weight is not None:
         names = {name for name in (layer.weight.name, *layer.weight.constants) if name in graph.constants}
-        return FLOAT_NBYTES * _elements(graph, layer.weight.name), sum(_nbytes(graph, name) for name in names)
+        return FLOAT_NBYTES * layer.weight.codes.size, sum(_nbytes(graph, name) for name in names)
     if layer.float_weight in graph.constants:
         return FLOAT_NBYTES * _elements(graph, layer.float_weight), _nbytes(graph, layer.float_weight)
     return None, None
@@ -330,11 +329,12 @@ def _nbytes(graph: Graph, name: str) -> int:
     return -(-_elements(graph, name) * BITS.get(graph.constants[name].data_type, 8) // 8)
 
 
-def size_parts(artifact: Artifact, total: int) -> tuple[Size, ...]:
+def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
     """What the bytes of a file are; what is left is the graph and its metadata.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> [(part.name, part.nbytes) for part in size_parts(artifact, 100)]
@@ -343,9 +343,9 @@ def size_parts(artifact: Artifact, total: int) -> tuple[Size, ...]:
     graph = artifact.graph
     names: dict[str, str] = {}
     for weight in artifact.weights:
-        names[weight.name] = "int32 biases" if is_bias(weight) else "codes of weights"
+        names[weight.name] = "int32 biases" if weight.is_bias else "codes of weights"
         names |= dict.fromkeys((name for name in weight.constants if name), "scales and zero points")
-    for site in artifact.sites:
+    for site in artifact.quantize_nodes:
         names |= dict.fromkeys((name for name in (site.scale, site.zero_point) if name), "scales and zero points")
     sums = dict.fromkeys(
         ("codes of weights", "scales and zero points", "int32 biases", "float constants", "other constants"), 0
@@ -372,19 +372,20 @@ class SiteWatch:
     """What goes through one quantizer, summed over batches.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
-    >>> watched = SiteWatch(artifact, artifact.sites[0])
+    >>> watched = SiteWatch(artifact, artifact.quantize_nodes[0])
     >>> watched.reading().take({"x": np.float32([0.5, -90.0]), "q": np.uint8([4, 0])})
     >>> found = watched.result()
     >>> found.clip_fraction, found.codes_used, found.clip_low, found.minimum
     (0.5, 2, -1.5, -90.0)
     """
 
-    def __init__(self, artifact: Artifact, site: Site) -> None:
-        self._site, self._how = site, site.how
-        self._x = site.unclipped if own_clip(artifact, site) else site.x
+    def __init__(self, artifact: QuantizedGraph, site: QuantizeNode) -> None:
+        self._site, self._how = site, site.qparams
+        self._x = site.unclipped if artifact.has_own_clip(site) else site.x
         if self._x != site.x:
             self._how = _narrowed(artifact, site)
         self._seen, self._noise = Distribution(), Noise()
@@ -446,33 +447,33 @@ class SiteWatch:
         return replace(base, sqnr_db=short(self._noise.db))
 
 
-def _narrowed(artifact: Artifact, site: Site) -> Any:  # noqa: ANN401 - a Quantization
+def _narrowed(artifact: QuantizedGraph, site: QuantizeNode) -> Any:  # noqa: ANN401 - a Quantization
     """The parameters with the codes that a Clip before the quantizer leaves."""
     node, graph = artifact.graph.producer(site.x), artifact.graph
     names = [] if node is None else list(node.input[1:3])
-    if len(names) != 2 or not all(name in graph.constants for name in names) or site.how.scale.ndim:
-        return site.how
-    scale, zero = float(site.how.scale), int(site.how.zero_point)
+    if len(names) != 2 or not all(name in graph.constants for name in names) or site.qparams.scale.ndim:
+        return site.qparams
+    scale, zero = float(site.qparams.scale), int(site.qparams.zero_point)
     low, high = (round(float(graph.array(name).reshape(-1)[0]) / scale) + zero for name in names)
-    low, high = max(low, int(site.how.low)), min(high, int(site.how.high))
-    return replace(site.how, low=low, high=high) if low < high else site.how
+    low, high = max(low, int(site.qparams.low)), min(high, int(site.qparams.high))
+    return replace(site.qparams, low=low, high=high) if low < high else site.qparams
 
 
-def _is_integer(site: Site) -> bool:
+def _is_integer(site: QuantizeNode) -> bool:
     try:
-        return site.how.format.is_integer
+        return site.qparams.format.is_integer
     except DetentError:
         return False
 
 
-def _activation_spec_text(site: Site) -> str:
+def _activation_spec_text(site: QuantizeNode) -> str:
     try:
-        name = site.how.format.name
+        name = site.qparams.format.name
     except DetentError:
-        name = f"type {site.how.kind}"
-    if site.how.block:
-        return f"{name}/group{site.how.block}"
-    return f"{name}/axis{site.how.axis}" if site.how.scale.ndim else f"{name}/tensor"
+        name = f"type {site.qparams.kind}"
+    if site.qparams.block:
+        return f"{name}/group{site.qparams.block}"
+    return f"{name}/axis{site.qparams.axis}" if site.qparams.scale.ndim else f"{name}/tensor"
 
 
 @dataclass(frozen=True)
@@ -500,7 +501,7 @@ class Seen:
 
 
 def watch(
-    artifact: Artifact, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
+    artifact: QuantizedGraph, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
 ) -> Seen:
     """Run the file, and the float model beside it.
 
@@ -511,7 +512,8 @@ def watch(
         results: tensors whose SQNR is wanted, where both models have them.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
     >>> source = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
@@ -520,7 +522,7 @@ def watch(
     >>> found.batches, round(found.outputs["y"], 1)
     (1, 17.2)
     """
-    watches = {site.node: SiteWatch(artifact, site) for site in artifact.sites}
+    watches = {site.node: SiteWatch(artifact, site) for site in artifact.quantize_nodes}
     readings = [each.reading() for each in watches.values()]
     beside = None if reference is None else _Beside(artifact, reference, results)
     if beside is not None:
@@ -552,7 +554,7 @@ def _run(probe: Probe, feed: Feed) -> None:
 class _Beside:
     """The float model, whose results are kept until the file's own are there."""
 
-    def __init__(self, artifact: Artifact, reference: ModelProto, results: Sequence[str]) -> None:
+    def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
         graph = Graph(reference)
         self.notes: dict[str, None] = {}
         self.noise: dict[str, Noise] = {}

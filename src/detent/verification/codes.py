@@ -22,11 +22,11 @@ from detent.errors import DetentError
 from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import Quantization, get_target, make_session
 from detent.onnx_model.graph import attribute_of
+from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import refusals
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
-from detent.verification.artifact import Artifact, FileWeight, Site, is_bias
 from detent.verification.probe import Reading
 from detent.verification.source import Source
 from detent.verification.verify_report import Difference
@@ -164,7 +164,7 @@ def ulps_between(a: float, b: float) -> int:
     return abs(first - second)
 
 
-def compare_weight(artifact: Artifact, weight: FileWeight, source: QuantizedTensor, tally: Tally) -> bool:
+def compare_weight(artifact: QuantizedGraph, weight: WeightCodes, source: QuantizedTensor, tally: Tally) -> bool:
     """Count the codes of a weight that are not the source's: by number, scale or zero point.
 
     Args:
@@ -177,7 +177,8 @@ def compare_weight(artifact: Artifact, weight: FileWeight, source: QuantizedTens
         Whether all of them are the source's.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> tally, source = Tally(), QuantizedTensor.from_codes([3, 5], QuantParams("int8", 0.5))
@@ -186,11 +187,11 @@ def compare_weight(artifact: Artifact, weight: FileWeight, source: QuantizedTens
     >>> print(tally.differing, tally.first)
     1 DequantizeLinear_v: another code, w[1] is 4, expected 5 (scale 0.5, zero point 0)
     """
-    codes = artifact.graph.array(weight.name)
+    codes = weight.codes
     options = [_Compared(artifact, weight, codes, each) for each in _orientations(codes.shape, source)]
     if not options:
         tally.count(source.size, source.size)
-        name = artifact.name_of(weight)
+        name = weight.node_name
         cause = "another shape"
         tally.note(Difference(name, weight.name, (), str(source.shape), str(codes.shape), None, None, None, cause))
         return False
@@ -226,10 +227,10 @@ def _orientations(shape: tuple[int, ...], source: QuantizedTensor) -> list[_Orie
 class _Compared:
     """A weight of the file beside one way to hold the source's."""
 
-    def __init__(self, artifact: Artifact, weight: FileWeight, codes: Array, expected: _Oriented) -> None:
+    def __init__(self, artifact: QuantizedGraph, weight: WeightCodes, codes: Array, expected: _Oriented) -> None:
         self.artifact, self.weight, self.codes, self.expected = artifact, weight, codes, expected
         self.place = place_in_file(weight, codes.shape)
-        how, shape = weight.how, codes.shape
+        how, shape = weight.qparams, codes.shape
         parts = (expected.scale, expected.zero_point)
         self.scale, self.zero = (np.asarray(spread(part, expected.place, shape)) for part in parts)
         scale, zero = spread(how.scale, self.place, shape), spread(how.zero_point, self.place, shape)
@@ -257,18 +258,18 @@ class _Compared:
         weight, index, place = self.weight, first_index(self.bad), self.place
         scale, zero = float(self.scale[index]), int(self.zero[index])
         known = None if self.file_zero is None else int(self.file_zero[index])
-        shift = min((0, _usual_shift(weight.how.kind)), key=lambda each: abs(zero + each - (known or 0)))
+        shift = min((0, _usual_shift(weight.qparams.kind)), key=lambda each: abs(zero + each - (known or 0)))
         zero += shift
 
         def differ(tensor: str, where: tuple[int, ...], expected: Any, got: Any, cause: str) -> Difference:  # noqa: ANN401
-            name = self.artifact.name_of(weight)
+            name = weight.node_name
             return Difference(name, tensor, where, expected, got, None, scale, zero, cause)
 
         if place != self.expected.place and self.bad_scale.any():
             cause = f"scales lie elsewhere: {place}, expected {self.expected.place}"
             return differ(weight.name, (), self.expected.place.axis, place.axis, cause)
         if self.file_scale is None or known is None:
-            cause = f"scales of shape {weight.how.scale.shape} do not fit codes of shape {self.codes.shape}"
+            cause = f"scales of shape {weight.qparams.scale.shape} do not fit codes of shape {self.codes.shape}"
             return differ(weight.name, (), scale, None, cause)
         own = _set_index(index, place)
         if self.bad_scale[index]:
@@ -288,18 +289,17 @@ def _usual_shift(kind: int) -> int:
     return 1 << (int(name.removeprefix("UINT")) - 1) if name.startswith("UINT") else 0
 
 
-def place_in_file(weight: FileWeight, shape: tuple[int, ...]) -> Place:
+def place_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> Place:
     """Where scales lie in the constant itself, of which the node may see a part only.
 
-    >>> from onnx import NodeProto
-    >>> how = Quantization(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
-    >>> str(place_in_file(FileWeight("w", NodeProto(), how, direct=False), (9, 4)))
+    >>> qparams = Quantization(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
+    >>> str(place_in_file(WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",)), (9, 4)))
     'axis 1'
     """
-    place = place_of(weight.how, len(shape))
+    place = place_of(weight.qparams, len(shape))
     if weight.direct or place.axis is None or place.block:
         return place
-    return Place(len(shape) - 1 if weight.how.axis != 0 or weight.how.scale.size != shape[0] else 0)
+    return Place(len(shape) - 1 if weight.qparams.axis != 0 or weight.qparams.scale.size != shape[0] else 0)
 
 
 class ActivationCheck:
@@ -311,8 +311,9 @@ class ActivationCheck:
         tally: where codes are counted.
 
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> from detent.verification.source import OnnxSource
-    >>> made = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> made = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
     >>> tally = Tally()
@@ -322,16 +323,16 @@ class ActivationCheck:
     QuantizeLinear_q: another code, q[1] is 7, expected 6 (x 1.5, scale 0.5, zero point 3)
     """
 
-    def __init__(self, artifact: Artifact, source: Source, tally: Tally) -> None:
+    def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
         self._noted: set[str] = set()
         self.notes: dict[str, None] = {}
 
     def readings(self) -> list[Reading]:
         """What has to be looked at."""
-        return [self._reading(site) for site in self._artifact.sites]
+        return [self._reading(site) for site in self._artifact.quantize_nodes]
 
-    def _reading(self, site: Site) -> Reading:
+    def _reading(self, site: QuantizeNode) -> Reading:
         expected = self._source.expected(site)
         if expected is None:
             if self._source.knows_weights:
@@ -340,12 +341,12 @@ class ActivationCheck:
         return Reading((expected.x, site.codes), self._taker(site, expected.x, expected.params, expected.shift))
 
     def _taker(
-        self, site: Site, name: str, params: QuantParams | None, shift: int
+        self, site: QuantizeNode, name: str, params: QuantParams | None, shift: int
     ) -> Callable[[Mapping[str, Array]], None]:
         def take(arrays: Mapping[str, Array]) -> None:
             x, got = arrays[name], arrays[site.codes]
             try:
-                own = site.how.params(x.shape) if params is None else params
+                own = site.qparams.params(x.shape) if params is None else params
                 codes = quantize(x, own, nan="qmin").codes
             except DetentError as error:
                 self._tally.count(got.size, got.size)
@@ -355,7 +356,7 @@ class ActivationCheck:
 
         return take
 
-    def _compare(self, site: Site, x: Array, got: Array, codes: Array, params: QuantParams, shift: int) -> None:
+    def _compare(self, site: QuantizeNode, x: Array, got: Array, codes: Array, params: QuantParams, shift: int) -> None:
         if codes.dtype.kind in "iu":
             bad = got.astype(np.int64) != codes.astype(np.int64) + shift
         else:  # small floats, which are read as float32; what is no number is so in both
@@ -375,11 +376,11 @@ class ActivationCheck:
             about = float(x[index]), float(scale), int(zero) + shift
             self._note(site, index, expected, got[index].item(), about, "another code")
 
-    def _wrong_sets(self, site: Site, params: QuantParams, shift: int, shape: tuple[int, ...]) -> Array | None:
+    def _wrong_sets(self, site: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]) -> Array | None:
         """Which elements have another scale or zero point in the file than in the source; None for none of them."""
         rank = max(len(shape), 1)
-        here, there = place_of(site.how, rank), place_of(params, rank)
-        how = site.how
+        here, there = place_of(site.qparams, rank), place_of(params, rank)
+        how = site.qparams
         if here == there and np.array_equal(how.scale, params.scale):
             zeros = params.zero_point.astype(np.int64) + shift
             if np.array_equal(how.zero_point, zeros):
@@ -394,20 +395,24 @@ class ActivationCheck:
         self._note_parameter(site, params, bad, shift, is_scale=True)
         return spread(bad, here, shape)
 
-    def _note_parameter(self, site: Site, params: QuantParams, bad: Array, shift: int, *, is_scale: bool) -> None:
+    def _note_parameter(
+        self, site: QuantizeNode, params: QuantParams, bad: Array, shift: int, *, is_scale: bool
+    ) -> None:
         index = first_index(np.atleast_1d(bad))[: params.scale.ndim]
         scale, zero = float(params.scale[index]), int(params.zero_point[index]) + shift
         about = None, scale, zero
         if is_scale:
-            got = float(site.how.scale[index])
+            got = float(site.qparams.scale[index])
             cause = f"another scale, {ulps_between(scale, got)} float32 away"
             self._note(site, index, scale, got, about, cause, site.scale)
         else:
-            self._note(site, index, zero, int(site.how.zero_point[index]), about, "another zero point", site.zero_point)
+            self._note(
+                site, index, zero, int(site.qparams.zero_point[index]), about, "another zero point", site.zero_point
+            )
 
     def _note(
         self,
-        site: Site,
+        site: QuantizeNode,
         index: tuple[int, ...],
         expected: float | None,
         got: float | None,
@@ -419,7 +424,7 @@ class ActivationCheck:
         self._tally.note(Difference(site.node, tensor or site.codes, index, expected, got, *about, cause))
 
 
-def check_decoding(artifact: Artifact, weight: FileWeight, tally: Tally, *, count: bool) -> None:
+def check_decoding(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally, *, count: bool) -> None:
     """Check that ONNX Runtime makes the same numbers of a weight's codes as detent, and that its parameters are sound.
 
     Args:
@@ -429,7 +434,8 @@ def check_decoding(artifact: Artifact, weight: FileWeight, tally: Tally, *, coun
         count: whether codes are counted as compared; not where they were counted before.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {-0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> tally = Tally()
@@ -437,10 +443,10 @@ def check_decoding(artifact: Artifact, weight: FileWeight, tally: Tally, *, coun
     >>> tally.differing, tally.first.cause
     (2, 'unsound parameters: scale must be positive, got -0.5')
     """
-    codes = artifact.graph.array(weight.name)
+    codes = weight.codes
     if count:
         tally.count(codes.size, 0)
-    name = artifact.name_of(weight)
+    name = weight.node_name
     try:
         expected = _decoded(codes, weight)
     except DetentError as error:
@@ -461,20 +467,22 @@ def check_decoding(artifact: Artifact, weight: FileWeight, tally: Tally, *, coun
         tally.note(Difference(name, weight.node.output[0], index, *values, None, None, None, cause))
 
 
-def _decoded(codes: Array, weight: FileWeight) -> Array:
-    if not is_bias(weight):
+def _decoded(codes: Array, weight: WeightCodes) -> Array:
+    if not weight.is_bias:
         place = place_in_file(weight, codes.shape)
-        how = weight.how
+        how = weight.qparams
         moved = Quantization(
             how.scale, how.zero_point, how.kind, 1 if place.axis is None else place.axis, how.block, how.low, how.high
         )
         return dequantize(codes, moved.params(codes.shape))
-    QuantParams("int8" if not weight.how.scale.ndim else "int8/axis0", weight.how.scale)  # its scales must be sound
-    scale = spread(weight.how.scale, place_of(weight.how, codes.ndim), codes.shape)
+    QuantParams(
+        "int8" if not weight.qparams.scale.ndim else "int8/axis0", weight.qparams.scale
+    )  # its scales must be sound
+    scale = spread(weight.qparams.scale, place_of(weight.qparams, codes.ndim), codes.shape)
     return codes.astype(np.float32) * np.asarray(scale, np.float32)
 
 
-def _decoded_by_runtime(artifact: Artifact, weight: FileWeight) -> Array:
+def _decoded_by_runtime(artifact: QuantizedGraph, weight: WeightCodes) -> Array:
     """What ONNX Runtime's DequantizeLinear makes of the codes, in a model of its own."""
     node, constants = weight.node, artifact.graph.constants
     needed = [constants[name] for name in dict.fromkeys(node.input) if name]
@@ -485,7 +493,7 @@ def _decoded_by_runtime(artifact: Artifact, weight: FileWeight) -> Array:
 
 
 def check_biases(
-    artifact: Artifact,
+    artifact: QuantizedGraph,
     tally: Tally,
     biases: Mapping[str, Array] | None = None,
     scales: Mapping[str, Array] | None = None,
@@ -499,13 +507,14 @@ def check_biases(
         scales: those of the source, by the tensor of the codes; the file's where the source has none.
 
     >>> from onnx import parser
-    >>> check_biases(Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> check_biases(open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }''')), Tally())
     """
     graph = artifact.graph
     by_output = {weight.node.output[0]: weight for weight in artifact.weights}
-    for bias in filter(is_bias, artifact.weights):
+    for bias in (each for each in artifact.weights if each.is_bias):
         for reader in graph.consumers(bias.node.output[0]):
             if reader.op_type not in {"Conv", "Gemm"} or len(reader.input) < 3:
                 continue
@@ -514,14 +523,14 @@ def check_biases(
                 continue
             known = scales or {}
             left = np.asarray(known.get(x.input[0], graph.array(x.input[1])), np.float32)
-            right = np.asarray(known.get(weight.name, weight.how.scale), np.float32)
+            right = np.asarray(known.get(weight.name, weight.qparams.scale), np.float32)
             unit = left.reshape(-1)[:1] * right.reshape(-1)
-            _check_bias(artifact, bias, unit, (biases or {}).get(weight.name), tally)
+            _check_bias(bias, unit, (biases or {}).get(weight.name), tally)
 
 
-def _check_bias(artifact: Artifact, bias: FileWeight, unit: Array, source: Array | None, tally: Tally) -> None:
-    codes, name = artifact.graph.array(bias.name), artifact.name_of(bias)
-    scale = np.broadcast_to(bias.how.scale.reshape(-1), codes.shape)
+def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tally) -> None:
+    codes, name = bias.codes, bias.node_name
+    scale = np.broadcast_to(bias.qparams.scale.reshape(-1), codes.shape)
     expected = np.broadcast_to(unit, codes.shape) if unit.size in {1, codes.size} else scale
     bad = scale != expected
     if bad.any():
@@ -546,11 +555,12 @@ def _check_bias(artifact: Artifact, bias: FileWeight, unit: Array, source: Array
         tally.count(0, int(np.count_nonzero(bad)))
 
 
-def check_limit(artifact: Artifact, weight: FileWeight, tally: Tally) -> None:
+def check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) -> None:
     """Check that codes are within what the file's target takes.
 
     >>> from onnx import parser
-    >>> artifact = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> from detent.onnx_model.qdq_reader import open_quantized
+    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> check_limit(artifact, artifact.weights[0], Tally())
@@ -558,20 +568,22 @@ def check_limit(artifact: Artifact, weight: FileWeight, tally: Tally) -> None:
     about = artifact.provenance
     limit = None if about is None or not about.target else get_target(about.target).limit
     readers = artifact.graph.consumers(weight.node.output[0])
-    if limit is None or weight.how.kind != TensorProto.INT8 or not any(_is_dense(artifact, each) for each in readers):
+    if (
+        limit is None
+        or weight.qparams.kind != TensorProto.INT8
+        or not any(_is_dense(artifact, each) for each in readers)
+    ):
         return
-    codes = artifact.graph.array(weight.name).astype(np.int64)
+    codes = weight.codes.astype(np.int64)
     bad = np.abs(codes) > limit
     if bad.any():
         index = first_index(bad)
         tally.count(0, int(np.count_nonzero(bad)))
         cause = f"a code beyond {limit}, the limit of target {about.target!r}" if about else ""
-        tally.note(
-            Difference(artifact.name_of(weight), weight.name, index, None, int(codes[index]), None, None, None, cause)
-        )
+        tally.note(Difference(weight.node_name, weight.name, index, None, int(codes[index]), None, None, None, cause))
 
 
-def _is_dense(artifact: Artifact, node: NodeProto) -> bool:
+def _is_dense(artifact: QuantizedGraph, node: NodeProto) -> bool:
     """Whether a node adds products of several channels of quantized data, which may saturate."""
     if node.op_type not in {"Conv", "Gemm", "MatMul"}:
         return False

@@ -7,24 +7,25 @@ it holds a hash of each part.
 from onnx import ModelProto
 
 from detent.onnx_model.provenance import digest_of, digests_of
-from detent.verification.artifact import Artifact
+from detent.onnx_model.qdq_reader import QuantizedGraph
 from detent.verification.codes import Tally
 from detent.verification.verify_report import Difference
 
 __all__ = ["check_digests", "check_origin"]
 
 
-def check_origin(artifact: Artifact, source: ModelProto, tally: Tally) -> str:
+def check_origin(artifact: QuantizedGraph, source: ModelProto, tally: Tally) -> str:
     """Count a file that was made from another model; returns what then speaks for its weights.
 
     Returns:
         "digests" where the file says how its weights were written, for that source; "nothing" where it does not.
 
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }''')
-    >>> check_origin(Artifact(model), model, Tally())
+    >>> check_origin(open_quantized(model), model, Tally())
     'nothing'
     """
     about = artifact.provenance
@@ -38,10 +39,11 @@ def check_origin(artifact: Artifact, source: ModelProto, tally: Tally) -> str:
     return "digests"
 
 
-def check_digests(artifact: Artifact, tally: Tally) -> bool:
+def check_digests(artifact: QuantizedGraph, tally: Tally) -> bool:
     """Count the parts of a file's quantizers that were changed since it was written; returns whether there are none.
 
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> from detent.onnx_model import Provenance
     >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
@@ -49,7 +51,7 @@ def check_digests(artifact: Artifact, tally: Tally) -> bool:
     >>> Provenance().write(model)
     >>> model.graph.initializer[0].float_data[0] = 0.25
     >>> tally = Tally()
-    >>> check_digests(Artifact(model), tally), tally.first.tensor
+    >>> check_digests(open_quantized(model), tally), tally.first.tensor
     (False, 's')
     """
     about = artifact.provenance

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
 from detent.errors import UnsupportedError
+from detent.onnx_model.graph import INTEGER_KERNELS
 from detent.verification.codes import first_index
 from detent.verification.probe import Reading
 from detent.verification.verify_report import Difference, Kernel
@@ -259,7 +260,6 @@ ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxy
 )
 SAFE_CODE = 64
 """Two products of an unsigned byte and a signed one of at most this stay within 16 bits: 255 * 64 * 2 < 2**15."""
-_FAMILY = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger", "ConvInteger", "MatMulNBits")
 _WEIGHTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
 _ZERO_POINTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
@@ -270,7 +270,7 @@ def is_integer_kernel(node: NodeProto) -> bool:
     >>> is_integer_kernel(NodeProto(op_type="QLinearConv")), is_integer_kernel(NodeProto(op_type="QuantizeLinear"))
     (True, False)
     """
-    return node.op_type.startswith(_FAMILY)
+    return node.op_type.startswith(INTEGER_KERNELS)
 
 
 class _Row:

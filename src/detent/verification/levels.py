@@ -28,10 +28,10 @@ from detent.errors import UnsupportedError
 from detent.onnx_model import Graph, load, make_session, optimised
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource
-from detent.onnx_model.graph import attribute_of
+from detent.onnx_model.graph import QUANTIZE, attribute_of, trace_back
+from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import refusals
 from detent.tensor import QuantizedTensor
-from detent.verification.artifact import Artifact, is_bias
 from detent.verification.codes import ActivationCheck, Tally, check_biases, check_decoding, check_limit, compare_weight
 from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
@@ -44,7 +44,7 @@ from detent.verification.verify_report import Difference, VerifyReport
 __all__ = ["Found", "find_codes", "run_levels"]
 
 _SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")
-_PASSING = ("Relu", "Clip")
+_FUSED = ("Relu", "Clip")
 
 
 class Found(NamedTuple):
@@ -62,11 +62,11 @@ class Found(NamedTuple):
     channels_last: bool
 
 
-def find_codes(artifact: Artifact, optimised: ModelProto) -> dict[str, Found]:
+def find_codes(artifact: QuantizedGraph, optimised: ModelProto) -> dict[str, Found]:
     """The codes of QuantizeLinear nodes by node, as far as they are still there.
 
     >>> from onnx import parser
-    >>> made = Artifact(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> made = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
     >>> find_codes(made, made.model)
@@ -79,7 +79,7 @@ def find_codes(artifact: Artifact, optimised: ModelProto) -> dict[str, Found]:
         if attribute_of(node, "channels_last", 0) and node.name
     }
     found = {}
-    for site in artifact.sites:
+    for site in artifact.quantize_nodes:
         if site.codes in written:
             found[site.node] = Found(site.codes, channels_last=False)
             continue
@@ -91,10 +91,7 @@ def find_codes(artifact: Artifact, optimised: ModelProto) -> dict[str, Found]:
 
 def _origin(graph: Graph, name: str) -> NodeProto | None:
     """The node whose result is quantized, past what is fused into it."""
-    node = graph.producer(name)
-    while node is not None and node.op_type in _PASSING:
-        node = graph.producer(node.input[0])
-    return node
+    return graph.producer(trace_back(name, graph.producer, _FUSED))
 
 
 Array = NDArray[Any]
@@ -113,12 +110,12 @@ def run_levels(
     >>> run_levels(made, made, [np.float32([0.5, 1.5])], (1, 2)).end_to_end["optimised"].compared_codes
     2
     """
-    file = Artifact(artifact)
+    file = open_quantized(artifact)
     batches = open_batches(data, inputs_of(file.model))
     return _Verification(file, _as_source(source, file), levels).run(batches)
 
 
-def _as_source(source: object, artifact: Artifact) -> Source:
+def _as_source(source: object, artifact: QuantizedGraph) -> Source:
     torch = sys.modules.get("torch")  # a module cannot be given before it is there
     if torch is not None and isinstance(source, torch.nn.Module):
         from detent.verification.torch_source import TorchSource  # noqa: PLC0415 - it loads PyTorch
@@ -129,14 +126,14 @@ def _as_source(source: object, artifact: Artifact) -> Source:
             f"source is a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
         )
     model = load(source)
-    quantized = any(node.op_type == "QuantizeLinear" for node in model.graph.node)
-    return OnnxSource(Artifact(model) if quantized else model, artifact)
+    has_quantizers = is_quantized(model, operators=(QUANTIZE,))  # a weight-only source counts as float
+    return OnnxSource(open_quantized(model) if has_quantizers else model, artifact)
 
 
 class _Verification:
     """The state of one verification."""
 
-    def __init__(self, artifact: Artifact, source: Source, levels: tuple[int, ...]) -> None:
+    def __init__(self, artifact: QuantizedGraph, source: Source, levels: tuple[int, ...]) -> None:
         self.artifact, self.source, self.levels = artifact, source, levels
         self.tally = Tally()
         self.notes: dict[str, None] = dict.fromkeys(artifact.notes)
@@ -189,7 +186,7 @@ class _Verification:
         found: set[str] = set()
         biases: dict[str, Array] = {}
         scales: dict[str, Array] = {}
-        for site in self.artifact.sites:
+        for site in self.artifact.quantize_nodes:
             expected = self.source.expected(site)
             if expected is not None:
                 scales[site.codes] = expected.params.scale
@@ -204,9 +201,9 @@ class _Verification:
                 bias = self.source.bias(name)
                 if bias is not None:
                     biases[weight.name] = bias
-            elif self.source.knows_weights and not is_bias(weight):
+            elif self.source.knows_weights and not weight.is_bias:
                 self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
-            check_decoding(self.artifact, weight, self.tally, count=known is None and not is_bias(weight))
+            check_decoding(self.artifact, weight, self.tally, count=known is None and not weight.is_bias)
             check_limit(self.artifact, weight, self.tally)
         if self.artifact.provenance is not None:
             check_biases(self.artifact, self.tally, biases, scales)
@@ -214,7 +211,7 @@ class _Verification:
 
     def _probes(self) -> list[Probe]:
         readings = []
-        for site, reading in zip(self.artifact.sites, self.activations.readings(), strict=True):
+        for site, reading in zip(self.artifact.quantize_nodes, self.activations.readings(), strict=True):
             if 1 in self.levels:
                 readings.append(reading)
             if 2 in self.levels:
@@ -238,7 +235,9 @@ class _Verification:
             self._add_optimised_check(model)
             self.kept = find_codes(self.artifact, model)
             kinds = {
-                self.kept[site.node].tensor: site.how.kind for site in self.artifact.sites if site.node in self.kept
+                self.kept[site.node].tensor: site.qparams.kind
+                for site in self.artifact.quantize_nodes
+                if site.node in self.kept
             }
             readings += [self._code_reading("optimised", node, found) for node, found in self.kept.items()]
             readings.append(self._output_reading("optimised"))

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent.onnx_model import Quantization, make_session
+from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
-from detent.verification.artifact import Artifact, Site, is_bias
 from detent.verification.probe import Probe, Reading
 
 __all__ = ["Expected", "OnnxSource", "Reference", "Source"]
@@ -83,7 +83,7 @@ class Source(Protocol):
         """Quantizers of activations that took part in the runs so far and that no node of the file is."""
         ...
 
-    def expected(self, site: Site) -> Expected | None:
+    def expected(self, site: QuantizeNode) -> Expected | None:
         """The quantizer behind a node; None where only the file knows it."""
         ...
 
@@ -96,34 +96,35 @@ class OnnxSource:
     """An ONNX model: float, or quantized itself.
 
     Args:
-        model: the source, as an ``Artifact`` where it is quantized.
+        model: the source, as an ``QuantizedGraph`` where it is quantized.
         artifact: the file.
 
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> import numpy as np
     >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> source = OnnxSource(Artifact(made), Artifact(made))
+    >>> source = OnnxSource(open_quantized(made), open_quantized(made))
     >>> found = source.run({"x": np.float32([1.2])})
     >>> found.outputs, found.codes["QuantizeLinear_q"], list(source.weights()), source.absent_weights({})
     ([array([1.], dtype=float32)], array([5], dtype=uint8), [], {})
-    >>> source.expected(Artifact(made).sites[0]).x, source.bias("w"), source.absent_quantizers(), source.is_float
-    ('x', None, [], False)
+    >>> source.expected(open_quantized(made).quantize_nodes[0]).x, source.is_float
+    ('x', False)
     """
 
     knows_weights = False
 
-    def __init__(self, model: Any, artifact: Artifact) -> None:  # noqa: ANN401 - an Artifact or a ModelProto
-        self._quantized = model if isinstance(model, Artifact) else None
-        self._proto: ModelProto = model.model if isinstance(model, Artifact) else model
-        sites = {site.node: site for site in self._quantized.sites} if self._quantized is not None else {}
-        self._sites = {site.node: sites[site.node] for site in artifact.sites if site.node in sites}
+    def __init__(self, model: Any, artifact: QuantizedGraph) -> None:  # noqa: ANN401 - a QuantizedGraph or a ModelProto
+        self._quantized = model if isinstance(model, QuantizedGraph) else None
+        self._proto: ModelProto = model.model if isinstance(model, QuantizedGraph) else model
+        sites = {site.node: site for site in self._quantized.quantize_nodes} if self._quantized is not None else {}
+        self._sites = {site.node: sites[site.node] for site in artifact.quantize_nodes if site.node in sites}
         self.names: Mapping[str, str] = (
             {}
             if self._quantized is None
             else {
-                weight.name: weight.name for weight in self._quantized.weights if weight.direct and not is_bias(weight)
+                weight.name: weight.name for weight in self._quantized.weights if weight.direct and not weight.is_bias
             }
         )
         self._session: Any = None
@@ -148,14 +149,14 @@ class OnnxSource:
         def take_outputs(arrays: Mapping[str, Array]) -> None:
             self._found.outputs = [arrays[name] for name in outputs]
 
-        def taker(site: Site) -> Reading:
+        def taker(site: QuantizeNode) -> Reading:
             def take(arrays: Mapping[str, Array]) -> None:
                 self._found.codes[site.node] = arrays[site.codes]
 
             return Reading((site.codes,), take)
 
         readings = [*(taker(site) for site in self._sites.values()), Reading(outputs, take_outputs)]
-        return Probe(self._proto, readings, kinds={site.codes: site.how.kind for site in self._sites.values()})
+        return Probe(self._proto, readings, kinds={site.codes: site.qparams.kind for site in self._sites.values()})
 
     def weights(self) -> dict[str, QuantizedTensor]:
         """Those of a quantized source; nothing of a float model, whose weights folding and smoothing change."""
@@ -163,8 +164,8 @@ class OnnxSource:
         own = self._quantized
         for weight in () if own is None else own.weights:
             if own is not None and weight.name in self.names:
-                codes = own.graph.array(weight.name)
-                found[weight.name] = QuantizedTensor.from_codes(codes, weight.how.params(codes.shape))
+                codes = weight.codes
+                found[weight.name] = QuantizedTensor.from_codes(codes, weight.qparams.params(codes.shape))
         return found
 
     def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - of every source
@@ -179,12 +180,12 @@ class OnnxSource:
         """Nothing, likewise."""
         return []
 
-    def expected(self, site: Site) -> Expected | None:
+    def expected(self, site: QuantizeNode) -> Expected | None:
         """The quantizer of the same node, where the source is quantized itself."""
         own = self._sites.get(site.node)
         if own is None:
             return None
-        how: Quantization = own.how
+        how: Quantization = own.qparams
         shape = self._proto_shape(own.x)
         if shape is None and how.scale.ndim:
             return None

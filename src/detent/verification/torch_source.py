@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from detent.errors import ShapeError, StateError
 from detent.onnx_model import Quantization
 from detent.onnx_model.graph import element_range
+from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import needs_clip
 from detent.onnx_model.targets import Container
 from detent.ops import quantize
@@ -24,7 +25,6 @@ from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
-from detent.verification.artifact import Artifact, Site, is_bias
 from detent.verification.source import Expected, Reference
 
 __all__ = ["TorchSource", "shift_of"]
@@ -58,10 +58,11 @@ class TorchSource:
 
     >>> import detent.torch as qt
     >>> from onnx import parser
+    >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> TorchSource(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"), Artifact(made))
+    >>> TorchSource(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"), open_quantized(made))
     Traceback (most recent call last):
     ...
     detent.errors.StateError: the file does not say which quantizer is which: write it with qt.export_onnx
@@ -69,7 +70,7 @@ class TorchSource:
 
     knows_weights = True
 
-    def __init__(self, model: nn.Module, artifact: Artifact) -> None:
+    def __init__(self, model: nn.Module, artifact: QuantizedGraph) -> None:
         plan_of(model)
         if artifact.provenance is None:
             raise StateError("the file does not say which quantizer is which: write it with qt.export_onnx")
@@ -77,8 +78,8 @@ class TorchSource:
         self._names = artifact.provenance.activations
         self.names = artifact.provenance.weights
         self._quantizers = quantizers_of(model)
-        self._sites: dict[str, list[Site]] = defaultdict(list)
-        for site in artifact.sites:
+        self._sites: dict[str, list[QuantizeNode]] = defaultdict(list)
+        for site in artifact.quantize_nodes:
             self._sites[self._names.get(site.node, "")].append(site)
         self.notes: dict[str, None] = {}
         self.causes = self._find_causes()
@@ -88,7 +89,7 @@ class TorchSource:
     def _find_causes(self) -> list[str]:
         """What makes the file's sums others than the model's, by intention."""
         found = []
-        if any(is_bias(weight) for weight in self._artifact.weights):
+        if any(weight.is_bias for weight in self._artifact.weights):
             found.append("biases rounded to the unit of their sums")
         folds = any(isinstance(each, QuantizedProduct) and each.fold is not None for each in self._model.modules())
         if folds and not is_frozen(self._model):
@@ -99,15 +100,15 @@ class TorchSource:
         """The quantized weights by their full names."""
         return quantized_state(self._model)
 
-    def expected(self, site: Site) -> Expected | None:
+    def expected(self, site: QuantizeNode) -> Expected | None:
         """The quantizer that the file says a node is."""
         name = self._names.get(site.node)
         quantizer = None if name is None else self._quantizers.get(name)
         if quantizer is None:
             return None
         params = quantizer.params
-        shift = shift_of(params, site.how.kind)
-        narrow = needs_clip(Quantization.of(params, Container(site.how.kind, shift), 1 + params.scale.ndim))
+        shift = shift_of(params, site.qparams.kind)
+        narrow = needs_clip(Quantization.of(params, Container(site.qparams.kind, shift), 1 + params.scale.ndim))
         return Expected(params, shift, site.unclipped if narrow else site.x)
 
     def bias(self, weight: str) -> Array | None:
@@ -167,7 +168,7 @@ class TorchSource:
                 )
                 continue
             for site, (codes, params) in zip(sites, calls, strict=False):
-                shift = shift_of(params, site.how.kind)
+                shift = shift_of(params, site.qparams.kind)
                 found[site.node] = codes.astype(np.int32) + shift if params.spec.format.is_integer else codes
         return found
 
