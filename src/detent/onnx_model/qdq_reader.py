@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from detent.errors import DetentError, FileFormatError, UnsupportedError
-from detent.onnx_model.files import ModelSource, load
+from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import (
     BITS,
     DEQUANTIZE,
@@ -339,7 +339,7 @@ class QuantizedGraph:
 
 
 def open_quantized(source: ModelSource) -> QuantizedGraph:
-    """Load and read a quantized model; the file is checked as ``load`` does.
+    """Load and read a quantized model, which is not to be changed; files are checked as ``load_model`` does.
 
     Raises:
         UnsupportedError: it has no quantizers.
@@ -353,7 +353,7 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
     detent.errors.UnsupportedError: the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized \
 model as artifact, and what it was made from as source
     """
-    read = QuantizedGraph(load(source))
+    read = QuantizedGraph(load_model(source).proto)
     if not (read.weights or read.quantize_nodes or read.notes):
         raise UnsupportedError(
             "the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized model as artifact, "
@@ -373,7 +373,7 @@ class _Scope:
             if isinstance(value, TensorProto):
                 self.constants[node.output[0]] = value
         self._makers = {name: node for node in graph.node for name in node.output}
-        self._kinds = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self._kinds: dict[str, int] = {value.name: value.type.tensor_type.elem_type for value in graph.input}
         self._users: dict[str, list[NodeProto]] = defaultdict(list)
         for node in _all_nodes(graph):
             for name in dict.fromkeys(node.input):

@@ -17,7 +17,7 @@ from onnx import TensorProto, inliner
 
 from detent import ops
 from detent.errors import DetentError, UnsupportedError
-from detent.onnx_model.files import ModelSource, load
+from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Unread, WeightCodes, called
 from detent.onnx_model.qdq_writer import Quantization
 from detent.tensor import QuantizedTensor
@@ -161,7 +161,7 @@ def load_quantized(source: ModelSource) -> QuantizedModel:
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')).weights
     {}
     """
-    model = load(source)
+    model = load_model(source).proto
     return QuantizedModel.of(QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model))
 
 

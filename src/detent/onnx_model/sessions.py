@@ -128,10 +128,17 @@ INTEGER = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "Con
 WEIGHT_ONLY = ("MatMulNBits", "DequantizeLinear", "Gather", "GatherBlockQuantized")
 
 
-def kernels_of(model: ModelProto, config: Mapping[str, str] | None = None) -> dict[str, str]:
+def kernels_of(
+    model: ModelProto, config: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The operator that computes each layer in ONNX Runtime on this machine, by the layer's name.
 
     Layers that run in float have the operator that reads their dequantized weight.
+
+    Args:
+        model: in memory.
+        config: settings of ONNX Runtime by their keys.
+        names: constants of codes and the layers they belong to; None for those that the model's metadata name.
 
     >>> from onnx import parser
     >>> import numpy as np, detent.onnx as qo
@@ -140,8 +147,9 @@ def kernels_of(model: ModelProto, config: Mapping[str, str] | None = None) -> di
     >>> kernels_of(qo.insert(made, qo.calibrate(made, [np.float32([[2.0]])])))
     {'fc': 'MatMulIntegerToFloat'}
     """
-    about = Provenance.read(model)
-    names = {} if about is None else about.weights
+    if names is None:
+        about = Provenance.read(model)
+        names = {} if about is None else about.weights
     written, graph = Graph(model), Graph(optimised(model, config))
     readers = {node.name: node.op_type for node in graph.nodes}
     found = {}

@@ -9,7 +9,6 @@ from typing import Literal
 
 from onnx import NodeProto
 
-from detent.onnx_model import Provenance
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
 from detent.onnx_model.layers import layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
@@ -63,6 +62,7 @@ def origin_of(artifact: QuantizedGraph) -> Origin:
     ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = MatMul(x, v) }''')
     >>> made.graph.node[1].name = "fc.weight"
+    >>> from detent.onnx_model import Provenance
     >>> from detent.onnx_model.qdq_reader import open_quantized
     >>> origins = [origin_of(open_quantized(made))]
     >>> for name in ("fc.weight", "0.weight"):  # the node, or a parameter of a module
@@ -162,7 +162,7 @@ class _Finder:
 
 
 def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[str, str]:
-    """The operator that computes each layer in ONNX Runtime on this machine; the metadata in memory are changed.
+    """The operator that computes each layer in ONNX Runtime on this machine.
 
     >>> from onnx import parser
     >>> from detent.onnx_model.qdq_reader import open_quantized
@@ -173,7 +173,5 @@ def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[
     True
     """
     nodes = {each.weight.name: node_name(each.node) for each in layers if each.weight is not None}
-    # Kernels are found by the names in the metadata, which other programs do not write, and PyTorch's are modules.
-    Provenance(weights=nodes).write(artifact.model)
-    kernels = kernels_of(artifact.model)
+    kernels = kernels_of(artifact.model, names=nodes)  # other programs name no layers, and PyTorch's are modules
     return {each.name: kernels[node_name(each.node)] for each in layers if node_name(each.node) in kernels}

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
 from detent.errors import UnsupportedError
-from detent.onnx_model import Graph, load, make_session, optimised
+from detent.onnx_model import Graph, make_session, optimised
 from detent.onnx_model.batches import inputs_of, open_batches
-from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import refusals
@@ -125,9 +125,9 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
         raise UnsupportedError(
             f"source is a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
         )
-    model = load(source)
-    has_quantizers = is_quantized(model, operators=(QUANTIZE,))  # a weight-only source counts as float
-    return OnnxSource(open_quantized(model) if has_quantizers else model, artifact)
+    model = load_model(source)
+    has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
+    return OnnxSource(open_quantized(model) if has_quantizers else model.proto, artifact)
 
 
 class _Verification:
