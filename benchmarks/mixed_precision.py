@@ -111,7 +111,7 @@ def write_packed(prepared: ModelProto, recipe: dt.Recipe, target: Path, known: K
     made = qo.plan(prepared, recipe)
     arrays, specs = {}, {}
     for line in made.quantized:
-        name = made.found[line.name].weight
+        name = made.layers_by_name[line.name].weight
         weight, key = made.graph.array(name), (name, line.weight)
         if key not in known:
             known[key] = weight_params(weight, line.weight)

@@ -3,7 +3,8 @@
 ========================= =============================================================================================
 parse, table              a JSON text as an object; its keys and version checked
 reading                   whatever goes wrong with untrusted data, as one error of ours
-encode, decode            frozen dataclasses as JSON and back, where their annotations say what is allowed
+encode, decode            frozen dataclasses as JSON and back, where their annotations say what is allowed; a ``Leaf``
+                          says how values of one more type are written and read
 encode_array, decode_array arrays as JSON, without a change of any bit
 parse_call, write_call    texts such as ``name(1, k=2)``
 ========================= =============================================================================================
@@ -14,13 +15,13 @@ Numbers that are not finite are written as "inf", "-inf" and "nan", for JSON has
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from math import inf, isfinite, nan, prod
 from reprlib import repr as brief
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,18 @@ from numpy.typing import NDArray
 from detent.checks import as_shape, plain
 from detent.errors import DetentError, FileFormatError, SpecError, closest
 
-__all__ = ["decode", "decode_array", "encode", "encode_array", "parse", "parse_call", "reading", "table", "write_call"]
+__all__ = [
+    "Leaf",
+    "decode",
+    "decode_array",
+    "encode",
+    "encode_array",
+    "parse",
+    "parse_call",
+    "reading",
+    "table",
+    "write_call",
+]
 
 T = TypeVar("T")
 TEXT_LIMIT = 1 << 26
@@ -156,30 +168,46 @@ def reading(
         raise error(f"{complaint}: {fault}") from fault
 
 
-def encode(value: object) -> Any:  # noqa: ANN401 - any part of a document
-    """A value of dataclasses, mappings, tuples and plain values as what JSON can say.
+class Leaf(NamedTuple):
+    """How values of a type are written as JSON, and how they are read; reading may raise any DetentError."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+Leaves: TypeAlias = Mapping[type, Leaf]
+_NO_LEAVES: Leaves = MappingProxyType({})
+
+
+def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 - any part of a document
+    """A value of dataclasses, mappings, tuples, arrays and plain values as what JSON can say.
 
     >>> encode({"sqnr_db": (float("inf"), 3.5)})
     {'sqnr_db': ['inf', 3.5]}
     """
+    if type(value) in leaves:
+        return leaves[type(value)].write(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: encode(getattr(value, field.name), leaves) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): encode(each) for key, each in value.items()}
+        return {str(key): encode(each, leaves) for key, each in value.items()}
     if isinstance(value, tuple | list):
-        return [encode(each) for each in value]
+        return [encode(each, leaves) for each in value]
+    if isinstance(value, np.ndarray):
+        return encode_array(value)
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     return value
 
 
-def decode(cls: type[T], value: object, where: str) -> T:
+def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
     """The dataclass that ``encode`` wrote.
 
     Args:
         cls: a dataclass.
         value: an object of JSON with the fields of the class, no more and no fewer.
         where: what messages call the place.
+        leaves: how values of other types are read.
 
     Raises:
         FileFormatError: a key, a type or a value that is not allowed; the message says where.
@@ -194,7 +222,7 @@ def decode(cls: type[T], value: object, where: str) -> T:
     """
     hints = _hints(cls)
     entries = table(value, where, hints)
-    return cls(**{name: _decoded(kind, entries[name], f"{where}.{name}") for name, kind in hints.items()})
+    return cls(**{name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()})
 
 
 def _hints(cls: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
@@ -204,35 +232,43 @@ def _hints(cls: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
     return _HINTS[cls]
 
 
-def _decoded(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an annotation
+def _decoded(kind: Any, value: object, where: str, leaves: Leaves) -> object:  # noqa: ANN401 - an annotation
     origin = get_origin(kind)
     if origin in {Union, UnionType}:
         inner = [each for each in get_args(kind) if each is not NoneType]
-        return None if value is None else _decoded(inner[0], value, where)
+        return None if value is None else _decoded(inner[0], value, where, leaves)
     if origin is Literal:
         if not isinstance(value, str) or value not in get_args(kind):
             raise _wrong(where, f"one of {', '.join(map(repr, get_args(kind)))}", value)
         return value
     if origin is tuple:
-        return _sequence(get_args(kind), value, where)
+        return _sequence(get_args(kind), value, where, leaves)
+    if origin is np.ndarray:
+        return decode_array(value, where)
     if origin is Mapping:
         if not isinstance(value, dict):
             raise _wrong(where, "an object", value)
         kept = get_args(kind)[1]
-        return {_text(key, where): _decoded(kept, each, f"{where}[{key[:SHOWN]!r}]") for key, each in value.items()}
+        return {
+            _text(key, where): _decoded(kept, each, f"{where}[{key[:SHOWN]!r}]", leaves) for key, each in value.items()
+        }
+    if kind in leaves:
+        with reading(where):
+            return leaves[kind].read(value)
     if isinstance(kind, type) and is_dataclass(kind):
-        return decode(kind, value, where)
+        return decode(kind, value, where, leaves)
     return _plain(kind, value, where)
 
 
-def _sequence(kinds: tuple[Any, ...], value: object, where: str) -> tuple[object, ...]:
+def _sequence(kinds: tuple[Any, ...], value: object, where: str, leaves: Leaves) -> tuple[object, ...]:
     if not isinstance(value, list):
         raise _wrong(where, "a list", value)
     if kinds[-1] is Ellipsis:
-        return tuple(_decoded(kinds[0], each, f"{where}[{i}]") for i, each in enumerate(value))
+        return tuple(_decoded(kinds[0], each, f"{where}[{i}]", leaves) for i, each in enumerate(value))
     if len(value) != len(kinds):
         raise _wrong(where, f"a list of {len(kinds)}", value)
-    return tuple(_decoded(kind, each, f"{where}[{i}]") for i, (kind, each) in enumerate(zip(kinds, value, strict=True)))
+    pairs = enumerate(zip(kinds, value, strict=True))
+    return tuple(_decoded(kind, each, f"{where}[{i}]", leaves) for i, (kind, each) in pairs)
 
 
 def _plain(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an annotation
@@ -270,7 +306,7 @@ def encode_array(values: NDArray[Any]) -> dict[str, object]:
     >>> encode_array(np.array([[0.5]], np.float32))
     {'dtype': 'float32', 'shape': [1, 1], 'values': [0.5]}
     """
-    return {"dtype": str(values.dtype), "shape": list(values.shape), "values": values.ravel().tolist()}
+    return {"dtype": str(values.dtype), "shape": list(values.shape), "values": encode(values.ravel().tolist())}
 
 
 def decode_array(value: object, what: str, *, error: type[DetentError] = FileFormatError) -> NDArray[Any]:
@@ -279,14 +315,16 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(f"{what} is a list of numbers of type {', '.join(sorted(_STORED_DTYPES))}, got {brief(entry)}")
-    values, shape = np.asarray(listed), as_shape(entry["shape"], error=error)
+    numbers = [_SPECIAL.get(each, each) if isinstance(each, str) else each for each in listed]
+    values, shape = np.asarray(numbers), as_shape(entry["shape"], error=error)
     if values.ndim != 1 or (values.size and values.dtype.kind not in "fiu") or values.size != prod(shape):
         raise error(f"{what} holds as many numbers as its shape {shape} says, got {brief(listed)}")
     with np.errstate(all="ignore"):
         array = values.astype(dtype)
-    if not (array == values).all():
+    if not np.array_equal(array, values, equal_nan=values.dtype.kind == "f"):
         raise error(f"the numbers {brief(listed)} of {what} do not fit {dtype}")
-    return array.reshape(shape)
+    with reading(what, error=error):  # more axes than NumPy has
+        return array.reshape(shape)
 
 
 Setting: TypeAlias = int | float | str

@@ -6,14 +6,32 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
+from detent.onnx import calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
-from detent.onnx.calibration import choose_clipped, choose_params
-from detent.onnx.equalization import equalize
 from detent.onnx.float_fallback import choose_float
 from detent.onnx.layer_error import Switches
 from detent.onnx.pipeline import output_sqnr
-from detent.onnx.smoothquant import smooth
 from detent.onnx_model import make_session
+
+
+def choose_params(plan, seen, clipped=None):
+    return calibration.choose_params(plan.placements(seen.ranges), seen, clipped)
+
+
+def choose_clipped(plan, seen):
+    return calibration.choose_clipped(plan, seen, plan.placements(seen.ranges))
+
+
+def smooth(plan, feeds):
+    """The smoothed model, and what was chosen."""
+    chosen = smoothquant.choose(plan, feeds)
+    return smoothquant.apply(qo.load(plan.model), chosen), list(chosen)
+
+
+def equalize(plan, feeds):
+    """The equalized model, and what was chosen."""
+    chosen = equalization.choose(plan, feeds)
+    return equalization.apply(qo.load(plan.model), chosen), list(chosen)
 
 
 def outlying(width=32, folded=True):
@@ -32,7 +50,7 @@ def test_smoothing_moves_outliers_into_the_weight(folded):
     model, feeds = outlying(folded=folded), rows(width=32, length=64)
     plan = qo.plan(qo.prepare(model))
     smoothed, done = smooth(plan, feeds)
-    assert [each.is_folded for each in done] == [folded]
+    assert [each.folded for each in done] == [folded]
     assert done[0].gain_db > 6
     kinds = [node.op_type for node in smoothed.graph.node]
     assert kinds == (["LayerNormalization", "MatMul"] if folded else ["LayerNormalization", "Mul", "MatMul"])
@@ -173,7 +191,7 @@ def test_channels_before_a_depthwise_convolution_are_equalized(tmp_path):
     t = m.add("Relu", [m.conv(t, 16, 16, group=16, weight=even, name="depthwise")])
     model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="behind")]), images()
     made, done = equalize(qo.plan(qo.prepare(model)), feeds)
-    assert done[0].layers == ("before", "depthwise")
+    assert (done[0].maker, *done[0].readers) == ("before", "depthwise")
     assert done[0].strength == 1
     for feed in feeds:
         expected, found = (make_session(each).run(None, feed)[0] for each in (model, made))

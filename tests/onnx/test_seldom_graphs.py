@@ -180,7 +180,7 @@ def test_the_limit_of_avx2_is_for_products_that_may_saturate():
 def test_a_channel_multiplier_is_not_depthwise(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 16, 32, group=16, name="multiplied")])
-    found = qo.plan(qo.prepare(m.model([("x", [1, 16, 8, 8])], [m.conv(t, 32, 4)]))).found
+    found = qo.plan(qo.prepare(m.model([("x", [1, 16, 8, 8])], [m.conv(t, 32, 4)]))).layers_by_name
     assert not found["multiplied"].depthwise
 
 

@@ -45,8 +45,8 @@ def corrected_biases(
     if not lines:
         return {}
     sums: dict[str, Array] = {}
-    probes = {name: Probe(plan.found[name]) for name in lines}
-    weights = {name: plan.graph.array(plan.found[name].weight) for name in lines}
+    probes = {name: Probe(plan.layers_by_name[name]) for name in lines}
+    weights = {name: plan.graph.array(plan.layers_by_name[name].weight) for name in lines}
     coarse = {
         name: fake_quantize(weights[name], weight_params(weights[name], line.weight))
         for name, line in lines.items()
@@ -55,7 +55,7 @@ def corrected_biases(
     used = calibration.samples[:samples]
     for inputs in recorded_inputs(plan, lines, used):
         for name, x in inputs.items():
-            incoming = params.get(plan.found[name].data)
+            incoming = params.get(plan.layers_by_name[name].data)
             seen = x if incoming is None else fake_quantize(x, incoming)
             off = probes[name].run(x, weights[name]) - probes[name].run(seen, coarse[name])
             axis = CHANNELS[lines[name].type] % off.ndim
@@ -63,7 +63,7 @@ def corrected_biases(
             sums[name] = sums.get(name, 0.0) + mean / len(used)
     found = {}
     for name, shift in sums.items():
-        bias = plan.found[name].bias
+        bias = plan.layers_by_name[name].bias
         if not bias or bias in plan.graph.constants:
             before = plan.graph.array(bias) if bias else np.zeros(shift.shape, np.float32)
             if before.shape == shift.shape:

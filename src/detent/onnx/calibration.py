@@ -1,18 +1,17 @@
-"""Calibrating: the float model runs on data, and its tensors pass observers.
+"""Calibration: ranges of activations, and the scales and zero points made of them.
 
-Every batch runs once, its tensors are observed and forgotten: memory does not grow with the number of batches. With a
-budget, only so many bytes of tensors are taken from a run, and the batches pass as often as that needs.
+The float model runs on the calibration batches, and its tensors pass observers. Every batch runs once, its tensors are
+observed and forgotten: memory does not grow with the number of batches. With a budget, only so many bytes of tensors
+are taken from a run, and the batches pass as often as that needs.
 
-Clipping: which activations may lose their outliers.
-
-The range of least error of a tensor is not always that of its layer: large values may be few, and count for much. So
-each tensor that layers read has the range under which these layers' outputs are closest to float. Tensors that reach
-an output of the model without another layer keep all that was seen: a detector whose scores are clipped has a better
-signal-to-noise ratio, and no detections.
+Each tensor has its min-max range or the range that its observer searches (MSE-optimal by default). The range of least
+error of a tensor is not always that of its layer: large values may be few, and count for much. So each tensor that
+layers read has the range under which these layers' outputs are closest to float. Tensors that reach an output of the
+model without another layer are never clipped: a detector whose scores are clipped has a better SQNR, and no detections.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from os import PathLike
@@ -25,9 +24,9 @@ from onnx import ModelProto, helper
 from detent import observers as core
 from detent.errors import NaNError, NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
+from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import Probe, noise, recorded_inputs
-from detent.onnx.placement import Place
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import _more_outputs, make_session, record, refusals
@@ -35,12 +34,22 @@ from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
 
-__all__ = ["Calibration", "activation_params", "calibrate", "choose_clipped", "choose_params", "tensor_groups"]
+__all__ = [
+    "Calibration",
+    "activation_params",
+    "calibrate",
+    "choose_clipped",
+    "choose_params",
+    "range_decisions",
+    "tensor_groups",
+]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-SAMPLES, SAMPLE_BYTES = 8, 64 << 20
+SAMPLES, SAMPLE_BYTES = 8, 64 << 20  # of the first batches that are kept for comparisons
+CLIP_SAMPLES = 1  # batches that ranges are compared on
+MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class Calibration:
     batches: int
     fingerprint: str
     scaled: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    _params: dict[tuple[QuantizerPlacement, bool], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     def source(self, tensor: str) -> tuple[str, float]:
         """The observed tensor that one is a multiple of, and the number it is multiplied by."""
@@ -119,15 +129,16 @@ def calibrate(
     (2.0, 2.0)
     """
     batches = data if isinstance(data, Batches) else open_batches(data, inputs_of(plan.model))
-    seen = _observers(plan, observer)
+    placements = plan.placements()
+    observers = _observers(plan, placements, observer)
     kept = _Kept(batches)
-    groups = [list(seen)]
+    groups = [list(observers)]
     if memory_budget is not None:
         groups = tensor_groups(plan, batches, memory_budget)
     if checkpoint is not None and len(groups) > 1:
         raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
     for number, names in enumerate(groups):
-        part = {name: seen[name] for name in names}
+        part = {name: observers[name] for name in names}
         source: Iterable[Feed] = kept if not number else batches
         stream = _Stream(plan.model, names, source, part, batches.count)
         core.calibrate(
@@ -135,22 +146,22 @@ def calibrate(
         )
     if not kept.count:
         raise NotCalibratedError("there was no batch to calibrate with: give at least one")
-    places = plan.places()
-    group_of = {place.tensor: place.group for place in places}
-    scaled = {place.tensor: (group_of[place.origin], place.factor) for place in places if place.origin}
-    return Calibration(seen, tuple(kept.samples), kept.count, batches.fingerprint(), scaled)
+    group_of = {each.tensor: each.group for each in placements}
+    scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
+    return Calibration(observers, tuple(kept.samples), kept.count, batches.fingerprint(), scaled)
 
 
-def _observers(plan: GraphPlan, observer: ObserverLike | None) -> dict[str, Observer]:
+def _observers(
+    plan: GraphPlan, placements: Sequence[QuantizerPlacement], observer: ObserverLike | None
+) -> dict[str, Observer]:
     default = get_observer_spec("mse" if observer is None else observer)
-    places = plan.places()
     asked: dict[str, ObserverSpec] = {}  # by group: the first rule that names one, of the layers that read its tensors
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
-            data = plan.found[layer.name].data
-            groups = [place.group for place in places if place.tensor == data]
+            data = plan.layers_by_name[layer.name].data
+            groups = [each.group for each in placements if each.tensor == data]
             asked.update({group: layer.observer for group in groups if group not in asked})
-    return {place.tensor: asked.get(place.group, default).make() for place in places if not place.origin}
+    return {each.tensor: asked.get(each.group, default).make() for each in placements if not each.source_tensor}
 
 
 class _Kept:
@@ -221,15 +232,15 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
     >>> tensor_groups(made, open_batches([np.float32([[2.0]])], inputs_of(made.model)), 100)
     [['x']]
     """
-    model, names = plan.model, list(_observers(plan, None))
-    made = [name for name in names if name not in plan.graph.inputs]
-    shapes = [helper.make_node("Shape", [name], [f"{name}//shape"]) for name in made]
-    outputs = [f"{name}//shape" for name in made]
-    with _more_outputs(model, outputs, shapes):
+    model, names = plan.model, [each.tensor for each in plan.placements() if not each.source_tensor]
+    inner = [name for name in names if name not in plan.graph.inputs]
+    shape_nodes = [helper.make_node("Shape", [name], [f"{name}//shape"]) for name in inner]
+    outputs = [f"{name}//shape" for name in inner]
+    with _more_outputs(model, outputs, shape_nodes):
         session = make_session(model)
     with refusals():
-        found = session.run(outputs, batches.check_first()) if made else []
-    sizes = {name: 4 * prod(int(size) for size in shape) for name, shape in zip(made, found, strict=True)}
+        shapes = session.run(outputs, batches.check_first()) if inner else []
+    sizes = {name: 4 * prod(int(size) for size in shape) for name, shape in zip(inner, shapes, strict=True)}
     groups: list[list[str]] = [[]]
     used = 0
     for name in names:
@@ -247,130 +258,165 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
     return groups
 
 
-def activation_params(place: Place, calibration: Calibration, *, clipped: bool) -> QuantParams:
-    """The parameters of a tensor.
+def activation_params(placement: QuantizerPlacement, calibration: Calibration, *, clipped: bool) -> QuantParams:
+    """The parameters of a tensor; those of a searched range are kept, since searching takes long.
 
     Args:
-        place: where its quantizer stands.
+        placement: where its Q/DQ pair stands.
         calibration: what the data have shown.
-        clipped: whether the observer's own range is taken, or all that was seen.
+        clipped: True for the observer's clipping range, False for the min-max range.
 
     >>> from detent.observers import MinMax
-    >>> from detent.onnx.placement import Place
     >>> from detent.spec import QuantSpec
-    >>> seen = Calibration({"x": MinMax().observe([0.0, 51.0])}, (), 1, "")
-    >>> activation_params(Place("x", QuantSpec("uint8"), "x"), seen, clipped=False).scale
+    >>> calibration = Calibration({"x": MinMax().observe([0.0, 51.0])}, (), 1, "")
+    >>> activation_params(QuantizerPlacement("x", QuantSpec("uint8"), "x"), calibration, clipped=False).scale
     array(0.2, dtype=float32)
     """
-    name, factor = calibration.source(place.group)
+    key = placement, clipped
+    if key not in calibration._params:
+        calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
+    return calibration._params[key]
+
+
+def _activation_params(placement: QuantizerPlacement, calibration: Calibration, *, clipped: bool) -> QuantParams:
+    name, factor = calibration.source(placement.group)
     observer = calibration.observers.get(name)
     if observer is None:
-        raise NotCalibratedError(f"tensor {place.group!r} was not observed: calibrate with the plan that is inserted")
+        raise NotCalibratedError(
+            f"tensor {placement.group!r} was not observed: calibrate with the plan that is inserted"
+        )
     if clipped:
-        params = observer.params(place.spec)
+        params = observer.params(placement.spec)
     else:
-        params = QuantParams.from_range(place.spec, *Observer.range(observer), dtype="float32")
+        params = QuantParams.from_range(placement.spec, *Observer.range(observer), dtype="float32")
     if factor != 1:
-        params = QuantParams(place.spec, np.asarray(params.scale * factor, np.float32), params.zero_point)
-    return _bounded(params, place)
+        params = QuantParams(placement.spec, np.asarray(params.scale * factor, np.float32), params.zero_point)
+    return _bounded(params, placement)
 
 
 def choose_params(
-    plan: GraphPlan, calibration: Calibration, clipped: Iterable[str] | None = None
+    placements: Iterable[QuantizerPlacement], calibration: Calibration, clipped: Collection[str] | None = None
 ) -> dict[str, QuantParams]:
-    """The parameters of all tensors that have their own, by name.
+    """The parameters of all groups of tensors, by name.
 
     Args:
-        plan: what is quantized.
+        placements: where Q/DQ pairs stand.
         calibration: what the data have shown.
-        clipped: the tensors whose observers may clip; None for all.
+        clipped: the groups that have the clipping range of their observers; None for all.
 
     >>> import detent.onnx as qo
     >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> list(choose_params(made, qo.calibrate(made, [np.float32([[2.0]])])))
+    >>> list(choose_params(plan.placements(), qo.calibrate(plan, [np.float32([[2.0]])])))
     ['x']
     """
-    free = None if clipped is None else set(clipped)
     return {
-        place.group: activation_params(place, calibration, clipped=free is None or place.group in free)
-        for place in plan.places(calibration.ranges)
-        if place.tensor == place.group and not place.origin
+        each.group: activation_params(each, calibration, clipped=clipped is None or each.group in clipped)
+        for each in placements
+        if each.tensor == each.group and not each.source_tensor
     }
 
 
-def _bounded(params: QuantParams, place: Place) -> QuantParams:
+def range_decisions(
+    params: Mapping[str, QuantParams], calibration: Calibration | None, clipped: Collection[str] | None = None
+) -> dict[str, RangeDecision]:
+    """Chosen parameters as a part of Decisions.
+
+    Args:
+        params: by group, see ``choose_params``.
+        calibration: what the data have shown, None where there were none.
+        clipped: as for ``choose_params``.
+    """
+    known = {} if calibration is None else calibration.ranges
+    return {
+        group: RangeDecision(
+            float(each.scale), int(each.zero_point), clipped is None or group in clipped, known.get(group)
+        )
+        for group, each in params.items()
+    }
+
+
+def _bounded(params: QuantParams, placement: QuantizerPlacement) -> QuantParams:
     """The parameters with a largest value that the Clip before them lets pass, so that it has nothing to do."""
-    spec, steps = params.spec, np.float32(params.spec.qmax - params.zero_point)
+    spec, codes, limit = params.spec, np.float32(params.spec.qmax - params.zero_point), np.float32(placement.clip_max)
     scale = np.float32(params.scale)
-    if not np.isfinite(place.most) or place.most <= 0 or steps * scale <= np.float32(place.most):
+    if not np.isfinite(placement.clip_max) or placement.clip_max <= 0 or codes * scale <= limit:
         return params
-    scale = np.float32(place.most) / steps
-    while steps * scale > np.float32(place.most):
+    scale = limit / codes
+    while codes * scale > limit:
         scale = np.nextafter(scale, np.float32(0))
     return QuantParams(spec, np.asarray(scale), params.zero_point)
 
 
-CLIP_SAMPLES = 1
-GAIN = 0.98  # clipping must make something better
-
-
-def choose_clipped(plan: GraphPlan, calibration: Calibration, samples: int = CLIP_SAMPLES) -> set[str]:
-    """The tensors for which the range of the observer is taken, not all that was seen.
+def choose_clipped(
+    plan: GraphPlan,
+    calibration: Calibration,
+    placements: Sequence[QuantizerPlacement],
+    samples: int = CLIP_SAMPLES,
+) -> set[str]:
+    """The groups of tensors that have the clipping range of their observers, not the min-max range.
 
     Args:
         plan: what is quantized.
         calibration: what the data have shown.
-        samples: how many batches the layers are compared on.
+        placements: where Q/DQ pairs stand.
+        samples: batches that the layers are compared on.
 
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> choose_clipped(made, qo.calibrate(made, [np.float32([[2.0]])]))
+    >>> choose_clipped(plan, qo.calibrate(plan, [np.float32([[2.0]])]), plan.placements())
     set()
     """
-    places = plan.places(calibration.ranges)
-    leaving = _leaving(plan.graph, [plan.found[layer.name].node.output[0] for layer in plan.quantized])
-    free = [place for place in places if place.group == place.tensor and not place.origin]
-    free = [
-        place for place in free if not isinstance(calibration.observers[calibration.source(place.group)[0]], MinMax)
-    ]
+    layers = plan.layers_by_name
+    leaving = _leaving(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
     readers = defaultdict(list)
-    for layer in plan.quantized:
-        if layer.input is not None:
-            readers[plan.found[layer.name].data].append(layer.name)
-    chosen = {place.group for place in free if place.tensor not in leaving and not readers[place.tensor]}
-    judged = [place for place in free if place.tensor not in leaving and readers[place.tensor]]
-    return chosen | _judge(plan, calibration, judged, readers, samples)
+    for line in plan.quantized:
+        if line.input is not None:
+            readers[layers[line.name].data].append(line.name)
+    own = [each for each in placements if each.group == each.tensor and not each.source_tensor]
+    free = [
+        each
+        for each in own
+        if each.tensor not in leaving
+        and not isinstance(calibration.observers[calibration.source(each.group)[0]], MinMax)
+    ]
+    unread = {each.group for each in free if not readers[each.tensor]}
+    compared = [each for each in free if readers[each.tensor]]
+    return unread | _better_clipped(plan, calibration, compared, readers, samples)
 
 
-def _judge(
-    plan: GraphPlan, calibration: Calibration, places: list[Place], readers: dict[str, list[str]], samples: int
+def _better_clipped(
+    plan: GraphPlan,
+    calibration: Calibration,
+    placements: list[QuantizerPlacement],
+    readers: dict[str, list[str]],
+    samples: int,
 ) -> set[str]:
-    ways = {
-        place.tensor: [activation_params(place, calibration, clipped=clipped) for clipped in (False, True)]
-        for place in places
+    """The tensors whose readers come closer to float where outliers are clipped."""
+    candidates = {
+        each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
+        for each in placements
     }
-    errors = {tensor: [0.0, 0.0] for tensor in ways}
-    names = [name for tensor in ways for name in readers[tensor]]
-    probes = {name: Probe(plan.found[name]) for name in names}
+    errors = {tensor: [0.0, 0.0] for tensor in candidates}
+    names = [name for tensor in candidates for name in readers[tensor]]
+    probes = {name: Probe(plan.layers_by_name[name]) for name in names}
     for inputs in recorded_inputs(plan, names, calibration.samples[:samples]):
-        for tensor, params in ways.items():
+        for tensor, params in candidates.items():
             for name in readers[tensor]:
-                x, weight = inputs[name], plan.graph.array(plan.found[name].weight)
+                x, weight = inputs[name], plan.graph.array(plan.layers_by_name[name].weight)
                 reference = probes[name].run(x, weight)
-                for i, way in enumerate(params):
-                    errors[tensor][i] += noise(reference, probes[name].run(fake_quantize(x, way), weight))
-    return {tensor for tensor, (whole, clipped) in errors.items() if clipped < GAIN * whole}
+                for i, each in enumerate(params):
+                    errors[tensor][i] += noise(reference, probes[name].run(fake_quantize(x, each), weight))
+    return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
 
 
-def _leaving(graph: Graph, stops: Iterable[str]) -> set[str]:
+def _leaving(graph: Graph, layer_results: Iterable[str]) -> set[str]:
     """The tensors that reach an output of the model without passing another layer."""
-    made_by_layers = set(stops)
-    found = set(graph.outputs)
+    stops, leaving = set(layer_results), set(graph.outputs)
     for node in reversed(graph.nodes):
-        if found & set(node.output) and not made_by_layers & set(node.output) and node.op_type != "Shape":
-            found.update(reads(node))
-    return found
+        if leaving & set(node.output) and not stops & set(node.output) and node.op_type != "Shape":
+            leaving.update(reads(node))
+    return leaving

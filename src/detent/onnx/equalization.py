@@ -1,4 +1,4 @@
-r"""Equalizing: channels of an activation made equally large, between the convolutions that make and read it.
+r"""Cross-layer equalization: channels of an activation made equally large, between the convolutions around it.
 
 .. math:: \operatorname{relu}(W_1 x) = \operatorname{diag}(s) \operatorname{relu}(\operatorname{diag}(s)^{-1} W_1 x)
 
@@ -6,9 +6,11 @@ r"""Equalizing: channels of an activation made equally large, between the convol
 factors go into the rows of the weight before it and the columns of those behind it. Rows have a scale each, so that
 nothing is lost there, and so have the channels of a depthwise convolution; columns of dense weights share a scale, and
 the strength is the one under which the layers' own outputs are closest to float.
+
+``choose`` compares strengths on sample data, ``apply`` writes chosen factors into a model and needs no data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto
 
+from detent.errors import SpecError
 from detent.granularity import PerAxis
+from detent.onnx.decisions import Equalized
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
 from detent.onnx.layer_error import Probe, noise, part_of
 from detent.onnx_model.graph import Graph, attribute_of
@@ -25,129 +29,140 @@ from detent.onnx_model.sessions import record
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 
-__all__ = ["Equalization", "equalize"]
+__all__ = ["apply", "choose"]
 
 Array = NDArray[Any]
-
 Feed = dict[str, Array]
+
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
-WIDEST = 1e3  # how far the factors of a tensor may lie apart
-ENOUGH = 0.9  # the part of the noise that may be left
-SAMPLES = 2
-ENOUGH_VALUES = 256  # of a channel, below which its largest says little about others to come
-HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")
-
-
-@dataclass(frozen=True)
-class Equalization:
-    """What was done to a tensor.
-
-    Attributes:
-        tensor: between the layers.
-        layers: the one that makes it, then those that read it.
-        strength: of the factors, 1 where all channels are equally large afterwards.
-        gain_db: how much less noise the outputs of the reading layers have.
-
-    >>> str(Equalization("x", ("a", "b"), 1.0, 6.0))
-    'equalized x (a, b) with strength 1: 6.0 dB less noise'
-    """
-
-    tensor: str
-    layers: tuple[str, ...]
-    strength: float
-    gain_db: float
-
-    def __str__(self) -> str:
-        layers = ", ".join(self.layers)
-        return f"equalized {self.tensor} ({layers}) with strength {self.strength:g}: {self.gain_db:.1f} dB less noise"
+MAX_FACTOR_RATIO = 1e3  # between the factors of a tensor
+MAX_REMAINING_NOISE = 0.9  # equalization must remove at least 10 % of the noise
+SAMPLES = 2  # batches that strengths are compared on
+MIN_CHANNEL_VALUES = 256  # with fewer, the channel maximum is unreliable
+HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # positive factors pass through them
 
 
 @dataclass(frozen=True)
 class _Between:
-    """A tensor between convolutions."""
+    """A tensor between convolutions: the node that makes it, and those that read it."""
 
     tensor: str
     maker: NodeProto
-    readers: tuple[LayerPlan, ...]
+    readers: tuple[NodeProto, ...]
 
 
-class _Channels:
-    """The ends of a tensor's channels in all samples, and the parts of them that each of its readers is judged on."""
-
-    def __init__(self) -> None:
-        self.low, self.high = np.float32(0), np.float32(0)
-        self.count = 0  # of values in a channel
-        self.parts: list[list[Array]] = []
-
-    def see(self, x: Array, readers: list[Layer]) -> None:
-        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
-        self.low, self.high = np.minimum(self.low, x.min(axis=axes)), np.maximum(self.high, x.max(axis=axes))
-        self.count += x.size // x.shape[1]
-        self.parts.append([part_of(layer, x) for layer in readers])
-
-
-def equalize(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[ModelProto, list[Equalization]]:
-    """The plan's model with equalized activations, and what was done.
+def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
+    """The factors of the tensors whose readers come closer to float by them.
 
     Args:
         plan: whose layers are equalized where input and weight are quantized; its model is not changed.
-        samples: batches to judge on.
+        samples: batches to compare on.
 
     >>> import detent.onnx as qo
     >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,2,N] x) => (float[1,2,N] y)
     ...     <float[2,2,1] v = {9.0, 0.0, 0.0, 0.01}, float[2,1,1] w = {1.0, 1.0}> {
     ...       [a] t = Conv(x, v) [b] y = Conv<group = 2>(t, w) }'''))
-    >>> model, done = equalize(made, [{"x": np.linspace(0, 1, 1000, dtype=np.float32).reshape(1, 2, 500)}])
-    >>> [each.layers for each in done]
-    [('a', 'b')]
+    >>> [each] = choose(plan, [{"x": np.linspace(0, 1, 1000, dtype=np.float32).reshape(1, 2, 500)}])
+    >>> each.maker, each.readers, each.factors.round(3)
+    ('a', ('b',), array([1.   , 0.002], dtype=float32))
     """
-    between = list(_find(plan))
-    if not between or not samples:
-        return plan.model, []
-    model = ModelProto()
-    model.CopyFrom(plan.model)
-    graph, done = Graph(model), []
-    by_name = {graph.node_name(node): node for node in graph.nodes}
-    used = samples[:SAMPLES]
-    seen = {each.tensor: _Channels() for each in between}
-    for found in record(plan.model, seen, used):
-        for each in between:
-            if found[each.tensor].size:
-                seen[each.tensor].see(found[each.tensor], [plan.found[line.name] for line in each.readers])
-    for each in between:
-        if seen[each.tensor].count < ENOUGH_VALUES:
-            continue
-        # Weights may have been changed by the tensor before.
-        weights = [graph.array(by_name[line.name].input[1]) for line in each.readers]
-        chosen = _choose(plan, each, seen[each.tensor], weights)
-        if chosen is None:
-            continue
-        strength, factors, ratio = chosen
-        _apply(graph, by_name, each, factors)
-        names = (graph.node_name(each.maker), *(line.name for line in each.readers))
-        done.append(Equalization(each.tensor, names, strength, float(-10 * np.log10(max(ratio, 1e-12)))))
-    graph.drop_unread()
-    return graph.finish(), done
-
-
-def _find(plan: GraphPlan) -> list[_Between]:
-    graph = plan.graph
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
-    found = []
+    graph = plan.graph
+    between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
+    if not between or not samples:
+        return ()
+    channels = _observed_channels(plan, between, samples[:SAMPLES])
+    weights = {graph.node_name(node): graph.array(node.input[1]) for each in between for node in _nodes(each)}
+    chosen = []
+    for each in between:
+        readers = [lines[graph.node_name(node)] for node in each.readers]
+        best = None
+        if channels[each.tensor].count >= MIN_CHANNEL_VALUES:
+            best = _best_strength(plan, readers, channels[each.tensor], [weights[line.name] for line in readers])
+        if best is None:
+            continue
+        strength, factors, ratio = best
+        names = tuple(line.name for line in readers)
+        gain_db = float(-10 * np.log10(max(ratio, 1e-12)))
+        chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db))
+        for node, weight in _changed_weights(graph, each, factors, weights):  # the next tensors see these
+            weights[graph.node_name(node)] = weight
+    return tuple(chosen)
+
+
+def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
+    """Write chosen factors into a model, which is changed.
+
+    Raises:
+        SpecError: a tensor does not lie between the layers that are named, or has another number of channels.
+
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1,N] x) => (float[1,1,N] y)
+    ...     <float[1,1,1] v = {3.0}, float[1,1,1] w = {8.0}> { [a] t = Conv(x, v) [b] y = Conv(t, w) }''')
+    >>> graph = Graph(apply(model, [Equalized("t", "a", ("b",), np.float32([0.5]), 1.0, 3.0)]))
+    >>> {name: graph.array(name).item() for name in graph.constants}
+    {'v_equalized': 6.0, 'w_equalized': 4.0}
+    """
+    if not equalized:
+        return model
+    graph = Graph(model)
+    for each in equalized:
+        between = _checked(graph, each)
+        maker = between.maker
+        weights = {graph.node_name(node): graph.array(node.input[1]) for node in _nodes(between)}
+        changed = _changed_weights(graph, between, each.factors, weights)
+        bias = maker.input[2] if len(maker.input) > 2 else ""
+        for node, weight in changed:
+            graph.give(node, 1, graph.add_constant(f"{node.input[1]}_equalized", weight))
+            if node is maker and bias:
+                shifted = np.asarray(graph.array(bias) * _inverse(each.factors), np.float32)
+                graph.give(maker, 2, graph.add_constant(f"{bias}_equalized", shifted))
+    graph.drop_unread()
+    return graph.finish()
+
+
+def _checked(graph: Graph, decision: Equalized) -> _Between:
+    """The tensor that a decision is about, if it is one that factors can pass through."""
+    where = f"equalized {decision.tensor!r}"
+    between = next((each for each in _between(graph) if each.tensor == decision.tensor), None)
+    if between is None:
+        raise SpecError(f"{where}: the model has no such tensor that only convolutions make and read")
+    names = graph.node_name(between.maker), tuple(graph.node_name(node) for node in between.readers)
+    if names != (decision.maker, decision.readers):
+        raise SpecError(
+            f"{where}: made by {names[0]!r} and read by {names[1]}, got {decision.maker!r}, {decision.readers}"
+        )
+    sizes = {len(graph.array(between.maker.input[1]))}
+    for node in between.readers:
+        sizes.add(graph.constants[node.input[1]].dims[1] * int(attribute_of(node, "group", 1)))
+    if sizes != {len(decision.factors)}:
+        raise SpecError(f"{where}: expected {min(sizes)} factors, one per channel, got {len(decision.factors)}")
+    return between
+
+
+def _between(graph: Graph) -> Iterator[_Between]:
+    """The tensors that one convolution makes and only convolutions read, with constant weights of their own."""
     for node in graph.nodes:
         if node.op_type != "Conv" or node.input[1] not in graph.constants:
             continue
         if len(node.input) > 2 and node.input[2] and node.input[2] not in graph.constants:
             continue
         tensor = _result(graph, node)
-        readers = [lines.get(graph.node_name(each)) for each in graph.consumers(tensor)]
-        whole = tensor not in graph.outputs and tensor not in graph.captured
-        shared = [graph.consumers(each) for each in (node.input[1], *(plan.found[r.name].weight for r in readers if r))]
-        if whole and readers and all(r is not None for r in readers) and all(len(users) == 1 for users in shared):
-            found.append(_Between(tensor, node, tuple(line for line in readers if line is not None)))
-    return found
+        readers = tuple(graph.consumers(tensor))
+        if not readers or tensor in graph.outputs or tensor in graph.captured:
+            continue
+        convolutions = all(
+            each.op_type == "Conv" and each.input[0] == tensor and each.input[1] in graph.constants for each in readers
+        )
+        if convolutions and all(len(graph.consumers(each.input[1])) == 1 for each in (node, *readers)):
+            yield _Between(tensor, node, readers)
+
+
+def _nodes(between: _Between) -> tuple[NodeProto, ...]:
+    return between.maker, *between.readers
 
 
 def _result(graph: Graph, node: NodeProto) -> str:
@@ -158,29 +173,54 @@ def _result(graph: Graph, node: NodeProto) -> str:
     return str(readers[0].output[0] if passes and result not in graph.outputs else result)
 
 
-def _choose(
-    plan: GraphPlan, between: _Between, seen: _Channels, weights: list[Array]
+class _Channels:
+    """The range of a tensor's channels in all samples, and the parts of them that its readers are compared on."""
+
+    def __init__(self) -> None:
+        self.lo, self.hi = np.float32(0), np.float32(0)
+        self.count = 0  # of values in a channel
+        self.parts: list[list[Array]] = []
+
+    def see(self, x: Array, readers: list[Layer]) -> None:
+        axes = tuple(axis for axis in range(x.ndim) if axis != 1)
+        self.lo, self.hi = np.minimum(self.lo, x.min(axis=axes)), np.maximum(self.hi, x.max(axis=axes))
+        self.count += x.size // x.shape[1]
+        self.parts.append([part_of(layer, x) for layer in readers])
+
+
+def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequence[Feed]) -> dict[str, _Channels]:
+    channels = {each.tensor: _Channels() for each in between}
+    for tensors in record(plan.model, channels, samples):
+        for each in between:
+            if tensors[each.tensor].size:
+                layers = [plan.layers_by_name[plan.graph.node_name(node)] for node in each.readers]
+                channels[each.tensor].see(tensors[each.tensor], layers)
+    return channels
+
+
+def _best_strength(
+    plan: GraphPlan, readers: Sequence[LayerPlan], channels: _Channels, weights: list[Array]
 ) -> tuple[float, Array, float] | None:
     """The strength, the factors and the part of the noise that is left; None where nothing helps enough."""
-    largest = np.maximum(-seen.low, seen.high).astype(np.float64)
+    largest = np.maximum(-channels.lo, channels.hi).astype(np.float64)
     if not (largest > 0).any():
         return None
-    layers = [plan.found[line.name] for line in between.readers]
+    layers = [plan.layers_by_name[line.name] for line in readers]
     probes = [Probe(layer) for layer in layers]
-    data = list(zip(*seen.parts, strict=True))  # by reader, then by sample
+    data = list(zip(*channels.parts, strict=True))  # by reader, then by sample
     runs = zip(probes, weights, data, strict=True)
     references = [[probe.run(x, weight) for x in parts] for probe, weight, parts in runs]
     shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
 
     def error(factors: Array) -> float:
         total = 0.0
-        low, high = float((seen.low / factors).min()), float((seen.high / factors).max())
-        rows = zip(between.readers, layers, probes, weights, data, references, strict=True)
+        lo, hi = float((channels.lo / factors).min()), float((channels.hi / factors).max())
+        rows = zip(readers, layers, probes, weights, data, references, strict=True)
         for line, layer, probe, weight, parts, expected in rows:
             if line.weight is None or line.input is None:
                 continue
-            params = QuantParams.from_range(line.input, low, high, dtype="float32")
-            turned = _columns(layer, weight, factors)
+            params = QuantParams.from_range(line.input, lo, hi, dtype="float32")
+            turned = _columns(layer.node, weight, factors)
             coarse = fake_quantize(turned, weight_params(turned, line.weight))
             for x, reference in zip(parts, expected, strict=True):
                 scaled = (x / factors.reshape(shape)).astype(np.float32)
@@ -189,13 +229,13 @@ def _choose(
 
     plain = error(np.ones(len(largest)))
     best: tuple[float, Array, float] | None = None
-    free = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, between.readers, strict=True))
+    free = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
     for strength in STRENGTHS[-1:] if free else STRENGTHS:
         factors = _factors(largest, strength)
         ratio = error(factors) / max(plain, 1e-30)
         if best is None or ratio < best[2]:
             best = strength, factors, ratio
-    return best if best is not None and best[2] < ENOUGH else None
+    return best if best is not None and best[2] < MAX_REMAINING_NOISE else None
 
 
 def _is_per_channel(line: LayerPlan) -> bool:
@@ -204,31 +244,32 @@ def _is_per_channel(line: LayerPlan) -> bool:
 
 def _factors(largest: Array, strength: float) -> Array:
     usable = largest > 0
-    found = np.ones(len(largest))
-    found[usable] = largest[usable] ** strength
-    found[usable] /= found[usable].max()
-    clipped: Array = np.maximum(found, 1 / WIDEST).astype(np.float32)
-    return clipped
+    factors = np.ones(len(largest))
+    factors[usable] = largest[usable] ** strength
+    factors[usable] /= factors[usable].max()
+    limited: Array = np.maximum(factors, 1 / MAX_FACTOR_RATIO).astype(np.float32)
+    return limited
 
 
-def _columns(layer: Layer, weight: Array, factors: Array) -> Array:
+def _inverse(factors: Array) -> Array:
+    inverse: Array = (1 / factors).astype(np.float32)
+    return inverse
+
+
+def _changed_weights(
+    graph: Graph, between: _Between, factors: Array, weights: dict[str, Array]
+) -> Iterator[tuple[NodeProto, Array]]:
+    """The weights around a tensor with its factors in them, the maker's first."""
+    rows = weights[graph.node_name(between.maker)]
+    scaled = rows * _inverse(factors).reshape(-1, *(1,) * (rows.ndim - 1))
+    yield between.maker, np.asarray(scaled, np.float32)
+    for node in between.readers:
+        yield node, _columns(node, weights[graph.node_name(node)], factors)
+
+
+def _columns(node: NodeProto, weight: Array, factors: Array) -> Array:
     """A weight whose inputs come divided by the factors."""
-    groups = int(attribute_of(layer.node, "group", 1))
+    groups = int(attribute_of(node, "group", 1))
     rows = factors.reshape(groups, 1, -1)  # the inputs of each group
     spread = np.broadcast_to(rows, (groups, len(weight) // groups, weight.shape[1])).reshape(len(weight), -1)
     return np.asarray(weight * spread.reshape(*spread.shape, *(1,) * (weight.ndim - 2)), np.float32)
-
-
-def _apply(graph: Graph, by_name: dict[str, NodeProto], between: _Between, factors: Array) -> None:
-    maker = by_name[graph.node_name(between.maker)]
-    weight = graph.array(maker.input[1])
-    inverse = (1 / factors).astype(np.float32)
-    scaled = weight * inverse.reshape(-1, *(1,) * (weight.ndim - 1))
-    graph.give(maker, 1, graph.add_constant(f"{maker.input[1]}_equalized", np.asarray(scaled, np.float32)))
-    if len(maker.input) > 2 and maker.input[2]:
-        bias = np.asarray(graph.array(maker.input[2]) * inverse, np.float32)
-        graph.give(maker, 2, graph.add_constant(f"{maker.input[2]}_equalized", bias))
-    for line in between.readers:
-        node = by_name[line.name]
-        turned = _columns(Layer(node, line.name, ()), graph.array(node.input[1]), factors)
-        graph.give(node, 1, graph.add_constant(f"{node.input[1]}_equalized", turned))

@@ -17,39 +17,26 @@ from onnx import ModelProto
 from detent.errors import SpecError, UnsupportedError, closest
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import MSE
-from detent.onnx.placement import Place, place
+from detent.onnx.decisions import QuantizerPlacement
+from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
 from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
-from detent.rule import Layer as Seen
+from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec
 from detent.spec import QuantSpec
 from detent.tables import table_lines
 
-__all__ = ["GraphPlan", "LayerPlan", "plan", "weight_params"]
-
-EIGHT = 8
+__all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_params", "weight_problem"]
 
 Array = NDArray[Any]
-
-
-def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """The parameters of a weight: its range, and below 8 bits the one of least error.
-
-    >>> import numpy as np
-    >>> weight_params(np.float32([[127.0]]), QuantSpec.parse("int8/axis0")).scale
-    array([1.], dtype=float32)
-    """
-    if spec.bits >= EIGHT:
-        return QuantParams.from_data(spec, weight)
-    return MSE(granularity=spec.granularity).observe(weight).params(spec)
-
-
 RecipeLike = Recipe | str | PathLike[str]
+
+MINMAX_BITS = 8  # from here on a weight's range is its smallest and largest value, below it is searched
 SLOW_BITS = 16
-FEWEST = 5  # channels that come to a convolution, below which ONNX Runtime is 2 to 10 times slower in integers
+MIN_CONV_CHANNELS = 5  # of the input; with fewer, ONNX Runtime is 2 to 10 times slower with integers than with floats
 FLOAT_BYTES = 4
 
 
@@ -87,11 +74,11 @@ class LayerPlan:
         """Whether anything happens to it."""
         return not self.reason
 
-    def left(self, reason: str) -> "LayerPlan":
-        """The same layer, left alone.
+    def kept_in_float(self, reason: str) -> "LayerPlan":
+        """The same layer with a float weight.
 
-        >>> LayerPlan("fc", "MatMul").left("it hurts").reason
-        'it hurts'
+        >>> LayerPlan("fc", "MatMul").kept_in_float("too sensitive").reason
+        'too sensitive'
         """
         return LayerPlan(
             self.name, self.type, self.rule, reason, nbytes_before=self.nbytes_before, nbytes_after=self.nbytes_before
@@ -112,7 +99,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''), "w8a8")
     >>> [layer.name for layer in made.quantized], made.nbytes_before, made.nbytes_after
     (['fc'], 4, 6)
-    >>> [each.tensor for each in made.places()], made.without(["fc"], "it hurts").quantized
+    >>> [each.tensor for each in made.placements()], made.without(["fc"], "too sensitive").quantized
     (['x'], ())
     """
 
@@ -120,6 +107,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     target: Target
     layers: tuple[LayerPlan, ...]
     model: ModelProto = field(repr=False, compare=False)
+    _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def graph(self) -> Graph:
@@ -127,20 +115,35 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return Graph(self.model)
 
     @cached_property
-    def found(self) -> Mapping[str, Layer]:
+    def layers_by_name(self) -> Mapping[str, Layer]:
         """The layers of the graph by name."""
         return {layer.name: layer for layer in layers_of(self.graph)}
 
-    def places(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> list[Place]:
+    def placements(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> list[QuantizerPlacement]:
         """Where activations are quantized; all that may be, where their ranges are not known yet."""
-        chosen = {layer.name: self.found[layer.name] for layer in self.quantized}
+        chosen = {layer.name: self.layers_by_name[layer.name] for layer in self.quantized}
         specs = {layer.name: layer.input for layer in self.quantized if layer.input is not None}
-        return place(self.graph, chosen, specs, ranges)
+        return place_quantizers(self.graph, chosen, specs, ranges)
+
+    def weight_params(self, line: LayerPlan) -> QuantParams:
+        """The parameters of a quantized layer's weight; found once for layers that share weight and spec."""
+        if line.weight is None:
+            raise SpecError(f"layer {line.name!r} is kept in float: {line.reason}")
+        key = self.layers_by_name[line.name].weight, line.weight
+        if key not in self._weight_params:
+            self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
+        return self._weight_params[key]
+
+    def with_model(self, model: ModelProto) -> "GraphPlan":
+        """The same for a model with other weights; layers keep their names, specs and bytes."""
+        return GraphPlan(self.recipe, self.target, self.layers, model)
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
-        """The same with some layers left alone."""
+        """The same with some layers kept in float."""
         gone = set(names)
-        return replace(self, layers=tuple(each.left(reason) if each.name in gone else each for each in self.layers))
+        return replace(
+            self, layers=tuple(each.kept_in_float(reason) if each.name in gone else each for each in self.layers)
+        )
 
     def __str__(self) -> str:
         head = ("layer", "type", "rule", "weight", "input", "bytes", "after", "")
@@ -181,36 +184,35 @@ def plan(
     fc     MatMul  0     int8/axis1/symmetric/onnx  -      4      6
     1 of 1 layers quantized by recipe 'w8a16' for onnxruntime; weights 4 -> 6 bytes
     """
-    wanted, aim = get_recipe(recipe), get_target(target)
+    recipe, target = get_recipe(recipe), get_target(target)
     graph = Graph(model)
-    found = list(layers_of(graph))
-    if not found and wanted.rules:
+    layers = list(layers_of(graph))
+    if not layers and recipe.rules:
         raise UnsupportedError(
             "the model has no Conv, MatMul, Gemm or Gather with a constant weight: there is nothing to quantize"
         )
-    usable = [layer.name for layer in found if not layer.reason]
-    ends = (usable[0], usable[-1]) if usable else ("", "")
-    seen = [Seen(each.name, each.types, each.name == ends[0], each.name == ends[1]) for each in found]
-    wanted.check_matched(seen)
-    skipped = _skipped([layer.name for layer in found], skip)
+    usable = [layer.name for layer in layers if not layer.reason]
+    first, last = (usable[0], usable[-1]) if usable else ("", "")
+    rule_layers = [RuleLayer(each.name, each.types, each.name == first, each.name == last) for each in layers]
+    recipe.check_matched(rule_layers)
+    skipped = _skipped([layer.name for layer in layers], skip)
     lines = []
-    for about, layer in zip(seen, found, strict=True):
-        decision = wanted.resolve(about.name, about.types, first=about.first, last=about.last)
-        lines.append(_plan_layer(graph, layer, decision, aim, skipped=layer.name in skipped))
-    return GraphPlan(wanted, aim, tuple(lines), model)
+    for each, layer in zip(rule_layers, layers, strict=True):
+        decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
+        lines.append(_plan_layer(graph, layer, decision, target, skipped=layer.name in skipped))
+    return GraphPlan(recipe, target, tuple(lines), model)
 
 
 def _skipped(names: list[str], patterns: Iterable[str]) -> set[str]:
-    given = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    found: set[str] = set()
-    for pattern in given:
+    skipped: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else tuple(patterns):
         matched = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             raise SpecError(
                 f"skip={pattern!r} matches no layer{closest(pattern, names)} qo.plan and --dry-run show their names"
             )
-        found |= matched
-    return found
+        skipped |= matched
+    return skipped
 
 
 def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:
@@ -221,34 +223,34 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     before = before if layer.shape else 0
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
     given = None if layer.node.op_type == "Gather" else decision.input
-    reason = layer.reason or ("" if given is None else _unsuited(layer, target))
+    reason = layer.reason or ("" if given is None else _runtime_problem(layer, target))
     if reason:
-        return line.left(reason)
+        return line.kept_in_float(reason)
     if skipped or decision.skip or rule is None:
-        return line.left("skipped" if skipped else "no rule matches" if rule is None else "excluded")
+        return line.kept_in_float("skipped" if skipped else "no rule matches" if rule is None else "excluded")
     if decision.weight is None:
-        return line.left("its rule names no spec for its weight")
+        return line.kept_in_float("its rule names no spec for its weight")
     weight = _placed(decision.weight, layer)
     if given is not None and not layer.depthwise:  # others add no products that could saturate
         weight = target.weight_spec(weight)
-    reason = _misfit(weight, layer) or _unknown(graph, layer, weight)
+    reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
     if reason:
-        return line.left(reason)
-    reason = "" if given is None else _unfit(given)
+        return line.kept_in_float(reason)
+    reason = "" if given is None else activation_problem(given)
     if reason:
-        return line.left(reason)
+        return line.kept_in_float(reason)
     slow = given is not None and given.bits == SLOW_BITS
     note = "ONNX Runtime runs 16-bit activations in float on CPUs" if slow and target.runtime == "onnxruntime" else ""
     after = _stored(weight, layer)
     return replace(line, weight=weight, input=given, observer=decision.observer, nbytes_after=after, note=note)
 
 
-def _unsuited(layer: Layer, target: Target) -> str:
+def _runtime_problem(layer: Layer, target: Target) -> str:
     if target.runtime != "onnxruntime":
         return ""
     if layer.node.op_type == "ConvTranspose":
         return "ONNX Runtime has no ConvTranspose in integers"
-    if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < FEWEST:
+    if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS:
         return f"input channels: {layer.shape[1]}, of which integers take longer than floats"
     return ""
 
@@ -262,7 +264,8 @@ def _placed(spec: QuantSpec, layer: Layer) -> QuantSpec:
     return spec
 
 
-def _misfit(spec: QuantSpec, layer: Layer) -> str:
+def weight_problem(spec: QuantSpec, layer: Layer) -> str:
+    """Why a layer's weight cannot have that spec in a file; "" where it can."""
     kind = spec.granularity
     if not spec.format.is_integer:
         return f"ONNX Runtime computes with integers, and {spec.format.name} is none: use w8a8 or w8a16"
@@ -280,13 +283,14 @@ def _misfit(spec: QuantSpec, layer: Layer) -> str:
     return ""
 
 
-def _unknown(graph: Graph, layer: Layer, spec: QuantSpec) -> str:
+def _rank_problem(graph: Graph, layer: Layer, spec: QuantSpec) -> str:
     if layer.node.op_type == "Gather" and isinstance(spec.granularity, PerGroup) and graph.shape(layer.data) is None:
         return "how many axes its indices have is not known, which groups need"
     return ""
 
 
-def _unfit(spec: QuantSpec) -> str:
+def activation_problem(spec: QuantSpec) -> str:
+    """Why activations cannot have that spec in a file; "" where they can."""
     if isinstance(spec.granularity, PerToken) or not isinstance(spec.granularity, PerTensor):
         return f"activations of a file have one scale per tensor, got {spec}"
     return "" if spec.scale_format == "float" else f"ONNX files cannot hold activations of {spec}"
@@ -300,3 +304,15 @@ def _stored(spec: QuantSpec, layer: Layer) -> int:
     least = 4 if layer.node.op_type in {"MatMul", "Gemm"} else 8  # other operators take no 4-bit types
     bits = next(width for width in (4, 8, 16) if width >= max(spec.bits, least))
     return -(-count * bits // 8) + sets * FLOAT_BYTES + -(-sets * bits // 8)
+
+
+def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
+    """The parameters of a weight: its min-max range, and below 8 bits the MSE-optimal range.
+
+    >>> import numpy as np
+    >>> weight_params(np.float32([[127.0]]), QuantSpec.parse("int8/axis0")).scale
+    array([1.], dtype=float32)
+    """
+    if spec.bits >= MINMAX_BITS:
+        return QuantParams.from_data(spec, weight)
+    return MSE(granularity=spec.granularity).observe(weight).params(spec)

@@ -124,9 +124,9 @@ def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Fee
     >>> next(recorded_inputs(made, ["fc"], [{"x": np.float32([[2.0]])}]))
     {'fc': array([[2.]], dtype=float32)}
     """
-    wanted = {name: plan.found[name].data for name in names}
+    wanted = {name: plan.layers_by_name[name].data for name in names}
     for tensors in record(plan.model, wanted.values(), samples):
-        yield {name: part_of(plan.found[name], tensors[tensor]) for name, tensor in wanted.items()}
+        yield {name: part_of(plan.layers_by_name[name], tensors[tensor]) for name, tensor in wanted.items()}
 
 
 SEARCH_SAMPLES = 1  # samples on which layers are searched; whether it helps to leave them out is judged on all
@@ -167,7 +167,7 @@ class Switches:
         graph = Graph(model)
         by_name = {graph.node_name(node): node for node in graph.nodes}
         for line in plan.quantized:
-            layer, node = plan.found[line.name], by_name[line.name]
+            layer, node = plan.layers_by_name[line.name], by_name[line.name]
             if line.weight is None:
                 continue
             place = 0 if layer.node.op_type == "Gather" else 1
@@ -185,7 +185,7 @@ class Switches:
     def _quantize(self, plan: GraphPlan, graph: Graph, tensor: str, params: QuantParams) -> None:
         """Put a quantizer with a switch behind a tensor; it belongs to the layers that read or make it."""
         flag = f"{tensor}//input"
-        owners = [name for name in self.layers if plan.found[name].data == tensor]
+        owners = [name for name in self.layers if plan.layers_by_name[name].data == tensor]
         owners = owners or [name for name in self.layers if _makes(plan, name, tensor)]
         for name in owners:
             self._of_layer[name].append(flag)
@@ -266,7 +266,7 @@ def _rounding(graph: Graph, name: str, params: QuantParams, result: str) -> Node
 
 def _makes(plan: GraphPlan, name: str, tensor: str) -> bool:
     """Whether a tensor is a layer's result, or what a Relu or Clip makes of it."""
-    result = plan.found[name].node.output[0]
+    result = plan.layers_by_name[name].node.output[0]
     producer = plan.graph.producer(tensor)
     return tensor == result or (
         producer is not None and producer.op_type in {"Relu", "Clip"} and producer.input[0] == result

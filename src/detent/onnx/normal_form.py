@@ -1,27 +1,29 @@
-"""Preparing: any model in the one form that planning reads.
+"""Any model in the one form that plans are made for: ``qo.prepare``.
 
-Constants are initializers, whether the file has Constant nodes, constants computed from constants, or lists them among
-the inputs; every node has a name of its own; what can be folded into a layer is; nothing that is read by nobody stays.
-What the model computes stays the same, but for the last bits that folding changes.
+Functions are inlined; the opset is one that has the quantizers; constants are initializers, whether the file has
+Constant nodes, constants computed from constants, or lists them among the inputs; every node has a name of its own;
+batch norm and constants after a layer are folded into it; unread constants are dropped. What the model computes stays
+the same, but for the last bits that folding changes.
 
-Converting: a model in the operator set that its quantizers need.
+No data are needed: inputs only serve to compare a converted model with the original. ONNX Runtime computes constants;
+those that another machine may round differently are handed out, so that ``qo.rewrite`` can put them back.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, version_converter
 
-from detent.errors import UnsupportedError
+from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx_model.files import SAVE_LIMIT, ModelSource, load, nbytes_of
 from detent.onnx_model.graph import MAIN, Graph, array_of, subgraphs
 from detent.onnx_model.sessions import make_session
 
-__all__ = ["convert", "needed_opset", "prepare"]
+__all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
 PER_AXIS, BLOCKED = 13, 21  # the first operator sets with quantizers of those kinds
 NEWEST_IR = 10
@@ -37,13 +39,16 @@ def needed_opset(*, low_bits: bool) -> int:
     return BLOCKED if low_bits else PER_AXIS
 
 
-def convert(model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None) -> ModelProto:
+def convert(
+    model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
+) -> ModelProto:
     """The model in at least that operator set, with an IR version that runtimes read.
 
     Args:
         model: is not changed where it is old enough to be converted.
         opset: of ONNX's own operators; others are kept.
         feed: inputs on which the converted model is compared with the original.
+        ir_version: of the result; None for the oldest that its quantizers need.
 
     Raises:
         UnsupportedError: an operator cannot be converted, or computes something else afterwards.
@@ -70,7 +75,8 @@ def convert(model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | No
         converted.metadata_props.extend(
             each for each in model.metadata_props if each.key not in {old.key for old in converted.metadata_props}
         )
-    converted.ir_version = min(max(converted.ir_version, 8 if opset < BLOCKED else NEWEST_IR), NEWEST_IR)
+    needed_ir = min(max(converted.ir_version, 8 if opset < BLOCKED else NEWEST_IR), NEWEST_IR)
+    converted.ir_version = needed_ir if ir_version is None else ir_version
     if found < opset and feed is not None:
         _compare(model, converted, feed, (found, opset))
     return converted
@@ -104,6 +110,11 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
 LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
+_EXACT = (  # operators that move data, or round each element once as IEEE 754 says
+    *("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather"),
+    *("GatherElements", "GatherND", "Shape", "Size", "Cast", "Where", "Equal", "Less", "Greater", "Not", "And", "Or"),
+    *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Relu", "Floor", "Ceil"),
+)
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
@@ -131,24 +142,49 @@ def prepare(
     >>> [node.op_type for node in made.graph.node], made.graph.initializer[0].name, made.graph.node[0].name
     (['Mul'], 'c', 'Mul_y')
     """
-    model = load(source)
+    return to_normal_form(load(source), needed_opset(low_bits=low_bits), feed=feed, force=force).model
+
+
+class NormalForm(NamedTuple):
+    """A model in the form that plans are made for, and the computed constants that cannot be recomputed to the bit."""
+
+    model: ModelProto
+    constants: Mapping[str, NDArray[Any]]
+
+
+def to_normal_form(
+    model: ModelProto,
+    opset: int,
+    *,
+    ir_version: int | None = None,
+    constants: Mapping[str, NDArray[Any]] | None = None,
+    feed: Mapping[str, NDArray[Any]] | None = None,
+    force: bool = False,
+) -> NormalForm:
+    """Bring a checked model, which is changed, into the form that plans are made for.
+
+    Args:
+        model: as ``load`` gives it.
+        opset, ir_version, feed: see ``convert``.
+        constants: values to use in place of those that ONNX Runtime computes here, as a result's ``constants``.
+        force: accept models that are quantized already.
+    """
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _refuse(model, force=force)
     graph = Graph(model)
     _take_inputs_out(graph)
     _constants_as_initializers(graph)
-    model = convert(graph.finish(), needed_opset(low_bits=low_bits), feed)
-    graph = Graph(model)
+    graph = Graph(convert(graph.finish(), opset, feed, ir_version))
     _constants_as_initializers(graph)  # the converter makes some
     _name_nodes(graph)
     _drop_identities(graph)
-    _compute_constants(graph)
+    computed = _compute_constants(graph, constants)
     _turn_weights(graph)
     _flatten_biases(graph)
     fold(graph)
     graph.drop_unread()
-    return _with_shapes(graph.finish())
+    return NormalForm(_with_shapes(graph.finish()), computed)
 
 
 def _refuse(model: ModelProto, *, force: bool) -> None:
@@ -244,31 +280,76 @@ def _flatten_biases(graph: Graph) -> None:
                 graph.give(node, 2, graph.add_constant(f"{node.input[2]}_flat", flat))
 
 
-def _compute_constants(graph: Graph) -> None:
-    """Replace nodes that read nothing but constants by what they compute."""
-    known, found = set(graph.constants), []
+def _compute_constants(graph: Graph, given: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
+    """Replace nodes that read nothing but constants by what they compute; returns what may round differently elsewhere.
+
+    ``given`` holds such values of another run, which are used instead.
+    """
+    nodes = _constant_nodes(graph)
+    inside = {id(node) for node in nodes}
+    results = sorted({name for node in nodes for name in node.output if name})
+    read = [
+        name
+        for name in results
+        if name in graph.outputs or any(id(reader) not in inside for reader in graph.consumers(name))
+    ]
+    values = _evaluate(graph, nodes, read) if nodes else None
+    if values is None:
+        _check_given(given, {})
+        return {}
+    keep = {name for name in read if name in graph.outputs}
+    inexact = _inexact_results(nodes)
+    computed = {name: values[name] for name in read if name not in keep and name in inexact and _is_float(values[name])}
+    _check_given(given, computed)
+    values.update(given or {})
+    for name, value in values.items():
+        if name not in keep:
+            graph.constants[name] = numpy_helper.from_array(value, name)
+    graph.remove([node for node in nodes if not keep & set(node.output)])
+    return computed if given is None else dict(given)
+
+
+def _constant_nodes(graph: Graph) -> list[NodeProto]:
+    """The nodes that read nothing but constants, and can be computed once."""
+    known, nodes = set(graph.constants), []
     for node in graph.nodes:
         fixed = node.op_type not in {*_RANDOM, *_GROWING, *QUANTIZERS} and not any(subgraphs(node))
         fixed = fixed and node.domain in MAIN
         if fixed and node.input and all(name in known or not name for name in node.input):
-            found.append(node)
+            nodes.append(node)
             known.update(node.output)
-    if not found:
+    return nodes
+
+
+def _inexact_results(nodes: list[NodeProto]) -> set[str]:
+    """The results that another machine, or another number of threads, may round differently."""
+    inexact: set[str] = set()
+    for node in nodes:
+        if node.op_type not in _EXACT or inexact & set(node.input):
+            inexact.update(node.output)
+    return inexact
+
+
+def _is_float(value: NDArray[Any]) -> bool:
+    return value.dtype in (np.float32, np.float64)
+
+
+def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse constants of decisions that are not those that this model computes."""
+    if given is None:
         return
-    inside = {name for node in found for name in node.output if name}
-    wanted = [
-        name
-        for name in sorted(inside)
-        if name in graph.outputs or any(id(reader) not in {id(n) for n in found} for reader in graph.consumers(name))
-    ]
-    values = _evaluate(graph, found, wanted)
-    if values is None:
-        return
-    keep = {name for name in wanted if name in graph.outputs}
-    for name, value in values.items():
-        if name not in keep:
-            graph.constants[name] = numpy_helper.from_array(value, name)
-    graph.remove([node for node in found if not keep & set(node.output)])
+    if set(given) != set(computed):
+        unknown, missing = sorted(set(given) - set(computed)), sorted(set(computed) - set(given))
+        raise SpecError(f"decisions: constants do not fit the model: unknown {unknown}, missing {missing}")
+    for name, value in given.items():
+        here = computed[name]
+        if (value.dtype, value.shape) != (here.dtype, here.shape):
+            raise SpecError(
+                f"decisions: constant {name!r} must be {here.dtype} of shape {here.shape}, got {value.dtype} of shape "
+                f"{value.shape}"
+            )
+        if not np.array_equal(np.isnan(value), np.isnan(here)):
+            raise SpecError(f"decisions: constant {name!r} must hold NaN only where the model computes it")
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[str, NDArray[Any]] | None:

@@ -1,6 +1,11 @@
-"""Quantizing: an ONNX file and data in, a quantized file and a report out. The steps are functions of their own.
+"""``qo.quantize``: an ONNX file and data in, a quantized file and a report out.
 
-QuantizeReport: what was done to a model, and what it costs.
+::
+
+    load -> decide -> rewrite -> compare -> save
+
+``decide`` runs one accuracy pass after the other, each in a module of its own; what it returns is all that ``rewrite``
+needs. ``QuantizeReport`` says what was done to a model, and what it costs.
 """
 
 import json
@@ -15,28 +20,48 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto
 
+from detent import __version__
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
 from detent.metrics import sqnr_db
+from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
-from detent.onnx.calibration import Progress, calibrate, choose_clipped, choose_params, tensor_groups
-from detent.onnx.equalization import equalize as equalize_channels
+from detent.onnx.calibration import (
+    Progress,
+    calibrate,
+    choose_clipped,
+    choose_params,
+    range_decisions,
+    tensor_groups,
+)
+from detent.onnx.decisions import Decisions, Equalized, Smoothed
 from detent.onnx.float_fallback import choose_float
 from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
-from detent.onnx.normal_form import prepare
-from detent.onnx.quantized_graph import insert
-from detent.onnx.smoothquant import smooth as smooth_inputs
-from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
-from detent.onnx_model.files import ModelSource, load, nbytes_of, save
+from detent.onnx.normal_form import needed_opset, to_normal_form
+from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
+from detent.onnx_model.batches import Batches, BatchSource, open_batches
+from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import Graph
-from detent.onnx_model.provenance import digest_of
 from detent.onnx_model.sessions import INTEGER, kernels_of, make_session
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
 from detent.tables import table_lines
 
-__all__ = ["LayerReport", "QuantizeReport", "output_sqnr", "quantize"]
+__all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
+
+
+Feed = dict[str, NDArray[Any]]
+KeepFloat = Literal["auto", "none"]
+
+COMPARED_BATCHES = 8  # that equalization and SmoothQuant are compared on
+FALLBACK_BATCHES = 2  # that float fallback is compared on
+EVALUATION_BATCHES = 4  # that the outputs are compared on
+FALLBACK_REASON = "it alone causes more than a quarter of the noise"
+WEIGHT_ONLY_HINT = (
+    "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
+    "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
+)
 
 
 @dataclass(frozen=True)
@@ -144,22 +169,53 @@ class QuantizeReport:
         return "\n".join([*lines, *self.hints])
 
 
-Feed = dict[str, NDArray[Any]]
-SAMPLES = 8  # batches that channels are made even on
-JUDGED = 4  # batches that the outputs are compared on
-DEFAULTS: dict[str, object] = {
-    "observer": None,
-    "skip": [],
-    "keep_float": "auto",
-    "bias_correction": True,
-    "equalize": True,
-    "smooth": True,
-    "seed": 0,
-}
-WEIGHT_ONLY_HINT = (
-    "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
-    "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
-)
+@dataclass(frozen=True)
+class _Options:
+    """What a call of ``quantize`` or ``decide`` says beside model and data; each option once, with its default."""
+
+    observer: ObserverLike | None = None
+    skip: Iterable[str] = ()
+    keep_float: KeepFloat = "auto"
+    bias_correction: bool = True
+    equalize: bool = True
+    smooth: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        if self.keep_float not in {"auto", "none"}:
+            raise SpecError(
+                f"keep_float is 'auto' or 'none', got {self.keep_float!r}; skip= names layers to leave in float"
+            )
+
+    def to_json(self) -> str:
+        """The options that are not the defaults; "" where there are none."""
+        given: dict[str, object] = {
+            **vars(self),
+            "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
+        }
+        defaults = vars(_Options())
+        changed = {name: value for name, value in given.items() if value != defaults[name]}
+        return json.dumps(changed) if changed else ""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How calibration runs, which decides nothing."""
+
+    memory_budget: int | None = None
+    progress: Progress | None = None
+    checkpoint: str | PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """Decisions, and what else a report needs: the plan as it was carried out, sample batches, accuracy passes."""
+
+    decisions: Decisions
+    plan: GraphPlan
+    samples: tuple[Feed, ...] = ()
+    steps: tuple[str, ...] = ()
 
 
 def quantize(  # noqa: PLR0913 - the options of the main job
@@ -181,26 +237,26 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     seed: int = 0,
     force: bool = False,
 ) -> QuantizeReport:
-    """Quantize a model file.
+    """Quantize a model file: ``decide``, then ``rewrite``, then compare both models and save.
 
     Args:
         model: a path or a ModelProto, in float32.
         output: the file to write; an existing one is replaced in one step.
-        data: batches to calibrate with: an iterable of dicts, tuples or arrays, an .npz, or a folder of .npz or .npy
+        data: calibration batches: an iterable of dicts, tuples or arrays, an .npz, or a directory of .npz or .npy
             files; not needed for weight-only recipes.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: what it is to run on.
-        observer: of activations; None chooses between all and the range of least error, tensor by tensor.
-        skip: names of nodes to leave in float, or globs of them.
-        keep_float: "auto" leaves small layers in float that alone cause over a quarter of the noise at the outputs.
+        observer: of activations; None chooses the min-max or the MSE-optimal range, tensor by tensor.
+        skip: names of nodes to keep in float, or globs of them.
+        keep_float: "auto" keeps small layers in float that alone cause over a quarter of the noise at the outputs.
         bias_correction: add the mean error of a layer's output to its bias.
-        equalize: make the channels between convolutions equally large, where that helps.
-        smooth: move outliers in the inputs of matrix products into their weights, where that helps.
+        equalize: cross-layer equalization of convolutions, where that helps.
+        smooth: SmoothQuant of matmuls, where that helps.
         memory_budget: bytes of activations that calibration may hold at once.
         progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
         checkpoint: a file from which an interrupted calibration goes on.
-        seed: of the rows that smoothing is judged on.
-        force: take models that are quantized already.
+        seed: random seed for the rows that SmoothQuant is compared on.
+        force: accept models that are quantized already.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and there are no data.
@@ -216,70 +272,146 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     'MatMulIntegerToFloat'
     """
     start = time.perf_counter()
-    if keep_float not in {"auto", "none"}:
-        raise SpecError(f"keep_float is 'auto' or 'none', got {keep_float!r}; skip= names layers to leave in float")
-    wanted, aim = get_recipe(recipe), get_target(target)
-    original = load(model)
-    batches = _checked_data(original, data, wanted)
+    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
+    recipe, target = get_recipe(recipe), get_target(target)
+    original = load_model(model)
+    run = _Run(memory_budget, progress, checkpoint)
+    decided = _decide(original, data, recipe, target, options, run, force=force)
+    quantized = rewrite(original, decided.decisions)
+    errors = output_sqnr(original, quantized, decided.samples[:EVALUATION_BATCHES]) if decided.samples else {}
+    return _finish(Path(output), decided, original.nbytes, quantized, errors, start)
+
+
+def decide(  # noqa: PLR0913 - the options of the main job
+    model: ModelSource,
+    data: BatchSource | None = None,
+    recipe: RecipeLike = "w8a8",
+    *,
+    target: Target | str = "onnxruntime",
+    observer: ObserverLike | None = None,
+    skip: Iterable[str] = (),
+    keep_float: KeepFloat = "auto",
+    bias_correction: bool = True,
+    equalize: bool = True,
+    smooth: bool = True,
+    memory_budget: int | None = None,
+    progress: Progress | None = None,
+    checkpoint: str | PathLike[str] | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> Decisions:
+    """Decide how to quantize a model: all that ``qo.quantize`` decides, for ``qo.rewrite`` to apply.
+
+    The arguments and errors are those of ``qo.quantize``.
+
+    >>> import numpy as np, detent.onnx as qo
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {127.0}> { [fc] y = MatMul(x, w) }''')
+    >>> decisions = qo.decide(model, [np.float32([[51.0]])])
+    >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
+    (array([1.], dtype=float32), (51.0, 51.0))
+    """
+    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
+    recipe, target = get_recipe(recipe), get_target(target)
+    run = _Run(memory_budget, progress, checkpoint)
+    return _decide(load_model(model), data, recipe, target, options, run, force=force).decisions
+
+
+def _decide(
+    original: LoadedModel,
+    data: BatchSource | None,
+    recipe: Recipe,
+    target: Target,
+    options: _Options,
+    run: _Run,
+    *,
+    force: bool,
+) -> _Decided:
+    batches = _checked_data(original, data, recipe)
     first = None if batches is None else batches.check_first()
-    size, opset, source = nbytes_of(original), Graph(original).opset, digest_of(original)
-    prepared = prepare(original, low_bits=_needs_low_bits(wanted), feed=first, force=force)
-    del original  # a large model is large, and the source is still there
-    made = plan(prepared, wanted, target=aim, skip=skip)
-    path, steps = Path(output), list[str]()
-    chosen = {
-        "observer": None if observer is None else str(get_observer_spec(observer)),
-        "skip": [skip] if isinstance(skip, str) else list(skip),
-        "keep_float": keep_float,
-        "bias_correction": bias_correction,
-        "equalize": equalize,
-        "smooth": smooth,
-        "seed": seed,
-    }
-    if batches is None:
-        if opset < made.graph.opset:
-            steps.append(f"converted from operator set {opset} to {made.graph.opset}; not compared, without data")
-        return _finish(path, made, size, insert(made, source=source, options=_changed(chosen)), {}, steps, start)
-    if memory_budget is not None:  # whether it fits is told before anything takes long
-        tensor_groups(made, batches, memory_budget)
-    samples = batches.peek(SAMPLES) if equalize or smooth else []
-    if equalize:
-        equalized, even = equalize_channels(made, samples)
-        steps += map(str, even)
-        made = replace(made, model=equalized)  # layers keep their names, specs and bytes
-    if smooth:
-        smoothed, done = smooth_inputs(made, samples, seed=seed)
-        steps += map(str, done)
-        made = replace(made, model=smoothed)
-    seen = calibrate(
-        made,
-        batches,
-        observer=observer,
-        memory_budget=memory_budget,
-        progress=True if progress is None else progress,
-        checkpoint=checkpoint,
+    own_opset = Graph(original.proto).opset
+    prepared = to_normal_form(load(original), needed_opset(low_bits=_needs_low_bits(recipe)), feed=first, force=force)
+    graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
+    facts = Decisions(
+        written_by=__version__,
+        target=target.name,
+        opset=graph_plan.graph.opset,
+        ir_version=prepared.model.ir_version,
+        source=original.digest,
+        recipe=recipe.to_json(),
+        options=options.to_json(),
+        constants=prepared.constants,
     )
-    params = choose_params(made, seen, choose_clipped(made, seen) if observer is None else None)
-    if keep_float == "auto":
-        hurting = choose_float(made, params, seen.samples[:2])
-        steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in hurting.items()]
-        made = made.without(hurting, "it alone causes more than a quarter of the noise")
-        params = choose_params(made, seen, None) | params if hurting else params
-    biases = corrected_biases(made, seen, params) if bias_correction else {}
-    quantized = insert(made, seen, params=params, biases=biases, source=source, options=_changed(chosen))
-    errors = output_sqnr(model, quantized, seen.samples[:JUDGED])
-    return _finish(path, made, size, quantized, errors, steps, start)
+    if batches is not None:
+        return _decide_with_data(facts, graph_plan, batches, options, run)
+    steps: tuple[str, ...] = ()
+    if own_opset < facts.opset:
+        steps = (f"converted from operator set {own_opset} to {facts.opset}; not compared, without data",)
+    return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
 
-def _changed(chosen: Mapping[str, Any]) -> str:
-    """The options that are not the defaults, as JSON; "" where there are none."""
-    found = {name: value for name, value in chosen.items() if value != DEFAULTS[name]}
-    return json.dumps(found) if found else ""
+def _decide_with_data(
+    facts: Decisions, graph_plan: GraphPlan, batches: Batches, options: _Options, run: _Run
+) -> _Decided:
+    if run.memory_budget is not None:  # fail early if the budget is too small
+        tensor_groups(graph_plan, batches, run.memory_budget)
+    graph_plan, equalized, smoothed = _balanced(graph_plan, batches, options)
+    calibration = calibrate(
+        graph_plan,
+        batches,
+        observer=options.observer,
+        memory_budget=run.memory_budget,
+        progress=True if run.progress is None else run.progress,
+        checkpoint=run.checkpoint,
+    )
+    placements = graph_plan.placements(calibration.ranges)
+    clipped = choose_clipped(graph_plan, calibration, placements) if options.observer is None else None
+    params = choose_params(placements, calibration, clipped)
+    shares: dict[str, float] = {}
+    if options.keep_float == "auto":
+        shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
+    if shares:
+        graph_plan = graph_plan.without(shares, FALLBACK_REASON)
+        placements = graph_plan.placements(calibration.ranges)
+        new = choose_params(placements, calibration)
+        clipped = None if clipped is None else clipped | (set(new) - set(params))
+        params = new | params
+    biases = corrected_biases(graph_plan, calibration, params) if options.bias_correction else {}
+    placements, used = placed(graph_plan, placements, params)
+    decisions = replace(
+        facts,
+        data=calibration.fingerprint,
+        equalized=equalized,
+        smoothed=smoothed,
+        placements=tuple(placements),
+        ranges=range_decisions(used, calibration, clipped),
+    )
+    layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
+    steps = [*map(str, equalized), *map(str, smoothed)]
+    steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in shares.items()]
+    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, tuple(steps))
 
 
-def _checked_data(model: ModelProto, data: BatchSource | None, recipe: Recipe) -> Batches | None:
+def _balanced(
+    graph_plan: GraphPlan, batches: Batches, options: _Options
+) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
+    """The plan for the model with equalized and smoothed channels, and their factors."""
+    equalized: tuple[Equalized, ...] = ()
+    smoothed: tuple[Smoothed, ...] = ()
+    samples = batches.peek(COMPARED_BATCHES) if options.equalize or options.smooth else []
+    if options.equalize:
+        equalized = equalization.choose(graph_plan, samples)
+        graph_plan = graph_plan.with_model(equalization.apply(graph_plan.model, equalized))
+    if options.smooth:
+        smoothed = smoothquant.choose(graph_plan, samples, seed=options.seed)
+        graph_plan = graph_plan.with_model(smoothquant.apply(graph_plan.model, smoothed))
+    return graph_plan, equalized, smoothed
+
+
+def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) -> Batches | None:
     if data is not None:
-        return open_batches(data, inputs_of(model))
+        return open_batches(data, model.inputs)
     if any(rule.input is not None or rule.output is not None for rule in recipe.rules):
         raise NotCalibratedError(
             f"recipe {recipe.name or recipe!r} quantizes activations, whose ranges only data can tell: give data= "
@@ -324,16 +456,16 @@ def output_sqnr(
 
 def _finish(
     path: Path,
-    made: GraphPlan,
+    decided: _Decided,
     size: int,
-    after: ModelProto,
+    quantized: ModelProto,
     errors: Mapping[str, float],
-    steps: list[str],
     start: float,
 ) -> QuantizeReport:
-    kernels = kernels_of(after)  # which loads the model: a file that nothing loads is not written
-    by_weight = {made.found[name].weight: kernel for name, kernel in kernels.items() if name in made.found}
-    written = save(after, path)
+    kernels = kernels_of(quantized)  # which loads the model: a file that nothing loads is not written
+    by_name = decided.plan.layers_by_name
+    by_weight = {by_name[name].weight: kernel for name, kernel in kernels.items() if name in by_name}
+    written = save(quantized, path)
     layers = tuple(
         LayerReport(
             each.name,
@@ -341,21 +473,21 @@ def _finish(
             "" if each.weight is None else str(each.weight),
             "" if each.input is None else str(each.input),
             each.reason,
-            kernels.get(each.name, by_weight.get(made.found[each.name].weight, "") if each.is_quantized else ""),
+            kernels.get(each.name, by_weight.get(by_name[each.name].weight, "") if each.is_quantized else ""),
             each.note,
         )
-        for each in made.layers
+        for each in decided.plan.layers
     )
     hints = (WEIGHT_ONLY_HINT,) if any(layer.kernel == "MatMulNBits" for layer in layers) else ()
     return QuantizeReport(
         path,
-        made,
+        decided.plan,
         size,
         written,
         layers,
         next(iter(errors.values()), None),
         errors,
         time.perf_counter() - start,
-        tuple(steps),
+        decided.steps,
         hints,
     )

@@ -1,9 +1,9 @@
-"""Placing: behind which tensors quantizers stand, so that runtimes find integer operators to fuse.
+"""Placement: behind which tensors Q/DQ pairs stand, so that runtimes find integer operators to fuse.
 
 A *chain* is a stretch of a network that can run in integers: the result of a quantized Conv or Gemm, behind the Relu
-or Clip that follows it, and what Add, Mul, Sigmoid, pools and Concat make of such results. Its tensors have quantizers
-that everybody reads from. Tensors outside of chains have one where a quantized layer reads them, for that layer alone:
-so inputs of MatMul are quantized and their results are not, and attention, normalisation and activation functions stay
+or Clip that follows it, and what Add, Mul, Sigmoid, pools and Concat make of such results. Its tensors have Q/DQ pairs
+that all readers read from. Tensors outside of chains have one where a quantized layer reads them, for that layer alone:
+so inputs of MatMul are quantized and their results are not, and attention, normalization and activation functions stay
 float. What leads to no quantized layer any more stays float, too.
 
 Operators that move data only (MaxPool, Reshape, Transpose, ...) have the same parameters before and behind them. A
@@ -12,17 +12,17 @@ and gates that come from outside (the sigmoid of a squeeze-and-excitation block)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 from onnx import NodeProto, TensorProto
 
+from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx_model.graph import Graph, attribute_of, reads
 from detent.onnx_model.layers import Layer
 from detent.spec import QuantSpec
 
-__all__ = ["Place", "place"]
+__all__ = ["place_quantizers"]
 
 PRODUCTS = ("Conv", "Gemm")
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
@@ -41,50 +41,17 @@ MOVING = (
 PAIRED = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
 PAIR = 2
-MIXED = 4.0  # inputs of a Concat whose ranges differ by more keep their own precision only in float
-Ends = tuple[float, float]
+MAX_RANGE_RATIO = 4.0  # inputs of a Concat whose ranges differ by more keep their own precision only in float
+Range = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Place:
-    """A tensor behind which a quantizer stands.
-
-    Attributes:
-        tensor: its name.
-        spec: how it is quantized.
-        group: the name of the tensor that its parameters are shared with; its own where it is the first.
-        readers: the names of the layers that read the quantized tensor; empty for everybody.
-        least, most: the bounds that a Relu or Clip before it enforces, which its range must not exceed.
-        origin, factor: the tensor whose codes it has, and what its scale is multiplied by; "" where it has its own.
-        constants: the numbers that its operator reads beside its chain.
-
-    >>> Place("x", QuantSpec("uint8"), "x", ("fc",)).is_chained
-    False
-    """
-
-    tensor: str
-    spec: QuantSpec
-    group: str
-    readers: tuple[str, ...] = ()
-    least: float = -np.inf
-    most: float = np.inf
-    origin: str = ""
-    factor: float = 1.0
-    constants: tuple[str, ...] = ()
-
-    @property
-    def is_chained(self) -> bool:
-        """Whether everybody reads it."""
-        return not self.readers
-
-
-def place(
+def place_quantizers(
     graph: Graph,
     layers: Mapping[str, Layer],
     specs: Mapping[str, QuantSpec],
-    ranges: Mapping[str, Ends] | None = None,
-) -> list[Place]:
-    """Where quantizers of activations stand, in the order of the graph.
+    ranges: Mapping[str, Range] | None = None,
+) -> list[QuantizerPlacement]:
+    """Where Q/DQ pairs of activations stand, in the order of the graph.
 
     Args:
         graph: of a prepared model.
@@ -96,8 +63,9 @@ def place(
     >>> from detent.onnx_model.layers import layers_of
     >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> place(graph, {layer.name: layer for layer in layers_of(graph)}, {"fc": QuantSpec("uint8")})[0].readers
-    ('fc',)
+    >>> layers = {layer.name: layer for layer in layers_of(graph)}
+    >>> [(each.tensor, each.readers) for each in place_quantizers(graph, layers, {"fc": QuantSpec("uint8")})]
+    [('x', ('fc',))]
     """
     return _Placer(graph, layers, specs, ranges).run()
 
@@ -108,7 +76,7 @@ class _Placer:
         graph: Graph,
         layers: Mapping[str, Layer],
         specs: Mapping[str, QuantSpec],
-        ranges: Mapping[str, Ends] | None,
+        ranges: Mapping[str, Range] | None,
     ) -> None:
         self.graph, self.layers, self.specs, self.ranges = graph, layers, specs, ranges
         self.by_node = {id(layer.node): layer for layer in layers.values()}
@@ -116,7 +84,7 @@ class _Placer:
         for name in specs:
             self.readers.setdefault(layers[name].data, []).append(name)
         self.leading = self._leading()
-        self.chain: dict[str, Place] = {}
+        self.chain: dict[str, QuantizerPlacement] = {}
         self.gates: dict[str, list[str]] = {}
         self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
 
@@ -128,7 +96,7 @@ class _Placer:
                 leading.update(reads(node))
         return leading
 
-    def run(self) -> list[Place]:
+    def run(self) -> list[QuantizerPlacement]:
         passed: set[int] = set()
         for node in self.graph.nodes:
             if id(node) in passed:
@@ -137,12 +105,14 @@ class _Placer:
             result = node.output[0] if bound is None else bound.output[0]
             spec = self._chain_spec(node)
             if spec is not None and result in self.leading and not self._escapes(node, bound):
-                least, most = (-np.inf, np.inf) if bound is None else _limits(self.graph, bound)
+                clip_min, clip_max = (-np.inf, np.inf) if bound is None else _limits(self.graph, bound)
                 constants = tuple(
                     name for name in node.input if node.op_type in PAIRED and name in self.graph.constants
                 )
-                wanted = self._wanted(result, spec)
-                self.chain[result] = Place(result, wanted, result, (), least, most, constants=constants)
+                finest = self._finest_spec(result, spec)
+                self.chain[result] = QuantizerPlacement(
+                    result, finest, result, (), clip_min, clip_max, constants=constants
+                )
                 self._quantize_gates(node, spec)
                 if bound is not None:
                     passed.add(id(bound))
@@ -150,21 +120,21 @@ class _Placer:
                 self._scale(node)
             elif node.op_type in MOVING and node.input[0] in self.chain and _only_moves(node):
                 self._move(node)
-        places = list(self.chain.values())
+        placements = list(self.chain.values())
         outside = {
             **self.readers,
             **{name: [*self.readers.get(name, ()), *nodes] for name, nodes in self.gates.items()},
         }
         for tensor, names in outside.items():
             if tensor not in self.chain:
-                spec = self._wanted(tensor, self.specs.get(names[0], self.gate_spec))
-                places.append(Place(tensor, spec, tensor, tuple(dict.fromkeys(names))))
-        return places
+                spec = self._finest_spec(tensor, self.specs.get(names[0], self.gate_spec))
+                placements.append(QuantizerPlacement(tensor, spec, tensor, tuple(dict.fromkeys(names))))
+        return placements
 
-    def _wanted(self, tensor: str, default: QuantSpec) -> QuantSpec:
-        """The spec of the layers that read it, the finest of them."""
-        wanted = [self.specs[name] for name in self.readers.get(tensor, ())]
-        return max(wanted, key=lambda spec: spec.bits, default=default)
+    def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
+        """The spec of the layers that read a tensor, that with most bits where they differ."""
+        specs = [self.specs[name] for name in self.readers.get(tensor, ())]
+        return max(specs, key=lambda spec: spec.bits, default=default)
 
     def _bound_behind(self, node: NodeProto) -> NodeProto | None:
         """The Relu or Clip that alone reads a node's result, where a quantizer can take over its work."""
@@ -237,19 +207,19 @@ class _Placer:
         source = next(self.chain[name] for name in node.input if name in self.chain)
         factor = self._scaled_by(node) or 1.0
         result = node.output[0]
-        self.chain[result] = Place(result, source.spec, result, origin=source.tensor, factor=factor)
+        self.chain[result] = QuantizerPlacement(result, source.spec, result, source_tensor=source.tensor, factor=factor)
 
     def _is_mixed(self, node: NodeProto) -> bool:
         if self.ranges is None or any(name not in self.ranges for name in node.input):
             return False
         widths = [high - low for low, high in (self.ranges[name] for name in node.input)]
-        return max(widths) > MIXED * min(widths)
+        return max(widths) > MAX_RANGE_RATIO * min(widths)
 
     def _move(self, node: NodeProto) -> None:
         source = self.chain[node.input[0]]
         for name in node.output if node.op_type == "Split" else node.output[:1]:
             if name in self.leading and name not in self.graph.outputs and name not in self.graph.captured:
-                self.chain[name] = Place(name, source.spec, source.group)
+                self.chain[name] = QuantizerPlacement(name, source.spec, source.group)
 
 
 def _only_moves(node: NodeProto) -> bool:
@@ -259,14 +229,14 @@ def _only_moves(node: NodeProto) -> bool:
     return True
 
 
-def _limits(graph: Graph, node: NodeProto) -> Ends:
+def _limits(graph: Graph, node: NodeProto) -> Range:
     """What a Relu or Clip enforces; NaN where that is no constant."""
     if node.op_type == "Relu":
         return 0.0, np.inf
-    ends = []
-    for place, default in ((1, -np.inf), (2, np.inf)):
-        name = node.input[place] if len(node.input) > place else ""
+    limits = []
+    for position, default in ((1, -np.inf), (2, np.inf)):
+        name = node.input[position] if len(node.input) > position else ""
         if name and name not in graph.constants:
             return np.nan, np.nan
-        ends.append(float(graph.array(name)) if name else default)
-    return ends[0], ends[1]
+        limits.append(float(graph.array(name)) if name else default)
+    return limits[0], limits[1]

@@ -1,7 +1,13 @@
-"""Inserting: quantizers written into a graph, as its plan says and its data have shown."""
+"""Decisions written into a graph: ``qo.rewrite``, and ``qo.insert`` for a plan.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+``rewrite`` looks at no data and searches nothing: normal form, equalization and SmoothQuant factors, Q/DQ pairs behind
+activations, weights as codes, biases as int32 codes, the Max nodes of ``ort_workarounds``, metadata. Every step follows
+from the model and its decisions, names included, which are counted up in the order of insertion. So the same model and
+decisions give the same bytes; ``REWRITE_VERSION`` in ``decisions`` changes with them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -9,50 +15,78 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent import __version__
-from detent.errors import NotCalibratedError
-from detent.onnx.calibration import Calibration, choose_params
-from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
+from detent.errors import NotCalibratedError, SpecError
+from detent.granularity import PerGroup
+from detent.onnx import equalization, smoothquant
+from detent.onnx.calibration import Calibration, choose_params, range_decisions
+from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, weight_problem
+from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.ort_workarounds import guard_float, share_floats
-from detent.onnx.placement import Place
+from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import Quantization, dequantize_node, gather, needs_clip, quantize_node
-from detent.onnx_model.targets import Container
+from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
+from detent.spec import QuantSpec
 
-__all__ = ["insert"]
+__all__ = ["insert", "layer_decisions", "placed", "rewrite"]
 
 Array = NDArray[Any]
-EIGHT = 8
-LARGEST_BIAS = (1 << 31) - 1
-ROOMY_BIAS = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
+
+MIN_WEIGHT_BITS = 8  # of the types that Conv and Gather take; MatMul and Gemm take 4 bits, too
+MAX_BIAS_CODE = (1 << 31) - 1
+ROOMY_BIAS_CODE = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
 
 
-@dataclass
-class _Stored:
-    """The constants of a quantized weight, and what they are dequantized to."""
+def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
+    """The quantized model that decisions make of a float model.
 
-    names: tuple[str, str, str]
-    how: Quantization
-    back: str = ""
+    Args:
+        model: the float model that the decisions were made for; a path or a ModelProto, which is not changed.
+        decisions: as ``qo.decide`` makes them, or changed since.
+
+    Raises:
+        SpecError, ParamsError: the decisions are for another model, or do not fit it; the message names the entry.
+        FileFormatError, UnsupportedError: see ``qo.quantize``.
+
+    >>> import detent.onnx as qo
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
+    >>> decisions = qo.decide(model, recipe="w8a16")
+    >>> [node.op_type for node in qo.rewrite(model, decisions).graph.node]
+    ['DequantizeLinear', 'MatMul']
+    """
+    if not isinstance(decisions, Decisions):
+        raise SpecError(f"decisions are a qo.Decisions, got {type(decisions).__name__}: qo.decide makes them")
+    original = load_model(model)
+    if decisions.source and decisions.source != original.digest:
+        raise SpecError(
+            f"the decisions were made for a model with digest {decisions.source}, this one has {original.digest}: give "
+            "that model, or decide again"
+        )
+    _check_opset(original.proto, decisions)
+    prepared = to_normal_form(
+        load(original) if original is model else original.proto,
+        decisions.opset,
+        ir_version=decisions.ir_version,
+        constants=decisions.constants,
+        force=True,
+    ).model
+    smoothed = smoothquant.apply(equalization.apply(prepared, decisions.equalized), decisions.smoothed)
+    return _write(smoothed, decisions)
 
 
-@dataclass
-class _Writer:
-    """What is written so far."""
-
-    plan: GraphPlan
-    graph: Graph
-    weights: dict[str, str]
-    activations: dict[str, str]
-    scales: dict[str, QuantParams]  # of the data that come to a node
-    constants: dict[str, tuple[str, str]]  # scale and zero point of a group
-    groups: dict[str, QuantParams]
-    codes: dict[str, str]
-    places: list[Place] = field(default_factory=list)
-    stored: dict[tuple[str, QuantParams, Container], _Stored] = field(default_factory=dict)
+def _check_opset(model: ModelProto, decisions: Decisions) -> None:
+    """Refuse opsets that the model would not have got."""
+    own = Graph(model).opset
+    allowed = {max(own, needed_opset(low_bits=low_bits)) for low_bits in (False, True)}
+    if decisions.opset not in allowed:
+        raise SpecError(f"decisions: opset must be one of {sorted(allowed)} for this model, got {decisions.opset}")
 
 
 def insert(
@@ -64,12 +98,12 @@ def insert(
     source: str = "",
     options: str = "",
 ) -> ModelProto:
-    """The quantized model.
+    """The quantized model of a plan.
 
     Args:
         plan: what is quantized; its model is not changed.
         calibration: what the data have shown; needed where activations are quantized.
-        params: parameters of tensors, by name, in place of those that ``choose_params`` finds.
+        params: parameters of tensors, by name, in place of those that the calibration gives.
         biases: of layers, by name, in place of their own.
         source, options: what the file says of the model it was made from and of the call, see ``Provenance``.
 
@@ -78,177 +112,97 @@ def insert(
 
     >>> from onnx import parser
     >>> import detent.onnx as qo
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''), "w8a16")
-    >>> [node.op_type for node in qo.insert(made).graph.node]
+    >>> [node.op_type for node in qo.insert(plan).graph.node]
     ['DequantizeLinear', 'MatMul']
     """
+    placements = plan.placements(None if calibration is None else calibration.ranges)
+    known = {} if calibration is None else choose_params(placements, calibration)
+    placements, known = placed(plan, placements, known | dict(params or {}))
+    decisions = Decisions(
+        written_by=__version__,
+        target=plan.target.name,
+        opset=plan.graph.opset,
+        ir_version=plan.model.ir_version,
+        source=source,
+        data="" if calibration is None else calibration.fingerprint,
+        recipe=plan.recipe.to_json(),
+        options=options,
+        placements=tuple(placements),
+        ranges=range_decisions(known, calibration),
+    )
+    layers = layer_decisions(plan, decisions.tensor_params(), biases or {})
     model = ModelProto()
     model.CopyFrom(plan.model)
-    writer = _Writer(plan, Graph(model), {}, {}, {}, {}, {}, {})
-    ranges = None if calibration is None else calibration.ranges
-    known = dict(params or {}) if calibration is None else choose_params(plan, calibration) | dict(params or {})
-    writer.places = plan.places(ranges)
-    for place in writer.places:
-        if place.origin:
-            _write_scaled(writer, place)
-            continue
-        given = known.get(place.group, writer.groups.get(place.group))
-        if given is None:
+    return _write(model, replace(decisions, layers=layers))
+
+
+def placed(
+    plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
+) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
+    """Placements with the specs of the parameters that their groups have, and these parameters.
+
+    Raises:
+        NotCalibratedError: a group has no parameters.
+    """
+    specs: dict[str, QuantSpec] = {}
+    with_specs, used = [], {}
+    for each in placements:
+        if each.source_tensor:
+            spec = specs[each.source_tensor]
+        elif each.group != each.tensor:
+            spec = specs[each.group]
+        elif each.group in params:
+            used[each.group] = params[each.group]
+            spec = params[each.group].spec
+        else:
             raise NotCalibratedError(
                 f"recipe {plan.recipe.name or plan.recipe!r} quantizes activations: calibrate with data first, or use "
                 "a weight-only recipe such as 'w8a16'"
             )
-        _write_activation(writer, place, given)
-    by_name = {node.name: node for node in writer.graph.nodes}
-    for line in plan.quantized:
-        _write_layer(writer, line, plan.found[line.name], by_name[line.name], (biases or {}).get(line.name))
-    guard_float(writer.graph)
-    share_floats(writer.graph)
-    writer.graph.drop_unread()
-    finished = writer.graph.finish()
-    del finished.graph.value_info[:]  # inferred shapes, which runtimes infer again; a tenth of a small file
-    recipe = plan.recipe.to_json()
-    data = "" if calibration is None else calibration.fingerprint
-    about = Provenance(writer.weights, writer.activations, plan.target.name, recipe, __version__, data, source, options)
-    about.write(finished)
-    return finished
+        specs[each.tensor] = spec
+        with_specs.append(replace(each, spec=spec))
+    return with_specs, used
 
 
-def _write_activation(writer: _Writer, place: Place, params: QuantParams) -> None:
-    graph, tensor = writer.graph, place.tensor
-    writer.groups[place.group] = params
-    how = Quantization.of(params, writer.plan.target.activation_container(params.spec.format), 0)
-    readers = [
-        node for node in graph.consumers(tensor) if place.is_chained or graph.node_name(node) in set(place.readers)
-    ]
-    if place.group not in writer.constants:
-        scale = graph.add_constant(f"{place.group}_scale", how.scale)
-        zero = graph.add_constant(f"{place.group}_zero_point", how.zero_point, how.kind)
-        writer.constants[place.group] = scale, zero
-    scale, zero = writer.constants[place.group]
-    source = tensor
-    nodes = []
-    if needs_clip(how):
-        source = graph.fresh(f"{tensor}_clipped")
-        nodes.append(_clip(graph, tensor, source, params))
-    codes, back = graph.fresh(f"{tensor}_codes"), graph.fresh(f"{tensor}_dequantized")
-    nodes += [quantize_node(source, scale, zero, codes, how), dequantize_node(codes, scale, zero, back, how)]
-    graph.redirect(tensor, back, readers)
-    graph.insert(nodes)
-    writer.codes[tensor] = codes
-    writer.activations[nodes[-2].name] = tensor
-    for node in readers:
-        if not (len(node.input) > 1 and node.input[0] != back):  # it reads these data in another place
-            writer.scales[node.name] = params
-    for name in place.constants:
-        _write_number(graph, name, place.tensor)
+def layer_decisions(
+    plan: GraphPlan, tensor_params: Mapping[str, QuantParams], biases: Mapping[str, Array]
+) -> tuple[LayerDecision, ...]:
+    """What a plan decides for each layer.
+
+    Args:
+        plan: what is quantized.
+        tensor_params: parameters of quantized activations, by tensor.
+        biases: corrected biases of layers, by name.
+    """
+    chosen: dict[str, LayerDecision] = {}
+    for line in plan.layers:
+        if line.name not in chosen or line.is_quantized:  # branches of an If may have nodes of one name, all in float
+            chosen[line.name] = _layer_decision(plan, line, tensor_params, biases.get(line.name))
+    return tuple(chosen.values())
 
 
-def _write_scaled(writer: _Writer, place: Place) -> None:
-    """Dequantize the codes of another tensor by a scale of their own, in place of a product with a constant."""
-    graph, source = writer.graph, writer.groups[_group_of(writer, place.origin)]
-    params = QuantParams(source.spec, np.float32(source.scale * np.float64(place.factor)), source.zero_point)
-    how = Quantization.of(params, writer.plan.target.activation_container(params.spec.format), 0)
-    writer.groups[place.group] = params
-    scale = graph.add_constant(f"{place.tensor}_scale", how.scale)
-    zero = graph.add_constant(f"{place.tensor}_zero_point", how.zero_point, how.kind)
-    writer.constants[place.group] = scale, zero
-    back = graph.fresh(f"{place.tensor}_dequantized")
-    readers, producer = graph.consumers(place.tensor), graph.producer(place.tensor)
-    graph.redirect(place.tensor, back, readers)
-    graph.remove([] if producer is None else [producer])
-    graph.insert([dequantize_node(writer.codes[place.origin], scale, zero, back, how)])
-    for node in readers:
-        writer.scales[node.name] = params
-
-
-def _group_of(writer: _Writer, tensor: str) -> str:
-    return next(place.group for place in writer.places if place.tensor == tensor)
-
-
-def _write_number(graph: Graph, name: str, result: str) -> None:
-    """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""
-    value = np.float32(graph.array(name).item())
-    scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
-    shape = tuple(graph.constants[name].dims)
-    how = Quantization(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
-    names = [
-        graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8),
-        graph.add_constant(f"{name}_scale", how.scale),
-        graph.add_constant(f"{name}_zero_point", how.zero_point, TensorProto.UINT8),
-    ]
-    back = graph.fresh(f"{name}_dequantized")
-    node = graph.producer(result)
-    while node is not None and name not in node.input:  # behind the Relu or Clip
-        node = graph.producer(node.input[0])
-    if node is not None:
-        graph.redirect(name, back, [node])
-        graph.insert([dequantize_node(names[0], names[1], names[2], back, how)])
-
-
-def _clip(graph: Graph, tensor: str, result: str, params: QuantParams) -> NodeProto:
-    """A Clip to the codes in use, of which the type has more."""
-    ends = [
-        graph.add_constant(
-            f"{tensor}_{name}", np.asarray((np.float32(code) - params.zero_point) * params.scale, np.float32)
-        )
-        for name, code in (("least", params.spec.qmin), ("most", params.spec.qmax))
-    ]
-    return helper.make_node("Clip", [tensor, *ends], [result], name=f"{result}_node")
-
-
-def _write_layer(writer: _Writer, line: LayerPlan, layer: Layer, node: NodeProto, corrected: Array | None) -> None:
-    graph, target = writer.graph, writer.plan.target
+def _layer_decision(
+    plan: GraphPlan, line: LayerPlan, tensor_params: Mapping[str, QuantParams], corrected: Array | None
+) -> LayerDecision:
     if line.weight is None:
-        return
-    weight = graph.array(layer.weight)
-    params = weight_params(weight, line.weight)
-    incoming = writer.scales.get(line.name) if line.input is not None else None
-    bias = graph.array(layer.bias) if layer.bias in graph.constants else None
-    if corrected is not None:
-        bias = corrected
-        graph.give(node, 2, graph.add_constant(f"{layer.name}_bias", corrected))
+        return LayerDecision(line.name, line.reason)
+    layer, params = plan.layers_by_name[line.name], plan.weight_params(line)
+    incoming = tensor_params.get(layer.data) if line.input is not None else None
+    own = plan.graph.array(layer.bias) if layer.bias in plan.graph.constants else None
+    bias = own if corrected is None else corrected
     if bias is not None and incoming is not None:
         params = _widened(params, bias, incoming)
-    if layer.node.op_type == "Gather":
-        container = target.weight_container(params.spec.format, depthwise=True, least=EIGHT)
-        stored = _store(writer, layer, weight, params, container)
-        nodes = gather(graph, node, stored.names, stored.how, weight.shape, graph.fresh(f"{layer.weight}_rows"))
-        graph.remove([node])
-        graph.insert(nodes)
-        return
-    least = EIGHT if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
-    container = target.weight_container(params.spec.format, depthwise=layer.depthwise, least=least)
-    stored = _store(writer, layer, weight, params, container)
-    if not stored.back:
-        stored.back = graph.fresh(f"{layer.weight}_dequantized")
-        graph.insert([dequantize_node(*stored.names, stored.back, stored.how)])
-    graph.give(node, 1, stored.back)
-    if bias is not None and incoming is not None:
-        _write_bias(graph, node, layer, bias, np.float32(incoming.scale) * stored.how.scale)
-
-
-def _store(writer: _Writer, layer: Layer, weight: Array, params: QuantParams, container: Container) -> _Stored:
-    """The constants of a weight; layers that share it share them."""
-    key = layer.weight, params, container
-    if key in writer.stored:
-        return writer.stored[key]
-    graph, codes = writer.graph, quantize(weight, params).codes
-    if params.spec.format.is_integer:
-        codes = codes.astype(np.int32) + container.shift
-    how = Quantization.of(params, container, weight.ndim)
-    name = graph.add_constant(f"{layer.weight}_codes", codes, container.kind)
-    scale = graph.add_constant(f"{layer.weight}_scale", how.scale)
-    zero = graph.add_constant(f"{layer.weight}_zero_point", how.zero_point, how.kind)
-    writer.weights[name] = layer.name
-    writer.stored[key] = _Stored((name, scale, zero), how)
-    return writer.stored[key]
+    rank = None
+    if layer.node.op_type == "Gather" and isinstance(line.weight.granularity, PerGroup):
+        rank = len(plan.graph.shape(layer.data) or ())
+    return LayerDecision(line.name, "", line.weight, line.input, params.scale, params.zero_point, corrected, rank)
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:
     """Weight scales so wide that bias and products add up in 32 bits, and that both scales' product is normal."""
-    least = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS)
+    least = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS_CODE)
     least = np.maximum(least, 2 * float(np.finfo(np.float32).smallest_normal) / float(incoming.scale))
     least = least if params.scale.ndim else least.max(initial=0.0)
     if least.shape != params.scale.shape or (least <= params.scale).all():
@@ -257,16 +211,293 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
     return QuantParams(params.spec, np.maximum(params.scale, wider), params.zero_point)
 
 
+def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
+    """Write quantizers into a model in normal form, which is changed."""
+    graph, target = Graph(model), get_target(decisions.target)
+    layers = {layer.name: layer for layer in layers_of(graph)}
+    _check_layers(graph, layers, decisions)
+    _check_placements(graph, decisions)
+    writer = _Writer(graph, target, decisions)
+    for placement in decisions.placements:
+        if placement.source_tensor:
+            writer.write_scaled(placement)
+        else:
+            writer.write_activation(placement)
+    nodes = {node.name: node for node in graph.nodes}
+    for line in decisions.layers:
+        if line.is_quantized:
+            writer.write_layer(line, layers[line.name], nodes[line.name])
+    guard_float(graph)
+    share_floats(graph)
+    graph.drop_unread()
+    finished = graph.finish()
+    del finished.graph.value_info[:]  # inferred shapes, which runtimes infer again; a tenth of a small file
+    Provenance(
+        writer.weight_names,
+        writer.activation_names,
+        target.name,
+        decisions.recipe,
+        decisions.written_by,
+        decisions.data,
+        decisions.source,
+        decisions.options,
+    ).write(finished)
+    return finished
+
+
+def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decisions) -> None:
+    """Refuse decisions for layers that the model does not have, or that cannot be quantized so."""
+    names = {each.name for each in decisions.layers}
+    if names != set(layers):
+        unknown, missing = sorted(names - set(layers)), sorted(set(layers) - names)
+        raise SpecError(f"decisions: layers do not fit the model: unknown {unknown}, missing {missing}")
+    tensors = {each.tensor: each for each in decisions.placements}
+    for each in decisions.layers:
+        if each.is_quantized:
+            problem = _layer_problem(graph, layers[each.name], each, tensors)
+            if problem:
+                raise SpecError(f"layer {each.name!r}: {problem}")
+
+
+def _layer_problem(
+    graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]
+) -> str:
+    """Why a decision cannot be applied to a layer; "" where it can."""
+    params = line.weight_params
+    problem = layer.reason or weight_problem(params.spec, layer)
+    if problem:
+        return problem
+    expected = params.spec.granularity.tiling(layer.shape).scale_shape
+    if params.scale.shape != expected:
+        return f"its weight_scale must have shape {expected}, got {params.scale.shape}"
+    if line.input is not None:
+        placement = placements.get(layer.data)
+        if activation_problem(line.input):
+            return activation_problem(line.input)
+        if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
+            return f"its input is quantized, and no placement says so for tensor {layer.data!r}"
+    if line.bias is not None:
+        channels = (layer.shape[layer.axis],)
+        if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
+            return "its bias cannot be replaced: only Conv and Gemm have one, and it must be a constant"
+        if line.bias.shape != channels:
+            return f"its bias must have shape {channels}, got {line.bias.shape}"
+    is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
+    if (line.index_rank is not None) != is_grouped_table:
+        return "index_rank is for Gather layers with a scale per group, and needed there"
+    return ""
+
+
+def _check_placements(graph: Graph, decisions: Decisions) -> None:
+    """Refuse placements behind tensors that the model does not have, for nodes that do not read them."""
+    for each in decisions.placements:
+        problem = _placement_problem(graph, each)
+        if problem:
+            raise SpecError(f"placement of {each.tensor!r}: {problem}")
+
+
+def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
+    """Why no Q/DQ pair can stand there; "" where one can."""
+    tensor, producer = placement.tensor, graph.producer(placement.tensor)
+    if producer is None and tensor not in graph.inputs:
+        return "the model has no such tensor"
+    if graph.kind(tensor) not in {TensorProto.UNDEFINED, TensorProto.FLOAT}:
+        return f"it holds {TensorProto.DataType.Name(graph.kind(tensor))}, not FLOAT"
+    names = {graph.node_name(node) for node in graph.consumers(tensor)}
+    strangers = sorted(set(placement.readers) - names)
+    if strangers:
+        return f"nodes {strangers} do not read it"
+    for name in placement.constants:
+        if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
+            return f"{name!r} is not a constant number"
+    if placement.source_tensor:
+        return _scaled_problem(graph, placement, producer)
+    return ""
+
+
+def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
+    """Why a tensor does not have the codes of its source tensor; "" where it does."""
+    if producer is None or producer.op_type not in {"Mul", "Div"} or placement.source_tensor not in producer.input:
+        return f"it is not {placement.source_tensor!r} times a constant"
+    others = [name for name in producer.input if name != placement.source_tensor]
+    if len(others) != 1 or others[0] not in graph.constants or int(np.prod(graph.constants[others[0]].dims)) != 1:
+        return f"it is not {placement.source_tensor!r} times a constant"
+    value = float(graph.array(others[0]).item())
+    if producer.op_type == "Div" and (producer.input[0] != placement.source_tensor or not value):
+        return f"it is not {placement.source_tensor!r} divided by a constant"
+    factor = value if producer.op_type == "Mul" else 1 / value
+    return "" if placement.factor == factor else f"its factor must be {factor!r}, got {placement.factor!r}"
+
+
+@dataclass
+class _StoredWeight:
+    """The constants of a quantized weight, and the tensor that they are dequantized to."""
+
+    names: tuple[str, str, str]
+    qparams: Quantization
+    dequantized: str = ""
+
+
+class _Writer:
+    """Writes quantizers into a graph, and remembers what later ones build on.
+
+    Attributes:
+        weight_names: layers by the constants that hold their codes.
+        activation_names: tensors by the QuantizeLinear nodes behind them.
+    """
+
+    def __init__(self, graph: Graph, target: Target, decisions: Decisions) -> None:
+        self.graph, self.target = graph, target
+        self.weight_names: dict[str, str] = {}
+        self.activation_names: dict[str, str] = {}
+        self._tensor_params = decisions.tensor_params()
+        self._input_params: dict[str, QuantParams] = {}  # of the data that come to a node, by its name
+        self._group_constants: dict[str, tuple[str, str]] = {}  # names of scale and zero point, by group
+        self._codes: dict[str, str] = {}  # tensors of codes, by the tensor they are made of
+        self._stored: dict[tuple[str, QuantParams, Container], _StoredWeight] = {}
+
+    def write_activation(self, placement: QuantizerPlacement) -> None:
+        """Put a Q/DQ pair behind a tensor."""
+        graph, tensor = self.graph, placement.tensor
+        params = self._tensor_params[tensor]
+        qparams = Quantization.of(params, self.target.activation_container(params.spec.format), 0)
+        names = set(placement.readers)
+        readers = [
+            node for node in graph.consumers(tensor) if placement.is_read_by_all or graph.node_name(node) in names
+        ]
+        if placement.group not in self._group_constants:
+            self._add_group_constants(placement.group, placement.group, qparams)
+        scale, zero = self._group_constants[placement.group]
+        source = tensor
+        nodes = []
+        if needs_clip(qparams):
+            source = graph.fresh(f"{tensor}_clipped")
+            nodes.append(_clip(graph, tensor, source, params))
+        codes, dequantized = graph.fresh(f"{tensor}_codes"), graph.fresh(f"{tensor}_dequantized")
+        nodes += [
+            quantize_node(source, scale, zero, codes, qparams),
+            dequantize_node(codes, scale, zero, dequantized, qparams),
+        ]
+        graph.redirect(tensor, dequantized, readers)
+        graph.insert(nodes)
+        self._codes[tensor] = codes
+        self.activation_names[nodes[-2].name] = tensor
+        for node in readers:
+            if not (len(node.input) > 1 and node.input[0] != dequantized):  # it reads these data in another position
+                self._input_params[node.name] = params
+        for name in placement.constants:
+            _write_number(graph, name, placement.tensor)
+
+    def _add_group_constants(self, group: str, stem: str, qparams: Quantization) -> None:
+        scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
+        zero = self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
+        self._group_constants[group] = scale, zero
+
+    def write_scaled(self, placement: QuantizerPlacement) -> None:
+        """Dequantize the codes of another tensor by a scale of their own, in place of a product with a constant."""
+        graph, tensor = self.graph, placement.tensor
+        params = self._tensor_params[tensor]
+        qparams = Quantization.of(params, self.target.activation_container(params.spec.format), 0)
+        self._add_group_constants(placement.group, tensor, qparams)
+        scale, zero = self._group_constants[placement.group]
+        dequantized = graph.fresh(f"{tensor}_dequantized")
+        readers, producer = graph.consumers(tensor), graph.producer(tensor)
+        graph.redirect(tensor, dequantized, readers)
+        graph.remove([] if producer is None else [producer])
+        graph.insert([dequantize_node(self._codes[placement.source_tensor], scale, zero, dequantized, qparams)])
+        for node in readers:
+            self._input_params[node.name] = params
+
+    def write_layer(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
+        """Let a layer read its weight, and its bias where its input is quantized, from codes."""
+        graph, params = self.graph, line.weight_params
+        bias = graph.array(layer.bias) if layer.bias in graph.constants else None
+        if line.bias is not None:
+            bias = line.bias
+            graph.give(node, 2, graph.add_constant(f"{layer.name}_bias", bias))
+        if layer.node.op_type == "Gather":
+            self._write_table(line, layer, node)
+            return
+        least = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
+        container = self.target.weight_container(params.spec.format, depthwise=layer.depthwise, least=least)
+        stored = self._store(layer, params, container)
+        if not stored.dequantized:
+            stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
+            graph.insert([dequantize_node(*stored.names, stored.dequantized, stored.qparams)])
+        graph.give(node, 1, stored.dequantized)
+        incoming = self._input_params.get(line.name) if line.input is not None else None
+        if bias is not None and incoming is not None:
+            _write_bias(graph, node, layer, bias, np.float32(incoming.scale) * stored.qparams.scale)
+
+    def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
+        """Look rows of codes up, in place of a Gather of floats."""
+        params, graph = line.weight_params, self.graph
+        container = self.target.weight_container(params.spec.format, depthwise=True, least=MIN_WEIGHT_BITS)
+        stored = self._store(layer, params, container)
+        stem = graph.fresh(f"{layer.weight}_rows")
+        nodes = gather(graph, node, stored.names, stored.qparams, layer.shape, stem, line.index_rank)
+        graph.remove([node])
+        graph.insert(nodes)
+
+    def _store(self, layer: Layer, params: QuantParams, container: Container) -> _StoredWeight:
+        """The constants of a weight; layers that share it share them."""
+        key = layer.weight, params, container
+        if key in self._stored:
+            return self._stored[key]
+        graph, weight = self.graph, self.graph.array(layer.weight)
+        codes = quantize(weight, params).codes
+        if params.spec.format.is_integer:
+            codes = codes.astype(np.int32) + container.shift
+        qparams = Quantization.of(params, container, weight.ndim)
+        name = graph.add_constant(f"{layer.weight}_codes", codes, container.kind)
+        scale = graph.add_constant(f"{layer.weight}_scale", qparams.scale)
+        zero = graph.add_constant(f"{layer.weight}_zero_point", qparams.zero_point, qparams.kind)
+        self.weight_names[name] = layer.name
+        self._stored[key] = _StoredWeight((name, scale, zero), qparams)
+        return self._stored[key]
+
+
+def _write_number(graph: Graph, name: str, result: str) -> None:
+    """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""
+    value = np.float32(graph.array(name).item())
+    scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
+    shape = tuple(graph.constants[name].dims)
+    qparams = Quantization(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
+    names = [
+        graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8),
+        graph.add_constant(f"{name}_scale", qparams.scale),
+        graph.add_constant(f"{name}_zero_point", qparams.zero_point, TensorProto.UINT8),
+    ]
+    back = graph.fresh(f"{name}_dequantized")
+    node = graph.producer(result)
+    while node is not None and name not in node.input:  # behind the Relu or Clip
+        node = graph.producer(node.input[0])
+    if node is not None:
+        graph.redirect(name, back, [node])
+        graph.insert([dequantize_node(names[0], names[1], names[2], back, qparams)])
+
+
+def _clip(graph: Graph, tensor: str, result: str, params: QuantParams) -> NodeProto:
+    """A Clip to the codes in use, of which the type has more."""
+    limits = [
+        graph.add_constant(
+            f"{tensor}_{name}", np.asarray((np.float32(code) - params.zero_point) * params.scale, np.float32)
+        )
+        for name, code in (("least", params.spec.qmin), ("most", params.spec.qmax))
+    ]
+    return helper.make_node("Clip", [tensor, *limits], [result], name=f"{result}_node")
+
+
 def _write_bias(graph: Graph, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
     if scale.ndim and scale.shape != bias.shape:
         return
-    codes = np.clip(np.rint(bias.astype(np.float64) / scale), -LARGEST_BIAS, LARGEST_BIAS)
-    how = Quantization(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, 0)
+    codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
+    qparams = Quantization(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, 0)
     stem = layer.bias or f"{layer.name}_bias"
     names = [
         graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32),
-        graph.add_constant(f"{stem}_scale", how.scale),
+        graph.add_constant(f"{stem}_scale", qparams.scale),
     ]
     back = graph.fresh(f"{stem}_dequantized")
-    graph.insert([dequantize_node(names[0], names[1], None, back, how)])
+    graph.insert([dequantize_node(names[0], names[1], None, back, qparams)])
     graph.give(node, 2, back)

@@ -1,24 +1,27 @@
-r"""Smoothing: outliers in some channels of a matrix product's input, moved into its weight.
+r"""SmoothQuant: outliers in some channels of a matmul's input, moved into its weight (Xiao et al. 2022).
 
 .. math:: X W = (X \operatorname{diag}(s)^{-1}) (\operatorname{diag}(s) W), \qquad
           s_j = \max|X_j|^\alpha / \max|W_j|^{1 - \alpha}
 
-(SmoothQuant, Xiao et al. 2022). No single strength fits all layers, so each has the one under which its own output is
-closest to float, or none. Strengths are judged on data that the factors were not made of: what looks like an outlier
-in a handful of rows is often chance, and factors made of chance cost more than they bring. The division is folded into
-the normalisation before the layer where nobody else reads that, and is a product with a constant elsewhere.
+No single strength fits all layers, so each has the one under which its own output is closest to float, or none.
+Strengths are compared on data that the factors were not made of: what looks like an outlier in a handful of rows is
+often chance, and factors made of chance cost more than they bring. The division is folded into the normalization before
+the layer where nobody else reads that, and is a Mul node elsewhere.
+
+``choose`` compares strengths on sample data, ``apply`` writes chosen factors into a model and needs no data.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
+from detent.errors import SpecError
 from detent.granularity import PerAxis
+from detent.onnx.decisions import Smoothed
 from detent.onnx.graph_plan import GraphPlan, weight_params
 from detent.onnx.layer_error import noise
 from detent.onnx_model.graph import Graph, attribute_of
@@ -28,98 +31,88 @@ from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["Smoothing", "smooth"]
+__all__ = ["apply", "choose"]
 
 Array = NDArray[Any]
-
 Feed = dict[str, Array]
+
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-ROWS = 256
-FREE, COSTLY = 0.95, 0.7  # the part of the noise that may be left where smoothing is folded away, and where it is not
+ROWS = 256  # of each tensor that strengths are compared on
+MATMULS = ("MatMul", "Gemm")
+MAX_REMAINING_NOISE_FOLDED = 0.95  # folded away, smoothing must remove at least 5 % of the noise
+MAX_REMAINING_NOISE = 0.7  # and 30 % where it costs a Mul node
 
 
-@dataclass(frozen=True)
-class Smoothing:
-    """What was done to the input of some layers.
-
-    Attributes:
-        tensor: the input.
-        layers: that read it.
-        strength: the exponent.
-        gain_db: how much less noise the layers' outputs have.
-        is_folded: whether it costs nothing.
-
-    >>> str(Smoothing("x", ("fc",), 0.5, 6.0, True))
-    'smoothed x (fc) with strength 0.5: 6.0 dB less noise'
-    """
-
-    tensor: str
-    layers: tuple[str, ...]
-    strength: float
-    gain_db: float
-    is_folded: bool
-
-    def __str__(self) -> str:
-        cost = "" if self.is_folded else ", at the cost of a product"
-        what = f"smoothed {self.tensor} ({', '.join(self.layers)})"
-        return f"{what} with strength {self.strength:g}: {self.gain_db:.1f} dB less noise{cost}"
-
-
-def smooth(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[ModelProto, list[Smoothing]]:
-    """The plan's model with smoothed inputs of matrix products, and what was done.
+def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
+    """The factors of the inputs of matmuls whose outputs come closer to float by them.
 
     Args:
         plan: whose layers are smoothed where input and weight are quantized; its model is not changed.
-        samples: batches to judge on.
-        seed: of the rows that are taken from them.
+        samples: batches to compare on.
+        seed: random seed for the rows that are taken from them.
 
     >>> import detent.onnx as qo
     >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {100.0, 0.01}> { [fc] y = MatMul(x, w) }'''))
-    >>> model, done = smooth(made, [{"x": np.float32([[0.013, 100.0], [0.012, -90.0]])}])
-    >>> done[0].layers, done[0].is_folded, [node.op_type for node in model.graph.node]
-    (('fc',), False, ['Mul', 'MatMul'])
+    >>> [each] = choose(plan, [{"x": np.float32([[0.013, 100.0], [0.012, -90.0]])}])
+    >>> each.layers, each.folded, each.strength
+    (('fc',), False, 0.9)
     """
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
-        if line.type in {"MatMul", "Gemm"} and line.input is not None and line.weight is not None:
-            groups[plan.found[line.name].data].append(line.name)
+        if line.type in MATMULS and line.input is not None and line.weight is not None:
+            groups[plan.layers_by_name[line.name].data].append(line.name)
             specs[line.name] = line.input, line.weight
     if not groups or not samples:
-        return plan.model, []
-    model = ModelProto()
-    model.CopyFrom(plan.model)
-    graph, done = Graph(model), []
+        return ()
     rows = _rows(plan.model, list(groups), samples, np.random.default_rng(seed))
+    chosen = []
     for tensor, names in groups.items():
         if tensor not in rows:  # there was nothing in it
             continue
-        layers = [plan.found[name] for name in names]
-        matrices = [_matrix(plan.graph, layer) for layer in layers]
-        found = _choose(rows[tensor], matrices, [specs[name] for name in names])
-        if found is None:
+        matrices = [_matrix(plan.graph, plan.layers_by_name[name]) for name in names]
+        best = _best_strength(rows[tensor], matrices, [specs[name] for name in names])
+        if best is None:
             continue
-        strength, factors, ratio = found
-        folded = _norm_before(graph, tensor, names)
-        if ratio > (COSTLY if folded is None else FREE):
-            continue
-        _apply(graph, tensor, layers, factors, folded)
-        done.append(
-            Smoothing(tensor, tuple(names), strength, float(-10 * np.log10(max(ratio, 1e-12))), folded is not None)
-        )
-    return graph.finish(), done
+        strength, factors, ratio = best
+        folded = _norm_before(plan.graph, tensor, names) is not None
+        if ratio <= (MAX_REMAINING_NOISE_FOLDED if folded else MAX_REMAINING_NOISE):
+            gain_db = float(-10 * np.log10(max(ratio, 1e-12)))
+            chosen.append(Smoothed(tensor, tuple(names), factors, folded, strength, gain_db))
+    return tuple(chosen)
+
+
+def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
+    """Write chosen factors into a model, which is changed.
+
+    Raises:
+        SpecError: a layer is no matmul that reads the tensor, or has another number of inputs.
+
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {100.0, 0.01}> { [fc] y = MatMul(x, w) }''')
+    >>> smoothed = Smoothed("x", ("fc",), np.float32([0.01, 100.0]), False, 0.5, 6.0)
+    >>> [node.op_type for node in apply(model, [smoothed]).graph.node]
+    ['Mul', 'MatMul']
+    """
+    if not smoothed:
+        return model
+    graph = Graph(model)
+    for each in smoothed:
+        _apply(graph, each)
+    return graph.finish()
 
 
 def _rows(
     model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: np.random.Generator
 ) -> dict[str, tuple[Array, Array]]:
-    """Two halves of some rows of each tensor, each with the ends of its channels as two rows more."""
+    """Two halves of some rows of each tensor, each with the range of its channels as two rows more."""
     kept: dict[str, tuple[list[Array], list[Array]]] = defaultdict(lambda: ([], []))
     each = max(1, ROWS // len(samples))
-    for number, found in enumerate(record(model, tensors, samples)):
-        for name, values in found.items():
+    for number, recorded in enumerate(record(model, tensors, samples)):
+        for name, values in recorded.items():
             flat = values.reshape(-1, values.shape[-1])
             parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
             for half, part in enumerate(parts, number):
@@ -135,7 +128,7 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
     return weight.T if attribute_of(layer.node, "transB", 0) else weight
 
 
-def _choose(
+def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
     """The strength, the factors and the part of the noise that is left; None where nothing helps."""
@@ -144,8 +137,8 @@ def _choose(
     largest_w = np.max([np.abs(weight).max(1) for weight in weights], axis=0).astype(np.float64)
 
     def largest(x: Array) -> Array:
-        found: Array = np.abs(x).max(0).astype(np.float64)
-        return found
+        result: Array = np.abs(x).max(0).astype(np.float64)
+        return result
 
     def error(factors: Array, half: int) -> float:
         total = 0.0
@@ -173,14 +166,14 @@ def _choose(
 def _factors(x: Array, w: Array, strength: float) -> Array:
     usable = (x > 0) & (w > 0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(usable, x**strength / np.where(usable, w, 1.0) ** (1 - strength), 1.0)
-    found /= np.exp(np.log(found[usable]).mean()) if usable.any() else 1.0
-    clipped: Array = np.clip(found, 1e-4, 1e4).astype(np.float32)
-    return clipped
+        factors = np.where(usable, x**strength / np.where(usable, w, 1.0) ** (1 - strength), 1.0)
+    factors /= np.exp(np.log(factors[usable]).mean()) if usable.any() else 1.0
+    limited: Array = np.clip(factors, 1e-4, 1e4).astype(np.float32)
+    return limited
 
 
-def _norm_before(graph: Graph, tensor: str, names: list[str]) -> list[tuple[NodeProto, int]] | None:
-    """Where constants before a tensor can take the division: a normalisation's, which nobody else reads."""
+def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:
+    """Where constants before a tensor can take the division: a normalization's, which nobody else reads."""
     readers = graph.consumers(tensor)
     if tensor in graph.outputs or tensor in graph.captured or {graph.node_name(each) for each in readers} != set(names):
         return None
@@ -213,22 +206,43 @@ def _is_vector(graph: Graph, name: str) -> bool:
     return values.dtype == np.float32 and values.ndim >= 1 and values.size == values.shape[-1] > 1
 
 
-def _apply(
-    graph: Graph, tensor: str, layers: list[Layer], factors: Array, folded: list[tuple[NodeProto, int]] | None
-) -> None:
-    by_name = {graph.node_name(node): node for node in graph.nodes}
-    for layer in layers:
-        node = by_name[layer.name]
+def _apply(graph: Graph, decision: Smoothed) -> None:
+    tensor, factors = decision.tensor, decision.factors
+    nodes = _checked_nodes(graph, decision)
+    norm = _norm_before(graph, tensor, decision.layers) if decision.folded else None
+    if decision.folded and norm is None:
+        raise SpecError(f"smoothed {tensor!r}: no normalization before it can take the factors; set folded=False")
+    for node in nodes:
         weight = graph.array(node.input[1])
         column = factors if attribute_of(node, "transB", 0) else factors[:, None]
-        graph.give(node, 1, graph.add_constant(f"{layer.weight}_smoothed", (weight * column).astype(np.float32)))
-    if folded is None:
+        smoothed = (weight * column).astype(np.float32)
+        graph.give(node, 1, graph.add_constant(f"{node.input[1]}_smoothed", smoothed))
+    if norm is None:
         inverse = graph.add_constant(f"{tensor}_smoothing", (1 / factors).astype(np.float32))
         result = graph.fresh(f"{tensor}_smoothed")
-        graph.redirect(tensor, result, [by_name[layer.name] for layer in layers])
+        graph.redirect(tensor, result, nodes)
         graph.insert([helper.make_node("Mul", [tensor, inverse], [result], name=f"{result}_node")])
         return
-    for node, i in folded:
+    for node, i in norm:
         values = graph.array(node.input[i])
         graph.give(node, i, graph.add_constant(f"{node.input[i]}_smoothed", (values / factors).astype(np.float32)))
     graph.drop_unread()
+
+
+def _checked_nodes(graph: Graph, decision: Smoothed) -> list[NodeProto]:
+    """The nodes of the layers that a decision names, if factors can be moved into them."""
+    where = f"smoothed {decision.tensor!r}"
+    by_name = {graph.node_name(node): node for node in graph.consumers(decision.tensor)}
+    nodes = []
+    for name in decision.layers:
+        node = by_name.get(name)
+        if node is None or node.op_type not in MATMULS or node.input[0] != decision.tensor:
+            raise SpecError(f"{where}: layer {name!r} is no MatMul or Gemm that reads it")
+        weight = graph.constants.get(node.input[1])
+        if weight is None or len(weight.dims) != 2:
+            raise SpecError(f"{where}: layer {name!r} has no constant matrix")
+        inputs = weight.dims[1 if attribute_of(node, "transB", 0) else 0]
+        if inputs != len(decision.factors):
+            raise SpecError(f"{where}: layer {name!r} has {inputs} inputs, got {len(decision.factors)} factors")
+        nodes.append(node)
+    return nodes

@@ -162,7 +162,13 @@ Names = tuple[str, str, str]
 
 
 def gather(
-    graph: Graph, node: NodeProto, names: Names, how: Quantization, shape: tuple[int, ...], key: str
+    graph: Graph,
+    node: NodeProto,
+    names: Names,
+    how: Quantization,
+    shape: tuple[int, ...],
+    key: str,
+    index_rank: int | None = None,
 ) -> list[NodeProto]:
     """What takes the place of a Gather node that reads a quantized table.
 
@@ -173,6 +179,7 @@ def gather(
         how: the table's quantization.
         shape: the table's.
         key: what new names begin with.
+        index_rank: how many axes the indices have; None for what the graph says.
 
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
@@ -182,13 +189,22 @@ def gather(
     >>> [each.op_type for each in made]
     ['Gather', 'Cast', 'Gather', 'Unsqueeze', 'Mul']
     """
-    return _Gathering(graph, node, how, shape, key).build(names)
+    return _Gathering(graph, node, how, shape, key, index_rank).build(names)
 
 
 class _Gathering:
-    def __init__(self, graph: Graph, node: NodeProto, how: Quantization, shape: tuple[int, ...], key: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        node: NodeProto,
+        how: Quantization,
+        shape: tuple[int, ...],
+        key: str,
+        index_rank: int | None,
+    ) -> None:
         self.graph, self.how, self.shape, self.key = graph, how, shape, key
         self.indices, self.out = node.input[1], node.output[0]
+        self.index_rank = len(graph.shape(self.indices) or ()) if index_rank is None else index_rank
         self.made: list[NodeProto] = []
 
     def build(self, names: Names) -> list[NodeProto]:
@@ -225,7 +241,7 @@ class _Gathering:
 
     def _reshape(self, name: str, sizes: list[int], y: str) -> str:
         """The same with the last axis split, or the last two joined; 0 keeps what the indices have."""
-        rank = len(self.graph.shape(self.indices) or ())
+        rank = self.index_rank
         shape = self._constant(f"shape_{rank}_{len(sizes)}", [0] * rank + sizes)
         return self._add("Reshape", [name, shape], y)
 

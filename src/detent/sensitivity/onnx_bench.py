@@ -100,8 +100,8 @@ class OnnxBench:
             }
         self.options = tuple(plans)
         self._lines = {label: {line.name: line for line in made.quantized} for label, made in plans.items()}
-        self._found = whole.found
-        self.units: Sequence[Unit] = _units(self._lines, whole.found, storage)
+        self._found = whole.layers_by_name
+        self.units: Sequence[Unit] = _units(self._lines, whole.layers_by_name, storage)
         if not self.units:
             raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
         self.recipe = None if widths is not None else _named(whole)
@@ -234,7 +234,7 @@ def _named(whole: GraphPlan) -> Recipe:
 
 def _calibrated(made: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
     """What the data have shown; rules that name no observer get the whole range."""
-    return calibrate(made, feeds, observer="minmax") if made.places() else None
+    return calibrate(made, feeds, observer="minmax") if made.placements() else None
 
 
 def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
@@ -242,10 +242,10 @@ def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantPar
     seen = _calibrated(whole, feeds)
     if seen is None:
         return {}
-    places = {place.tensor: place for place in whole.places(seen.ranges)}
+    places = {place.tensor: place for place in whole.placements(seen.ranges)}
     specs = {line.name: line.input for line in whole.quantized if line.input is not None}
     return {
-        name: activation_params(replace(places[whole.found[name].data], spec=spec), seen, clipped=True)
+        name: activation_params(replace(places[whole.layers_by_name[name].data], spec=spec), seen, clipped=True)
         for name, spec in specs.items()
     }
 
