@@ -137,3 +137,32 @@ def test_code_usage_and_entropy(name):
     half = dt.QuantizedTensor.from_codes(codes[:2].repeat([3, 1]), params)
     assert metrics.code_usage(half) == 2 / levels
     assert metrics.entropy_bits(half) == pytest.approx(2 - 0.75 * math.log2(3))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_powers_of_batches_give_the_ratio_of_all_data(count):
+    x = np.random.default_rng(0).normal(size=(6, 50)).astype(np.float32)
+    y = x + np.float32(0.01)
+    powers = metrics.SignalNoise()
+    for before, after in zip(np.split(x, count), np.split(y, count), strict=True):
+        powers.add(before, after)
+    assert powers.sqnr_db == pytest.approx(metrics.sqnr_db(x, y))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [([], [], math.inf), ([1.0], [1.0], math.inf), ([0.0], [1.0], -math.inf), ([1.0], [math.inf], -math.inf)],
+)
+def test_powers_without_signal_or_noise(x, y, expected):
+    powers = metrics.SignalNoise()
+    powers.add(np.float32(x), np.float32(y))
+    assert powers.sqnr_db == metrics.sqnr_db(np.float32(x), np.float32(y)) == expected
+
+
+def test_outputs_that_cannot_be_compared_are_left_out():
+    both = metrics.OutputComparison(["count", "y", "z"])
+    counts, y = np.array([1]), np.ones((2, 3), np.float32)
+    both.add([counts, y, y], [counts, y, y[:1]])
+    assert both.sqnr_db == {"y": math.inf}
+    assert both.agreement is None
+    assert list(both.notes) == ["output 'z' has shape (1, 3), the source's (2, 3): not compared"]

@@ -1,9 +1,11 @@
 """Metrics: how far quantized data are from the original, and how well the codes are used.
 
 Sums have the contract's one order in float64 (docs/numerics.md, section 5), so that a figure is the same on every
-machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite.
+machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` take
+data batch by batch: their sums go over batches in order.
 """
 
+from collections.abc import Mapping, Sequence
 from math import frexp, inf, isinf, isnan, log10, nan, sqrt
 from typing import Any
 
@@ -20,6 +22,7 @@ from detent.tensor import QuantizedTensor
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
 
 Array = NDArray[Any]
+MAX_CLASSES = 10_000  # an output with more columns is not taken for scores of classes
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
@@ -62,13 +65,103 @@ def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     """
     a, b = _pair(x, y)
     factor = _to_one(max(largest_error("value", a, a), largest_error("absolute_error", a, b)))
-    signal, noise = error_sum("square", a, a, factor), error_sum("squared_error", a, b, factor)
+    return _decibels(error_sum("square", a, a, factor), error_sum("squared_error", a, b, factor))
+
+
+def _decibels(signal: float, noise: float) -> float:
     if noise == 0:
         return inf
     if isnan(signal) or isnan(noise) or (isinf(signal) and isinf(noise)):
         return nan
     ratio = signal / noise
     return 10 * log10(ratio) if ratio else -inf
+
+
+def sqnr_of(noise: float) -> float:
+    """The SQNR in decibels of a noise power relative to that of the signal.
+
+    >>> sqnr_of(0.001), sqnr_of(0.0)
+    (30.0, inf)
+    """
+    return -10 * log10(noise) if noise > 0 else inf
+
+
+class SignalNoise:
+    """Powers of signal and noise, summed over batches.
+
+    >>> powers = SignalNoise()
+    >>> powers.add(np.float32([10.0]), np.float32([9.0]))
+    >>> powers.add(np.float32([0.0]), np.float32([0.0]))
+    >>> powers.sqnr_db
+    20.0
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0.0
+        self.noise = 0.0
+
+    def add(self, x: Array, y: Array) -> None:
+        """Add a batch: the data, and what quantization made of it."""
+        if not x.size:
+            return
+        self.signal += mse(x, np.zeros_like(x)) * x.size
+        self.noise += mse(x, y) * x.size
+
+    @property
+    def sqnr_db(self) -> float:
+        """The signal-to-quantization-noise ratio in decibels."""
+        return _decibels(self.signal, self.noise)
+
+
+class OutputComparison:
+    """The outputs of two models, batch by batch: SQNR of each float output, and top-1 agreement of the first.
+
+    Args:
+        names: the names of the outputs.
+
+    >>> both = OutputComparison(["y"])
+    >>> both.add([np.float32([[1.0, 2.0]])], [np.float32([[1.0, 3.0]])])
+    >>> round(both.sqnr_db["y"], 2), both.agreement
+    (6.99, 1.0)
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self._powers: dict[str, SignalNoise] = {}
+        self._agreeing = self._samples = 0
+        self.notes: dict[str, None] = {}
+
+    def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
+        """Add a batch; outputs that are not float, or whose shapes differ, are not compared."""
+        for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
+            if x.dtype.kind != "f" or y.dtype.kind != "f":
+                continue
+            if x.shape != y.shape:
+                self.notes[f"output {name!r} has shape {y.shape}, the source's {x.shape}: not compared"] = None
+                continue
+            self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
+            if i == 0 and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
+                self._samples += len(x)
+                self._agreeing += int(np.count_nonzero(np.argmax(x, axis=1) == np.argmax(y, axis=1)))
+
+    @property
+    def sqnr_db(self) -> dict[str, float]:
+        """The SQNR of each output that was compared."""
+        return {name: powers.sqnr_db for name, powers in self._powers.items()}
+
+    @property
+    def agreement(self) -> float | None:
+        """The share of samples with the same top-1 class; None where the first output holds no scores of classes."""
+        return self._agreeing / self._samples if self._samples else None
+
+
+def worst_output(sqnr_db: Mapping[str, float]) -> str:
+    """The output with the lowest SQNR, where NaN is the lowest; "" of none.
+
+    >>> worst_output({"a": 3.0, "b": float("nan"), "c": 1.0}), worst_output({})
+    ('b', '')
+    """
+    return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:

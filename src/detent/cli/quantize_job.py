@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import detent.onnx as qo
 from detent.cli.screen import Screen
 from detent.errors import DetentError
-from detent.evaluate.accuracy import Accuracy, Split, check_has_classes, judge, split, worst
+from detent.evaluate.accuracy import Accuracy, Split, check_has_classes, judge, split
 from detent.evaluate.dry_run import Rehearsal, rehearse
 from detent.evaluate.speed import Timing, made_up_feed, race
+from detent.metrics import worst_output
 from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model import Provenance, get_target, load
 from detent.onnx_model.batches import inputs_of
@@ -225,7 +226,7 @@ def result_document(made: QuantizeReport, verdict: Verdict, split: Split | None)
     return {
         **document,
         "hints": [*made.hints, *verdict.hints],
-        "calibration_sqnr_db": before.get(worst(before)),
+        "calibration_sqnr_db": before.get(worst_output(before)),
         "calibration_sqnr_db_by_output": before,
         "layers_in_integers": sum(layer.in_integers for layer in made.layers),
         "data_sha256": None if about is None or not about.data else about.data,

@@ -7,21 +7,20 @@ Judging: what a quantized file is worth, beside the model it was made from.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
 from os import PathLike
 from typing import TYPE_CHECKING
 
 from detent.errors import SpecError
+from detent.metrics import OutputComparison, worst_output
 from detent.onnx_model import load, make_session
 from detent.onnx_model.batches import Batches, Feed, open_batches
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.sessions import refusals
-from detent.verification.outputs import OutputCheck
 
 if TYPE_CHECKING:
     from detent.onnx_model.batches import InputInfo
 
-__all__ = ["FEWEST", "Accuracy", "Part", "Split", "check_has_classes", "first_batches", "judge", "split", "worst"]
+__all__ = ["FEWEST", "Accuracy", "Part", "Split", "check_has_classes", "first_batches", "judge", "split"]
 
 FEWEST, NTH = 20, 10
 FEW = 8  # batches that judge where none are held back
@@ -148,21 +147,12 @@ class Accuracy:
     @property
     def worst_output(self) -> str:
         """The float output with the lowest SQNR; "" where there is no float output."""
-        return worst(self.outputs_sqnr_db)
+        return worst_output(self.outputs_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
         """Of the worst float output."""
         return self.outputs_sqnr_db.get(self.worst_output)
-
-
-def worst(sqnr_db: Mapping[str, float]) -> str:
-    """The name of the lowest figure, where NaN is the lowest; "" of none.
-
-    >>> worst({"a": 3.0, "b": float("nan"), "c": 1.0}), worst({})
-    ('b', '')
-    """
-    return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Iterable[Feed]) -> Accuracy:
@@ -180,13 +170,12 @@ def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Ite
     """
     names = Graph(load(artifact)).outputs
     before, after = make_session(source), make_session(artifact)
-    check, count = OutputCheck(names), 0
+    outputs, count = OutputComparison(names), 0
     with refusals():
         for feed in feeds:
             count += 1
-            check.add_outputs(before.run(names, feed), after.run(names, feed))
-    found = check.result()
-    return Accuracy(found.output_sqnr_db, found.agreement, count)
+            outputs.add(before.run(names, feed), after.run(names, feed))
+    return Accuracy(outputs.sqnr_db, outputs.agreement, count)
 
 
 def check_has_classes(source: str | PathLike[str], feed: Feed) -> None:
@@ -207,11 +196,11 @@ so use --fail-below-sqnr
     """
     session = make_session(source)
     names = [value.name for value in session.get_outputs()]
-    check = OutputCheck(names)
     with refusals():
         outputs = session.run(names, feed)
-    check.add_outputs(outputs, outputs)
-    if check.result().agreement is None:
+    comparison = OutputComparison(names)
+    comparison.add(outputs, outputs)
+    if comparison.agreement is None:
         raise SpecError(
             f"the first output has shape {outputs[0].shape}: agreement needs one row of class scores per sample, so "
             "use --fail-below-sqnr"

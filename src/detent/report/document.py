@@ -13,13 +13,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from detent import storage
 from detent.codec import TEXT_LIMIT, decode, encode, parse
 from detent.errors import FileFormatError, SpecError
+from detent.metrics import worst_output
 from detent.spec import QuantSpec
 from detent.tables import table_lines
 from detent.verification.verify_report import VerifyReport
@@ -565,7 +565,7 @@ class Report:
     @property
     def worst_output(self) -> str:
         """The output of the lowest SQNR, "" where nothing was compared."""
-        return min(self.output_sqnr_db, key=lambda name: _rank(self.output_sqnr_db[name]), default="")
+        return worst_output(self.output_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -661,10 +661,6 @@ class Report:
         lines = table_lines([("layer", "type", "runs as", "damage", "SQNR", "clip"), *rows]) if rows else []
         rest = [f"and {total - SHOWN} more"] if total > SHOWN else []
         return "\n".join([head, *lines, *rest])
-
-
-def _rank(db: float) -> float:
-    return db if db == db else -inf  # noqa: PLR0124 - NaN is the worst there is
 
 
 class Page(Protocol):

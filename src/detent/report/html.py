@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
-from math import inf, isfinite, isnan, log1p, log10
+from math import isfinite, isnan, log1p
 from typing import TYPE_CHECKING, Any
 
 from detent.errors import UnsupportedError
+from detent.metrics import sqnr_of
 from detent.report.comparison import Comparison
 from detent.report.document import Histogram, Report, SensitivityFacts, Size, Tensor
 
@@ -117,7 +118,7 @@ def noise_db(value: float | None) -> str:
     """
     if value is None or not value >= 0:
         return NONE
-    return db(-10 * log10(value) if 0 < value < inf else inf if not value else -inf)
+    return db(sqnr_of(value))
 
 
 def signed(value: float | None, digits: int = 1) -> str:

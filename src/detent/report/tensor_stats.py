@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
-from detent.metrics import sqnr_db
+from detent.metrics import SignalNoise, sqnr_db
 from detent.onnx_model import Graph
 from detent.onnx_model.files import tensors_of
 from detent.onnx_model.graph import BITS, attribute_of
@@ -36,7 +36,7 @@ from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
 from detent.verification.codes import place_in_file, place_of, spread
-from detent.verification.outputs import Noise, OutputCheck
+from detent.verification.outputs import OutputCheck
 from detent.verification.probe import Probe, Reading
 
 __all__ = [
@@ -388,7 +388,7 @@ class SiteWatch:
         self._x = site.unclipped if artifact.has_own_clip(site) else site.x
         if self._x != site.x:
             self._how = _narrowed(artifact, site)
-        self._seen, self._noise = Distribution(), Noise()
+        self._seen, self._noise = Distribution(), SignalNoise()
         self._clipped = self._elements = 0
         self._counts: Array | None = None
 
@@ -444,7 +444,7 @@ class SiteWatch:
         if is_integer:
             used = None if self._counts is None else int(np.count_nonzero(self._counts))
             base = replace(base, clip_fraction=short(self._clipped / self._elements), codes_used=used)
-        return replace(base, sqnr_db=short(self._noise.db))
+        return replace(base, sqnr_db=short(self._noise.sqnr_db))
 
 
 def _narrowed(artifact: QuantizedGraph, site: QuantizeNode) -> Any:  # noqa: ANN401 - a Quantization
@@ -539,7 +539,7 @@ def watch(
         return Seen(found, {}, {}, None, batches, ())
     ends = beside.ends.result()
     outputs = {name: short(db) for name, db in ends.output_sqnr_db.items()}
-    noise = {name: short(each.db) for name, each in beside.noise.items()}
+    noise = {name: short(each.sqnr_db) for name, each in beside.noise.items()}
     return Seen(found, noise, outputs, ends.agreement, batches, (*beside.notes, *beside.ends.notes))
 
 
@@ -557,7 +557,7 @@ class _Beside:
     def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
         graph = Graph(reference)
         self.notes: dict[str, None] = {}
-        self.noise: dict[str, Noise] = {}
+        self.noise: dict[str, SignalNoise] = {}
         self.inputs, self.outputs = graph.inputs, artifact.graph.outputs
         self.ends = OutputCheck(self.outputs)
         made = {name for node in graph.nodes for name in node.output if name}
@@ -599,7 +599,7 @@ class _Beside:
         def compare(arrays: Mapping[str, Array]) -> None:
             expected, found = self._kept.pop(name), _some(arrays[name])
             if expected.shape == found.shape and expected.dtype.kind == found.dtype.kind == "f":
-                noise = self.noise.setdefault(name, Noise())
+                noise = self.noise.setdefault(name, SignalNoise())
                 noise.add(expected.astype(np.float32), found.astype(np.float32))
 
         return compare

@@ -12,7 +12,8 @@
 ``import detent.sensitivity`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
 """
 
-from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, sqnr_of
+from detent.metrics import sqnr_of
+from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity
 from detent.sensitivity.measurement import measure, refine, run_mix
 
 __all__ = ["Cost", "LayerNoise", "Mix", "Sensitivity", "measure", "refine", "run_mix", "sqnr_of"]

@@ -19,7 +19,7 @@ import glob
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf, isnan, log10
+from math import isnan
 from reprlib import repr as brief
 from types import MappingProxyType
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from typing import Any, Literal
 from detent.checks import as_integer
 from detent.codec import parse, reading, table
 from detent.errors import FileFormatError, SpecError
+from detent.metrics import sqnr_of
 from detent.recipe import Recipe
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
@@ -46,7 +47,6 @@ __all__ = [
     "from_json",
     "mixed_recipe",
     "short",
-    "sqnr_of",
     "to_json",
 ]
 
@@ -54,15 +54,6 @@ Storage = Literal["onnx", "packed"]
 STORAGES = ("onnx", "packed")
 
 OVERFLOW_NOISE = 1e30  # what outputs that overflow are counted as
-
-
-def sqnr_of(noise: float) -> float:
-    """The ratio of signal to noise of a relative noise power, in decibels.
-
-    >>> sqnr_of(0.001), sqnr_of(0.0)
-    (30.0, inf)
-    """
-    return -10 * log10(noise) if noise > 0 else inf
 
 
 def counted(count: int, noun: str) -> str:

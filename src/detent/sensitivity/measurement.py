@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from detent.checks import as_integer
 from detent.errors import SpecError
+from detent.metrics import sqnr_of
 from detent.recipe import Recipe, get_recipe
 from detent.sensitivity.bench import Bench, Meter, Progress, as_storage, as_widths, measure_all, reporter
-from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, Storage, sqnr_of
+from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, Storage
 from detent.spec import QuantSpec
 
 if TYPE_CHECKING:
