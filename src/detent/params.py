@@ -37,7 +37,7 @@ from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor
 from detent.kernels import minmax
 from detent.scale_rule import Parameters, derive
-from detent.spec import QuantSpec, get_spec
+from detent.spec import QuantSpec, get_spec, parameter_bits
 
 __all__ = ["QuantParams"]
 
@@ -319,9 +319,7 @@ class QuantParams:
         40
         """
         count = self.num_parameter_sets if sets is None else sets
-        scale_bits = 8 if self.spec.scale_format != "float" else 8 * self.scale.dtype.itemsize
-        zero_point_bits = 0 if self.spec.symmetric else self.spec.bits
-        return count * (scale_bits + zero_point_bits) + (32 if self.spec.scale_format == "e4m3" else 0)
+        return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
         """Scale and zero point as kernels take them: both in the compute type, made once.

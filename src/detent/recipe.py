@@ -20,10 +20,12 @@ Why a rule matched no layer: its pattern, its types, or both; and what was proba
 PlanTotals: what the plans of all frontends have in common, which are a recipe and a line per layer.
 """
 
+import glob
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher, get_close_matches
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -499,3 +501,40 @@ class PlanTotals(Generic[Line]):
             f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}{target}; weights "
             f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes"
         )
+
+
+def exact_pattern(name: str) -> str:
+    """A pattern that matches this name and no other.
+
+    >>> [exact_pattern(name) for name in ("features.0", "a[0]*", "@first", "re:x", "")]
+    ['features.0', 'a[[]0][*]', '[@]first', '[r]e:x', 're:']
+    """
+    if not name:
+        return "re:"
+    escaped = glob.escape(name)
+    if escaped.startswith("@"):
+        return f"[@]{escaped[1:]}"
+    return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
+
+
+def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
+    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``.
+
+    Args:
+        names: the names of all layers.
+        patterns: one or several.
+        hint: what shows the names, for messages.
+
+    Raises:
+        SpecError: a pattern that matches no layer.
+
+    >>> sorted(skipped_names(["a.0", "a.1", "head"], ["a.*"], "qt.plan shows"))
+    ['a.0', 'a.1']
+    """
+    skipped: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not matched:
+            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} {hint} their names")
+        skipped |= matched
+    return skipped

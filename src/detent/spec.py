@@ -7,9 +7,10 @@ Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, get_args
 
 import ml_dtypes
@@ -398,6 +399,41 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
         small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, spec.format.storage))
         return small
     return np.dtype(spec.format.storage)
+
+
+def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
+    """The bits of that many scales, of the zero points of affine specs, and of the tensor's scale of NVFP4.
+
+    >>> parameter_bits(QuantSpec("uint8"), 1)
+    40
+    """
+    scale_bits = float_bits if spec.scale_format == "float" else 8
+    tensor_bits = 32 if spec.scale_format == "e4m3" else 0
+    return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
+
+
+def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
+    """The bytes of a tensor's codes, scales and zero points.
+
+    Args:
+        spec: how it is quantized.
+        shape: the shape of the tensor.
+        widths: the bits that a code may have in the file, rising. Codes and zero points, which then are always stored,
+            take the first width that holds them. Without widths they are packed at ``spec.bits`` each.
+
+    >>> spec = QuantSpec("int3", "axis0")
+    >>> stored_nbytes(spec, (8, 64)), stored_nbytes(spec, (8, 64), widths=(4, 8, 16))
+    (224, 292)
+    """
+    count, sets = prod(shape), spec.granularity.tiling(shape).sets
+    if not widths:
+        return _whole_bytes(count * spec.bits) + _whole_bytes(parameter_bits(spec, sets))
+    bits = next(width for width in widths if width >= spec.bits)
+    return _whole_bytes(count * bits) + _whole_bytes(sets * 32) + _whole_bytes(sets * bits)
+
+
+def _whole_bytes(bits: int) -> int:
+    return -(-bits // 8)
 
 
 def spec_text(spec: QuantSpec) -> str | None:

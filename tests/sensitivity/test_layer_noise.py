@@ -10,9 +10,9 @@ import pytest
 import detent as dt
 import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
+from detent.recipe import exact_pattern
 from detent.rule import Layer
-from detent.sensitivity.bench import as_widths, stored_nbytes
-from detent.sensitivity.layer_noise import exact
+from detent.sensitivity.bench import as_widths, weight_nbytes
 
 FOUR, EIGHT = "int4/axis0", "int8/axis0"
 NASTY = [
@@ -194,7 +194,7 @@ def test_rules_match_one_name_and_no_other(name):
     others = [*NASTY, f"{name}x", f"x{name}", "a0", "ax", "first"]
     matched = [each for each in dict.fromkeys(others) if recipe.rules[0].matches(Layer(each, (), True, True))]
     assert matched == [name]
-    assert dt.Rule(exact(name), skip=True).match
+    assert dt.Rule(exact_pattern(name), skip=True).match
 
 
 def test_tied_layers_get_one_rule_each(found):
@@ -334,4 +334,4 @@ def test_packed_bytes_are_those_of_tensors(bits):
         if text == "int1/tensor" or text.startswith("int1"):
             continue
         tensor = dt.quantize(weight, dt.QuantParams.from_data(text, weight))
-        assert stored_nbytes(tensor.spec, weight.shape, "packed", is_product=True) == tensor.nbytes
+        assert weight_nbytes(tensor.spec, weight.shape, "packed", is_product=True) == tensor.nbytes

@@ -27,6 +27,7 @@ VERSION = 1
 METADATA = "detent.calibration"
 ALONE = "x"  # the name of an observer that came without one
 RESERVED = ("__metadata__", "total")
+BAR_WIDTH, SECONDS_BETWEEN = 24, 0.1
 
 
 def calibrate(
@@ -67,7 +68,7 @@ def calibrate(
     path = None if checkpoint is None else Path(checkpoint)
     held = _load(path, named) if path is not None and path.exists() else _Held(0, 0)
     total = len(batches) if isinstance(batches, Sized) else None
-    report = _reporter(progress, held.batches)
+    report = reporter(progress, "calibrating", "batches", held.batches)
     seen, mark, whole = 0, held.mark, True
     try:
         for seen, batch in enumerate(batches, start=1):
@@ -87,7 +88,7 @@ def calibrate(
         # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
         if path is not None and whole and seen > held.batches:
             _save(path, named, _Held(seen, mark))
-    if isinstance(report, _Bar):
+    if isinstance(report, ProgressBar):
         report.close()
     if seen < held.batches:
         raise FileFormatError(f"{path} holds {held.batches} batches and only {seen} came: remove the file")
@@ -156,38 +157,52 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     return {**found, "total": sum(found.values())}
 
 
-def _reporter(progress: Progress, done: int) -> Callable[[int, int | None], object]:
+def reporter(
+    progress: Callable[[int, int], object] | Progress | None, verb: str, unit: str, done: int = 0
+) -> Callable[[int, int | None], object]:
+    """The function of what is done and of the total that a caller's ``progress`` stands for.
+
+    Args:
+        progress: a function; True or None for a bar on a terminal; False for nothing.
+        verb: what goes on, such as "calibrating".
+        unit: what is counted, such as "batches".
+        done: how much was done before.
+    """
     if callable(progress):
-        return progress
-    return _Bar(sys.stderr, done) if progress and sys.stderr.isatty() else _say_nothing
+        return progress  # type: ignore[return-value]  # callers that know the total always give it
+    shown = (progress is None or progress) and sys.stderr.isatty()
+    return ProgressBar(sys.stderr, verb, unit, done) if shown else _show_nothing
 
 
-def _say_nothing(done: int, total: int | None) -> None:
+def _show_nothing(done: int, total: int | None) -> None:
     del done, total
 
 
-class _Bar:
-    """A line on a terminal, at most ten times a second."""
+class ProgressBar:
+    """A line on a terminal, written at most ten times a second, and ended once all is done."""
 
-    def __init__(self, stream: TextIO, done: int) -> None:
-        self.stream, self.before, self.start, self.last = stream, done, time.monotonic(), 0.0
+    def __init__(self, stream: TextIO, verb: str, unit: str, done: int) -> None:
+        self.stream, self.verb, self.unit, self.before = stream, verb, unit, done
+        self.start, self.last, self.is_open = time.monotonic(), 0.0, True
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if now - self.last < 0.1 and done != total:
+        if not self.is_open or (now - self.last < SECONDS_BETWEEN and done != total):
             return
         self.last, speed = now, (done - self.before) / max(now - self.start, 1e-9)
-        if total:
-            filled = 24 * done // total
-            text = f"[{'#' * filled}{'.' * (24 - filled)}] {done}/{total} batches, {speed:.1f}/s"
-        else:
-            text = f"{done} batches, {speed:.1f}/s"
-        self.stream.write(f"\rcalibrating {text}")
+        filled = BAR_WIDTH * done // total if total else 0
+        bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done}/{total}" if total else f"{done}"
+        self.stream.write(f"\r{self.verb} {bar} {self.unit}, {speed:.1f}/s")
         self.stream.flush()
+        if done == total:
+            self.close()
 
     def close(self) -> None:
-        self.stream.write("\n")
-        self.stream.flush()
+        """End the line, once."""
+        if self.is_open:
+            self.stream.write("\n")
+            self.stream.flush()
+        self.is_open = False
 
 
 class _Held(NamedTuple):

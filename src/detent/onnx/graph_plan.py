@@ -4,7 +4,6 @@
 alone. ``qo.insert`` does what the plan says.
 """
 
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import SpecError, UnsupportedError, closest
+from detent.errors import SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import MSE
 from detent.onnx.decisions import QuantizerPlacement
@@ -23,10 +22,10 @@ from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
-from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
+from detent.recipe import Decision, PlanTotals, Recipe, get_recipe, skipped_names
 from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec
-from detent.spec import QuantSpec
+from detent.spec import QuantSpec, stored_nbytes
 from detent.tables import table_lines
 
 __all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_params", "weight_problem"]
@@ -195,24 +194,12 @@ def plan(
     first, last = (usable[0], usable[-1]) if usable else ("", "")
     rule_layers = [RuleLayer(each.name, each.types, each.name == first, each.name == last) for each in layers]
     recipe.check_matched(rule_layers)
-    skipped = _skipped([layer.name for layer in layers], skip)
+    skipped = skipped_names([layer.name for layer in layers], skip, "qo.plan and --dry-run show")
     lines = []
     for each, layer in zip(rule_layers, layers, strict=True):
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
         lines.append(_plan_layer(graph, layer, decision, target, skipped=layer.name in skipped))
     return GraphPlan(recipe, target, tuple(lines), model)
-
-
-def _skipped(names: list[str], patterns: Iterable[str]) -> set[str]:
-    skipped: set[str] = set()
-    for pattern in (patterns,) if isinstance(patterns, str) else tuple(patterns):
-        matched = {name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)}
-        if not matched:
-            raise SpecError(
-                f"skip={pattern!r} matches no layer{closest(pattern, names)} qo.plan and --dry-run show their names"
-            )
-        skipped |= matched
-    return skipped
 
 
 def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, *, skipped: bool) -> LayerPlan:
@@ -298,12 +285,8 @@ def activation_problem(spec: QuantSpec) -> str:
 
 def _stored(spec: QuantSpec, layer: Layer) -> int:
     """The bytes of codes, scales and zero points in the file."""
-    count, sets = 1, spec.granularity.tiling(layer.shape).sets
-    for size in layer.shape:
-        count *= size
-    least = 4 if layer.node.op_type in {"MatMul", "Gemm"} else 8  # other operators take no 4-bit types
-    bits = next(width for width in (4, 8, 16) if width >= max(spec.bits, least))
-    return -(-count * bits // 8) + sets * FLOAT_BYTES + -(-sets * bits // 8)
+    is_matmul = layer.node.op_type in {"MatMul", "Gemm"}
+    return stored_nbytes(spec, layer.shape, (4, 8, 16) if is_matmul else (8, 16))  # others take no 4-bit types
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:

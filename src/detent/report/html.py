@@ -6,7 +6,6 @@ Jinja escapes every text, for the names of layers are whatever a file says. The 
 page's own style and script run, by their hashes, and forbids all connections.
 """
 
-import glob
 import re
 import shlex
 from base64 import b64encode
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from detent.errors import UnsupportedError
 from detent.metrics import sqnr_of
+from detent.recipe import exact_pattern
 from detent.report.comparison import Comparison
 from detent.report.document import Histogram, Report, SensitivityFacts, Size, Tensor
 
@@ -383,7 +383,7 @@ def skip_argument(name: str) -> str:
     >>> print(skip_argument("head"), skip_argument("head[0] a"))
     head 'head[[]0] a'
     """
-    return shlex.quote(glob.escape(name))
+    return shlex.quote(exact_pattern(name))
 
 
 def _render(template: str, title: str, **values: Any) -> str:

@@ -13,11 +13,9 @@ storage      a weight of n elements and s scales at b bits
 ===========  ==========================================================================================
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,13 +24,12 @@ from numpy.typing import NDArray
 from detent.checks import as_integer, plain
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerToken
+from detent.observers.passes import reporter
 from detent.recipe import Recipe
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
-from detent.spec import QuantSpec, spec_text
+from detent.spec import QuantSpec, spec_text, stored_nbytes
 
-__all__ = ["Bench", "Meter", "Progress", "Unit", "as_storage", "as_widths", "measure_all", "reporter", "stored_nbytes"]
-CONTAINERS = (4, 8, 16)
-SCALE_BITS = {"float": 32, "e8m0": 8, "e4m3": 8}
+__all__ = ["Bench", "Meter", "Progress", "Unit", "as_storage", "as_widths", "measure_all", "weight_nbytes"]
 FEWEST_BITS, MOST_BITS = 1, 16
 
 
@@ -86,7 +83,7 @@ def as_storage(value: str) -> Storage:
     return "onnx" if value == "onnx" else "packed"
 
 
-def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_product: bool) -> int:
+def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_product: bool) -> int:
     """The bytes of a weight's codes, scales and zero points.
 
     Args:
@@ -96,21 +93,16 @@ def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, 
         is_product: whether it is that of a matrix product, whose codes ONNX may store in 4 bits.
 
     >>> spec = QuantSpec.parse("int3/axis0")
-    >>> [stored_nbytes(spec, (8, 64), storage, is_product=True) for storage in STORAGES]
+    >>> [weight_nbytes(spec, (8, 64), storage, is_product=True) for storage in STORAGES]
     [292, 224]
     """
-    count, sets = prod(shape), spec.granularity.tiling(shape).sets
     if storage == "packed":
-        parameters = sets * (SCALE_BITS[spec.scale_format] + (0 if spec.symmetric else spec.bits))
-        parameters += SCALE_BITS["float"] if spec.scale_format == "e4m3" else 0  # the scale of the tensor
-        return -(-count * spec.bits // 8) + -(-parameters // 8)
-    bits = next(width for width in CONTAINERS if width >= max(spec.bits, 4 if is_product else 8))
-    return -(-count * bits // 8) + sets * 4 + -(-sets * bits // 8)
+        return stored_nbytes(spec, shape)
+    return stored_nbytes(spec, shape, (4, 8, 16) if is_product else (8, 16))
 
 
 Array = NDArray[Any]
 Progress = Callable[[int, int], object] | bool | None
-WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -225,7 +217,7 @@ def measure_all(bench: Bench, announce: Callable[[Cost], object] | None, progres
         meter.noise(bench.reference())
         seconds = min(first, time.perf_counter() - start) * len(tasks)
         announce(Cost(len(bench.units), len(bench.options), len(tasks), bench.samples, seconds))
-    report = reporter(progress)
+    report = reporter(progress, "measuring", "runs")
     for done, (unit, option) in enumerate(tasks, 1):
         found[unit.names][option] = meter.noise(bench.outputs({unit.names[0]: option}))
         report(done, len(tasks))
@@ -241,25 +233,3 @@ def measure_all(bench: Bench, announce: Callable[[Cost], object] | None, progres
         )
         for unit in bench.units
     )
-
-
-def reporter(progress: Progress) -> Callable[[int, int], object]:
-    """The function of the runs done and in all that a caller means.
-
-    >>> reporter(False)(1, 2)
-    """
-    if callable(progress):
-        return progress
-    wanted = progress is None or progress
-    return _draw if wanted and sys.stderr.isatty() else _say_nothing
-
-
-def _say_nothing(done: int, total: int) -> None:
-    del done, total
-
-
-def _draw(done: int, total: int) -> None:
-    filled = WIDTH * done // total
-    bar = f"[{'#' * filled}{'.' * (WIDTH - filled)}]"
-    sys.stderr.write(f"\rmeasuring {bar} {done}/{total} runs{'' if done < total else chr(10)}")
-    sys.stderr.flush()

@@ -15,7 +15,6 @@ Reading: sensitivities as JSON, whose text is not trusted.
      layers: [{name, type, elements, nbytes_float, tied, options: {label: [noise, nbytes]}}]}
 """
 
-import glob
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from detent.checks import as_integer
 from detent.codec import parse, reading, table
 from detent.errors import FileFormatError, SpecError
 from detent.metrics import sqnr_of
-from detent.recipe import Recipe
+from detent.recipe import Recipe, exact_pattern
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
 from detent.tables import table_lines
@@ -43,7 +42,6 @@ __all__ = [
     "Sensitivity",
     "Storage",
     "counted",
-    "exact",
     "from_json",
     "mixed_recipe",
     "short",
@@ -261,20 +259,6 @@ class Mix:
         return "\n".join([*table_lines(rows, right=(3, 4)), last])
 
 
-def exact(name: str) -> str:
-    """A pattern of rules that matches this name and no other.
-
-    >>> exact("features.0"), exact("a[0]*"), exact("@first"), exact("re:x"), exact("")
-    ('features.0', 'a[[]0][*]', '[@]first', '[r]e:x', 're:')
-    """
-    if not name:
-        return "re:"
-    escaped = glob.escape(name)
-    if escaped.startswith("@"):
-        return f"[@]{escaped[1:]}"
-    return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
-
-
 def short(name: str) -> str:
     """A name that fits into a table: of a very long one its beginning and its end.
 
@@ -306,7 +290,7 @@ def mixed_recipe(
         if option == FLOAT:
             continue
         for each in layer.names:
-            rules.append(Rule(exact(each), weight=option) if given is None else known[exact(each)])
+            rules.append(Rule(exact_pattern(each), weight=option) if given is None else known[exact_pattern(each)])
     return Recipe(rules, name)
 
 
@@ -495,7 +479,7 @@ class Sensitivity:
             raise SpecError(f"the largest options of all layers take {most:,} bytes, expected at most {BYTES_LIMIT:,}")
         if self.recipe is not None:
             known = {rule.match for rule in self.recipe.rules}
-            missing = [name for name in names if exact(name) not in known]
+            missing = [name for name in names if exact_pattern(name) not in known]
             if missing:
                 raise SpecError(f"the recipe that was measured has no rule for layer {missing[0]!r}")
 

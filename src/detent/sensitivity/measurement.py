@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.metrics import sqnr_of
+from detent.observers.passes import reporter
 from detent.recipe import Recipe, get_recipe
-from detent.sensitivity.bench import Bench, Meter, Progress, as_storage, as_widths, measure_all, reporter
+from detent.sensitivity.bench import Bench, Meter, Progress, as_storage, as_widths, measure_all
 from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, Storage
 from detent.spec import QuantSpec
 
@@ -101,7 +102,7 @@ def search(
     if announce is not None:
         seconds = (time.perf_counter() - start) * runs
         announce(Cost(len(found.layers), len(found.options), runs, bench.samples, seconds))
-    report, known = reporter(progress), dict[tuple[str, ...], float]()
+    report, known = reporter(progress, "measuring", "runs"), dict[tuple[str, ...], float]()
 
     def noise(options: Options) -> float:
         key = tuple(options.values())

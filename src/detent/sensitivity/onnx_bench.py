@@ -29,10 +29,10 @@ from detent.onnx_model.sessions import make_session, refusals
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.recipe import Recipe
+from detent.recipe import Recipe, exact_pattern
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit, stored_nbytes
-from detent.sensitivity.layer_noise import FLOAT, Storage, exact
+from detent.sensitivity.bench import Meter, Unit, weight_nbytes
+from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 
 __all__ = ["EXACT", "OnnxBench", "run_recipe"]
@@ -93,7 +93,7 @@ class OnnxBench:
         if widths is None:
             plans = {recipe.name or "recipe": whole}
         else:
-            left = tuple(exact(line.name) for line in whole.layers if line.reason in EXCLUDED)
+            left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in EXCLUDED)
             plans = {
                 label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skipped, *left))
                 for label, spec in widths.items()
@@ -211,7 +211,7 @@ def _units(
         layer = found[names[0]]
         is_product = all(found[name].node.op_type in PRODUCTS for name in names)
         nbytes = {
-            label: stored_nbytes(spec, layer.shape, storage, is_product=is_product)
+            label: weight_nbytes(spec, layer.shape, storage, is_product=is_product)
             for label, spec in zip(lines, specs, strict=True)
             if spec is not None
         }
@@ -227,7 +227,8 @@ def _float_outputs(made: GraphPlan) -> list[str]:
 def _named(whole: GraphPlan) -> Recipe:
     """What a recipe gives each layer, in a rule of its own."""
     rules = (
-        Rule(exact(line.name), weight=line.weight, input=line.input, observer=line.observer) for line in whole.quantized
+        Rule(exact_pattern(line.name), weight=line.weight, input=line.input, observer=line.observer)
+        for line in whole.quantized
     )
     return Recipe(rules, whole.recipe.name)
 

@@ -7,7 +7,6 @@ their range, as in training. The model itself is left alone.
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent.errors import SpecError, StateError, UnsupportedError, closest
-from detent.recipe import Recipe
+from detent.errors import SpecError, StateError, UnsupportedError
+from detent.recipe import Recipe, exact_pattern, skipped_names
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit, stored_nbytes
-from detent.sensitivity.layer_noise import FLOAT, Storage, exact
+from detent.sensitivity.bench import Meter, Unit, weight_nbytes
+from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 from detent.torch.arrays import Arguments, arguments_of, call_with
 from detent.torch.calibration import calibrating
@@ -96,13 +95,13 @@ class TorchBench:
         self._calls, self.samples = first_samples(data, samples)
         whole = plan(self._model, recipe)
         known = [line.name for line in whole.layers]
-        skipped = _skipped(known, (skip,) if isinstance(skip, str) else tuple(skip))
+        skipped = skipped_names(known, skip, "qt.plan shows")
         if widths is None:
             named = _named(whole, skipped)
             self._recipes = {recipe.name or "recipe": named}
         else:
             left = skipped | {line.name for line in whole.layers if line.reason in EXCLUDED}
-            rules = [Rule(exact(name), skip=True) for name in known if name in left]
+            rules = [Rule(exact_pattern(name), skip=True) for name in known if name in left]
             self._recipes = {label: Recipe([Rule(weight=spec), *rules]) for label, spec in widths.items()}
         self.recipe = None if widths is not None else named
         self.options = tuple(self._recipes)
@@ -138,7 +137,7 @@ class TorchBench:
         if not used:
             return self._outputs()
         specs = {option: self._recipes[option].rules[0].weight for option in used}
-        rules = [Rule(exact(each), weight=specs[chosen[name]]) for name, tied in names.items() for each in tied]
+        rules = [Rule(exact_pattern(each), weight=specs[chosen[name]]) for name, tied in names.items() for each in tied]
         return self._mixed(Recipe(rules))
 
     def _mixed(self, recipe: Recipe) -> Iterator[Sequence[Array]]:
@@ -208,16 +207,6 @@ def _plain(outputs: object) -> object:
     return list(outputs.values()) if isinstance(outputs, Mapping) else outputs
 
 
-def _skipped(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
-        if not matched:
-            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} see qt.plan for their names")
-        found |= matched
-    return found
-
-
 def _named(whole: ModelPlan, skipped: set[str]) -> Recipe:
     """What a recipe gives each layer, in a rule of its own."""
     rules = []
@@ -226,7 +215,7 @@ def _named(whole: ModelPlan, skipped: set[str]) -> Recipe:
             weight = next(iter(line.weights.values()), None)
             rules.append(
                 Rule(
-                    exact(line.name),
+                    exact_pattern(line.name),
                     weight=weight,
                     input=line.input,
                     output=line.output,
@@ -268,7 +257,7 @@ def _nbytes(module: nn.Module, line: LayerPlan, storage: Storage) -> int:
     is_product = isinstance(module, PRODUCTS)
     weights = {key: module._parameters[key] for key in line.weights}
     shapes = {key: tuple(each.shape) for key, each in weights.items() if each is not None}
-    return sum(stored_nbytes(line.weights[key], shape, storage, is_product=is_product) for key, shape in shapes.items())
+    return sum(weight_nbytes(line.weights[key], shape, storage, is_product=is_product) for key, shape in shapes.items())
 
 
 @contextmanager

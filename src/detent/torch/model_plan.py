@@ -6,7 +6,6 @@ alone. ``qt.prepare`` does what the plan says.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from os import PathLike
 
 from torch import nn
@@ -18,7 +17,7 @@ from detent.granularity import PerAxis, PerGroup, PerToken
 from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
 from detent.rule import Layer, ObserverSpec
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
-from detent.spec import QuantSpec
+from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
 from detent.tables import table_lines
 from detent.torch.batchnorm import find_folds
@@ -27,7 +26,6 @@ from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_prod
 __all__ = ["LayerPlan", "ModelPlan", "plan"]
 
 RecipeLike = Recipe | str | PathLike[str]
-SCALE_BITS = {"float": 32, "e8m0": 8, "e4m3": 8}
 _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
 
 
@@ -212,7 +210,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, found: Dec
         ste=found.ste,
         observer=found.observer,
         nbytes_before=before,
-        nbytes_after=sum(_packed(weights[key], shape) for key, shape in shapes.items()) if weights else before,
+        nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
 
 
@@ -246,13 +244,6 @@ def _misfit(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     if isinstance(kind, PerGroup) and shape[kind.axis] % kind.size:
         return f"groups of {kind.size} do not divide the {shape[kind.axis]} of a weight of shape {shape}"
     return ""
-
-
-def _packed(spec: QuantSpec, shape: tuple[int, ...]) -> int:
-    sets = spec.granularity.tiling(shape).sets
-    parameters = sets * (SCALE_BITS[spec.scale_format] + (0 if spec.symmetric else spec.bits))
-    parameters += SCALE_BITS["float"] if spec.scale_format == "e4m3" else 0  # the scale of the tensor
-    return -(-prod(shape) * spec.bits // 8) + -(-parameters // 8)
 
 
 def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple[object, ...]]]) -> LayerPlan:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
+from detent.checks import first_index
 from detent.errors import DetentError
 from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import Quantization, get_target, make_session
@@ -39,7 +40,6 @@ __all__ = [
     "check_decoding",
     "check_limit",
     "compare_weight",
-    "first_index",
     "place_in_file",
     "place_of",
     "spread",
@@ -74,15 +74,6 @@ class Tally:
         """Keep a difference, if it is the first."""
         if self.first is None:
             self.first = difference
-
-
-def first_index(bad: Array) -> tuple[int, ...]:
-    """The index of the first True, in C order.
-
-    >>> first_index(np.array([[False, False], [True, True]]))
-    (1, 0)
-    """
-    return tuple(int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape))
 
 
 def steps_between(a: Array, b: Array) -> int:

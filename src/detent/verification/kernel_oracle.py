@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
+from detent.checks import first_index
 from detent.errors import UnsupportedError
 from detent.onnx_model.graph import INTEGER_KERNELS
-from detent.verification.codes import first_index
 from detent.verification.probe import Reading
 from detent.verification.verify_report import Difference, Kernel
 
