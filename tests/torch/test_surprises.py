@@ -61,7 +61,7 @@ def test_threads_that_share_a_model_all_see_quantized_weights():
         for thread in threads:
             thread.join()
     assert wrong == [False] * 160
-    assert not model._running
+    assert not model._forwards
 
 
 def conv_bn():

@@ -1,42 +1,65 @@
-"""Batch normalisation after a layer: quantize the weights that will be shipped, which have its factor in them.
+"""Batch norm folding: quantize the weight that will be exported, which has the batch norm's gain in it.
 
-The shipped layer has the weights ``w * f`` with ``f = gamma / sqrt(running_var + eps)`` per channel. In training their
-quantized values over f enter the product, and the normalisation works on its result as always, with the statistics of
-the batch::
+::
 
-    y = norm(product(x, fq(w * f) / f))          training, and evaluation
-    y = product(x, fq(w * f)) + b'               after qt.freeze, as shipped
+    g = gamma / sqrt(running_var + eps)               the gain, one per output channel
+    f = g, and 1 where g is 0                         the factor: a channel without gain has no weights to quantize
 
-Both sides differ by rounding only. Nothing of the size of an activation is computed beside what the float model does.
+    y = norm(product(x, fq(w * f) / f))               running weight: training and evaluation
+    y = product(x, fq(w * g)) + (b - mean) * g + beta     exported weight: after qt.freeze, and in exported files
+
+Both have the same codes, and differ by rounding only. In training the batch norm works on the result as always, with
+the statistics of the batch, and nothing of the size of an activation is computed beside what the float model does.
+Scales that stay, one per channel and symmetric, can absorb the gain: then the running weight is ``fq(w)``.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from detent.torch.arrays import fingerprint, full_tensor
+from detent.params import QuantParams
+from detent.tensor import QuantizedTensor
+from detent.torch.arrays import fingerprint, full_tensor, on_cpu, to_array
 
-__all__ = ["Fold", "QuantizedNorm", "find_folds"]
+__all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
+
+
+def running_weight(
+    weight: Tensor, factor: Tensor | None, quantize: Callable[[Tensor], Tensor], *, in_place: bool = False
+) -> Tensor:
+    """The weight that a forward multiplies with before its batch norm: ``fq(w * f) / f``, or ``fq(w)`` without one.
+
+    Args:
+        weight: the float weight.
+        factor: ``Fold.factor``; None without a batch norm, and where the scales absorb its gain.
+        quantize: makes the fake-quantized values.
+        in_place: divide in the memory that ``quantize`` returned.
+
+    >>> running_weight(torch.tensor([0.5, 0.4]), torch.tensor(4.0), torch.round)
+    tensor([0.5000, 0.5000])
+    """
+    if factor is None:
+        return quantize(weight)
+    quantized = quantize(weight * factor)
+    return quantized.div_(factor) if in_place else quantized / factor
 
 
 class Fold:
-    """A layer's normalisation; no module itself, so that the model's own tree stays as it is.
+    """The batch norm of a layer; no module itself, so that the model's own tree stays as it is.
 
     >>> fold = Fold(nn.BatchNorm1d(3, eps=0.0))
     >>> fold.norm.running_var.fill_(0.25)
     tensor([0.2500, 0.2500, 0.2500])
-    >>> fold.gain().tolist(), fold.bias(torch.ones(3)).tolist()
-    ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0])
-    >>> fold.factor(torch.ones(3, 2)).shape, fold.shipped(torch.ones(3, 2))[0].tolist()
-    (torch.Size([3, 1]), [2.0, 2.0])
-    >>> fold.key() == fold.key(), fold.fuse(), fold.unfuse(), fold.is_fused
-    (True, None, None, False)
+    >>> fold.gain().tolist(), fold.bias(torch.ones(3)).tolist(), fold.with_gain(torch.ones(3, 2))[0].tolist()
+    ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0])
     """
 
     def __init__(self, norm: _BatchNorm) -> None:
@@ -44,51 +67,64 @@ class Fold:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layer computes the normalisation, too."""
+        """Whether the layer computes the batch norm, too."""
         return bool(getattr(self.norm, "fused", False))
 
     def fuse(self) -> None:
-        """Let the layer compute the normalisation, which then lets data pass."""
+        """Let the layer compute the batch norm, which then lets data pass."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
 
     def unfuse(self) -> None:
-        """Leave the normalisation to itself again."""
+        """Let the batch norm compute itself again."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = False
 
     def gain(self) -> Tensor:
-        """What each channel is multiplied by."""
+        """The gain g of each channel, ``gamma / sqrt(running_var + eps)``."""
         norm = self.norm
         variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds takes none without statistics
         gain = torch.rsqrt(variance + norm.eps)
         return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
-        """What each output channel of the weight is multiplied by; 0 counts as 1, such a channel has no weights."""
+        """The factor f of each output channel, broadcastable to the weight: the gain, and 1 where that is 0."""
         gain = self.gain().to(weight.dtype)
-        return torch.where(gain == 0, torch.ones_like(gain), gain).reshape(-1, *(1,) * (weight.ndim - 1))
+        return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
-    def shipped(self, weight: Tensor) -> Tensor:
-        """The weight of the folded layer, whose channels of gain 0 are 0."""
-        return weight * self.gain().to(weight.dtype).reshape(-1, *(1,) * (weight.ndim - 1))
+    def with_gain(self, weight: Tensor) -> Tensor:
+        """The weight of the folded layer, ``w * g``."""
+        return weight * _per_channel(self.gain().to(weight.dtype), weight)
+
+    def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
+        """Quantized weights, symmetric with one scale per channel, times g: the scale takes |g|, the codes its sign."""
+        gain = to_array(on_cpu(self.gain())).astype(quantized.params.scale.dtype)
+        scale = np.where(gain == 0, quantized.params.scale, quantized.params.scale * np.abs(gain))
+        floor = np.finfo(scale.dtype).smallest_normal
+        params = QuantParams(quantized.spec, np.maximum(scale, floor))
+        signs = np.sign(gain).astype(quantized.codes.dtype).reshape(-1, *(1,) * (quantized.codes.ndim - 1))
+        return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
 
     def bias(self, bias: Tensor | None) -> Tensor:
-        """The bias of the folded layer."""
+        """The bias of the folded layer, ``(b - mean) * g + beta``."""
         norm = self.norm
         gain, mean = self.gain(), norm.running_mean.detach()  # type: ignore[union-attr]
         shift = -mean if bias is None else full_tensor(bias.detach()) - mean
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
-    def key(self) -> object:
-        """Changes when the factor changes: statistics are written without any trace."""
+    def version(self) -> object:
+        """A key that changes when the gain changes: statistics are written without any trace."""
         norm = self.norm
         parts = (norm.running_var, norm.weight)
         return fingerprint(*(part for part in parts if part is not None))
 
 
+def _per_channel(values: Tensor, weight: Tensor) -> Tensor:
+    return values.reshape(-1, *(1,) * (weight.ndim - 1))
+
+
 class QuantizedNorm(nn.Module):
-    """What every batch normalisation of a prepared model is, beside its own class.
+    """What every batch norm of a prepared model is, beside its own class.
 
     Attributes:
         fused: the layer before it computes it.
@@ -105,7 +141,7 @@ class QuantizedNorm(nn.Module):
     frozen: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalisation, unless the layer before has done it."""
+        """The batch norm, unless the layer before has computed it."""
         if self.fused:
             return x
         if self.frozen and self.training:
@@ -116,7 +152,7 @@ class QuantizedNorm(nn.Module):
 
 
 def find_folds(model: nn.Module) -> dict[str, str]:
-    """The names of layers and of the batch normalisations that take their output and nothing else does.
+    """The names of layers and of the batch norms that alone take their output.
 
     By a symbolic trace where the model has one, else by the order in Sequentials.
 

@@ -103,4 +103,4 @@ def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -
             found = get_observer_spec("minmax").make(quantizer.spec.granularity)
         else:
             found = _observer_for(quantizer, observer)
-        quantizer.set_params(found.observe(to_array(on_cpu(layer.source(name)))).params(quantizer.spec))
+        quantizer.set_params(found.observe(to_array(on_cpu(layer.float_weight(name)))).params(quantizer.spec))

@@ -468,7 +468,7 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
         raise DtypeError(f"health takes a prepared model, got {type(model).__name__}")
     plan_of(model)
     seen = {} if batches is None else _run(model, batches)
-    weights = {quantizer: layer.source(name) for _, layer, name, quantizer in weight_layers(model)}
+    weights = {quantizer: layer.float_weight(name) for _, layer, name, quantizer in weight_layers(model)}
     rows = (_examine(name, each, weights.get(each), seen) for name, each in quantizers_of(model).items())
     return HealthReport(tuple(rows))
 

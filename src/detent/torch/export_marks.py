@@ -161,7 +161,7 @@ def _is_depthwise(layer: QuantizedLayer) -> bool:
 def _fold(layer: QuantizedProduct, fold: Fold) -> None:
     """Make the normalisation's constants the layer's own."""
     if layer.quantizer("weight_quantizer") is None:
-        layer.weight = nn.Parameter(fold.shipped(layer.weight.detach()))
+        layer.weight = nn.Parameter(fold.with_gain(layer.weight.detach()))
     layer.bias = nn.Parameter(fold.bias(layer.bias))
     fold.fuse()
     layer.fold = None

@@ -1,15 +1,14 @@
-"""Products: linear maps and convolutions of fake quantized operands that keep for backward what the float ones keep.
+"""Layers: which types of module have weights, and the product that each of them computes.
 
-A product of fake quantized tensors would keep the quantized copies, beside the originals that their neighbours keep
-alive. These keep the originals alone, and quantize the input once more in backward, which is one pass over memory::
+A product of fake-quantized tensors, written with autograd, would keep the quantized copies for backward, next to the
+originals that their neighbors keep alive. ``product`` keeps the originals alone and quantizes once more in backward,
+which is one pass over memory::
 
     forward   y  = product(fq(x), fq(w))                                    kept: x and w, as in the float model
     backward  gx = estimate(product_x(g, fq(w)), x),   gw = estimate(product_w(g, fq(x)), w)
 
-A weight may be multiplied by a factor per channel before it is quantized and divided by it afterwards: this is how a
-layer before a batch normalisation sees the very codes that the folded layer will have.
-
-Layers: which types of module have weights, which axis of a weight is the channel, how many inputs are data.
+where ``estimate`` is the straight-through estimator. Left out: layers that are no product, which run their own forward
+on quantized weights, and tensors that native kernels cannot read (see ``quantized_layer`` for both).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,8 @@ from detent.checks import as_integer
 from detent.errors import SpecError
 from detent.ste import Estimator, Identity
 from detent.torch import eager
+from detent.torch.arrays import Slot
+from detent.torch.batchnorm import running_weight
 from detent.torch.operator import Values, gradient_of, learned_gradients, settled
 
 __all__ = [
@@ -34,8 +35,8 @@ __all__ = [
     "Linear",
     "Operand",
     "Product",
+    "QuantizedWeight",
     "Quantizer",
-    "Weight",
     "float_class_of",
     "kind_of",
     "product",
@@ -43,23 +44,17 @@ __all__ = [
     "runs_as_product",
 ]
 
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 class Product(Protocol):
-    """A bilinear map with a bias.
-
-    >>> a: Product = Linear()
-    >>> gx, gw, gb = a.backward(torch.ones(1, 1), torch.ones(1, 2), torch.ones(1, 2), (True, True, False))
-    >>> a.forward(torch.ones(1, 2), torch.ones(1, 2), None).item(), gx.tolist(), gb
-    (2.0, [[1.0, 1.0]], None)
-    """
+    """A bilinear map with a bias."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
         ...
 
-    def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """The gradients of x, weight and bias, where needed."""
         ...
 
@@ -75,9 +70,7 @@ class Linear:
         """The product."""
         return F.linear(x, weight, bias)
 
-    def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """The gradients of x, weight and bias, where needed."""
         rows = g.reshape(-1, g.shape[-1])
         gx = (rows @ weight).view_as(x) if needs[0] else None
@@ -103,135 +96,12 @@ class Convolution:
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # which autocast knows
         return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def backward(
-        self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """The gradients of x, weight and bias, where needed."""
         sizes = [g.shape[1]] if needs[2] else None
         settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
-        found = torch.ops.aten.convolution_backward.default(g, x, weight, sizes, *settings, list(needs))
-        return found[0], found[1], found[2]
-
-
-class Operand(NamedTuple):
-    """How an input is quantized; ``values`` None leaves it as it is.
-
-    >>> Operand(None, Identity()).step
-    0
-    """
-
-    values: Values | None
-    ste: Estimator
-    step: int = 0
-
-
-class Weight(NamedTuple):
-    """A quantized weight.
-
-    Attributes:
-        how: its parameters.
-        factor: what it is multiplied by before it is quantized, and divided by afterwards.
-        quantized: what enters the product.
-        keep: whether that stays in memory anyway; else backward makes it anew.
-
-    >>> Weight(Operand(None, Identity()), None, torch.ones(1)).keep
-    False
-    """
-
-    how: Operand
-    factor: Tensor | None
-    quantized: Tensor
-    keep: bool = False
-
-    def again(self, weight: Tensor) -> Tensor:
-        """What enters the product, made from the weight once more.
-
-        >>> Weight(Operand(None, Identity()), None, torch.ones(1)).again(torch.ones(1))
-        tensor([1.])
-        """
-        if self.how.values is None:
-            return weight
-        source = weight if self.factor is None else weight * self.factor
-        quantized = eager.fake_quantize(source, self.how.values.params, self.how.step, "weight")
-        return quantized if self.factor is None else quantized.div_(self.factor)
-
-
-def product(kind: Product, x: Tensor, weight: Tensor, bias: Tensor | None, how: Operand, known: Weight) -> Tensor:
-    """The product of plain tensors; ``known`` belongs to this very weight.
-
-    >>> from detent.params import QuantParams
-    >>> half = Values(QuantParams("int8", scale=0.5))
-    >>> x, w = torch.tensor([[0.6]]), torch.tensor([[2.2]], requires_grad=True)
-    >>> as_it_is = Weight(Operand(None, Identity()), None, w.detach())
-    >>> y = product(Linear(), x, w, None, Operand(half, Identity()), as_it_is)
-    >>> y.backward()
-    >>> y.item(), w.grad.item()
-    (1.100000023841858, 0.5)
-    """
-    shifts = [part for operand in (how, known.how) for part in _learned(operand)]
-    y: Tensor = _Product.apply(x, weight, bias, *shifts, kind, how, known)
-    return y
-
-
-def _learned(operand: Operand) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if operand.values is None else (operand.values.scale, operand.values.zero_point)
-
-
-def _settled(operand: Operand) -> Operand:
-    return operand if operand.values is None else operand._replace(values=settled(operand.values))
-
-
-_NOTHING = torch.empty(0)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
-        *_, kind, how, known = rest
-        how = _settled(how)
-        ctx.save_for_backward(x, weight)
-        kept = known if known.keep else known._replace(quantized=_NOTHING)
-        ctx.call = kind, how, kept._replace(how=_settled(known.how))
-        quantized = x if how.values is None else eager.fake_quantize(x, how.values.params, how.step, "input")
-        y: Tensor = kind.forward(quantized, known.quantized, bias)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        kind, how, known = ctx.call
-        x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        learns_x, learns_w = any(needs[3:5]), any(needs[5:7])
-        quantized = x if how.values is None else eager.fake_quantize(x, how.values.params, how.step, "input")
-        # Under autocast the forward product ran in g's type.
-        wanted = needs[0] or learns_x, needs[1] or learns_w, needs[2]
-        weights = known.quantized if known.keep else known.again(weight)
-        gx, gw, gb = kind.backward(g, quantized.to(g.dtype), weights.to(g.dtype), wanted)
-        of_x = _estimate(None if gx is None else gx.to(x.dtype), x, how, learn=learns_x)
-        of_w = _estimate_weight(None if gw is None else gw.to(weight.dtype), weight, known, learn=learns_w)
-        return of_x[0], of_w[0], gb, *of_x[1:], *of_w[1:], None, None, None
-
-
-def _estimate_weight(
-    g: Tensor | None, weight: Tensor, known: Weight, *, learn: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if g is None or known.factor is None or (isinstance(known.how.ste, Identity) and not learn):
-        return _estimate(g, weight, known.how, learn=learn)
-    gw, gs, gz = _estimate(g / known.factor, weight * known.factor, known.how, learn=learn)
-    return None if gw is None else gw * known.factor, gs, gz
-
-
-def _estimate(
-    g: Tensor | None, x: Tensor, how: Operand, *, learn: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point, given that of the quantized x, whose memory is reused."""
-    if g is None or how.values is None:
-        return g, None, None
-    params, ste = how.values.params, how.ste
-    if not (how.values.is_learned and learn):
-        return gradient_of(g, x, params, ste, how.step, reuse=True), None, None
-    return learned_gradients(g, x, how.values, ste, how.step)
+        gx, gw, gb = torch.ops.aten.convolution_backward.default(g, x, weight, sizes, *settings, list(needs))
+        return gx, gw, gb
 
 
 class Quantizer(nn.Module):
@@ -259,9 +129,6 @@ class LayerKind:
         shares_input: all inputs have one quantizer, because they are often one tensor.
         product: makes the product that the layer is, from the module; None runs the module's own forward.
         names: for layers with a varying number of weights, their names.
-
-    >>> LayerKind({"weight": 0}).weight_names(nn.Linear(2, 2))
-    ['weight']
     """
 
     weights: Mapping[str, int]
@@ -376,3 +243,126 @@ def runs_as_product(layer: type[nn.Module]) -> bool:
     if base is None or _KINDS[base].product is None:
         return False
     return all(getattr(layer, name, None) is getattr(base, name, None) for name in ("forward", "_conv_forward"))
+
+
+class Operand(NamedTuple):
+    """How an operand of a product is quantized: by which parameters, estimator, and rounding counter.
+
+    ``values`` None leaves it as it is.
+    """
+
+    values: Values | None
+    ste: Estimator
+    step: int = 0
+
+    def quantize(self, x: Tensor, slot: Slot) -> Tensor:
+        """Fake quantize x into scratch memory."""
+        return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
+
+    def settled(self) -> "Operand":
+        """The operand for backward, which keeps no tensors of another graph."""
+        return self if self.values is None else self._replace(values=settled(self.values))
+
+    def learned(self) -> tuple[Tensor | None, Tensor | None]:
+        """The scale and zero point that are trained."""
+        return (None, None) if self.values is None else (self.values.scale, self.values.zero_point)
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as it enters a product.
+
+    Attributes:
+        operand: how it is quantized.
+        factor: of the batch norm after the layer, see ``running_weight``; None without one.
+        tensor: the quantized weight.
+        keep: whether that stays in memory anyway; else backward quantizes once more.
+    """
+
+    operand: Operand
+    factor: Tensor | None
+    tensor: Tensor
+    keep: bool = False
+
+    def requantize(self, weight: Tensor) -> Tensor:
+        """Make ``tensor`` from the float weight once more, in scratch memory."""
+        return running_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
+
+
+def product(
+    kind: Product, x: Tensor, weight: Tensor, bias: Tensor | None, operand: Operand, quantized: QuantizedWeight
+) -> Tensor:
+    """The product of a quantized input and a quantized weight, differentiable in all that is a tensor.
+
+    Args:
+        kind: which product.
+        x: the float input, a plain tensor.
+        weight: the float weight, which receives the gradient.
+        bias: added to the product, or None.
+        operand: how x is quantized.
+        quantized: what was made of this very weight.
+
+    >>> from detent.params import QuantParams
+    >>> half = Values(QuantParams("int8", scale=0.5))
+    >>> x, w = torch.tensor([[0.6]]), torch.tensor([[2.2]], requires_grad=True)
+    >>> float_weight = QuantizedWeight(Operand(None, Identity()), None, w.detach())
+    >>> y = product(Linear(), x, w, None, Operand(half, Identity()), float_weight)
+    >>> y.backward()
+    >>> y.item(), w.grad.item()
+    (1.100000023841858, 0.5)
+    """
+    y: Tensor = _Product.apply(
+        x, weight, bias, *operand.learned(), *quantized.operand.learned(), kind, operand, quantized
+    )
+    return y
+
+
+_NOTHING = torch.empty(0)
+
+
+class _Product(torch.autograd.Function):
+    """Inputs: x, weight, bias; scale and zero point of x and of the weight, where learned; kind and both operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+        *_, kind, operand, quantized = rest
+        operand = operand.settled()
+        ctx.save_for_backward(x, weight)
+        kept = quantized if quantized.keep else quantized._replace(tensor=_NOTHING)
+        ctx.call = kind, operand, kept._replace(operand=quantized.operand.settled())
+        y: Tensor = kind.forward(operand.quantize(x, "input"), quantized.tensor, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        kind, operand, quantized = ctx.call
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        learns_x, learns_w = any(needs[3:5]), any(needs[5:7])
+        x_values = operand.quantize(x, "input")
+        w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
+        # Under autocast the forward product ran in g's type.
+        needed = needs[0] or learns_x, needs[1] or learns_w, needs[2]
+        gx, gw, gb = kind.backward(g, x_values.to(g.dtype), w_values.to(g.dtype), needed)
+        of_x = _estimate(None if gx is None else gx.to(x.dtype), x, operand, learn=learns_x)
+        of_w = _estimate_weight(None if gw is None else gw.to(weight.dtype), weight, quantized, learn=learns_w)
+        return of_x[0], of_w[0], gb, *of_x[1:], *of_w[1:], None, None, None
+
+
+def _estimate(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> Gradients:
+    """The gradients of x, scale and zero point, given that of the quantized x, whose memory is reused."""
+    if g is None or operand.values is None:
+        return g, None, None
+    params, ste = operand.values.params, operand.ste
+    if not (operand.values.is_learned and learn):
+        return gradient_of(g, x, params, ste, operand.step, reuse=True), None, None
+    return learned_gradients(g, x, operand.values, ste, operand.step)
+
+
+def _estimate_weight(g: Tensor | None, weight: Tensor, quantized: QuantizedWeight, *, learn: bool) -> Gradients:
+    """The same through ``fq(w * f) / f``."""
+    operand, factor = quantized.operand, quantized.factor
+    if g is None or factor is None or (isinstance(operand.ste, Identity) and not learn):
+        return _estimate(g, weight, operand, learn=learn)
+    gw, gs, gz = _estimate(g / factor, weight * factor, operand, learn=learn)
+    return None if gw is None else gw * factor, gs, gz

@@ -331,7 +331,7 @@ def unprepare(model: nn.Module) -> nn.Module:
                 if name.endswith("_quantizer"):
                     del module._modules[name]
         if isinstance(module, QuantizedLayer | QuantizedNorm):
-            for name in ("fold", "_cache", "_running", "fused", "frozen"):
+            for name in ("fold", "_cache", "_forwards", "fused", "frozen"):
                 vars(module).pop(name, None)
             _become(module, module.float_class)
     return model
@@ -377,7 +377,9 @@ def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
     """
     plan_of(model)
     _check_folds(model)
-    return {full: layer.shipped(name) for full, layer, name, quantizer in weight_layers(model) if quantizer.enabled}
+    return {
+        full: layer.exported_weight(name) for full, layer, name, quantizer in weight_layers(model) if quantizer.enabled
+    }
 
 
 def _check_folds(model: nn.Module) -> None:
