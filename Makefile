@@ -26,9 +26,10 @@ help: ## list the targets
 demo: $(READY) ## train, quantize, export and verify a small network; writes demo-report.html
 	$(VENV)/bin/detent demo
 
-# The core on arrays, its files and formats; frontends, real models and generated matrices are left to `make test`.
-QUICK := src/detent/*.py src/detent/kernels src/detent/observers tests/test_*.py tests/golden tests/hostile tests/kernels \
-         tests/meta/test_imports.py tests/meta/test_style.py
+# What is cheap: the core on arrays, its files and formats, ONNX graphs. `make test` adds native kernels, oracles, PyTorch.
+QUICK := src/detent/*.py src/detent/kernels src/detent/observers src/detent/onnx src/detent/onnx_model zoo tests/test_*.py \
+         tests/golden tests/hostile tests/kernels/test_*.py tests/kernels/reference tests/observers tests/onnx \
+         tests/onnx_model tests/property tests/meta/test_imports.py tests/meta/test_style.py
 
 quick: lint ## lint and the core tests, in under two minutes: the inner loop
 	$(PYTEST) -n $(JOBS) -m "not slow" $(QUICK)
