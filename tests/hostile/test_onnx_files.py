@@ -161,7 +161,7 @@ def _(_folder):
     return good().SerializeToString().replace(b"Conv", b"\xff\xfe\xfd\xfc")
 
 
-@case("2 GB of nothing", "no ONNX model")
+@case("2 GB of nothing", "not an ONNX model")
 def _(folder):
     with (folder / "sparse.onnx").open("wb") as file:
         file.truncate((1 << 31) - 1)

@@ -318,7 +318,7 @@ class Batches:
     >>> odd.count, [feed["x"].item() for feed in odd], [feed["x"].item() for feed in odd.first(1)]
     (2, [1.0, 3.0], [1.0])
     >>> len(list(batches.hashed())), batches.fingerprint()[:8]
-    (5, 'aae6b3ef')
+    (5, 'b263a551')
     """
 
     def __init__(
