@@ -133,11 +133,11 @@ def test_interrupt_leaves_nothing_behind(long_job, tmp_path, kept):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_interrupt_of_a_rehearsal(long_job, tmp_path):
+def test_interrupt_of_a_dry_run(long_job, tmp_path):
     running = started(
         "quantize", long_job / "model.onnx", "-d", long_job / "calib.npz", "-o", tmp_path / "a.onnx", "--dry-run"
     )
-    assert running.stderr.readline().startswith("rehearsing")
+    assert running.stderr.readline().startswith("dry run")
     running.send_signal(signal.SIGINT)
     running.communicate(timeout=TIMEOUT)
     assert running.returncode == 130

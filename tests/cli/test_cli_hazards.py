@@ -21,12 +21,11 @@ import detent.report as qr
 from detent.cli import main
 from detent.cli.exits import check_free, fail
 from detent.cli.model_contents import model_contents
-from detent.cli.quantize_job import Hurting
+from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
 from detent.errors import SpecError, UnsupportedError
-from detent.evaluate import dry_run
-from detent.evaluate.dry_run import rehearse
-from detent.evaluate.speed import made_up_feed, parse_shapes
+from detent.evaluate import dry_run, dry_run_estimate, random_inputs
+from detent.evaluate.speed import parse_shapes
 from detent.recipe import get_recipe
 
 from .cli_cases import TIMEOUT, started, write_model
@@ -41,32 +40,32 @@ def inside(shop, monkeypatch):
     assert {path.name: path.read_bytes() for path in shop.iterdir()} == before
 
 
-# Rehearsals
+# Dry runs
 
 
-def test_rehearsal_runs_nothing_of_the_current_folder(tmp_path, monkeypatch):
+def test_dry_run_runs_nothing_of_the_current_directory(tmp_path, monkeypatch):
     model = write_model(tmp_path / "model.onnx")
     here = tmp_path / "here"
     here.mkdir()
     for name in ("tempfile", "json", "onnx"):
         (here / f"{name}.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise SystemExit(7)\n")
     monkeypatch.chdir(here)
-    found = rehearse(str(model), None, [], None, {"recipe": "w8a16"})
+    found = dry_run(model, recipe="w8a16")
     assert found.nbytes_after > 0
     assert not Path("ran").exists()
 
 
-def test_rehearsal_that_leaves_without_a_word(monkeypatch):
-    monkeypatch.setattr(dry_run, "_CODE", "import os; os._exit(9)")
-    with pytest.raises(UnsupportedError, match=r"did not come to its end \(exit code 9\)"):
-        rehearse("a.onnx", None, [], None, {})
+def test_dry_run_that_leaves_without_a_word(monkeypatch):
+    monkeypatch.setattr(dry_run_estimate, "_CODE", "import os; os._exit(9)")
+    with pytest.raises(UnsupportedError, match=r"dry run failed \(exit code 9\)"):
+        dry_run("a.onnx")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_interrupted_rehearsal_leaves_no_folder(shop, tmp_path):
+def test_interrupted_dry_run_leaves_no_directory(shop, tmp_path):
     arguments = ("quantize", shop / "model.onnx", "-d", shop / "calib.npz", "-o", tmp_path / "a.onnx", "--dry-run")
     running = started(*arguments, TMPDIR=str(tmp_path))
-    assert running.stderr.readline().startswith("rehearsing")
+    assert running.stderr.readline().startswith("dry run")
     end = time.monotonic() + TIMEOUT
     while not any(path.is_dir() for path in tmp_path.iterdir()) and time.monotonic() < end:
         time.sleep(0.002)
@@ -212,7 +211,7 @@ def test_numbers_beyond_all_bounds(inside, capsys, arguments, told):
 
 def test_shapes_that_are_large_but_sane(shop):
     assert parse_shapes(["x=01,8x8,8"]) == {"x": (1, 8, 8, 8)}
-    assert made_up_feed(shop / "model.onnx", {"x": (300, 8, 8, 8)})["x"].shape == (300, 8, 8, 8)
+    assert random_inputs(shop / "model.onnx", {"x": (300, 8, 8, 8)})["x"].shape == (300, 8, 8, 8)
 
 
 # Names
@@ -245,7 +244,7 @@ def test_flag_skips_just_that_layer(tmp_path):
     graph = helper.make_graph(nodes, "g", *ends, tensors)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     for name in names:
-        flag, pattern = shlex.split(Hurting(name, 0.5).flag)
+        flag, pattern = shlex.split(_skip_flag(name))
         assert flag == "--skip"
         assert [layer.name for layer in qo.plan(model, "w8a16", skip=[pattern]).layers if layer.reason] == [name]
         plain = [layer.name for layer in qo.plan(model, "w8a16", skip=[name]).layers if layer.reason]

@@ -1,27 +1,17 @@
-"""The parts that commands share: amounts, data held back, targets and CPUs, timing, rehearsals."""
+"""The parts that commands share: amounts, targets and CPUs, the screen."""
 
 import io
 import json
 import re
 
-import numpy as np
 import pytest
 
-from detent.cli.quantize_job import Hurting, Verdict
+from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
 from detent.codec import encode
-from detent.errors import DetentError, SpecError, UnsupportedError
-from detent.evaluate import dry_run
-from detent.evaluate.accuracy import Accuracy, split
-from detent.evaluate.dry_run import Rehearsal, rehearse
-from detent.evaluate.speed import Timing, made_up_feed, race
+from detent.errors import SpecError
 from detent.onnx_model import targets
-from detent.onnx_model.batches import InputInfo
 from detent.tables import bytes_text, of_whole, parse_bytes
-
-from .cli_cases import write_data, write_model
-
-X = [InputInfo("x", np.dtype("float32"), (None, 2))]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("7", 7), ("1kB", 1000), ("1.5 GB", 1_500_000_000), ("2MiB", 2 << 20)])
@@ -45,28 +35,6 @@ def test_no_shares(text):
 def test_amounts_in_words_are_near(count):
     number, unit = bytes_text(count).split()
     assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit] == pytest.approx(count, rel=0.006)
-
-
-@pytest.mark.parametrize(
-    ("samples", "held"), [(1, []), (19, []), (20, [9, 19]), (29, [9, 19]), (101, list(range(9, 101, 10)))]
-)
-def test_a_tenth_is_held_back_from_20_batches_on(tmp_path, samples, held):
-    values = np.arange(2 * samples, dtype=np.float32).reshape(samples, 2)
-    np.save(tmp_path / "x.npy", values)
-    made = split(tmp_path / "x.npy", X)
-    assert made.is_held_back == bool(held)
-    seen = [int(feed["x"][0, 0]) // 2 for feed in made.calibration]
-    judged = [int(feed["x"][0, 0]) // 2 for feed in made.judged]
-    assert (
-        seen == [i for i in range(samples) if i not in held] == [int(feed["x"][0, 0]) // 2 for feed in made.calibration]
-    )
-    assert judged == (held or list(range(min(8, samples))))
-
-
-def test_batches_not_samples_are_held_back(tmp_path):
-    np.save(tmp_path / "x.npy", np.zeros((60, 2), np.float32))
-    assert list(split(tmp_path / "x.npy", X, 3).judged.chosen) == [9, 19]
-    assert not split(tmp_path / "x.npy", X, 4).is_held_back
 
 
 FLAGS = "processor : 0\nflags : fpu avx2 {}\n"
@@ -136,28 +104,6 @@ def test_avx2(monkeypatch, tmp_path, text, expected):
     assert targets.has_avx2() is expected
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "text"),
-    [
-        (1.0, 1.6, "1.00 ms -> 1.60 ms (1.6x slower, 1 thread, 1,200 runs)"),
-        (1.3, 1.0, "1.30 ms -> 1.00 ms (1.3x faster, 1 thread, 1,200 runs)"),
-        (1.0, 1.02, "1.00 ms -> 1.02 ms (as fast, 1 thread, 1,200 runs)"),
-        (0.08, 0.04, "80.0 µs -> 40.0 µs (2.0x faster, 1 thread, 1,200 runs)"),
-    ],
-    ids=["slower", "faster", "as fast", "short"],
-)
-def test_times_in_words(first, second, text):
-    assert str(Timing(first, second, 1200, 1)) == text
-
-
-def test_the_worst_output_is_held_against_the_limit():
-    verdict = Verdict(Accuracy({"boxes": 40.0, "scores": 12.0, "masks": 30.0}, None, 3))
-    assert verdict.missed(20.0, None) == ["the SQNR of output scores is 12.0 dB, below the limit of 20 dB"]
-    assert verdict.missed(12.0, None) == []
-    assert "output b is nan dB" in Verdict(Accuracy({"a": 1.0, "b": float("nan")}, None, 1)).missed(0.5, None)[0]
-    assert Verdict().missed(1.0, None) == ["the SQNR is not known, below the limit of 1 dB"]
-
-
 def test_target_on_another_machine(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert "made for x86" in targets.mismatch("openvino-vnni")
@@ -168,7 +114,7 @@ def test_target_on_another_machine(monkeypatch):
     ("name", "flag"), [("a/b.c", "--skip a/b.c"), ("a b", "--skip 'a b'"), ("x[0]", "--skip 'x[[]0]'")]
 )
 def test_flag_can_be_typed(name, flag):
-    assert Hurting(name, 0.5).flag == flag
+    assert _skip_flag(name) == flag
 
 
 def test_screen_keeps_stdout_for_the_document(capsys):
@@ -265,34 +211,3 @@ def test_numbers_are_whole_on_any_terminal(monkeypatch, width):
 
 def test_encode_leaves_finite_numbers_alone():
     assert encode({"a": 1.5, 2: [True, "x", None]}) == {"a": 1.5, "2": [True, "x", None]}
-
-
-def test_race_runs_both_equally_often(tmp_path):
-    model = write_model(tmp_path / "a.onnx")
-    found = race(model, model, [made_up_feed(model, {"x": (2, 8, 8, 8)})], repeat=5)
-    assert found.runs == 5
-    assert found.first_ms > 0 < found.second_ms
-
-
-def test_rehearsal_raises_what_quantizing_would(tmp_path):
-    model, data = write_model(tmp_path / "a.onnx"), write_data(tmp_path / "a.npz", samples=2)
-    with pytest.raises(DetentError, match="did you mean 'head'"):
-        rehearse(str(model), str(data), [0, 1], None, {"recipe": "w8a8", "skip": ["haed"]})
-
-
-def test_rehearsal_that_is_killed(monkeypatch):
-    monkeypatch.setattr(dry_run, "_CODE", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(UnsupportedError, match="killed by signal 9"):
-        rehearse("a.onnx", None, [], None, {})
-
-
-def test_rehearsal_that_crashes(monkeypatch):
-    monkeypatch.setattr(dry_run, "_CODE", "raise RuntimeError('oh')")
-    with pytest.raises(UnsupportedError, match="RuntimeError: oh"):
-        rehearse("a.onnx", None, [], None, {})
-
-
-def test_memory_is_not_known_everywhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(dry_run, "_STATUS", tmp_path / "nothing")
-    assert dry_run._memory("VmRSS") is None
-    assert Rehearsal(1, 1, None, 1.0, 0, 0, 0.0, (), ()).memory_bound is None

@@ -37,10 +37,10 @@ def test_output_lies_beside_the_model(shop):
     "part",
     [
         "size:",
-        "on 2 batches that were held back",
+        "on 2 held-out batches",
         "agreement:",
         "time:",
-        "layers in integers:  3 of 3",
+        "integer kernels:   3 of 3 layers",
         "codes that differ: 0 of ",
         "--skip head",
         "report: a.json",
@@ -86,10 +86,10 @@ def test_json_is_all_there_is_on_stdout(desk):
     assert found["ok"]
     assert found["output"] == "model.w4a8.onnx"
     assert found["nbytes_after"] == (desk / "model.w4a8.onnx").stat().st_size
-    assert not found["judged_on_held_back"]
+    assert not found["evaluated_on_held_out"]
     assert found["differing_codes"] == 0 < found["compared_codes"]
     assert [layer["reason"] for layer in found["layers"]] == ["skipped", "", ""]
-    assert "first" not in [each["layer"] for each in found["hurting"]]
+    assert "first" not in [each["layer"] for each in found["sensitive_layers"]]
     assert found["ms_float"] > 0 < found["ms_quantized"]
 
 
@@ -120,17 +120,17 @@ QUICKLY = ("--no-rank", "--no-bench", "--no-verify", "--force")
 
 
 def test_one_figure_everywhere(desk, monkeypatch, capsys):
-    """The SQNR of what was held back: on the screen, in JSON, on the page and in the report."""
+    """The SQNR of held-out batches: on the screen, in JSON, on the page and in the report."""
     monkeypatch.chdir(desk)
     arguments = ["quantize", "model.onnx", "-d", "calib.npz", *QUICKLY]
     assert main([*arguments, "--report", "r.html"]) == 0
-    said = re.search(r"SQNR: +([0-9.]+) dB, on 2 batches that were held back", capsys.readouterr().out)[1]
+    said = re.search(r"SQNR: +([0-9.]+) dB, on 2 held-out batches", capsys.readouterr().out)[1]
     assert main([*arguments, "--report", "r.json", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     page, kept = (desk / "r.html").read_text(encoding="utf-8"), qr.Report.load("r.json")
     tile = re.search(r"<dt>Output SQNR</dt>\s*<dd><span class=\"big\">([0-9.]+) dB</span>(.*)", page)
     assert said == tile[1] == f"{found['sqnr_db']:.1f}"
-    assert "on 2 batches that were held back" in tile[2]
+    assert "on 2 held-out batches" in tile[2]
     assert kept.sqnr_db == found["sqnr_db"]
     assert kept.agreement == found["agreement"]
     assert found["sqnr_db_by_output"] == {"y": found["sqnr_db"]}
@@ -151,8 +151,8 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
 @pytest.mark.parametrize(("second", "told"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"])
 def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.quantize_job.race", lambda *_: Timing(1.0, second, 3, 1))
-    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, second, 3, 1))
+    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--json"]) == 0
     out, _ = capsys.readouterr()
     hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs"
@@ -163,8 +163,8 @@ def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
 
 def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.quantize_job.race", lambda *_: Timing(1.0, 2.0, 3, 1))
-    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: True)
+    monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, 2.0, 3, 1))
+    monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "--recipe", "w8a16"]) == 0
     assert "VNNI" not in capsys.readouterr().err
 
@@ -305,7 +305,7 @@ def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
 
 def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    monkeypatch.setattr("detent.cli.quantize_job.has_vnni", lambda: False)
+    monkeypatch.setattr("detent.onnx_model.targets.has_vnni", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     arguments = ["quantize", "model.onnx", "-d", "few.npz", "--target", "onnxruntime-vnni", "--no-rank", "--no-bench"]
     assert main([*arguments, "--no-verify", "--json"]) == 0

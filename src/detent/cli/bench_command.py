@@ -17,17 +17,11 @@ HELP = """Time a float model against its quantized one in ONNX Runtime: alternat
 Without data, inputs are random: sizes that vary are 1, unless --shape gives them.
 
 Example: [bold]detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224 --threads 1[/bold]"""
-FEW = 8
+MAX_BATCHES = 8
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'bench'
-    """
+    """Add the command."""
     app.command("bench", help=HELP)(guarded(_bench))
 
 
@@ -40,7 +34,7 @@ def _bench(
         list[str] | None,
         typer.Option("--shape", help="NAME=1,3,224,224: the shape of a random input; repeatable."),
     ] = None,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="Of each model; 0 for all.")] = 1,
+    threads: Annotated[int, typer.Option(min=0, max=1024, help="Threads per model; 0 uses all cores.")] = 1,
     repeat: Annotated[
         int | None,
         typer.Option(min=1, help="How often each model runs.", show_default="what 5 s allow, up to 50"),
@@ -51,29 +45,35 @@ def _bench(
 ) -> None:
     require("onnx")
     require("onnxruntime")
-    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.evaluate.speed import duration, made_up_feed, parse_shapes, race  # noqa: PLC0415
-    from detent.onnx_model import load  # noqa: PLC0415
-    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
+    from detent.evaluate.speed import (  # noqa: PLC0415 - these load ONNX Runtime
+        duration_text,
+        parse_shapes,
+        random_inputs,
+        time_models,
+    )
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
     shapes = parse_shapes(shape or ())
     if data is not None and shapes:
         raise SpecError("--shape is for random inputs, --data has its own shapes: give one of them")
-    loaded, _ = load(first), load(second)  # what is no model is told in the words of all commands
-    feeds = (
-        [made_up_feed(loaded, shapes)]
-        if data is None
-        else list(first_batches(data, inputs_of(loaded), batch_size, FEW))
-    )
+    models = load_model(first), load_model(second)
+    if data is None:
+        feeds = [random_inputs(models[0], shapes)]
+    else:
+        feeds = list(open_batches(data, models[0].inputs, batch_size).first(MAX_BATCHES))
     with screen.progress("timing") as step:
-        timing = race(first, second, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
+        timing = time_models(*models, feeds, threads=threads, repeat=repeat, seconds=5.0, progress=step)
     inputs = {name: list(array.shape) for name, array in feeds[0].items()}
-    rows = [(str(first), duration(timing.first_ms), ""), (str(second), duration(timing.second_ms), timing.speed_text)]
+    rows = [
+        (str(first), duration_text(timing.first_ms), ""),
+        (str(second), duration_text(timing.second_ms), timing.speed_text),
+    ]
     screen.table(("model", "time", "speed"), rows, right=(1, 2))
-    made = "random inputs" if data is None else f"{len(feeds)} batches"
+    source = "random inputs" if data is None else f"{len(feeds)} batches"
     shown = ", ".join(f"{name} {'x'.join(map(str, sizes))}" for name, sizes in inputs.items())
-    screen.say(f"medians of {timing.runs:,} alternating runs, {timing.threads_text}, {made}: {shown}")
+    screen.say(f"medians of {timing.runs:,} alternating runs, {timing.threads_text}, {source}: {shown}")
     screen.emit(
         {
             "float": str(first),

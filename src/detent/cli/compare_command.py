@@ -1,4 +1,4 @@
-"""``detent compare``: two reports, or two quantized models of one origin, layer by layer."""
+"""``detent compare``: two reports, or two quantized models of one float model, layer by layer."""
 
 import json
 from pathlib import Path
@@ -16,24 +16,18 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-HELP = """Compare two reports (.html or .json), or two quantized models of one origin (.onnx), layer by layer.
+HELP = """Compare two reports (.html or .json), or two quantized models of one float model (.onnx), layer by layer.
 
 With --data and --source (the float model), models are compared by what they compute, and not only by what they hold. \
 The exit code is 0 whether they differ or not.
 
 Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
-FEW = 8
+MAX_BATCHES = 8
 REPORTS = (".html", ".json")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'compare'
-    """
+    """Add the command."""
     app.command("compare", help=HELP)(guarded(_compare))
 
 
@@ -78,22 +72,13 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
         raise SpecError(f"what two models compute is compared with both --data and --source: give {lacking}, as well")
     require("onnx")
     require("onnxruntime")
-    _check_quantized(path)
-    screen.note(f"looking at {path}")
-    return qr.build(path, None if data is None else _few(path, data, batch_size), source=source)
-
-
-def _check_quantized(path: Path) -> None:
-    from detent.onnx_model import load  # noqa: PLC0415 - it loads ONNX
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
     from detent.onnx_model.qdq_reader import is_quantized  # noqa: PLC0415
 
-    if not is_quantized(load(path)):
+    model = load_model(path)
+    if not is_quantized(model.proto):
         raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
-
-
-def _few(model: Path, data: Path, batch_size: int | None) -> list[object]:
-    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model import load  # noqa: PLC0415
-    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
-
-    return list(first_batches(data, inputs_of(load(model)), batch_size, FEW))
+    screen.note(f"reading {path}")
+    batches = None if data is None else open_batches(data, model.inputs, batch_size).first(MAX_BATCHES)
+    return qr.build(model, batches, source=source)

@@ -24,13 +24,7 @@ Example: [bold]detent demo[/bold]"""
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'demo'
-    """
+    """Add the command."""
     app.command("demo", help=HELP)(guarded(_demo))
 
 

@@ -30,13 +30,7 @@ FOR = {
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'doctor'
-    """
+    """Add the command."""
     app.command("doctor", help=HELP)(guarded(_doctor))
 
 

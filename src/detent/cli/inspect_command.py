@@ -164,13 +164,7 @@ HEADER = 9  # bytes: a length of eight, and the brace that every header of safet
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'inspect'
-    """
+    """Add the command."""
     app.command("inspect", help=HELP)(guarded(_inspect))
 
 

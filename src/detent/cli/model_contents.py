@@ -13,11 +13,10 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from detent.cli.inspect_command import Contents, Held
 from detent.errors import FileFormatError
-from detent.onnx_model import Provenance, array_of, load
+from detent.onnx_model import Provenance, array_of, load_model
 from detent.onnx_model.graph import Graph, element_range
 from detent.onnx_model.qdq_reader import QuantizedGraph
 from detent.onnx_model.quantized_model import ActivationQuantizer, QuantizedModel
-from detent.report.tensor_stats import file_nbytes
 
 __all__ = ["model_contents"]
 
@@ -38,12 +37,12 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     >>> found.facts["operators"], found.rows[0].cells()
     ('1 MatMul', ('w', 'constant', 'float32', '1x1', '4 B', '3 .. 3'))
     """
-    model = load(path)
+    loaded = load_model(path)
+    model, size = loaded.proto, loaded.nbytes
     read = QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model)
     quantized, graph = QuantizedModel.of(read), Graph(model)
     provenance, broken = _provenance(model)
     rows = [*_quantized_rows(quantized), *_constants(model, {*quantized.weights, *quantized.biases, *read.parameters})]
-    size = file_nbytes(path)
     kinds = Counter(row.kind for row in rows)
     inputs = {value.name: _shape_text(value) for value in model.graph.input if value.name not in graph.constants}
     outputs = {value.name: _shape_text(value) for value in model.graph.output}

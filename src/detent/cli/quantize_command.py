@@ -1,10 +1,11 @@
-"""``detent quantize``: an ONNX file in, a quantized one out, and what it is worth."""
+"""``detent quantize``: quantize an ONNX file, evaluate the result, and print a summary."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+import glob
+import shlex
+from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,30 +13,29 @@ from detent.cli.exits import DIFFERENCE, check_distinct, check_free, check_is_fi
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
-from detent.tables import parse_bytes
+from detent.tables import bytes_text, parse_bytes
+
+if TYPE_CHECKING:
+    from detent.evaluate import Checks, DryRun, Evaluation, Split
+    from detent.onnx_model.files import LoadedModel
 
 __all__ = ["register"]
 
-HELP = """Quantize an ONNX file, judge the result and say which layers hurt.
+HELP = """Quantize an ONNX file, evaluate the result and list the most sensitive layers.
 
-A tenth of the data is held back to judge the result, where there are at least 20 batches. A limit that is missed \
-gives exit code 1; the file is written all the same.
+With 20 or more batches, a tenth is held out for the evaluation. A limit that is not met gives exit code 1; the file \
+is written all the same.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]
 
 In CI: [bold]detent quantize model.onnx -d calibration.npz --fail-below-sqnr 30 --json[/bold]"""
-LIMITS, STEPS = "Limits", "Steps to leave out"
+LIMITS, PASSES = "Limits", "Accuracy passes to leave out"
+MAX_STEPS_SHOWN = 6
 LARGEST_SEED = (1 << 63) - 1
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'quantize'
-    """
+    """Add the command."""
     app.command("quantize", help=HELP)(guarded(_quantize))
 
 
@@ -60,48 +60,46 @@ def _quantize(
     ] = "onnxruntime",
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", help="A layer to leave in float, or a pattern of them; may be repeated."),
+        typer.Option("--skip", help="A layer to keep in float, or a pattern of names; may be repeated."),
     ] = None,
     report: Report = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Write nothing: show the plan, and the size, memory and time it would take."),
+        typer.Option("--dry-run", help="Write nothing: show the plan, and estimate size, memory and time."),
     ] = False,
     fail_below_sqnr: Annotated[
         float | None,
-        typer.Option(
-            help="Exit 1 if any float output has a lower ratio of signal to noise, in dB.", rich_help_panel=LIMITS
-        ),
+        typer.Option(help="Exit 1 if any float output has a lower SQNR, in dB.", rich_help_panel=LIMITS),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
-        typer.Option(
-            min=0, max=1, help="Exit 1 if fewer samples keep their largest class; 0 to 1.", rich_help_panel=LIMITS
-        ),
+        typer.Option(min=0, max=1, help="Exit 1 if the top-1 agreement is lower; 0 to 1.", rich_help_panel=LIMITS),
     ] = None,
     batch_size: BatchSize = None,
     memory_budget: Annotated[
-        str | None, typer.Option(help="Bytes of activations to hold at once, such as 500MB.", show_default="all")
+        str | None, typer.Option(help="Bytes of activations held at once, such as 500MB.", show_default="all")
     ] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Where an interrupted calibration goes on from.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Of what is drawn at random.")] = 0,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="A file from which an interrupted calibration resumes.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     no_keep_float: Annotated[
-        bool, typer.Option("--no-keep-float", help="Leave no layer in float for its noise.", rich_help_panel=STEPS)
+        bool, typer.Option("--no-keep-float", help="No float fallback for noisy layers.", rich_help_panel=PASSES)
     ] = False,
     no_equalize: Annotated[
-        bool, typer.Option("--no-equalize", help="Leave channels as unequal as they are.", rich_help_panel=STEPS)
+        bool, typer.Option("--no-equalize", help="No cross-layer equalization.", rich_help_panel=PASSES)
     ] = False,
-    no_smooth: Annotated[
-        bool, typer.Option("--no-smooth", help="Move no outliers into weights.", rich_help_panel=STEPS)
-    ] = False,
+    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="No SmoothQuant.", rich_help_panel=PASSES)] = False,
     no_bias_correction: Annotated[
-        bool, typer.Option("--no-bias-correction", help="Leave biases as they are.", rich_help_panel=STEPS)
+        bool, typer.Option("--no-bias-correction", help="No bias correction.", rich_help_panel=PASSES)
     ] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare codes with the runtime's.")] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not verify the codes and integer kernels.")
+    ] = False,
     no_bench: Annotated[bool, typer.Option("--no-bench", help="Do not time both models.")] = False,
-    no_rank: Annotated[bool, typer.Option("--no-rank", help="Do not look for the layers that hurt most.")] = False,
+    no_rank: Annotated[bool, typer.Option("--no-rank", help="Do not measure the sensitivity of layers.")] = False,
     allow_quantized: Annotated[
-        bool, typer.Option("--allow-quantized", help="Take a model that is quantized in part.")
+        bool, typer.Option("--allow-quantized", help="Accept a model that is quantized in part.")
     ] = False,
     force: Force = False,
     as_json: AsJson = False,
@@ -109,66 +107,124 @@ def _quantize(
 ) -> None:
     require("onnx")
     require("onnxruntime")
-    from detent.cli import quantize_job  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.cli.quantize_job import Job, Wish  # noqa: PLC0415
+    import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
-    budget = None if memory_budget is None else parse_bytes(memory_budget)
-    keep: Literal["auto", "none"] = "none" if no_keep_float else "auto"
-    options = {
+    options: dict[str, Any] = {
         "recipe": recipe,
         "target": target,
         "observer": observer,
         "skip": list(skip or ()),
-        "keep_float": keep,
+        "keep_float": "none" if no_keep_float else "auto",
         "bias_correction": not no_bias_correction,
         "equalize": not no_equalize,
         "smooth": not no_smooth,
-        "memory_budget": budget,
-        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "memory_budget": None if memory_budget is None else parse_bytes(memory_budget),
         "seed": seed,
         "force": allow_quantized,
     }
-    wanted = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
-    job = Job(model, wanted, data, batch_size, options, screen)
+    _check_options(options)
+    output_path = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
     read = {"--data": data, "--recipe": recipe_file(recipe), "--checkpoint": checkpoint}
-    _check_files(model, job.output, report, read, force=force, dry_run=dry_run)
+    _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     if report is not None and report.suffix.lower() == ".html":
         require("jinja2")
-    job.check(agreement=fail_below_agreement is not None)
+    source = load_model(model)
+    split = None if data is None else qe.split_batches(source, data, batch_size)
+    _check_data(source, split, agreement=fail_below_agreement is not None)
+    warnings = _target_warnings(screen, target)
     if dry_run:
-        found = job.rehearse()
-        quantize_job.show_rehearsal(screen, found, job.output, force=force)
-        screen.emit(
-            {"model": str(model), **quantize_job.rehearsal_document(found, job.output), "warnings": job.warnings}
-        )
+        screen.note("dry run with the first batches in another process")
+        numbers = None if split is None else split.calibration.numbers
+        estimate = qe.dry_run(model, data, batch_size=batch_size, numbers=numbers, **options)
+        _show_estimate(screen, estimate, output_path, force=force)
+        screen.emit({"model": str(model), **_estimate_document(estimate, output_path), "warnings": warnings})
         return
-    made = job.run()
-    try:
-        verdict = job.judge(made, Wish(verify=not no_verify, bench=not no_bench, rank=not no_rank))
-        if report is not None and not job.idle(made):
-            job.write_report(made, verdict, report, str(context.obj or ""))
-            verdict = replace(verdict, report=report)
-    except BaseException:
-        screen.note(f"{job.output} was written before this, and is complete")
-        raise
-    missed = job.idle(made) + verdict.missed(fail_below_sqnr, fail_below_agreement)
-    quantize_job.show_result(screen, made, verdict, job.split)
-    document = quantize_job.result_document(made, verdict, job.split) if as_json else {}
-    screen.emit({"ok": not missed, "missed": missed, "model": str(model), **document, "warnings": job.warnings})
+    checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
+    options["checkpoint"] = checkpoint
+    evaluation, written = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
+    missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
+    _show_evaluation(screen, evaluation, written)
+    screen.emit(_document(model, evaluation, missed, warnings, written))
     if missed:
-        fail(f"{'; '.join(missed)} ({job.output} was written all the same)", DIFFERENCE)
+        fail(f"{'; '.join(missed)} ({output_path} was written all the same)", DIFFERENCE)
+
+
+def _run(
+    screen: Screen,
+    source: "LoadedModel",
+    split: "Split | None",
+    output: Path,
+    options: Mapping[str, Any],
+    checks: "Checks",
+    report: Path | None,
+    command: str,
+) -> "tuple[Evaluation, Path | None]":
+    """Quantize, evaluate and write the report; returns the path of the report if there is something to report."""
+    import detent.evaluate as qe  # noqa: PLC0415 - loaded by now
+    import detent.onnx as qo  # noqa: PLC0415
+
+    data = None if split is None else split.calibration
+    screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {data.count:,} batches"))
+    with screen.progress("calibrating") as step:
+        result = qo.quantize(source, output, data, progress=step, **options)
+    try:
+        if split is not None:
+            screen.note(f"evaluating on {split}")
+        with screen.stages() as progress:
+            evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress)
+        written = report if evaluation.is_anything_quantized else None
+        if written is not None:
+            from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
+
+            qr.build_from_evaluation(evaluation, command=command).save(written)
+    except BaseException:
+        screen.note(f"{output} was written before this, and is complete")
+        raise
+    return evaluation, written
+
+
+def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
+    """Fail early on data that do not fit the model, or cannot show what a limit asks for."""
+    from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - loaded by now
+
+    if split is not None:
+        first = split.calibration.check_first()
+        if agreement:
+            check_supports_agreement(source, first)
+
+
+def _target_warnings(screen: Screen, target: str) -> list[str]:
+    from detent.onnx_model.targets import has_vnni, mismatch  # noqa: PLC0415 - loaded by now
+
+    warning = mismatch(target, has_vnni())
+    if warning:
+        screen.warn(warning)
+    return [warning] if warning else []
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Fail early on a recipe, target or observer that does not exist."""
+    from detent.onnx_model.targets import get_target  # noqa: PLC0415 - loaded by now
+    from detent.recipe import get_recipe  # noqa: PLC0415
+    from detent.rule import get_observer_spec  # noqa: PLC0415
+
+    get_recipe(options["recipe"])
+    get_target(options["target"])
+    if options["observer"] is not None:
+        get_observer_spec(options["observer"])
 
 
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:
-    given = [limit for limit in (sqnr_db, agreement) if limit is not None]
-    if any(isnan(limit) for limit in given):
-        raise SpecError("a limit is a number, got nan: nothing is below it")
-    if given and data is None:
-        raise SpecError("limits need data to measure with: give --data")
-    if given and dry_run:
-        raise SpecError("--dry-run measures no outputs, so that no limit can be missed: leave out one or the other")
+    limits = [limit for limit in (sqnr_db, agreement) if limit is not None]
+    if any(isnan(limit) for limit in limits):
+        raise SpecError("a limit is a number, got nan")
+    if limits and data is None:
+        raise SpecError("limits need data: give --data")
+    if limits and dry_run:
+        raise SpecError("--dry-run measures no outputs: leave out either --dry-run or the limits")
 
 
 def _check_files(
@@ -180,3 +236,96 @@ def _check_files(
     check_distinct({"--output": output, "--report": report}, {"the model": model, **read})
     check_free(output, force=force or dry_run, is_written=not dry_run)
     check_free(report, force=force or dry_run, suffixes=(".html", ".json"), is_written=not dry_run)
+
+
+def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:
+    for warning in evaluation.warnings:
+        screen.warn(warning)
+    _note_steps(screen, evaluation.result.steps)
+    for hint in (*evaluation.result.hints, *evaluation.hints):
+        screen.note(f"hint: {hint}")
+    screen.say(str(evaluation.result.output), style="bold")
+    for label, text in evaluation.facts():
+        screen.say(f"  {label + ':':<18} {text}")
+    verification = evaluation.verification
+    if verification is not None:
+        screen.say(f"codes that differ: {verification.differing_codes} of {verification.compared_codes}")
+        if verification.first_difference is not None or verification.saturation is not None:
+            screen.say(f"  first: {verification.first_difference or verification.saturation}")
+    if evaluation.sensitive_layers:
+        screen.say("most sensitive layers, and how to keep them in float:")
+        for layer in evaluation.sensitive_layers:
+            share = " <1 %" if layer.noise_share < 0.01 else f"{100 * layer.noise_share:3.0f} %"
+            screen.say(f"  {share} of the noise  {_skip_flag(layer.name)}")
+    if report is not None:
+        screen.say(f"report: {report}")
+
+
+def _skip_flag(layer: str) -> str:
+    """The option that keeps this layer in float, and no other, quoted for a shell."""
+    return f"--skip {shlex.quote(glob.escape(layer))}"
+
+
+def _document(
+    model: Path, evaluation: "Evaluation", missed: Sequence[str], warnings: Sequence[str], report: Path | None
+) -> dict[str, Any]:
+    document = evaluation.to_dict()
+    return {
+        "ok": not missed,
+        "missed": list(missed),
+        "model": str(model),
+        **document,
+        "sensitive_layers": [{**layer, "flag": _skip_flag(layer["layer"])} for layer in document["sensitive_layers"]],
+        "report": None if report is None else str(report),
+        "warnings": [*warnings, *evaluation.warnings],
+    }
+
+
+def _note_steps(screen: Screen, steps: Sequence[str]) -> None:
+    for step in steps[-MAX_STEPS_SHOWN:]:  # the last ones name the layers kept in float
+        screen.note(step)
+    if len(steps) > MAX_STEPS_SHOWN:
+        screen.note(f"and {len(steps) - MAX_STEPS_SHOWN:,} steps before these, listed by --json")
+
+
+def _show_estimate(screen: Screen, estimate: "DryRun", output: Path, *, force: bool) -> None:
+    rows = [
+        (
+            layer["name"],
+            layer["type"],
+            layer["weight"].partition("/")[0] or "float",
+            layer["input"].partition("/")[0] or "float",
+            bytes_text(layer["nbytes_before"]),
+            bytes_text(layer["nbytes_after"]),
+            layer["reason"] or layer["note"],
+        )
+        for layer in estimate.layers
+    ]
+    if rows:
+        columns = ("layer", "type", "weight", "input", "before", "after", "why not")
+        screen.table(columns, rows, right=(4, 5), fold=(0, 6))
+    _note_steps(screen, estimate.steps)
+    bound, seconds = estimate.memory_bound, estimate.total_seconds
+    memory = "not known on this system" if bound is None else f"at most {bytes_text(bound)} while quantizing"
+    time = f"{seconds:,.0f} s" if seconds >= 1 else "a second or less"
+    screen.say(f"{output} (not written)", style="bold")
+    if output.exists() and not force:
+        screen.say("  exists already: needs --force")
+    screen.say(f"  size:    {bytes_text(estimate.nbytes_before)} -> {bytes_text(estimate.nbytes_after)}")
+    screen.say(f"  memory:  {memory}")
+    screen.say(f"  time:    about {time}, then the evaluation")
+
+
+def _estimate_document(estimate: "DryRun", output: Path) -> dict[str, Any]:
+    return {
+        "dry_run": True,
+        "output": str(output),
+        "output_exists": output.exists(),
+        "nbytes_before": estimate.nbytes_before,
+        "nbytes_after": estimate.nbytes_after,
+        "memory_bytes": estimate.memory_bound,
+        "seconds": estimate.total_seconds,
+        "calibration_batches": estimate.total_batches,
+        "layers": [dict(layer) for layer in estimate.layers],
+        "steps": list(estimate.steps),
+    }

@@ -14,7 +14,8 @@ from detent.errors import SpecError
 from detent.tables import bytes_text, of_whole
 
 if TYPE_CHECKING:
-    from detent.evaluate.accuracy import Part
+    from detent.onnx_model.batches import Batches
+    from detent.onnx_model.files import LoadedModel
     from detent.sensitivity import Mix, Sensitivity
 
 __all__ = ["register"]
@@ -29,20 +30,14 @@ Example: [bold]detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 
 Then: [bold]detent quantize model.onnx --recipe mix.toml[/bold]
 
 It needs no data, and writes just what was measured here; with --data, biases are corrected on top."""
-MOST_OPTIONS = 6  # that fit 80 columns
-FEW = 4  # batches that a page is made of
+MAX_OPTIONS_SHOWN = 6  # that fit 80 columns
+REPORT_BATCHES = 4
 WIDTHS = tuple("2345678")
-SHOWN = 80  # characters of what was given, in a message
+MAX_CHARS_SHOWN = 80  # of an argument in a message
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'sensitivity'
-    """
+    """Add the command."""
     app.command("sensitivity", help=HELP)(guarded(_sensitivity))
 
 
@@ -90,16 +85,16 @@ def _sensitivity(
     require("onnx")
     require("onnxruntime")
     import detent.sensitivity as qs  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415
-    from detent.onnx_model import load  # noqa: PLC0415
-    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
-    part = first_batches(data, inputs_of(load(model)), batch_size)
-    with screen.progress("asking layers") as step:
-        found = qs.measure(
-            model,
-            part,
+    source = load_model(model)
+    batches = open_batches(data, source.inputs, batch_size)
+    with screen.progress("measuring sensitivity") as step:
+        sensitivity = qs.measure(
+            source,
+            batches,
             recipe,
             widths=bits,
             samples=samples,
@@ -110,46 +105,46 @@ def _sensitivity(
         )
     mix = None
     if budget is not None:
-        mix = found.choose(of_whole(budget, found.nbytes_float))
-        mix = qs.run_mix(model, part, mix)
-    _show(screen, found, mix)
+        mix = sensitivity.choose(of_whole(budget, sensitivity.nbytes_float))
+        mix = qs.run_mix(source, batches, mix)
+    _show(screen, sensitivity, mix)
     if save_recipe is not None and mix is not None:
         mix.recipe.save(save_recipe)
         screen.say(f"recipe: {save_recipe}")
     if report is not None:
         options = {"recipe": recipe, "target": target, "skip": tuple(skip or ())}
-        _write_report(screen, report, model, part, found, mix, options, str(context.obj or ""))
+        _write_report(screen, report, source, batches, sensitivity, mix, options, str(context.obj or ""))
         screen.say(f"report: {report}")
-    screen.emit(_document(model, found, mix, save_recipe))
+    screen.emit(_document(model, sensitivity, mix, save_recipe))
 
 
 def _widths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part in WIDTHS for part in parts):
-        raise SpecError(f"--widths {text[:SHOWN]!r}: expected bits from 2 to 8, such as 4,8")
+        raise SpecError(f"--widths {text[:MAX_CHARS_SHOWN]!r}: expected bits from 2 to 8, such as 4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
-def _show(screen: Screen, found: "Sensitivity", mix: "Mix | None") -> None:
+def _show(screen: Screen, sensitivity: "Sensitivity", mix: "Mix | None") -> None:
     from detent.sensitivity import sqnr_of  # noqa: PLC0415 - loaded by now
 
-    shown = found.options[:MOST_OPTIONS]
+    shown = sensitivity.options[:MAX_OPTIONS_SHOWN]
     chosen = () if mix is None else ("chosen",)
     rows = []
-    for layer in found.ranked():
+    for layer in sensitivity.ranked():
         cells = [f"{sqnr_of(layer.noise[name]):.1f}" if name in layer.noise else "-" for name in shown]
         label = () if mix is None else (_short(mix.options[layer.name]),)
         rows.append((layer.name, layer.type, bytes_text(layer.nbytes_float), *cells, *label))
     columns = ("layer", "type", "bytes", *(_short(name) for name in shown), *chosen)
     screen.table(columns, rows, right=range(2, 3 + len(shown)))
     screen.say(
-        f"SQNR of the outputs in dB when one layer alone is quantized, worst first; {len(found.layers):,} layers, "
-        f"{found.samples:,} samples"
+        "SQNR of the outputs in dB when one layer alone is quantized, worst first; "
+        f"{len(sensitivity.layers):,} layers, {sensitivity.samples:,} samples"
     )
     if mix is not None:
         measured = "not measured" if mix.measured_sqnr_db is None else f"{mix.measured_sqnr_db:.1f} dB measured"
         screen.say(
-            f"chosen: {bytes_text(mix.nbytes)} of {bytes_text(found.nbytes_float)} in float; "
+            f"chosen: {bytes_text(mix.nbytes)} of {bytes_text(sensitivity.nbytes_float)} in float; "
             f"{mix.predicted_sqnr_db:.1f} dB predicted, {measured}"
         )
 
@@ -158,8 +153,8 @@ def _short(option: str) -> str:
     return option.partition("/")[0]
 
 
-def _document(model: Path, found: "Sensitivity", mix: "Mix | None", saved: Path | None) -> dict[str, object]:
-    document: dict[str, object] = {"model": str(model), "sensitivity": json.loads(found.to_json()), "mix": None}
+def _document(model: Path, sensitivity: "Sensitivity", mix: "Mix | None", saved: Path | None) -> dict[str, object]:
+    document: dict[str, object] = {"model": str(model), "sensitivity": json.loads(sensitivity.to_json()), "mix": None}
     if mix is not None:
         document["mix"] = {
             "options": dict(mix.options),
@@ -175,34 +170,35 @@ def _document(model: Path, found: "Sensitivity", mix: "Mix | None", saved: Path 
 def _write_report(
     screen: Screen,
     path: Path,
-    model: Path,
-    part: "Part",
-    found: "Sensitivity",
+    source: "LoadedModel",
+    batches: "Batches",
+    sensitivity: "Sensitivity",
     mix: "Mix | None",
     options: dict[str, Any],
     command: str,
 ) -> None:
-    """A page needs a quantized file: the mix, or what the recipe says."""
+    """Write a report, for which the mix or the recipe is quantized into a temporary file."""
     import detent.onnx as qo  # noqa: PLC0415 - loaded by now
     from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
 
-    what = f"recipe {options['recipe']}"
+    label = f"recipe {options['recipe']}"
     if mix is not None:
-        options, what = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen mix"
-    with TemporaryDirectory() as folder:
-        output = Path(folder, f"{model.stem}.onnx")
-        # Widths leave activations float: without data the page is of just what was measured.
-        data = None if found.recipe is None else part
-        with screen.progress("quantizing for the page") as step:
-            made = qo.quantize(model, output, data, progress=step, **options)
+        options, label = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen mix"
+    name = "model" if source.path is None else source.path.stem
+    with TemporaryDirectory() as directory:
+        output = Path(directory, f"{name}.onnx")
+        # Widths leave activations float: without data the report shows just what was measured.
+        data = None if sensitivity.recipe is None else batches
+        with screen.progress("quantizing for the report") as step:
+            result = qo.quantize(source, output, data, progress=step, **options)
         page = qr.build(
             output,
-            list(part.first(FEW)),
-            source=model,
-            result=made,
-            sensitivity=found,
+            batches.first(REPORT_BATCHES),
+            source=source,
+            result=result,
+            sensitivity=sensitivity,
             mix=mix,
-            title=f"{model.name} with {what} (not written)",
+            title=f"{name}.onnx with {label} (not written)",
             command=command,
         )
         page.save(path)

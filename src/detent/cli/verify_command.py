@@ -1,9 +1,8 @@
-"""``detent verify``: the proof that a quantized file computes what its source computes."""
+"""``detent verify``: compare a quantized file with its source, code by code."""
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import typer
 
@@ -14,7 +13,7 @@ from detent.errors import SpecError
 
 __all__ = ["register"]
 
-HELP = """Prove that a quantized file computes what its source computes, code by code; exit 1 where it does not.
+HELP = """Verify a quantized file against its source, code by code; exit 1 on a mismatch.
 
 Level 1 compares codes, scales and zero points; level 2 both models from end to end; level 3 the integer kernels of \
 this machine with exact arithmetic.
@@ -23,13 +22,7 @@ Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command.
-
-    >>> app = typer.Typer()
-    >>> register(app)
-    >>> app.registered_commands[0].name
-    'verify'
-    """
+    """Add the command."""
     app.command("verify", help=HELP)(guarded(_verify))
 
 
@@ -46,44 +39,24 @@ def _verify(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    wanted = _levels(levels)
+    level_numbers = _levels(levels)
     require("onnx")
     require("onnxruntime")
-    from detent.evaluate.accuracy import first_batches  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model import load  # noqa: PLC0415
-    from detent.onnx_model.batches import inputs_of  # noqa: PLC0415
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
     from detent.verification import verify  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
-    part = first_batches(data, inputs_of(load(artifact)), batch_size, batches or None)
-    screen.note(f"verifying {artifact} with {len(part):,} batches")
+    quantized = load_model(artifact)
+    inputs = open_batches(data, quantized.inputs, batch_size)
+    inputs = inputs if batches is None else inputs.first(batches)
+    screen.note(f"verifying {artifact} with {inputs.count:,} batches")
     with screen.progress("verifying") as step:
-        report = verify(source, artifact, _Watched(part, step), levels=wanted)
+        report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
     screen.say(str(report))
     screen.emit(json.loads(report.to_json()))
     if not report.ok:
         raise typer.Exit(DIFFERENCE)
-
-
-class _Sized(Protocol):
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-class _Watched:
-    """Batches that tell how many were taken."""
-
-    def __init__(self, part: _Sized, step: Callable[[int, int | None], None]) -> None:
-        self.part, self.step = part, step
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, feed in enumerate(self.part, 1):
-            yield feed
-            self.step(number, len(self.part))
 
 
 def _levels(text: str) -> tuple[int, ...]:

@@ -1,7 +1,27 @@
-"""Evaluation of a quantized model: held-out accuracy, speed, and a dry run that estimates size, memory and time."""
+"""Evaluation of a quantized model: accuracy on held-out batches, speed, verification, sensitive layers, and a dry run.
 
-from detent.evaluate.accuracy import Accuracy, Split, judge, split
-from detent.evaluate.dry_run import Rehearsal, rehearse
-from detent.evaluate.speed import Timing, race
+This is what ``detent quantize`` does around ``qo.quantize``, for scripts. It needs ONNX Runtime.
+"""
 
-__all__ = ["Accuracy", "Rehearsal", "Split", "Timing", "judge", "race", "rehearse", "split"]
+from detent.evaluate.accuracy import Accuracy, Split, check_supports_agreement, measure_accuracy, split_batches
+from detent.evaluate.dry_run_estimate import DryRun, dry_run
+from detent.evaluate.evaluation import Checks, Evaluation, SensitiveLayer, evaluate_result, quantize_and_evaluate
+from detent.evaluate.speed import Timing, random_inputs, time_models
+
+__all__ = [
+    "Accuracy",
+    "Checks",
+    "DryRun",
+    "Evaluation",
+    "SensitiveLayer",
+    "Split",
+    "Timing",
+    "check_supports_agreement",
+    "dry_run",
+    "evaluate_result",
+    "measure_accuracy",
+    "quantize_and_evaluate",
+    "random_inputs",
+    "split_batches",
+    "time_models",
+]

@@ -1,142 +1,94 @@
-"""Holdout: data divided into what calibrates and what judges, without being held in memory.
+"""Accuracy of a quantized model beside its float model, on batches that did not calibrate it.
 
-Of 20 batches and more, every tenth is kept from calibration. Which ones depends on nothing but their number.
+With 20 or more batches, every tenth is held out from calibration; the choice depends only on their number. With fewer,
+the first calibration batches are used again, and ``Split.is_held_out`` is False.
 
-Judging: what a quantized file is worth, beside the model it was made from.
+Per float output x and its quantized twin y, over all batches: SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB. Top-1
+agreement is the share of samples with the same largest class, where the first output holds one row of class scores per
+sample. Labels are not used: what is measured is the distance from the float model, not from the truth.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from os import PathLike
-from typing import TYPE_CHECKING
 
 from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
-from detent.onnx_model import load, make_session
-from detent.onnx_model.batches import Batches, Feed, open_batches
-from detent.onnx_model.graph import Graph
-from detent.onnx_model.sessions import refusals
+from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
+from detent.onnx_model.files import ModelSource, load_model
+from detent.onnx_model.sessions import make_session, refusals
 
-if TYPE_CHECKING:
-    from detent.onnx_model.batches import InputInfo
+__all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
-__all__ = ["FEWEST", "Accuracy", "Part", "Split", "check_has_classes", "first_batches", "judge", "split"]
-
-FEWEST, NTH = 20, 10
-FEW = 8  # batches that judge where none are held back
-
-
-class Part:
-    """Some batches of a source that can be read again, one after the other.
-
-    Args:
-        batches: all of them.
-        chosen: the numbers of those that are taken, rising.
-
-    >>> import numpy as np
-    >>> from detent.onnx_model.batches import InputInfo
-    >>> x = InputInfo("x", np.dtype("float32"), (None,))
-    >>> part = Part(Batches([np.float32([i]) for i in range(5)], [x]), [1, 3])
-    >>> len(part), [int(feed["x"][0]) for feed in part], len(part.first(1))
-    (2, [1, 3], 1)
-    """
-
-    def __init__(self, batches: Batches, chosen: Sequence[int]) -> None:
-        self.batches, self.chosen = batches, chosen
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    def __iter__(self) -> Iterator[Feed]:
-        wanted = iter(self.chosen)
-        following = next(wanted, None)
-        if following is None:
-            return
-        for number, feed in enumerate(self.batches):
-            if number == following:
-                yield feed
-                following = next(wanted, None)
-            if following is None:
-                return
-
-    def first(self, count: int) -> "Part":
-        """The first of them."""
-        return Part(self.batches, self.chosen[:count])
+MIN_BATCHES_TO_HOLD_OUT = 20
+HELD_OUT_EVERY = 10
+EVALUATION_BATCHES = 8  # when nothing is held out
 
 
 @dataclass(frozen=True)
 class Split:
-    """What calibrates and what judges.
+    """Batches split into a calibration and an evaluation part; ``split_batches`` makes one.
 
     Attributes:
-        calibration: the batches whose ranges are taken.
-        judged: those that the result is judged on.
-        is_held_back: whether none of the latter are among the former.
-
-    >>> Split(Part(Batches([], []), []), Part(Batches([], []), []), False).is_held_back
-    False
+        calibration: the batches to calibrate with.
+        evaluation: the batches to evaluate on.
+        is_held_out: True if no evaluation batch is a calibration batch.
     """
 
-    calibration: Part
-    judged: Part
-    is_held_back: bool
+    calibration: Batches
+    evaluation: Batches
+    is_held_out: bool
 
     def __str__(self) -> str:
-        if self.is_held_back:
-            return f"{len(self.judged):,} batches that were held back"
-        return f"{len(self.judged):,} of the batches that calibrated"
+        if self.is_held_out:
+            return f"{self.evaluation.count:,} held-out batches"
+        return f"{self.evaluation.count:,} calibration batches (nothing held out)"
 
 
-def split(data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: int | None = None) -> Split:
-    """Divide a file or folder of batches.
+def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None = None) -> Split:
+    """Split data into calibration and held-out batches, without reading them.
 
-    >>> import tempfile, numpy as np
-    >>> from detent.onnx_model.batches import InputInfo
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     np.save(f"{folder}/x.npy", np.zeros((30, 2), np.float32))
-    ...     made = split(f"{folder}/x.npy", [InputInfo("x", np.dtype("float32"), (None, 2))])
-    >>> len(made.calibration), list(made.judged.chosen), made.is_held_back
-    (27, [9, 19, 29], True)
+    Args:
+        model: the model whose inputs the data are.
+        data: batches, an .npz or .npy file, or a directory of them; see ``qo.quantize``. An iterator cannot be split.
+        batch_size: samples of an .npz or .npy file per batch; None for as many as the model fixes, or 1.
+
+    Raises:
+        SpecError: the number of batches is not known, or they can be read only once.
+        FileFormatError, ShapeError, DtypeError: the data are damaged, or do not fit the model.
+
+    >>> import numpy as np
+    >>> from onnx import parser
+    >>> model = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 2] x) => (float[N, 2] y) { y = Abs(x) }')
+    >>> split = split_batches(model, [np.zeros((1, 2), np.float32)] * 30)
+    >>> split.calibration.count, list(split.evaluation.numbers), str(split)
+    (27, [9, 19, 29], '3 held-out batches')
     """
-    batches = open_batches(data, inputs, batch_size)
-    count = batches.count or 0
-    if count < FEWEST:
-        everything = Part(batches, range(count))
-        return Split(everything, everything.first(FEW), is_held_back=False)
-    held = range(NTH - 1, count, NTH)
-    rest = [number for number in range(count) if number % NTH != NTH - 1]
-    return Split(Part(batches, rest), Part(batches, held), is_held_back=True)
-
-
-def first_batches(
-    data: str | PathLike[str], inputs: "Sequence[InputInfo]", batch_size: int | None = None, most: int | None = None
-) -> Part:
-    """The first batches of a file or folder, all where no number is given.
-
-    >>> import tempfile, numpy as np
-    >>> from detent.onnx_model.batches import InputInfo
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     np.save(f"{folder}/x.npy", np.zeros((30, 2), np.float32))
-    ...     inputs = [InputInfo("x", np.dtype("float32"), (None, 2))]
-    ...     len(first_batches(f"{folder}/x.npy", inputs, most=4)), len(first_batches(f"{folder}/x.npy", inputs, 3))
-    (4, 10)
-    """
-    opened = open_batches(data, inputs, batch_size)
-    count = opened.count or 0
-    return Part(opened, range(count if most is None else min(most, count)))
+    batches = open_batches(data, load_model(model).inputs, batch_size)
+    if batches.count is None or not batches.is_repeatable:
+        raise SpecError(
+            "the data cannot be split: their number of batches is not known, or they can be read only once; give a "
+            "list, a file or a directory"
+        )
+    numbers = range(batches.count)
+    if batches.count < MIN_BATCHES_TO_HOLD_OUT:
+        return Split(batches, batches.first(EVALUATION_BATCHES), is_held_out=False)
+    held_out = numbers[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    rest = [number for number in numbers if number not in held_out]
+    return Split(batches.subset(rest), batches.subset(held_out), is_held_out=True)
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How near the outputs are.
+    """How close the outputs of a quantized model are to those of its float model.
 
     Attributes:
-        outputs_sqnr_db: of each float output, over all batches.
-        agreement: the share of samples with the same largest class; None where the first output holds no classes.
-        batches: how many there were.
+        outputs_sqnr_db: SQNR of each float output, over all batches.
+        agreement: top-1 agreement; None where the first output holds no class scores.
+        batches: how many batches were compared.
 
-    >>> found = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
-    >>> found.worst_output, found.sqnr_db
+    >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
+    >>> accuracy.worst_output, accuracy.sqnr_db
     ('z', 30.5)
     """
 
@@ -145,63 +97,60 @@ class Accuracy:
     batches: int
 
     @property
-    def worst_output(self) -> str:
-        """The float output with the lowest SQNR; "" where there is no float output."""
-        return worst_output(self.outputs_sqnr_db)
+    def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSource) -> Accuracy:
+    """Run a float model and its quantized model on the same batches, and compare their outputs.
 
-    @property
-    def sqnr_db(self) -> float | None:
-        """Of the worst float output."""
-        return self.outputs_sqnr_db.get(self.worst_output)
-
-
-def judge(source: str | PathLike[str], artifact: str | PathLike[str], feeds: Iterable[Feed]) -> Accuracy:
-    """Run both on some batches, and compare what they give.
-
-    >>> import tempfile, numpy as np
-    >>> from onnx import parser
-    >>> from detent.onnx_model import save
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2] x) => (float[1,2] y) { y = Abs(x) }')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(made, f"{folder}/a.onnx")
-    ...     judge(f"{folder}/a.onnx", f"{folder}/a.onnx", [{"x": np.float32([[1, 2]])}]).agreement
-    1.0
-    """
-    names = Graph(load(artifact)).outputs
-    before, after = make_session(source), make_session(artifact)
-    outputs, count = OutputComparison(names), 0
-    with refusals():
-        for feed in feeds:
-            count += 1
-            outputs.add(before.run(names, feed), after.run(names, feed))
-    return Accuracy(outputs.sqnr_db, outputs.agreement, count)
-
-
-def check_has_classes(source: str | PathLike[str], feed: Feed) -> None:
-    """Make sure that agreement can be told, before anything takes long.
+    Args:
+        source: the float model.
+        artifact: the quantized model.
+        data: batches, such as ``Split.evaluation``.
 
     Raises:
-        SpecError: the first output is no table of scores.
+        UnsupportedError: ONNX Runtime does not run one of them.
+        SpecError, ShapeError, DtypeError: the data do not fit the model.
 
     >>> import numpy as np
     >>> from onnx import parser
-    >>> check_has_classes(parser.parse_model(
+    >>> text = '<ir_version: 8, opset_import: ["" : 17]> g (float[1,2] x) => (float[1,2] y) { y = OP(x) }'
+    >>> models = [parser.parse_model(text.replace("OP", name)) for name in ("Identity", "Round")]
+    >>> accuracy = measure_accuracy(*models, [np.float32([[1.1, 2.0]])])
+    >>> round(accuracy.sqnr_db, 1), accuracy.agreement
+    (27.2, 1.0)
+    """
+    float_model, quantized = load_model(source), load_model(artifact)
+    before, after = make_session(float_model), make_session(quantized)
+    names, count = quantized.outputs, 0
+    comparison = OutputComparison(names)
+    with refusals():
+        for feed in open_batches(data, float_model.inputs):
+            comparison.add(before.run(names, feed), after.run(names, feed))
+            count += 1
+    return Accuracy(comparison.sqnr_db, comparison.agreement, count)
+
+
+def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
+    """Raise now rather than after quantization if top-1 agreement cannot be measured.
+
+    Raises:
+        SpecError: the first output does not hold one row of class scores per sample.
+
+    >>> import numpy as np
+    >>> from onnx import parser
+    >>> check_supports_agreement(parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Abs(x) }'),
     ...     {"x": np.float32([1, 2])})
     Traceback (most recent call last):
     ...
     detent.errors.SpecError: the first output has shape (2,): agreement needs one row of class scores per sample, \
-so use --fail-below-sqnr
+so set a limit for the SQNR
     """
-    session = make_session(source)
-    names = [value.name for value in session.get_outputs()]
+    model = load_model(source)
+    session, comparison = make_session(model), OutputComparison(model.outputs)
     with refusals():
-        outputs = session.run(names, feed)
-    comparison = OutputComparison(names)
+        outputs = session.run(model.outputs, feed)
     comparison.add(outputs, outputs)
     if comparison.agreement is None:
         raise SpecError(
             f"the first output has shape {outputs[0].shape}: agreement needs one row of class scores per sample, so "
-            "use --fail-below-sqnr"
+            "set a limit for the SQNR"
         )

@@ -1,11 +1,14 @@
-"""Timing: two models side by side. Runs alternate, so that what slows the machine slows both; medians are taken."""
+"""Speed of two models side by side in ONNX Runtime.
+
+Runs alternate, so that what slows the machine slows both; the medians are compared. Loading and the first run, which
+allocates, are not timed.
+"""
 
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from os import PathLike
 from statistics import median
 from typing import Any
 
@@ -13,31 +16,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.errors import SpecError, closest
-from detent.onnx_model import load, make_session
-from detent.onnx_model.batches import InputInfo, inputs_of
-from detent.onnx_model.files import ModelSource
-from detent.onnx_model.sessions import refusals
+from detent.onnx_model.batches import Feed, InputInfo
+from detent.onnx_model.files import ModelSource, load_model
+from detent.onnx_model.sessions import make_session, refusals
 
-__all__ = ["Timing", "duration", "made_up_feed", "parse_shapes", "race"]
+__all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
-Feed = dict[str, NDArray[Any]]
-LEAST, BATCH = 3, 1
-ALIKE = 1.05  # below this ratio two times are the same
-SHORT = 0.1  # ms
-MOST = 1 << 28  # elements of a random input, which take 2 GiB while they are drawn
-SHOWN = 80  # characters of what was given, in a message
+MIN_RUNS, MAX_RUNS = 3, 50
+SAME_SPEED = 1.05  # below this ratio two times are equal
+MAX_MS_AS_MICROSECONDS = 0.1
+DEFAULT_SIZE = 1  # of an axis that varies
+MAX_RANDOM_ELEMENTS = 1 << 28  # of an input; they take 2 GiB while they are drawn
+MAX_CHARS_SHOWN = 80  # of an argument in a message
+RANDOM_INTEGERS = 2  # indices below it are in every table
 _SIZE = re.compile("0*[1-9][0-9]{0,9}")
-SMALL_INTEGERS = 2  # indices below it are in every table
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long two models take.
+    """Run times of two models.
 
     Attributes:
-        first_ms, second_ms: medians of a batch.
-        runs: of each.
-        threads: of each.
+        first_ms, second_ms: median time of a run, in milliseconds.
+        runs: number of timed runs per model.
+        threads: threads per model; 0 for all cores.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 2.0, 10, 1).ratio
     ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 2.0)
@@ -54,45 +56,43 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """How many times the second is as fast as the first."""
+        """Speed of the second model relative to the first."""
         return self.first_ms / max(self.second_ms, 1e-9)
 
     @property
     def threads_text(self) -> str:
-        """The threads in words."""
+        """Number of threads as text."""
         return f"{self.threads} thread{'s' * (self.threads != 1)}" if self.threads else "all threads"
 
     @property
     def is_faster(self) -> bool:
-        """Whether the second is faster, by more than runs differ anyway."""
-        return self.ratio >= ALIKE
+        """Whether the second model is faster by more than runs vary."""
+        return self.ratio >= SAME_SPEED
 
     @property
     def speed_text(self) -> str:
-        """The ratio in words."""
+        """The ratio as text."""
         if self.is_faster:
             return f"{self.ratio:,.1f}x faster"
-        return "as fast" if self.ratio > 1 / ALIKE else f"{1 / self.ratio:,.1f}x slower"
+        return "as fast" if self.ratio > 1 / SAME_SPEED else f"{1 / self.ratio:,.1f}x slower"
 
     def __str__(self) -> str:
-        return (
-            f"{duration(self.first_ms)} -> {duration(self.second_ms)} ({self.speed_text}, {self.threads_text}, "
-            f"{self.runs:,} runs)"
-        )
+        times = f"{duration_text(self.first_ms)} -> {duration_text(self.second_ms)}"
+        return f"{times} ({self.speed_text}, {self.threads_text}, {self.runs:,} runs)"
 
 
-def duration(ms: float) -> str:
-    """Milliseconds as text, of small ones microseconds.
+def duration_text(ms: float) -> str:
+    """Format milliseconds; below 0.1 ms as µs.
 
-    >>> duration(0.0421), duration(12.3), duration(4321.0)
+    >>> duration_text(0.0421), duration_text(12.3), duration_text(4321.0)
     ('42.1 µs', '12.30 ms', '4,321.00 ms')
     """
-    return f"{1000 * ms:.1f} µs" if ms < SHORT else f"{ms:,.2f} ms"
+    return f"{1000 * ms:.1f} µs" if ms < MAX_MS_AS_MICROSECONDS else f"{ms:,.2f} ms"
 
 
-def race(
-    first: str | PathLike[str],
-    second: str | PathLike[str],
+def time_models(
+    first: ModelSource,
+    second: ModelSource,
     feeds: Sequence[Feed],
     *,
     threads: int = 1,
@@ -100,71 +100,77 @@ def race(
     seconds: float = 2.0,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Timing:
-    """Run two models in turn on the same batches.
+    """Time two models in turn on the same batches.
 
     Args:
-        first, second: files.
-        feeds: batches, taken in turn.
-        threads: of each model; 0 for all.
-        repeat: how often each runs; None for as often as fits into ``seconds``.
-        seconds: about how long it may take.
-        progress: a function of runs done and in all.
+        first, second: the models, usually float and quantized.
+        feeds: batches as dicts of arrays by input name, used in turn.
+        threads: threads per model; 0 uses all cores.
+        repeat: runs per model; None for as many as fit into ``seconds``, between 3 and 50.
+        seconds: about how long all runs may take.
+        progress: called with the runs done and their number.
 
-    >>> import tempfile
+    Raises:
+        UnsupportedError: ONNX Runtime does not run one of them.
+
     >>> from onnx import parser
-    >>> from detent.onnx_model import save
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(made, f"{folder}/a.onnx")
-    ...     race(f"{folder}/a.onnx", f"{folder}/a.onnx", [{"x": np.float32([1])}], repeat=4).runs
+    >>> model = parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 3] x) => (float[N, 3] y) { y = Abs(x) }')
+    >>> time_models(model, model, [random_inputs(model)], repeat=4).runs
     4
     """
-    sessions = [make_session(path, threads=threads) for path in (first, second)]
-    taken: tuple[list[float], list[float]] = [], []
+    sessions = [make_session(model, threads=threads) for model in (first, second)]
+    times: tuple[list[float], list[float]] = [], []
     with refusals():
-        start = time.perf_counter()
-        for session in sessions:
-            session.run(None, feeds[0])  # the first run allocates
-        once = time.perf_counter() - start
-        count = repeat or max(LEAST, min(50, int(seconds / max(once, 1e-6))))
+        warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)
+        count = repeat or max(MIN_RUNS, min(MAX_RUNS, int(1000 * seconds / max(warm_up, 1e-3))))
         for i in range(count):
-            feed = feeds[i % len(feeds)]
-            for session, times in zip(sessions, taken, strict=True):
-                start = time.perf_counter()
-                session.run(None, feed)
-                times.append(1000 * (time.perf_counter() - start))
+            for session, taken in zip(sessions, times, strict=True):
+                taken.append(_run_ms(session, feeds[i % len(feeds)]))
             if progress is not None:
                 progress(i + 1, count)
-    return Timing(median(taken[0]), median(taken[1]), count, threads)
+    return Timing(median(times[0]), median(times[1]), count, threads)
+
+
+def _run_ms(session: Any, feed: Feed) -> float:  # noqa: ANN401 - ONNX Runtime has no types
+    start = time.perf_counter()
+    session.run(None, feed)
+    return 1000 * (time.perf_counter() - start)
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """The shapes that "NAME=1,3,224,224" gives.
+    """Parse shapes such as "NAME=1,3,224,224".
 
     >>> parse_shapes(["x=1,3", "ids=7"])
     {'x': (1, 3), 'ids': (7,)}
     """
-    found = {}
+    shapes = {}
     for text in texts:
         name, sign, sizes = text.rpartition("=")
         parts = [part.strip() for part in sizes.replace("x", ",").split(",")]
         if not sign or not all(_SIZE.fullmatch(part) for part in parts):
-            raise SpecError(f"--shape {text[:SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits")
-        found[name] = tuple(int(part) for part in parts)
-    return found
+            raise SpecError(f"--shape {text[:MAX_CHARS_SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits")
+        shapes[name] = tuple(int(part) for part in parts)
+    return shapes
 
 
-def made_up_feed(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
-    """Random inputs that fit a model: sizes that vary are 1 unless given, integers are 0 or 1.
+def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
+    """Draw random inputs that fit a model, always the same: floats are normal, integers 0 or 1.
+
+    Args:
+        model: the model.
+        shapes: shapes by input name; without one, axes that vary have size 1.
+
+    Raises:
+        SpecError: an unknown input, one without a known rank or of a type that is not a number, or one too large.
+        ShapeError: a shape that does not fit the model.
 
     >>> from onnx import parser
-    >>> made_up_feed(parser.parse_model(
+    >>> random_inputs(parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 3] x) => (float[N, 3] y) { y = Abs(x) }'))["x"].shape
     (1, 3)
     """
-    inputs = inputs_of(load(model))
-    given = dict(shapes or {})
+    inputs, given = load_model(model).inputs, dict(shapes or {})
     names = [info.name for info in inputs]
     for name in given:
         if name not in names:
@@ -172,22 +178,22 @@ def made_up_feed(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | Non
                 f"--shape: the model has no input {name!r}{closest(name, names)} it takes {', '.join(names)}"
             )
     rng = np.random.default_rng(0)
-    return {info.name: _made_up(info, given.get(info.name), rng) for info in inputs}
+    return {info.name: _random_array(info, given.get(info.name), rng) for info in inputs}
 
 
-def _made_up(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Generator) -> NDArray[Any]:
+def _random_array(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Generator) -> NDArray[Any]:
     if shape is None:
         if info.shape is None:
             raise SpecError(f"the model does not say how many axes {info.name!r} has: give --shape {info.name}=...")
-        shape = tuple(size or BATCH for size in info.shape)
+        shape = tuple(size or DEFAULT_SIZE for size in info.shape)
     info.check(info.dtype, shape, "--shape")
-    if prod(shape) > MOST:
+    if prod(shape) > MAX_RANDOM_ELEMENTS:
         raise SpecError(
-            f"input {info.name!r} of shape {'x'.join(map(str, shape))} has {prod(shape):,} elements, at most {MOST:,} "
-            "are made up: give a smaller --shape"
+            f"input {info.name!r} of shape {'x'.join(map(str, shape))} has {prod(shape):,} elements, random "
+            f"inputs have at most {MAX_RANDOM_ELEMENTS:,}: give a smaller --shape"
         )
     if info.dtype.kind == "f":
         return rng.normal(size=shape).astype(info.dtype)
     if info.dtype.kind in "iub":
-        return rng.integers(0, SMALL_INTEGERS, size=shape).astype(info.dtype)
-    raise SpecError(f"input {info.name!r} is of type {info.dtype}, for which nothing can be made up: give --data")
+        return rng.integers(0, RANDOM_INTEGERS, size=shape).astype(info.dtype)
+    raise SpecError(f"input {info.name!r} has type {info.dtype}, for which there are no random inputs: give --data")

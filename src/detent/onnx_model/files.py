@@ -66,7 +66,7 @@ class LoadedModel:
     Attributes:
         proto: the model, its external data included. It is shared: change a copy, as ``load`` makes it.
         path: the file it came from, None for a model from memory.
-        nbytes: its size, external data included.
+        nbytes: size of its files, external data included; of a model from memory, the size it would have.
 
     >>> from onnx import parser
     >>> model = load_model(parser.parse_model(
@@ -121,13 +121,13 @@ def load_model(source: ModelSource) -> LoadedModel:
         return source
     if isinstance(source, ModelProto):
         check_depth(source.graph)  # before protocol buffers refuse it in words of their own
-        model, path = _copy(source), None
-        _check(model, None, "the model")
-    else:
-        path = Path(source)
-        model = _parse(path)
-        _check(model, path.parent, os.fspath(path))
-    return LoadedModel(model, path, nbytes_of(model))
+        model = _copy(source)
+        _check(model, ExternalData(None), "the model")
+        return LoadedModel(model, None, nbytes_of(model))
+    path = Path(source)
+    model, external = _parse(path), ExternalData(path.parent)
+    _check(model, external, os.fspath(path))
+    return LoadedModel(model, path, path.stat().st_size + external.nbytes)
 
 
 def load(source: ModelSource) -> ModelProto:
@@ -204,8 +204,7 @@ def _varint(data: bytes) -> tuple[int, int]:
     raise FileFormatError("truncated varint")
 
 
-def _check(model: ModelProto, folder: Path | None, name: str) -> None:
-    external = ExternalData(folder)
+def _check(model: ModelProto, external: "ExternalData", name: str) -> None:
     try:
         _check_versions(model)
         for tensor in tensors_of(model):
@@ -334,6 +333,12 @@ class ExternalData:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._claimed: dict[Path, int] = {}
+        self._sizes: dict[Path, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the files that were read."""
+        return sum(self._sizes.values())
 
     def fetch(self, tensor: TensorProto) -> None:
         """Read the external data of a tensor into it.
@@ -378,6 +383,7 @@ class ExternalData:
             raise FileFormatError(f"lies in {shown}, which has other names, too (hard links): copy it")
         if end > status.st_size:
             raise FileFormatError(f"ends at byte {end} of {shown}, which has {status.st_size}")
+        self._sizes[path] = status.st_size
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
             raise FileFormatError(f"takes, with others, more than {MAX_SHARING} times the bytes of {shown}")

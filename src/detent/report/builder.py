@@ -1,6 +1,7 @@
-"""Building: a report of a quantized file. What needs ONNX is imported when it is called."""
+"""Builders of reports: from a quantized file, or from its evaluation. ONNX is imported when one is called."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,20 +11,22 @@ from detent.report.document import Report, Table
 from detent.verification.verify_report import VerifyReport
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
-
+    from detent.evaluate import Evaluation
     from detent.onnx.pipeline import QuantizeReport
     from detent.onnx_model.batches import BatchSource
+    from detent.onnx_model.files import ModelSource
     from detent.sensitivity import Mix, Sensitivity
 
-__all__ = ["build"]
+__all__ = ["build", "build_from_evaluation"]
+
+EVALUATION_BATCHES = 4  # whose activations are looked at
 
 
 def build(  # noqa: PLR0913 - all that may be known of a model
-    artifact: "ModelProto | str | PathLike[str]",
+    artifact: "ModelSource",
     data: "BatchSource | None" = None,
     *,
-    source: "ModelProto | str | PathLike[str] | None" = None,
+    source: "ModelSource | None" = None,
     result: "QuantizeReport | None" = None,
     verification: VerifyReport | None = None,
     sensitivity: "Sensitivity | None" = None,
@@ -71,6 +74,45 @@ def build(  # noqa: PLR0913 - all that may be known of a model
         if not isinstance(table, Table):
             raise DtypeError(f"tables holds qr.Table(title, columns, rows), got {type(table).__name__}")
     named = tuple((str(label), str(text)) for label, text in (facts or {}).items())
-    name = title or (Path(artifact).name if isinstance(artifact, str | PathLike) else "model in memory")
+    path = artifact if isinstance(artifact, str | PathLike) else getattr(artifact, "path", None)
+    name = title or ("model in memory" if path is None else Path(path).name)
     given = Given(source, result, verification, sensitivity, mix, str(name), named, tuple(tables), str(command))
     return measure_report(artifact, data, given)
+
+
+def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Report:
+    """Build the report of a model that ``detent.evaluate`` has evaluated; its metrics are those of the evaluation.
+
+    Args:
+        evaluation: what ``quantize_and_evaluate`` or ``evaluate_result`` returned.
+        command: the command line that made the file.
+
+    >>> import tempfile, numpy as np, detent.evaluate as qe, detent.report as qr
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {3.0, -1.0}> { [fc] y = MatMul(x, w) }''')
+    >>> data = [np.float32([[i, 0.5]]) for i in range(20)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     evaluation = qe.quantize_and_evaluate(model, f"{folder}/small.onnx", data)
+    >>> qr.build_from_evaluation(evaluation).output_sqnr_against
+    'the float model, on 2 held-out batches'
+    """
+    split, accuracy = evaluation.split, evaluation.accuracy
+    report = build(
+        evaluation.quantized,
+        None if split is None else split.evaluation.first(EVALUATION_BATCHES),
+        source=evaluation.source,
+        result=evaluation.result,
+        verification=evaluation.verification,
+        sensitivity=evaluation.sensitivity,
+        facts={} if evaluation.timing is None else {"Time": str(evaluation.timing)},
+        command=command,
+    )
+    if accuracy is None:
+        return report
+    return replace(
+        report,
+        output_sqnr_db=dict(accuracy.outputs_sqnr_db),
+        output_sqnr_against=f"the float model, on {split}",
+        agreement=accuracy.agreement,
+    )

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
-from os import PathLike
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,8 @@ from detent.errors import DetentError, UnsupportedError
 from detent.kernels import native
 from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model import Graph, load
-from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
-from detent.onnx_model.files import ModelSource, load_model, nbytes_of
+from detent.onnx_model.batches import BatchSource, open_batches
+from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.qdq_reader import QuantizedGraph, open_quantized
 from detent.onnx_model.sessions import INTEGER
 from detent.recipe import Recipe
@@ -39,7 +38,6 @@ from detent.report.tensor_stats import (
     FloatWeights,
     Seen,
     SiteWatch,
-    file_nbytes,
     size_parts,
     stored_nbytes,
     watch,
@@ -83,11 +81,11 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
     >>> measure_report(made, None, Given(title="small")).layers[0].weight.spec
     'int8/tensor'
     """
-    artifact = open_quantized(source)
-    size = file_nbytes(source) if isinstance(source, str | PathLike) else nbytes_of(artifact.model)
+    model = load_model(source)
+    artifact, size = open_quantized(model), model.nbytes
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
-        batches = open_batches(data, inputs_of(artifact.model))
+        batches = open_batches(data, model.inputs)
         batches.check_first()  # what does not fit is told before anything takes long
     found = find_layers(artifact)
     reference = _reference(given)
@@ -116,7 +114,7 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: Given) 
         tables=given.tables,
         sensitivity=facts,
         verification=None if given.verification is None else verification_facts(given.verification),
-        reproduction=_reproduction(source, artifact, given),
+        reproduction=_reproduction(model, artifact, given),
         steps=() if given.result is None else (*given.result.steps, *given.result.hints),
         notes=tuple(dict.fromkeys((*artifact.notes, *seen.notes, *unknown))),
     )
@@ -140,9 +138,7 @@ def _reference(given: Given) -> ModelProto | None:
 def _nbytes_before(given: Given) -> int | None:
     if given.result is not None:
         return given.result.nbytes_before
-    if given.source is None:
-        return None
-    return file_nbytes(given.source) if isinstance(given.source, str | PathLike) else load_model(given.source).nbytes
+    return None if given.source is None else load_model(given.source).nbytes
 
 
 class _Weights:
@@ -302,7 +298,7 @@ def _output_sqnr(given: Given, seen: Seen) -> tuple[dict[str, float], str]:
     return {}, ""
 
 
-def _reproduction(source: ModelSource, artifact: QuantizedGraph, given: Given) -> Reproduction:
+def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: Given) -> Reproduction:
     about = artifact.provenance
     recipe, toml = ("", "") if about is None else _recipe(about.recipe)
     versions = {"detent": detent.__version__, "python": platform.python_version()}
@@ -317,7 +313,7 @@ def _reproduction(source: ModelSource, artifact: QuantizedGraph, given: Given) -
         recipe,
         toml,
         "" if about is None else about.data,
-        _digest(source) if isinstance(source, str | PathLike) else "",
+        "" if model.path is None else _digest(model.path),
         given.command,
         versions,
         platform.machine(),
@@ -341,9 +337,9 @@ def _recipe(text: str) -> tuple[str, str]:
         return "", text
 
 
-def _digest(path: str | PathLike[str]) -> str:
+def _digest(path: Path) -> str:
     digest = sha256()
-    with Path(path).open("rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()

@@ -16,19 +16,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import ceil, floor, frexp, isfinite
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
 from detent.metrics import SignalNoise, sqnr_db
 from detent.onnx_model import Graph
-from detent.onnx_model.files import tensors_of
 from detent.onnx_model.graph import BITS, attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import refusals
@@ -45,7 +41,6 @@ __all__ = [
     "Seen",
     "SiteWatch",
     "code_histogram",
-    "file_nbytes",
     "is_same_weight",
     "size_parts",
     "stored_nbytes",
@@ -145,33 +140,6 @@ SAME = 0.995  # of all elements lie within half a step of the weight that was ro
 SLACK = 1e-3
 FEW = 4
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-
-
-def file_nbytes(path: str | PathLike[str]) -> int:
-    """The bytes of a model's file and of all files that hold its data.
-
-    Args:
-        path: of a model that ``load`` has checked, so that its data lie beside it.
-
-    >>> import tempfile
-    >>> from onnx import parser
-    >>> from detent.onnx_model import save
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(made, f"{folder}/a.onnx") == file_nbytes(f"{folder}/a.onnx")
-    True
-    """
-    source = Path(path)
-    lean = onnx.load(source, load_external_data=False)
-    outside = {
-        entry.value
-        for tensor in tensors_of(lean)
-        if tensor.data_location == TensorProto.EXTERNAL
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
-    return source.stat().st_size + sum(Path(source.parent, name).stat().st_size for name in sorted(outside))
 
 
 @dataclass(frozen=True, eq=False)

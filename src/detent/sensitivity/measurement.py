@@ -23,9 +23,9 @@ from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, S
 from detent.spec import QuantSpec
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
     from torch import nn
 
+    from detent.onnx_model.files import ModelSource
     from detent.onnx_model.targets import Target
 
 __all__ = ["measure", "moves", "refine", "run_mix", "search", "starting_points"]
@@ -127,7 +127,7 @@ def search(
 
 
 def measure(  # noqa: PLR0913 - the options of one job
-    model: "nn.Module | ModelProto | str | PathLike[str]",
+    model: "nn.Module | ModelSource",
     data: Iterable[Any] | str | PathLike[str],
     recipe: Recipe | str | PathLike[str] = "w8a8",
     *,
@@ -185,7 +185,7 @@ def measure(  # noqa: PLR0913 - the options of one job
 
 
 def refine(
-    model: "nn.Module | ModelProto | str | PathLike[str]",
+    model: "nn.Module | ModelSource",
     data: Iterable[Any] | str | PathLike[str],
     found: Sensitivity,
     budget_nbytes: int,
@@ -239,9 +239,7 @@ def refine(
     return search(bench, found, starts, budget_nbytes, limit, announce, progress)
 
 
-def run_mix(
-    model: "nn.Module | ModelProto | str | PathLike[str]", data: Iterable[Any] | str | PathLike[str], mix: Mix
-) -> Mix:
+def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLike[str], mix: Mix) -> Mix:
     """The mix with the SQNR that the model has when all of it is quantized so.
 
     An ONNX model gets its quantizers as in a file and runs in ONNX Runtime, weight-only products in float; a module is
@@ -303,9 +301,9 @@ def _is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
-def _as_source(model: object) -> "ModelProto | str | PathLike[str]":
+def _as_source(model: object) -> "ModelSource":
     if isinstance(model, str | PathLike):
         return model
-    if type(model).__name__ == "ModelProto":
-        return cast("ModelProto", model)
+    if type(model).__name__ in {"LoadedModel", "ModelProto"}:  # by name: neither onnx nor its types are loaded here
+        return cast("ModelSource", model)
     raise SpecError(f"a model is an ONNX file, a ModelProto or a torch.nn.Module, got {type(model).__name__}")

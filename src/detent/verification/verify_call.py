@@ -8,8 +8,9 @@ from detent.errors import SpecError, VerificationError
 from detent.verification.verify_report import VerifyReport
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
     from torch import nn
+
+    from detent.onnx_model.files import ModelSource
 
 __all__ = ["verify"]
 
@@ -17,8 +18,8 @@ LEVELS = (1, 2, 3)
 
 
 def verify(
-    source: "nn.Module | ModelProto | str | PathLike[str]",
-    artifact: "ModelProto | str | PathLike[str]",
+    source: "nn.Module | ModelSource",
+    artifact: "ModelSource",
     data: Iterable[Any] | str | PathLike[str],
     *,
     levels: Iterable[int] = LEVELS,

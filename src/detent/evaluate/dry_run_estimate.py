@@ -1,0 +1,206 @@
+"""Dry run: how large the quantized file will be, and how much memory and time quantization will take.
+
+Every decision of ``qo.quantize`` looks at the first eight batches at most, and its memory does not grow with further
+batches, which only widen ranges. So a run with eight batches in a process of its own, whose result is thrown away,
+writes a file of the same size, and needs as much memory as the whole:
+
+    size    = size of the file it wrote
+    memory <= 1.4 g + 4 MiB,  g the growth of its resident memory
+    time    = t + (n - 8) b,  t its wall time, b the time of one more batch, n the number of batches
+
+The margin covers what differs between two runs, by up to a fifth: how allocators round, when threads start. Formulas
+from sizes alone do worse: what ONNX Runtime needs for a model depends on its version, on threads and on the CPU. A new
+process has not yet allocated what it could use again, and if memory is short, it alone is killed.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from detent.errors import DetentError, SpecError, UnsupportedError
+
+__all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
+
+MARGIN, SLACK_BYTES = 1.4, 4 << 20
+MAX_BATCHES = 8
+MAX_ERROR_CHARS = 500
+_STATUS = Path("/proc/self/status")
+_CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Estimates from quantizing with the first batches.
+
+    Attributes:
+        nbytes_before, nbytes_after: sizes of the float and the quantized file.
+        memory_growth: bytes by which resident memory grew; None where the system does not tell.
+        seconds: wall time of the dry run.
+        batches: calibration batches that it used.
+        total_batches: calibration batches that there are.
+        seconds_per_batch: calibration time of one batch.
+        layers: one dict per layer: name, type, weight, input, reason, note, nbytes_before, nbytes_after.
+        steps: accuracy passes that changed the model, as text.
+
+    >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
+    >>> run.memory_bound == 144 << 20, run.total_seconds
+    (True, 8.0)
+    """
+
+    nbytes_before: int
+    nbytes_after: int
+    memory_growth: int | None
+    seconds: float
+    batches: int
+    total_batches: int
+    seconds_per_batch: float
+    layers: tuple[Mapping[str, Any], ...]
+    steps: tuple[str, ...]
+
+    @property
+    def memory_bound(self) -> int | None:
+        """Bytes beyond those of a started program that quantization will not exceed."""
+        return None if self.memory_growth is None else int(MARGIN * self.memory_growth) + SLACK_BYTES
+
+    @property
+    def total_seconds(self) -> float:
+        """Estimated wall time of quantization."""
+        return self.seconds + (self.total_batches - self.batches) * self.seconds_per_batch
+
+
+def dry_run(
+    model: str | PathLike[str],
+    data: str | PathLike[str] | None = None,
+    *,
+    batch_size: int | None = None,
+    numbers: Sequence[int] | None = None,
+    **options: Any,
+) -> DryRun:
+    """Quantize with a few batches in another process, to estimate size, memory and time; nothing is written.
+
+    Args:
+        model: the file of the float model.
+        data: a file or directory of batches; None for weight-only recipes.
+        batch_size: samples of an .npz or .npy file per batch; see ``split_batches``.
+        numbers: the batches that calibrate, such as ``Split.calibration.numbers``; None for all.
+        options: options of ``qo.quantize``, such as ``recipe``, as plain values.
+
+    Raises:
+        SpecError: quantization would have failed; the message says why.
+        UnsupportedError: the process was killed, for example because memory was short.
+
+    >>> import tempfile
+    >>> from onnx import parser
+    >>> from detent.onnx_model import save
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save(model, f"{folder}/a.onnx")
+    ...     dry_run(f"{folder}/a.onnx", recipe="w8a16").layers[0]["weight"]
+    'int8/axis1/symmetric/onnx'
+    """
+    request = {
+        "model": fspath(model),
+        "data": None if data is None else fspath(data),
+        "batch_size": batch_size,
+        "numbers": None if numbers is None else list(numbers[:MAX_BATCHES]),
+        "options": options,
+    }
+    with tempfile.TemporaryDirectory(prefix="detent-") as folder:  # here, for the other process may be killed
+        code, stdout, stderr = _run_worker({**request, "folder": folder})
+    try:
+        answer = json.loads(stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        answer = None
+    if code < 0 or answer is None:
+        why = f"killed by signal {-code}" if code < 0 else stderr.strip()[-MAX_ERROR_CHARS:] or f"exit code {code}"
+        raise UnsupportedError(
+            f"dry run failed ({why}): if memory was short, give a memory_budget (--memory-budget) or a smaller "
+            "batch_size (--batch-size)"
+        )
+    if "error" in answer:
+        raise SpecError(answer["error"])
+    total = answer.pop("total_batches") if numbers is None else len(numbers)
+    lists = {"layers": tuple(answer["layers"]), "steps": tuple(answer["steps"])}
+    return DryRun(**{**answer, **lists, "total_batches": total})
+
+
+def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
+    """Run the other process to its end: its exit code, stdout and stderr. No process is left behind."""
+    # Without -P the current directory comes first on its path, and any tempfile.py there would be run.
+    command = [sys.executable, "-P", "-c", _CODE]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:  # noqa: S603 - ours
+        try:
+            stdout, stderr = process.communicate(json.dumps(request))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return process.returncode, stdout, stderr
+
+
+def _worker_main() -> None:
+    """Main function of the other process: a request on stdin, an answer on stdout."""
+    request = json.loads(sys.stdin.read())
+    try:
+        answer = _quantize(request)
+    except (DetentError, OSError) as error:
+        answer = {"error": str(error)}
+    sys.stdout.write(f"\n{json.dumps(answer)}\n")
+
+
+def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
+    import detent.onnx as qo  # noqa: PLC0415 - only the worker needs it
+    from detent.onnx_model.batches import open_batches  # noqa: PLC0415
+    from detent.onnx_model.files import load_model  # noqa: PLC0415
+
+    start, before = time.perf_counter(), _memory("VmRSS")
+    model, data, total = load_model(request["model"]), None, 0
+    if request["data"] is not None:
+        batches = open_batches(request["data"], model.inputs, request["batch_size"])
+        numbers, total = request["numbers"], batches.count or 0
+        data = batches.first(MAX_BATCHES) if numbers is None else batches.subset(numbers)
+    times: list[float] = []
+    result = qo.quantize(
+        model,
+        Path(request["folder"], "dry_run.onnx"),
+        data,
+        progress=lambda done, total: times.append(time.perf_counter()),  # noqa: ARG005
+        **request["options"],
+    )
+    seconds, after = time.perf_counter() - start, _memory("VmHWM")
+    count = 0 if data is None else data.count or 0
+    passes = len(times) / max(1, count)
+    between = sorted(b - a for a, b in pairwise(times))
+    return {
+        "nbytes_before": result.nbytes_before,
+        "nbytes_after": result.nbytes_after,
+        "memory_growth": None if before is None or after is None else max(0, after - before),
+        "seconds": seconds,
+        "batches": count,
+        "total_batches": total,
+        "seconds_per_batch": between[len(between) // 2] * max(1.0, passes) if between else 0.0,
+        "layers": [
+            {**asdict(layer), "nbytes_before": line.nbytes_before, "nbytes_after": line.nbytes_after}
+            for layer, line in zip(result.layers, result.plan.layers, strict=True)
+        ],
+        "steps": list(result.steps),
+    }
+
+
+def _memory(name: str) -> int | None:
+    """Resident memory in bytes by Linux's /proc, now ("VmRSS") or at its largest ("VmHWM"); None elsewhere."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)

@@ -1,0 +1,377 @@
+"""Evaluation of a quantized file: accuracy, speed, verification and the most sensitive layers.
+
+``evaluate_result`` does what ``detent quantize`` does once ``qo.quantize`` has written a file, and
+``quantize_and_evaluate`` does both. The float model, the quantized file and the split of the data are loaded once and
+passed on. A check that cannot be made (a model too large to time, one that cannot be verified) becomes a warning: the
+file is written all the same.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, NamedTuple
+
+import detent.onnx as qo
+from detent import sensitivity as qs
+from detent.errors import DetentError
+from detent.evaluate.accuracy import Accuracy, Split, measure_accuracy, split_batches
+from detent.evaluate.speed import Timing, random_inputs, time_models
+from detent.metrics import worst_output
+from detent.onnx.pipeline import LayerReport, QuantizeReport
+from detent.onnx_model.batches import BatchSource
+from detent.onnx_model.files import LoadedModel, ModelSource, load_model
+from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.targets import faster, has_avx2, has_vnni
+from detent.recipe import Recipe
+from detent.tables import bytes_text
+from detent.verification import VerifyReport, verify
+
+__all__ = ["Checks", "Evaluation", "SensitiveLayer", "evaluate_result", "quantize_and_evaluate"]
+
+VERIFY_BATCHES = TIMING_BATCHES = 2
+RANKING_SAMPLES = 4  # with fewer, the layers found to be the most sensitive vary with the samples
+MIN_RANKING_SECONDS = 20.0  # that measuring sensitivity may take; more where quantization took longer
+MAX_LAYERS_NAMED = 3
+MAX_OUTPUTS_SHOWN = 4
+StageProgress = Callable[[str, int, int | None], object]
+
+
+class Checks(NamedTuple):
+    """Which checks ``evaluate_result`` makes, besides accuracy.
+
+    Attributes:
+        verify: compare codes and integer kernels; see ``dt.verify``.
+        time: time both models.
+        sensitivity: measure the noise of each layer alone.
+    """
+
+    verify: bool = True
+    time: bool = True
+    sensitivity: bool = True
+
+
+class SensitiveLayer(NamedTuple):
+    """A layer and its share of the quantization noise at the outputs, the noise of all layers alone added up."""
+
+    name: str
+    noise_share: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Evaluation of a quantized model; ``str`` is a summary.
+
+    Attributes:
+        source: the float model.
+        quantized: the quantized model, as its file holds it.
+        result: what ``qo.quantize`` did.
+        split: the batches; None without data.
+        accuracy: of the evaluation batches; None without data.
+        timing: of both models; None where it was not asked for or failed.
+        verification: of the first evaluation batches.
+        sensitivity: noise of each layer alone.
+        hints: what may make the model faster.
+        warnings: checks that could not be made, and why.
+    """
+
+    source: LoadedModel = field(repr=False)
+    quantized: LoadedModel = field(repr=False)
+    result: QuantizeReport = field(repr=False)
+    split: Split | None = field(default=None, repr=False)
+    accuracy: Accuracy | None = None
+    timing: Timing | None = None
+    verification: VerifyReport | None = field(default=None, repr=False)
+    sensitivity: qs.Sensitivity | None = field(default=None, repr=False)
+    hints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def sensitive_layers(self) -> tuple[SensitiveLayer, ...]:
+        """The layers that cause the most noise, worst first, at most three."""
+        if self.sensitivity is None:
+            return ()
+        total = sum(layer.worst for layer in self.sensitivity.layers) or 1.0
+        layers = [layer for layer in self.sensitivity.ranked() if layer.worst > 0][:MAX_LAYERS_NAMED]
+        return tuple(SensitiveLayer(layer.name, layer.worst / total) for layer in layers)
+
+    @property
+    def is_anything_quantized(self) -> bool:
+        """Whether at least one layer was quantized."""
+        return any(not layer.reason for layer in self.result.layers)
+
+    def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
+        """Limits that are not met, a failed verification, and that nothing was quantized, one text each.
+
+        Args:
+            min_sqnr_db: lowest SQNR of any float output.
+            min_agreement: lowest top-1 agreement, 0 to 1.
+        """
+        sqnr_db = None if self.accuracy is None else self.accuracy.sqnr_db
+        agreement = None if self.accuracy is None else self.accuracy.agreement
+        missed = [] if self.is_anything_quantized else [self._nothing_quantized()]
+        if min_sqnr_db is not None and (sqnr_db is None or not sqnr_db >= min_sqnr_db):
+            output = "" if self.accuracy is None else self.accuracy.worst_output
+            value = "is not known" if sqnr_db is None else f"of output {output} is {sqnr_db:.1f} dB"
+            missed.append(f"the SQNR {value}, below the limit of {min_sqnr_db:g} dB")
+        if min_agreement is not None and (agreement is None or agreement < min_agreement):
+            value = "not known" if agreement is None else f"{agreement:.4g}"
+            missed.append(f"the agreement is {value}, below the limit of {min_agreement:g}")
+        if self.verification is not None and not self.verification.ok:
+            missed.append("the quantized model does not match its source")
+        return missed
+
+    def _nothing_quantized(self) -> str:
+        reasons = "; ".join(dict.fromkeys(layer.reason for layer in self.result.layers))
+        return f"no layer was quantized ({reasons or 'the recipe matches none'})"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """The summary as labels and texts: size, accuracy, time, layers on integer kernels."""
+        before, after = self.result.nbytes_before, self.result.nbytes_after
+        size = f"{bytes_text(before)} -> {bytes_text(after)} ({100 * after / max(1, before):.1f} %)"
+        accuracy = [("outputs", "not compared: no data")] if self.accuracy is None else self._accuracy_facts()
+        timing = [] if self.timing is None else [("time", str(self.timing))]
+        return [("size", size), *accuracy, *timing, *self._kernel_facts()]
+
+    def _accuracy_facts(self) -> list[tuple[str, str]]:
+        if self.accuracy is None:
+            return []
+        where, values, worst = f", on {self.split}", self.accuracy.outputs_sqnr_db, self.accuracy.worst_output
+        names = sorted(values, key=lambda name: name != worst)  # the output that limits look at comes first
+        facts = [
+            ("SQNR" if len(values) == 1 else f"SQNR of {name}", f"{values[name]:.1f} dB{where if i == 0 else ''}")
+            for i, name in enumerate(names[:MAX_OUTPUTS_SHOWN])
+        ]
+        if len(values) > MAX_OUTPUTS_SHOWN:
+            facts.append(("SQNR of others", f"{len(values) - MAX_OUTPUTS_SHOWN:,} more, listed by --json"))
+        if self.accuracy.agreement is not None:
+            facts.append(("agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
+        return facts
+
+    def _kernel_facts(self) -> list[tuple[str, str]]:
+        layers = self.result.layers
+        others = [layer for layer in layers if not layer.in_integers]
+        facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
+        if len(others) <= MAX_LAYERS_NAMED:
+            facts += [("float kernel", f"{layer.name}: {_why_float(layer)}") for layer in others]
+        return facts
+
+    def __str__(self) -> str:
+        lines = [str(self.result.output), *(f"  {label + ':':<18} {text}" for label, text in self.facts())]
+        if self.verification is not None:
+            codes = self.verification
+            lines.append(f"codes that differ: {codes.differing_codes} of {codes.compared_codes}")
+        lines += [f"most sensitive: {name}, {share:.0%} of the noise" for name, share in self.sensitive_layers]
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result and its evaluation as a JSON-ready dict; numbers may be infinite or NaN."""
+        accuracy, timing, codes = self.accuracy, self.timing, self.verification
+        provenance = Provenance.read(self.quantized.proto)
+        document = json.loads(self.result.to_json())
+        calibration_sqnr = document.pop("outputs_sqnr_db")
+        del document["output_sqnr_db"]  # of calibration batches: sqnr_db is the figure that counts
+        return {
+            **document,
+            "hints": [*self.result.hints, *self.hints],
+            "calibration_sqnr_db": calibration_sqnr.get(worst_output(calibration_sqnr)),
+            "calibration_sqnr_db_by_output": calibration_sqnr,
+            "integer_kernel_layers": sum(layer.in_integers for layer in self.result.layers),
+            "data_sha256": None if provenance is None else provenance.data or None,
+            "written_by": None if provenance is None else provenance.made_by,
+            "calibration_batches": None if self.split is None else self.split.calibration.count,
+            "evaluation_batches": None if accuracy is None else accuracy.batches,
+            "evaluated_on_held_out": None if self.split is None else self.split.is_held_out,
+            "sqnr_db": None if accuracy is None else accuracy.sqnr_db,
+            "sqnr_db_output": None if accuracy is None else accuracy.worst_output or None,
+            "sqnr_db_by_output": None if accuracy is None else dict(accuracy.outputs_sqnr_db),
+            "agreement": None if accuracy is None else accuracy.agreement,
+            "ms_float": None if timing is None else timing.first_ms,
+            "ms_quantized": None if timing is None else timing.second_ms,
+            "compared_codes": None if codes is None else codes.compared_codes,
+            "differing_codes": None if codes is None else codes.differing_codes,
+            "verified": None if codes is None else codes.ok,
+            "sensitive_layers": [
+                {"layer": layer.name, "noise_share": layer.noise_share} for layer in self.sensitive_layers
+            ],
+            "warnings": list(self.warnings),
+        }
+
+
+def _why_float(layer: LayerReport) -> str:
+    if layer.reason:
+        return layer.reason
+    if not layer.input:
+        return "its input is float"
+    return layer.note or f"ONNX Runtime runs it as {layer.kernel or layer.type} on this machine"
+
+
+def quantize_and_evaluate(
+    model: ModelSource,
+    output: str | PathLike[str],
+    data: BatchSource | None = None,
+    recipe: Recipe | str | PathLike[str] = "w8a8",
+    *,
+    batch_size: int | None = None,
+    checks: Checks = Checks(),  # noqa: B008 - a frozen value
+    progress: StageProgress | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Quantize a model with the calibration part of the data, and evaluate the file on the held-out part.
+
+    Args:
+        model: the float model.
+        output: the file to write.
+        data: batches; None for weight-only recipes, which are then not compared with the float model.
+        recipe: see ``qo.quantize``.
+        batch_size: samples of an .npz or .npy file per batch; see ``split_batches``.
+        checks: the checks to make.
+        progress: called with the name of a stage, the steps done, and their number.
+        options: further options of ``qo.quantize``.
+
+    Raises:
+        DetentError: whatever ``qo.quantize`` and ``split_batches`` raise.
+
+    >>> import tempfile, numpy as np
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {3.0, 1.0}> { [fc] y = MatMul(x, w) }''')
+    >>> data = [np.float32([[i, 0.3]]) for i in range(40)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     evaluation = quantize_and_evaluate(model, f"{folder}/small.onnx", data)
+    >>> evaluation.split.is_held_out, evaluation.verification.ok, evaluation.missed_limits(min_sqnr_db=30)
+    (True, True, [])
+    """
+    source = load_model(model)
+    split = None if data is None else split_batches(source, data, batch_size)
+    calibration = None if split is None else split.calibration
+    stage = None if progress is None else _stage(progress, "calibrating")
+    result = qo.quantize(source, output, calibration, recipe, progress=stage, **options)
+    return evaluate_result(source, result, split, checks=checks, progress=progress)
+
+
+def evaluate_result(
+    source: ModelSource,
+    result: QuantizeReport,
+    split: Split | None = None,
+    *,
+    checks: Checks = Checks(),  # noqa: B008 - a frozen value
+    progress: StageProgress | None = None,
+) -> Evaluation:
+    """Evaluate the file that ``qo.quantize`` wrote beside its float model.
+
+    Args:
+        source: the float model.
+        result: what ``qo.quantize`` returned.
+        split: calibration and evaluation batches; None without data, then only time is measured.
+        checks: the checks to make.
+        progress: called with the name of a stage, the steps done, and their number.
+
+    Raises:
+        FileFormatError: the file is no longer there, or damaged.
+        UnsupportedError: ONNX Runtime does not run one of the models.
+    """
+    return _Evaluator(load_model(source), result, split, progress).run(checks)
+
+
+class _TooLongError(Exception):
+    """Measuring sensitivity would take longer than quantization did."""
+
+
+class _Evaluator:
+    """One evaluation, and the warnings that it collects."""
+
+    def __init__(
+        self, source: LoadedModel, result: QuantizeReport, split: Split | None, progress: StageProgress | None
+    ) -> None:
+        self.source, self.result, self.split = source, result, split
+        self.quantized = load_model(result.output)
+        self.warnings: list[str] = []
+        self.progress: StageProgress = (lambda *_: None) if progress is None else progress
+
+    def run(self, checks: Checks) -> Evaluation:
+        timing = self._time() if checks.time else None
+        accuracy: Accuracy | None = None
+        verification: VerifyReport | None = None
+        sensitivity: qs.Sensitivity | None = None
+        if self.split is not None:
+            accuracy = measure_accuracy(self.source, self.quantized, self._counted(self.split, "evaluating"))
+            is_anything_quantized = any(not layer.reason for layer in self.result.layers)
+            if checks.verify and is_anything_quantized:
+                verification = self._verify(self.split)
+            if checks.sensitivity and is_anything_quantized:
+                sensitivity = self._measure_sensitivity(self.split)
+        return Evaluation(
+            self.source,
+            self.quantized,
+            self.result,
+            self.split,
+            accuracy,
+            timing,
+            verification,
+            sensitivity,
+            self._hints(timing),
+            tuple(self.warnings),
+        )
+
+    def _counted(self, split: Split, stage: str) -> BatchSource:
+        return split.evaluation.counted(_stage(self.progress, stage))
+
+    def _time(self) -> Timing | None:
+        try:
+            if self.split is None:
+                feeds = [random_inputs(self.source)]
+            else:
+                feeds = list(self.split.evaluation.first(TIMING_BATCHES))
+            return time_models(self.source, self.quantized, feeds, progress=_stage(self.progress, "timing"))
+        except DetentError as error:
+            self.warnings.append(f"not timed: {error}")
+            return None
+
+    def _verify(self, split: Split) -> VerifyReport | None:
+        batches = split.evaluation.first(VERIFY_BATCHES).counted(_stage(self.progress, "verifying"))
+        try:
+            return verify(self.source, self.quantized, batches, levels=(1, 3))
+        except DetentError as error:
+            self.warnings.append(f"not verified: {error}")
+            return None
+
+    def _measure_sensitivity(self, split: Split) -> qs.Sensitivity | None:
+        """Measure the model as it was quantized, equalized and smoothed, without the layers kept in float."""
+        plan, error_text = self.result.plan, ""
+        limit = max(MIN_RANKING_SECONDS, self.result.seconds)
+
+        def check_cost(cost: qs.Cost) -> None:
+            if cost.seconds_estimate > limit:
+                raise _TooLongError(f"{cost}; detent sensitivity does it")
+
+        for samples in (RANKING_SAMPLES, 1):
+            try:
+                return qs.measure(
+                    plan.model,
+                    split.calibration.first(samples),
+                    plan.recipe,
+                    samples=samples,
+                    target=plan.target,
+                    skip=[layer.name for layer in self.result.layers if layer.reason],
+                    progress=_stage(self.progress, "measuring sensitivity"),
+                    announce=check_cost,
+                )
+            except (_TooLongError, DetentError) as error:
+                error_text = str(error)
+        self.warnings.append(f"sensitivity not measured: {error_text}")
+        return None
+
+    def _hints(self, timing: Timing | None) -> tuple[str, ...]:
+        """Hints for more speed; they matter for layers whose inputs are quantized as well."""
+        if timing is None or timing.is_faster or not any(layer.input for layer in self.result.layers):
+            return ()
+        hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())
+        return (hint,) if hint else ()
+
+
+def _stage(progress: StageProgress, name: str) -> Callable[[int, int | None], None]:
+    def step(done: int, total: int | None) -> None:
+        progress(name, done, total)
+
+    return step

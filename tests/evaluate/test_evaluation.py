@@ -1,0 +1,122 @@
+"""The whole job from Python: quantize, evaluate, look at the result."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from onnx import parser
+
+from detent import report as qr
+from detent.errors import UnsupportedError
+from detent.evaluate import Accuracy, Checks, evaluation, quantize_and_evaluate
+from detent.onnx_model import files
+
+MODEL = parser.parse_model(
+    """<ir_version: 8, opset_import: ["" : 17]>
+    g (float[N, 4] x) => (float[N, 3] y)
+    <float[4, 4] v = {1, 2, -1, 3, 0.5, 1, 1, 2, -3, 1, 2, 0.25, 1, 1, 1, -2},
+     float[4, 3] w = {3, 1, 2, -1, 4, 1, 2, 2, 1, 0, 1, -1}>
+    { a = MatMul(x, v) b = Relu(a) y = MatMul(b, w) }"""
+)
+NONE = Checks(verify=False, time=False, sensitivity=False)
+
+
+def batches(count):
+    return [np.random.default_rng(i).normal(size=(1, 4)).astype(np.float32) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    stages = []
+    output = tmp_path_factory.mktemp("evaluation") / "small.onnx"
+    return quantize_and_evaluate(MODEL, output, batches(40), progress=lambda name, *_: stages.append(name)), stages
+
+
+def test_everything_is_measured(done):
+    evaluation, stages = done
+    assert evaluation.split.is_held_out
+    assert evaluation.accuracy.batches == 4
+    assert evaluation.accuracy.sqnr_db > 20
+    assert evaluation.verification.ok
+    assert evaluation.timing.runs
+    assert not evaluation.warnings
+    assert 0 < sum(layer.noise_share for layer in evaluation.sensitive_layers) <= 1.0001
+    assert list(dict.fromkeys(stages)) == ["calibrating", "timing", "evaluating", "verifying", "measuring sensitivity"]
+
+
+def test_the_summary(done):
+    evaluation, _ = done
+    text = str(evaluation)
+    assert "on 4 held-out batches" in text
+    assert "codes that differ: 0 of" in text
+    assert "integer kernels:   2 of 2 layers" in text
+    document = json.loads(json.dumps(evaluation.to_dict()))
+    assert document["evaluated_on_held_out"]
+    assert document["integer_kernel_layers"] == 2
+    assert [layer["layer"] for layer in document["sensitive_layers"]] == [
+        layer.name for layer in evaluation.sensitive_layers
+    ]
+
+
+def test_the_worst_output_is_compared_with_the_limit(done):
+    evaluation = replace(done[0], accuracy=Accuracy({"boxes": 40.0, "scores": 12.0, "masks": 30.0}, None, 3))
+    assert evaluation.missed_limits(20.0) == ["the SQNR of output scores is 12.0 dB, below the limit of 20 dB"]
+    assert evaluation.missed_limits(12.0) == []
+    nan = replace(evaluation, accuracy=Accuracy({"a": 1.0, "b": float("nan")}, 0.5, 1))
+    assert "output b is nan dB" in nan.missed_limits(0.5)[0]
+    assert nan.missed_limits(None, 0.6) == ["the agreement is 0.5, below the limit of 0.6"]
+    unknown = replace(evaluation, accuracy=None)
+    assert unknown.missed_limits(1.0) == ["the SQNR is not known, below the limit of 1 dB"]
+
+
+def test_nothing_quantized_is_a_missed_limit(tmp_path):
+    result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3), skip=["*"], checks=NONE)
+    assert not result.is_anything_quantized
+    assert "no layer was quantized" in result.missed_limits()[0]
+
+
+def test_checks_can_be_left_out(tmp_path):
+    result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3), checks=NONE)
+    assert (result.timing, result.verification, result.sensitivity) == (None, None, None)
+    assert "3 calibration batches (nothing held out)" in str(result)
+
+
+def test_without_data(tmp_path):
+    result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", recipe="w8a16")
+    assert result.split is result.accuracy is result.verification is None
+    assert result.timing is not None
+    assert "not compared" in str(result)
+
+
+def test_a_check_that_fails_is_a_warning(tmp_path, monkeypatch):
+    def fail(*_args, **_options):
+        raise UnsupportedError("cannot be done")
+
+    for name in ("verify", "time_models"):
+        monkeypatch.setattr(evaluation, name, fail)
+    monkeypatch.setattr(evaluation.qs, "measure", fail)
+    result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3))
+    assert [text.partition(":")[0] for text in result.warnings] == [
+        "not timed",
+        "not verified",
+        "sensitivity not measured",
+    ]
+    assert (tmp_path / "a.onnx").is_file()
+
+
+def test_each_file_is_read_once(tmp_path, monkeypatch):
+    files.save(MODEL, tmp_path / "a.onnx")
+    read, parse = [], files._parse
+    monkeypatch.setattr(files, "_parse", lambda path: read.append(path.name) or parse(path))
+    result = quantize_and_evaluate(tmp_path / "a.onnx", tmp_path / "b.onnx", batches(20))
+    qr.build_from_evaluation(result)
+    assert read == ["a.onnx", "b.onnx"]
+
+
+def test_the_report_shows_the_evaluation(done):
+    report = qr.build_from_evaluation(done[0], command="detent quantize a.onnx")
+    assert report.title == "small.onnx"
+    assert report.output_sqnr_db == done[0].accuracy.outputs_sqnr_db
+    assert report.output_sqnr_against == "the float model, on 4 held-out batches"
+    assert ("Time", str(done[0].timing)) in report.facts
