@@ -145,7 +145,7 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
     page = qr.Report.load("r.json")
     assert page.reproduction.command == "detent " + shlex.join(arguments)
     assert [name for name, _ in page.facts] == ["Time"]
-    assert "  not in integers:     head: skipped\n" in capsys.readouterr().out
+    assert "  float kernel:      head: skipped\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("second", "told"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"])
@@ -194,7 +194,7 @@ def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
 def test_weights_alone_need_no_data(desk):
     done = detent("quantize", "model.onnx", "--recipe", "w8a16", "-o", "small.onnx", cwd=desk)
     assert done.returncode == 0, done.stderr
-    assert "not compared: give --data" in done.stdout
+    assert "not compared: no data" in done.stdout
     assert (desk / "small.onnx").is_file()
 
 
@@ -329,7 +329,7 @@ def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, asked):
     out, err = capsys.readouterr()
     assert given == asked
     assert ("--skip head" in out) == (seconds[-1] == 1)
-    assert ("layers were not ranked: 3 layers" in err) == (seconds[-1] != 1)
+    assert ("sensitivity not measured: 3 layers" in err) == (seconds[-1] != 1)
 
 
 def test_folder_of_batches(desk):

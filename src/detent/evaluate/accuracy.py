@@ -97,7 +97,17 @@ class Accuracy:
     batches: int
 
     @property
-    def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSource) -> Accuracy:
+    def worst_output(self) -> str:
+        """The float output with the lowest SQNR; "" where there is no float output."""
+        return worst_output(self.outputs_sqnr_db)
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """SQNR of the worst float output."""
+        return self.outputs_sqnr_db.get(self.worst_output)
+
+
+def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSource) -> Accuracy:
     """Run a float model and its quantized model on the same batches, and compare their outputs.
 
     Args:

@@ -94,7 +94,8 @@ def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Rep
     >>> data = [np.float32([[i, 0.5]]) for i in range(20)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     evaluation = qe.quantize_and_evaluate(model, f"{folder}/small.onnx", data)
-    >>> qr.build_from_evaluation(evaluation).output_sqnr_against
+    ...     report = qr.build_from_evaluation(evaluation)
+    >>> report.output_sqnr_against
     'the float model, on 2 held-out batches'
     """
     split, accuracy = evaluation.split, evaluation.accuracy

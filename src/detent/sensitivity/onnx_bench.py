@@ -172,12 +172,16 @@ def _flag(name: str) -> str:
 
 
 def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams) -> str:
-    """Let a node read its data through a quantizer, where its switch is on; returns the switch."""
+    """Let a node read its data through a quantizer if its switch is on; returns the switch.
+
+    An If node runs one branch only: a Where would run the quantizers of all layers to measure a single one.
+    """
     name, spec = layer.name, params.spec
     how = Quantization.of(params, get_target("onnxruntime").activation_container(spec.format, least=8), 0)
     scale = graph.add_constant(f"{name}//scale", how.scale)
     zero = graph.add_constant(f"{name}//zero", how.zero_point, how.kind)
-    source, codes, back, chosen = (graph.fresh(f"{name}//{part}") for part in ("source", "codes", "back", "chosen"))
+    parts = ("source", "codes", "back", "same", "chosen")
+    source, codes, back, same, chosen = (graph.fresh(f"{name}//{part}") for part in parts)
     nodes = []
     if needs_clip(how):
         codes_of_ends = (np.float32(code) - params.zero_point for code in (spec.qmin, spec.qmax))
@@ -190,10 +194,12 @@ def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams
     nodes += [
         quantize_node(source, scale, zero, codes, how),
         dequantize_node(codes, scale, zero, back, how),
-        helper.make_node("Where", [_flag(name), back, layer.data], [chosen], name=chosen),
     ]
+    on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(back)])
+    passed = [helper.make_node("Identity", [layer.data], [same])]
+    off = helper.make_graph(passed, "off", [], [helper.make_empty_tensor_value_info(same)])
     graph.give(node, 0, chosen)
-    graph.insert(nodes)
+    graph.insert([helper.make_node("If", [_flag(name)], [chosen], name=chosen, then_branch=on, else_branch=off)])
     return _flag(name)
 
 
