@@ -1,22 +1,17 @@
-"""Tensors as NumPy arrays and back, without copies: the way from PyTorch to the native kernels.
+"""Tensors for native kernels: their memory as arrays, its order, scratch memory, and PyTorch's threads and processes.
 
-Memory is shared, so that a kernel reads a tensor where it lies and writes into a tensor that was made for its result.
-Tensors in another dense order than C (channels last) are seen through a permutation, and stay in their order.
-
-Processes: how many of them train this model, and tensors of which each holds a part.
-
-Scratch memory: for results that are used at once and then forgotten.
-
-Memory for a large tensor comes fresh from the system, which clears it page by page: that takes longer than quantizing
-into it. Quantized copies that only a product reads go into a buffer of the thread's own instead, one for inputs and one
-for weights, as large as the largest so far.
-
-Team: our kernels on PyTorch's own threads.
-
-PyTorch computes with OpenMP, whose threads stay awake for a while after their work. A second pool on the same
-processors would wait for them at every turn, and they for it. So kernels run on the same team, where PyTorch's runtime
-can be found, and on no more of them than it says, which is ``torch.set_num_threads``. (A thread that has not used
-PyTorch yet has the runtime's default.)
+Arrays
+    share the tensor's memory, so a kernel reads a tensor where it lies and writes into a tensor made for its result.
+    Tensors in another dense order than C (channels last) are seen through a permutation, and stay in their order.
+Scratch memory
+    is for results that are used at once and then forgotten. Memory for a large tensor comes fresh from the system,
+    which clears it page by page: that takes longer than quantizing into it. So quantized copies that only a product
+    reads go into a buffer of the thread's own, one for inputs and one for weights, as large as the largest so far.
+Threads
+    are PyTorch's. It computes with OpenMP, whose threads stay awake for a while after their work; a second pool on the
+    same processors would wait for them at every turn, and they for it. So kernels run on the same team, where
+    PyTorch's runtime can be found, and on as many threads as ``torch.set_num_threads`` says. (A thread that has not
+    used PyTorch yet has the runtime's default.)
 """
 
 import ctypes
@@ -63,36 +58,8 @@ __all__ = [
     "use_torch_threads",
 ]
 
-_AVAILABLE = torch.distributed.is_available()
-
-
-def is_distributed() -> bool:
-    """Whether ``torch.distributed`` runs; trainers that shard a model may then refill its weights behind our back.
-
-    >>> is_distributed()
-    False
-    """
-    return _AVAILABLE and torch.distributed.is_initialized()
-
-
-def process_count() -> int:
-    """How many processes ``torch.distributed`` knows of.
-
-    >>> process_count()
-    1
-    """
-    return torch.distributed.get_world_size() if is_distributed() else 1
-
-
-def full_tensor(x: Tensor) -> Tensor:
-    """Gather the parts of a DTensor, a collective that every process has to reach; any other tensor as it is."""
-    gather = getattr(x, "full_tensor", None)
-    return x if gather is None else gather()
-
-
 FLOAT_TYPES: Mapping[torch.dtype, str] = MappingProxyType({getattr(torch, name): name for name in FLOATS})
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-FEW = 64  # elements that are compared as they are
 _BFLOAT16 = FLOATS["bfloat16"]
 
 
@@ -178,62 +145,6 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     return torch.from_numpy(np.asarray(array))
 
 
-def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
-    """What changes with any bit of small tensors; on other devices, with any change that a tensor knows of.
-
-    >>> x = torch.zeros(2)
-    >>> before = fingerprint(x)
-    >>> x.data[0] = 1.0
-    >>> fingerprint(x) == before
-    False
-    """
-    found: list[object] = []
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
-            found += [tensor.data_ptr(), tensor._version]
-            continue
-        array = to_array(tensor)
-        found.append(array.tobytes() if array.size <= FEW else checksum(array))
-    return tuple(found)
-
-
-class Arguments(NamedTuple):
-    """Positional and keyword arguments of one call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def arguments_of(batch: object, name: str = "a batch") -> Arguments:
-    """Turn a batch into the arguments of a call: a tensor is the first, a tuple has all, a dict has them by name.
-
-    >>> arguments_of({"mask": None}).kwargs, arguments_of([1, 2]).args
-    ({'mask': None}, (1, 2))
-    """
-    if isinstance(batch, Arguments):
-        return batch
-    if isinstance(batch, Tensor):
-        return Arguments((batch,), {})
-    if isinstance(batch, tuple | list):
-        return Arguments(tuple(batch), {})
-    if isinstance(batch, Mapping):
-        return Arguments((), dict(batch))
-    raise DtypeError(
-        f"{name} is of type {type(batch).__name__}, expected a tensor, a tuple of the model's arguments, or a dict of "
-        "them by name"
-    )
-
-
-def call_with(module: torch.nn.Module, batch: object) -> Any:
-    """Call a module with a batch, see ``arguments_of``.
-
-    >>> call_with(torch.nn.Bilinear(2, 2, 3), (torch.ones(4, 2), torch.ones(4, 2))).shape
-    torch.Size([4, 3])
-    """
-    args, kwargs = arguments_of(batch)
-    return module(*args, **kwargs)
-
-
 class Order(NamedTuple):
     """The order of a tensor's axes in memory, None for C order, and the spec of the data in that order.
 
@@ -293,17 +204,37 @@ def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
 
 
+FEW_ELEMENTS = 64  # tensors up to this size are compared as they are, larger ones by a checksum
+
+
+def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
+    """A key that changes with any bit of the tensors; on other devices, with any change that a tensor knows of.
+
+    >>> x = torch.zeros(2)
+    >>> before = fingerprint(x)
+    >>> x.data[0] = 1.0
+    >>> fingerprint(x) == before
+    False
+    """
+    parts: list[object] = []
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
+            parts += [tensor.data_ptr(), tensor._version]
+            continue
+        array = to_array(tensor)
+        parts.append(array.tobytes() if array.size <= FEW_ELEMENTS else checksum(array))
+    return tuple(parts)
+
+
 Slot = Literal["input", "weight"]
-SMALLEST, LARGEST = 1 << 17, 1 << 28  # bytes: what the allocator keeps at hand anyway, and what nobody should sit on
-
-
-MOST_VIEWS = 256
+MIN_BYTES, MAX_BYTES = 1 << 17, 1 << 28  # smaller blocks the allocator keeps at hand; larger ones are not to be held
+MAX_VIEWS = 256
 
 
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.known: dict[str, Tensor] = {}
-        self.views: dict[object, Tensor] = {}  # of known ones, as they were asked for
+        self.memory: dict[str, Tensor] = {}  # by slot
+        self.views: dict[object, Tensor] = {}  # of that memory, by slot, type and shape
 
 
 _buffers = _Buffers()
@@ -317,30 +248,83 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
     (True, False)
     """
     size = like.numel() * like.element_size()
-    if slot is None or not SMALLEST <= size <= LARGEST:
+    if slot is None or not MIN_BYTES <= size <= MAX_BYTES:
         return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
     key = (slot, like.dtype, like.shape)
-    found = _buffers.views.get(key)
-    if found is None:
-        buffer = _buffers.known.get(slot)
+    view = _buffers.views.get(key)
+    if view is None:
+        buffer = _buffers.memory.get(slot)
         if buffer is None or buffer.numel() < size:
             release()
             buffer = torch.empty(size, dtype=torch.uint8)
-            _buffers.known[slot] = buffer
-        found = buffer[:size].view(like.dtype).view(like.shape)
-        if len(_buffers.views) >= MOST_VIEWS:
+            _buffers.memory[slot] = buffer
+        view = buffer[:size].view(like.dtype).view(like.shape)
+        if len(_buffers.views) >= MAX_VIEWS:
             _buffers.views.clear()
-        _buffers.views[key] = found
-    return found
+        _buffers.views[key] = view
+    return view
 
 
 def release() -> None:
-    """Give the calling thread's buffers back.
-
-    >>> release()
-    """
-    _buffers.known.clear()
+    """Give the calling thread's buffers back."""
+    _buffers.memory.clear()
     _buffers.views.clear()
+
+
+class Arguments(NamedTuple):
+    """Positional and keyword arguments of one call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments_of(batch: object, name: str = "a batch") -> Arguments:
+    """Turn a batch into the arguments of a call: a tensor is the first, a tuple has all, a dict has them by name.
+
+    >>> arguments_of({"mask": None}).kwargs, arguments_of([1, 2]).args
+    ({'mask': None}, (1, 2))
+    """
+    if isinstance(batch, Arguments):
+        return batch
+    if isinstance(batch, Tensor):
+        return Arguments((batch,), {})
+    if isinstance(batch, tuple | list):
+        return Arguments(tuple(batch), {})
+    if isinstance(batch, Mapping):
+        return Arguments((), dict(batch))
+    raise DtypeError(
+        f"{name} is of type {type(batch).__name__}, expected a tensor, a tuple of the model's arguments, or a dict of "
+        "them by name"
+    )
+
+
+def call_with(module: torch.nn.Module, batch: object) -> Any:
+    """Call a module with a batch, see ``arguments_of``.
+
+    >>> call_with(torch.nn.Bilinear(2, 2, 3), (torch.ones(4, 2), torch.ones(4, 2))).shape
+    torch.Size([4, 3])
+    """
+    args, kwargs = arguments_of(batch)
+    return module(*args, **kwargs)
+
+
+_HAS_DISTRIBUTED = torch.distributed.is_available()
+
+
+def is_distributed() -> bool:
+    """Whether ``torch.distributed`` runs; trainers that shard a model may then refill its weights behind our back."""
+    return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
+
+
+def process_count() -> int:
+    """How many processes ``torch.distributed`` knows of."""
+    return torch.distributed.get_world_size() if is_distributed() else 1
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """Gather the parts of a DTensor, a collective that every process has to reach; any other tensor as it is."""
+    gather = getattr(x, "full_tensor", None)
+    return x if gather is None else gather()
 
 
 RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)[-.][^/]*$")
@@ -358,8 +342,8 @@ def find_runtime() -> str | None:
     except OSError:  # another system
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    found = sorted(path for path in paths if RUNTIMES.search(path))
-    return found[0] if len(found) == 1 else None
+    runtimes = sorted(path for path in paths if RUNTIMES.search(path))
+    return runtimes[0] if len(runtimes) == 1 else None
 
 
 def use_torch_threads() -> bool:

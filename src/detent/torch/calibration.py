@@ -1,4 +1,8 @@
-"""Calibration: ranges from data, by forward passes that only observe."""
+"""Calibration: ranges from data, by forward passes that only observe.
+
+Quantizers of activations observe batches; those of weights take the range of the weight as it is exported. By default
+the range is min-max for 8 bits and more, and MSE-optimal below.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -50,12 +54,12 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         raise StateError(
             "the model is frozen, and freezing is final: qt.unprepare and qt.prepare it to calibrate again"
         )
-    chosen = None if observer is None else get_observer_spec(observer)
+    default = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
     try:
         for quantizer in quantizers.values():
-            dynamic = quantizer in weights or isinstance(quantizer.mode, PerBatch)
-            quantizer.start_calibration(None if dynamic else _observer_for(quantizer, chosen))
+            needs_data = quantizer not in weights and not isinstance(quantizer.mode, PerBatch)
+            quantizer.start_calibration(_observer_for(quantizer, default) if needs_data else None)
         with torch.no_grad(), evaluating(model), without_collectives(model):
             yield model
         observers = {
@@ -66,12 +70,12 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         for quantizer in quantizers.values():
             quantizer.stop_calibration()
     unseen = []
-    for name, found in merged.items():
-        if found.count:
-            quantizers[name].set_params(found.params(quantizers[name].spec))
+    for name, merged_observer in merged.items():
+        if merged_observer.count:
+            quantizers[name].set_params(merged_observer.params(quantizers[name].spec))
         elif quantizers[name].enabled and not quantizers[name].is_initialized:
             unseen.append(name)
-    initialize_weights(model, chosen)
+    initialize_weights(model, default)
     if unseen:
         shown = ", ".join(unseen[:5]) + (", ..." if len(unseen) > 5 else "")
         warnings.warn(
@@ -81,8 +85,8 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         )
 
 
-def _observer_for(quantizer: FakeQuantize, chosen: ObserverSpec | None) -> Observer:
-    spec = quantizer.observer or chosen or get_observer_spec("minmax" if quantizer.spec.bits >= BYTE else "mse")
+def _observer_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> Observer:
+    spec = quantizer.observer or default or get_observer_spec("minmax" if quantizer.spec.bits >= BYTE else "mse")
     return spec.make(quantizer.spec.granularity)
 
 
@@ -99,8 +103,9 @@ def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -
     for _, layer, name, quantizer in weight_layers(model):
         if not quantizer.enabled:
             continue
+        weight = to_array(on_cpu(layer.float_weight(name)))
         if isinstance(quantizer.mode, PerBatch):
-            found = get_observer_spec("minmax").make(quantizer.spec.granularity)
+            weight_observer = get_observer_spec("minmax").make(quantizer.spec.granularity)
         else:
-            found = _observer_for(quantizer, observer)
-        quantizer.set_params(found.observe(to_array(on_cpu(layer.float_weight(name)))).params(quantizer.spec))
+            weight_observer = _observer_for(quantizer, observer)
+        quantizer.set_params(weight_observer.observe(weight).params(quantizer.spec))

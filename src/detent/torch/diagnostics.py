@@ -1,28 +1,26 @@
-"""Watching: what quantizers do to their data while a model trains, from samples that cost little.
+"""Diagnostics: is quantization-aware training going well, quantizer by quantizer, and what to do where it is not.
 
-A watched forward looks at no more than ``SAMPLE`` elements, at equal distances that touch every index of every axis.
-Weights are looked at whenever they have changed, to see which codes go back and forth; activations every few calls.
-A model that is not watched pays nothing. ``qt.health`` reads what was seen.
+``qt.health`` measures what each quantizer does to its data, and warns with advice:
+
+=============  =====================================================================================================
+clip           share of elements whose code is clamped
+codes          share of the spec's codes that occur
+drift          the scale now over the first one, calibrated or observed; of many, the one that has moved most
+oscillation    share of weights whose code goes back and forth
+saturated      share of elements whose gradient the estimator stops
+=============  =====================================================================================================
+
+Weights are examined in full, as they are exported; activations in the batches given, or in what ``qt.watch`` has
+sampled lately. A watched forward looks at no more than ``SAMPLE`` elements, at equal distances that touch every index
+of every axis: weights whenever they have changed, activations every few calls. A model that is not watched pays
+nothing, and nothing of its state is changed beyond what an evaluation changes.
 
 A weight *oscillates* where its code changes against the direction of its last change. How often it does is an average
 over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
 
     f = MOMENTUM * reversed + (1 - MOMENTUM) * f              oscillating: f > FREQUENCY
 
-Deliberately left out: compiled forwards, which no Python code sees; give ``qt.health`` batches for these.
-
-Checkup: is quantization-aware training going well, quantizer by quantizer, and what to do where it is not.
-
-=============  =====================================================================================================
-clip           share of elements whose code is clamped
-codes          share of the spec's codes that occur
-drift          the scale now over the first one, calibrated or observed; of many, the one that has moved most
-oscillation    share of weights whose code goes back and forth (see ``watching``)
-saturated      share of elements whose gradient the estimator stops
-=============  =====================================================================================================
-
-Weights are examined whole, as they are shipped. Activations are examined in the batches given, whole, or else in what
-``qt.watch`` has sampled lately. Nothing of the model's state is changed beyond what an evaluation changes.
+Left out: compiled forwards, which no Python code sees; pass batches to ``qt.health`` for these.
 """
 
 import json
@@ -67,18 +65,23 @@ __all__ = [
     "watch",
 ]
 
-SAMPLE = 4096
-"""How many elements of a tensor a watched forward looks at, at most."""
-RECENT = 16
-"""How many looks at an activation count: the latest ones."""
-MOMENTUM = 0.01
-"""The weight of a new step in the average that says how often a code turns back."""
-FREQUENCY = 0.005
-"""A weight oscillates when its code turns back more often than this, per step."""
-SATURATED = 0.01
-"""A gradient is saturated where the estimator lets less than this part of it pass."""
+SAMPLE = 4096  # elements of a tensor that a watched forward looks at, at most
+RECENT = 16  # samples of an activation that count: the latest ones
+MOMENTUM = 0.01  # weight of a new step in the average of how often a code turns back
+FREQUENCY = 0.005  # turns per step above which a weight oscillates
+SATURATED = 0.01  # a gradient is saturated where the estimator lets less than this share of it pass
 
+# Limits above or below which there is a warning.
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction, by the least number of bits: fewer are better clipped more
+USAGE_LIMIT = 0.5  # code usage, given enough data
+ELEMENTS_PER_CODE = 16  # elements for each code, before unused ones mean anything
+DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
+OSCILLATION_LIMIT = 0.1  # share of weights that oscillate
+SATURATION_LIMIT = 0.2  # share of saturated gradients, where clipping has not drawn a warning
+
+HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
 Array = NDArray[Any]
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -115,8 +118,8 @@ class Measure:
 def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
     """What quantization by these parameters does to x, and its estimator to the gradient.
 
-    >>> found = measure(np.array([0.2, 1.0, 400.0], np.float32), QuantParams.int8_symmetric(), Clipped())
-    >>> found.clipped, found.saturated, found.codes.tolist()
+    >>> result = measure(np.array([0.2, 1.0, 400.0], np.float32), QuantParams.int8_symmetric(), Clipped())
+    >>> result.clipped, result.saturated, result.codes.tolist()
     (1, 1, [0, 1, 127])
     """
     clipped = round(clip_fraction(x, params) * x.size)
@@ -341,37 +344,18 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
     return Watch(model, as_integer("every", every, at_least=1))
 
 
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}
-"""The clip fraction that draws a warning, by the least number of bits: the fewer, the more is best clipped."""
-USAGE_LIMIT = 0.5
-"""The code usage below which there is a warning, given data enough."""
-ELEMENTS_PER_CODE = 16
-"""How many elements there must be for each code before unused ones mean anything."""
-DRIFT_LIMIT = 4.0
-"""The factor by which a scale may have grown or shrunk without a warning."""
-OSCILLATION_LIMIT = 0.1
-"""The share of oscillating weights that draws a warning."""
-SATURATION_LIMIT = 0.2
-"""The share of stopped gradients that draws a warning, where clipping has not drawn one."""
-
-Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class QuantizerHealth:
-    """How one quantizer is; figures are None where there is nothing to tell them from.
+    """The health of one quantizer; metrics are None where there is nothing to measure them on.
 
     Attributes:
         name: its full name.
         spec, mode: as short text.
         source: what was examined: "weight", "batches", "watch", or "" for nothing.
         elements: how many elements were examined.
-        clip_fraction, code_usage, drift, oscillation, saturated: as above.
+        clip_fraction, code_usage, drift, oscillation, saturated: the metrics, see ``detent.torch.diagnostics``.
         note: why there is nothing, or "".
         warnings: what a user should know, and can do.
-
-    >>> QuantizerHealth("fc.input_quantizer", "int8", "EMA(decay=0.99)").clip_fraction is None
-    True
     """
 
     name: str
@@ -390,7 +374,7 @@ class QuantizerHealth:
 
 @dataclass(frozen=True)
 class HealthReport:
-    """How every quantizer of a model is; ``str`` is a table with the warnings below it.
+    """The health of every quantizer of a model; ``str`` is a table with the warnings below it.
 
     >>> report = HealthReport((QuantizerHealth("fc.weight_quantizer", "int8", "PerBatch()", "weight", 8, 0.0, 0.5),))
     >>> print(report)
@@ -410,10 +394,10 @@ class HealthReport:
 
     def __getitem__(self, name: str) -> QuantizerHealth:
         """The quantizer of that full name."""
-        found = {each.name: each for each in self.quantizers}
-        if name not in found:
-            raise SpecError(f"no quantizer is named {name!r}{closest(str(name), found)} expected one of {list(found)}")
-        return found[name]
+        rows = {each.name: each for each in self.quantizers}
+        if name not in rows:
+            raise SpecError(f"no quantizer is named {name!r}{closest(str(name), rows)} expected one of {list(rows)}")
+        return rows[name]
 
     def __str__(self) -> str:
         lines = table_lines([HEAD, *(_row(each) for each in self.quantizers)], right=range(2, len(HEAD)))
@@ -421,15 +405,12 @@ class HealthReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Every figure, and the warnings, as JSON.
+        """Every metric, and the warnings, as JSON.
 
         >>> HealthReport(()).to_json()
         '{"version": 1, "quantizers": []}'
         """
         return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
-
-
-HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
 
 
 def _row(each: QuantizerHealth) -> tuple[str, ...]:
@@ -444,7 +425,7 @@ def _share(value: float | None, digits: int = 0) -> str:
 
 @torch.no_grad()
 def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthReport:
-    """How the quantizers of a model are: clipping, unused codes, drift, oscillation, stopped gradients.
+    """Measure what the quantizers of a model do: clipping, unused codes, drift, oscillation, stopped gradients.
 
     Args:
         model: a prepared model, calibrated or in training.
@@ -467,14 +448,16 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
     if not isinstance(model, nn.Module):
         raise DtypeError(f"health takes a prepared model, got {type(model).__name__}")
     plan_of(model)
-    seen = {} if batches is None else _run(model, batches)
+    activations = {} if batches is None else _run(model, batches)
     weights = {quantizer: layer.float_weight(name) for _, layer, name, quantizer in weight_layers(model)}
-    rows = (_examine(name, each, weights.get(each), seen) for name, each in quantizers_of(model).items())
+    rows = (
+        _examine(name, each, weights.get(each), activations.get(each)) for name, each in quantizers_of(model).items()
+    )
     return HealthReport(tuple(rows))
 
 
 def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measure]:
-    """What the activations' quantizers do to the batches."""
+    """Measure the quantizers of activations on the batches."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise DtypeError(
             f"batches must be an iterable of inputs, got {type(batches).__name__}: put one batch in a list"
@@ -484,8 +467,8 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
 
     def look(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
         if quantizer not in weights:
-            found = quantizer.params_for(x) if params is None else params
-            parts.setdefault(quantizer, []).append(measure(to_array(on_cpu(x)), found, quantizer.ste))
+            params = quantizer.params_for(x) if params is None else params
+            parts.setdefault(quantizer, []).append(measure(to_array(on_cpu(x)), params, quantizer.ste))
 
     count = 0
     with evaluating(model, look):
@@ -494,27 +477,19 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
             count += 1
     if not count:
         raise SpecError("batches holds no batch: give at least one, or leave it out")
-    return {quantizer: Measure.merge(found) for quantizer, found in parts.items()}
+    return {quantizer: Measure.merge(measures) for quantizer, measures in parts.items()}
 
 
-def _examine(
-    name: str, quantizer: FakeQuantize, weight: Tensor | None, seen: Mapping[FakeQuantize, Measure]
-) -> QuantizerHealth:
+def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batches: Measure | None) -> QuantizerHealth:
+    """The health of a quantizer: of this weight, or of an activation, measured on batches or watched."""
     row = QuantizerHealth(name, str(quantizer.spec), str(quantizer.mode))
-    if not quantizer.enabled:
-        return replace(row, note="disabled")
-    dynamic = isinstance(quantizer.mode, PerBatch)
-    if not dynamic and not quantizer.is_initialized:
-        unready = f"{name} has no parameters yet: calibrate, `with qt.calibrating(model): ...`, or train"
-        return replace(row, note="not calibrated", warnings=(unready,))
-    if weight is not None and not bool(torch.isfinite(weight).all()):
-        lost = f"{name}: its weight holds NaN or infinity: go back to a checkpoint, and lower the learning rate"
-        return replace(row, note="not finite", warnings=(lost,))
+    unfit = _unfit(row, quantizer, weight)
+    if unfit is not None:
+        return unfit
     watcher = quantizer.watcher if isinstance(quantizer.watcher, Watcher) else None
-    params = (
-        None if dynamic and weight is None else quantizer.params if weight is None else quantizer.params_for(weight)
-    )
-    found, source = _measured(quantizer, weight, params, seen, watcher)
+    dynamic = isinstance(quantizer.mode, PerBatch)
+    params = quantizer.params_for(weight) if weight is not None else None if dynamic else quantizer.params
+    result, source = _measured(quantizer, weight, params, on_batches, watcher)
     row = replace(
         row,
         source=source,
@@ -522,36 +497,49 @@ def _examine(
         drift=None if params is None else _drift(_first_scale(quantizer, watcher), params.scale),
         oscillation=None if watcher is None or watcher.oscillation is None else watcher.oscillation.rate,
     )
-    if found is not None:
+    if result is not None:
         row = replace(
             row,
-            elements=found.size,
-            clip_fraction=found.clipped / found.size,
-            code_usage=_usage(found, quantizer.spec),
-            saturated=None if found.saturated is None else found.saturated / found.size,
+            elements=result.size,
+            clip_fraction=result.clipped / result.size,
+            code_usage=_usage(result, quantizer.spec),
+            saturated=None if result.saturated is None else result.saturated / result.size,
         )
-    return replace(row, warnings=tuple(_warnings(row, quantizer, found, is_weight=weight is not None)))
+    return replace(row, warnings=tuple(_warnings(row, quantizer, result, is_weight=weight is not None)))
+
+
+def _unfit(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
+    """The row of a quantizer that cannot be measured; None where it can."""
+    if not quantizer.enabled:
+        return replace(row, note="disabled")
+    if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
+        unready = f"{row.name} has no parameters yet: calibrate, `with qt.calibrating(model): ...`, or train"
+        return replace(row, note="not calibrated", warnings=(unready,))
+    if weight is not None and not bool(torch.isfinite(weight).all()):
+        lost = f"{row.name}: its weight holds NaN or infinity: go back to a checkpoint, and lower the learning rate"
+        return replace(row, note="not finite", warnings=(lost,))
+    return None
 
 
 def _measured(
     quantizer: FakeQuantize,
     weight: Tensor | None,
     params: QuantParams | None,
-    seen: Mapping[FakeQuantize, Measure],
+    on_batches: Measure | None,
     watcher: Watcher | None,
 ) -> tuple[Measure | None, str]:
-    """What there is to know of a quantizer's data, and where it comes from."""
+    """What is known of a quantizer's data, and where it comes from."""
     if weight is not None and params is not None:
         return (measure(to_array(on_cpu(weight)), params, quantizer.ste), "weight") if weight.numel() else (None, "")
-    if quantizer in seen:
-        return seen[quantizer], "batches"
-    found = None if watcher is None else watcher.measured()
-    return found, "" if found is None else "watch"
+    if on_batches is not None:
+        return on_batches, "batches"
+    watched = None if watcher is None else watcher.measured()
+    return watched, "" if watched is None else "watch"
 
 
-def _usage(found: Measure, spec: QuantSpec) -> float:
+def _usage(result: Measure, spec: QuantSpec) -> float:
     plain = spec.replace(granularity=PerTensor(), scale_format="float")
-    return code_usage(QuantizedTensor(found.codes, QuantParams(plain, 1.0)))
+    return code_usage(QuantizedTensor(result.codes, QuantParams(plain, 1.0)))
 
 
 def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[Any] | None:
@@ -569,15 +557,15 @@ def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
 
 
 def _warnings(
-    row: QuantizerHealth, quantizer: FakeQuantize, found: Measure | None, *, is_weight: bool
+    row: QuantizerHealth, quantizer: FakeQuantize, result: Measure | None, *, is_weight: bool
 ) -> Iterator[str]:
     name, what = row.name, "weight" if is_weight else "input"
     limit = next(share for bits, share in CLIP_LIMITS.items() if quantizer.spec.bits >= bits)
     clips = row.clip_fraction is not None and row.clip_fraction > limit
-    if found is not None and found.codes.size == 1 and found.size > 1:
+    if result is not None and result.codes.size == 1 and result.size > 1:
         cause = "its range is too narrow" if clips else f"its {what} is constant, or its scale far too large"
         yield (
-            f"{name} is dead: all {found.size} codes of its {what} are equal; {cause}: look at the layers before it, "
+            f"{name} is dead: all {result.size} codes of its {what} are equal; {cause}: look at the layers before it, "
             "and calibrate again"
         )
         return
@@ -585,8 +573,8 @@ def _warnings(
         advice = _against_clipping(quantizer, is_weight=is_weight)
         yield f"{name} clips {_share(row.clip_fraction, 1)} of its {what}: {advice}"
     enough = row.elements >= ELEMENTS_PER_CODE * quantizer.spec.num_levels
-    if row.code_usage is not None and found is not None and row.code_usage < USAGE_LIMIT and enough:
-        advice = _against_waste(quantizer, found, is_weight=is_weight)
+    if row.code_usage is not None and result is not None and row.code_usage < USAGE_LIMIT and enough:
+        advice = _against_waste(quantizer, result, is_weight=is_weight)
         yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused: {advice}"
     if row.drift is not None and not 1 / DRIFT_LIMIT < row.drift < DRIFT_LIMIT:
         yield (
@@ -611,13 +599,13 @@ def _against_clipping(quantizer: FakeQuantize, *, is_weight: bool) -> str:
     return "calibrate again" if is_weight else "calibrate with more data, or with observer='minmax'"
 
 
-def _against_waste(quantizer: FakeQuantize, found: Measure, *, is_weight: bool) -> str:
+def _against_waste(quantizer: FakeQuantize, result: Measure, *, is_weight: bool) -> str:
     spec = quantizer.spec
     if (
         spec.symmetric
         and spec.format.is_integer
         and spec.qmin < 0
-        and (found.codes.min() >= 0 or found.codes.max() <= 0)
+        and (result.codes.min() >= 0 or result.codes.max() <= 0)
     ):
         return "all of it has one sign; use an unsigned or asymmetric spec"
     if is_weight:

@@ -27,7 +27,7 @@ from detent.ste import Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import Slot
 from detent.torch.batchnorm import running_weight
-from detent.torch.operator import Values, gradient_of, learned_gradients, settled
+from detent.torch.operator import Values, gradient_of, learned_gradients, values_for_backward
 
 __all__ = [
     "Convolution",
@@ -259,9 +259,9 @@ class Operand(NamedTuple):
         """Fake quantize x into scratch memory."""
         return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
 
-    def settled(self) -> "Operand":
-        """The operand for backward, which keeps no tensors of another graph."""
-        return self if self.values is None else self._replace(values=settled(self.values))
+    def for_backward(self) -> "Operand":
+        """The operand as backward may keep it, without tensors of a graph."""
+        return self if self.values is None else self._replace(values=values_for_backward(self.values))
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
         """The scale and zero point that are trained."""
@@ -325,10 +325,10 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
         *_, kind, operand, quantized = rest
-        operand = operand.settled()
+        operand = operand.for_backward()
         ctx.save_for_backward(x, weight)
         kept = quantized if quantized.keep else quantized._replace(tensor=_NOTHING)
-        ctx.call = kind, operand, kept._replace(operand=quantized.operand.settled())
+        ctx.call = kind, operand, kept._replace(operand=quantized.operand.for_backward())
         y: Tensor = kind.forward(operand.quantize(x, "input"), quantized.tensor, bias)
         return y
 

@@ -2,16 +2,16 @@
 
 ========================================== ==========================================================================
 plain tensors in the CPU's memory          native kernels on the tensor's own memory; backward keeps one bit per element
-``torch.compile``, ``torch.export``,       the reference in torch operations, which the compiler fuses with its
-``torch.func``, other devices              neighbours
+``torch.compile``, ``torch.export``,       the reference kernels in torch operations (``traced``), which the compiler
+``torch.func``, other devices              fuses with their neighbors
 ========================================== ==========================================================================
 
-Both give the same bits. ``torch.ops.detent.fake_quantize`` is the same operation for those who write graphs.
+Both give the same bits. Backward is the straight-through estimator of ``detent.ste``; learned scales and zero points
+receive the gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
 
-The operation in PyTorch's registry: ``torch.ops.detent.fake_quantize``, for those who write or read graphs.
-
-It takes tensors and texts only, works on meta and fake tensors, has gradients and runs under ``torch.vmap``. A graph
-that holds it keeps it whole, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
+``torch.ops.detent.fake_quantize`` is the same operation in PyTorch's registry, for those who write or read graphs. It
+takes tensors and texts only, works on meta and fake tensors, has gradients and runs under ``torch.vmap``. A graph that
+holds it keeps it whole, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
 """
 
 from functools import lru_cache
@@ -39,11 +39,11 @@ __all__ = [
     "fake_quantize",
     "gradient_of",
     "learned_gradients",
+    "params_with",
     "registered_backward",
     "registered_fake_quantize",
-    "settled",
-    "whole_zero_point",
-    "with_values",
+    "rounded_zero_point",
+    "values_for_backward",
 ]
 
 
@@ -87,11 +87,7 @@ def fake_quantize(
 
 
 class Values(NamedTuple):
-    """Parameters, and the tensors that stand for their scale and zero point where gradients are wanted.
-
-    >>> Values(QuantParams.int8_symmetric()).is_learned
-    False
-    """
+    """Parameters, and the tensors that stand for their scale and zero point where these receive gradients."""
 
     params: QuantParams
     scale: Tensor | None = None
@@ -111,14 +107,14 @@ def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
     """
     params, scale, zero_point = values
     if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
-        current = with_values(values) if values.is_learned else params
+        current = params_with(values) if values.is_learned else params
         eager.check(x, current)
         if values.is_learned:
-            learned: Tensor = _Learned.apply(x, scale, zero_point, current, ste, step)
+            learned: Tensor = _LearnedFakeQuantize.apply(x, scale, zero_point, current, ste, step)
             return learned
         if not (torch.is_grad_enabled() and x.requires_grad):
             return eager.fake_quantize(x, current, step)
-        lone: Tensor = _Lone.apply(x, current, ste, step)
+        lone: Tensor = _FakeQuantize.apply(x, current, ste, step)
         return lone
     s, z = as_tensors(params, x)
     s, z = s if scale is None else scale, z if zero_point is None else zero_point
@@ -135,7 +131,7 @@ def apply_traced(
     *,
     learned: bool = False,
 ) -> Tensor:
-    """The same in torch operations; scale and zero point are tensors with the right number of values.
+    """``apply`` in torch operations; scale and zero point are tensors with the right number of values.
 
     >>> apply_traced(torch.tensor([0.6]), torch.tensor([0.5]), torch.tensor([0]), QuantSpec("int8"), Identity())
     tensor([0.5000])
@@ -149,7 +145,7 @@ def apply_traced(
             f"{spec.granularity} needs {shape}: make params from this data, or reshape it"
         )
     s = scale.to(scale_dtype(x)).reshape(shape)
-    y: Tensor = _Portable.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
+    y: Tensor = _TracedFakeQuantize.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
     return y
 
 
@@ -163,10 +159,10 @@ def as_tensors(params: QuantParams, x: Tensor) -> tuple[Tensor, Tensor]:
     return scale, torch.as_tensor(params.zero_point.copy(), dtype=torch.int32, device=x.device)
 
 
-def with_values(values: Values) -> QuantParams:
-    """The parameters with the tensors' values in place of their own; shapes may differ by axes of length 1.
+def params_with(values: Values) -> QuantParams:
+    """The params with the values of the tensors in place of their own; shapes may differ by axes of length 1.
 
-    >>> params = with_values(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.25])))
+    >>> params = params_with(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.25])))
     >>> params.scale
     array(0.25, dtype=float32)
     """
@@ -177,14 +173,14 @@ def with_values(values: Values) -> QuantParams:
     if values.zero_point is not None:
         if not torch.isfinite(values.zero_point).all():  # which rounding and clamping would hide
             raise ParamsError(f"zero_point holds values that are not finite: {values.zero_point!r}")
-        zero_point = _in_shape("zero_point", whole_zero_point(values.zero_point, spec), zero_point.shape)
+        zero_point = _in_shape("zero_point", rounded_zero_point(values.zero_point, spec), zero_point.shape)
     return QuantParams(spec, scale, zero_point)
 
 
-def whole_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """The zero points that forward uses of learned ones: rounded half to even, and clamped.
+def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    """The zero points that forward uses for learned ones: rounded half to even, and clamped.
 
-    >>> whole_zero_point(torch.tensor([2.5, -7.0]), QuantSpec("uint8"))
+    >>> rounded_zero_point(torch.tensor([2.5, -7.0]), QuantSpec("uint8"))
     tensor([2, 0], dtype=torch.int32)
     """
     return zero_point.detach().round().clamp(spec.qmin, spec.qmax).to(torch.int32)
@@ -208,11 +204,11 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
     if isinstance(ste, Identity):
         return g
     if isinstance(ste, Custom):
-        found = ste.function(g, x, params)
-        if not isinstance(found, Tensor) or found.shape != g.shape or found.dtype != g.dtype:
-            what = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise DtypeError(f"the estimator must return {g.dtype} of shape {tuple(g.shape)}, got {what}")
-        return found
+        gx = ste.function(g, x, params)
+        if not isinstance(gx, Tensor) or gx.shape != g.shape or gx.dtype != g.dtype:
+            given = f"{gx.dtype} of shape {tuple(gx.shape)}" if isinstance(gx, Tensor) else type(gx).__name__
+            raise DtypeError(f"the estimator must return {g.dtype} of shape {tuple(g.shape)}, got {given}")
+        return gx
     return eager.backward(g, x, params, ste, step, reuse=reuse)
 
 
@@ -237,20 +233,20 @@ def learned_gradients(
     return gx, gs, gz
 
 
-def settled(values: Values) -> Values:
-    """The same with its tensors' values as numbers, and of the tensors only shape and type: what backward may keep.
+def values_for_backward(values: Values) -> Values:
+    """The values as backward may keep them: numbers in the params, and only shape and type of the tensors.
 
-    >>> settled(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.5]))).params.scale
+    >>> values_for_backward(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.5]))).params.scale
     array(0.5, dtype=float32)
     """
-    return Values(with_values(values), *_without_data(*values[1:])) if values.is_learned else values
+    return Values(params_with(values), *_without_data(*values[1:])) if values.is_learned else values
 
 
 def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if each is None else torch.empty_like(each, device="meta") for each in tensors)
 
 
-class _Lone(torch.autograd.Function):
+class _FakeQuantize(torch.autograd.Function):
     """Parameters without gradients: one bit per element is kept, nothing at all for Identity."""
 
     @staticmethod
@@ -277,7 +273,7 @@ class _Lone(torch.autograd.Function):
         return gradient_of(g, kept, params, ste, step), None, None, None
 
 
-class _Learned(torch.autograd.Function):
+class _LearnedFakeQuantize(torch.autograd.Function):
     """Gradients of x, scale and zero point; ``params`` holds the values of both tensors."""
 
     @staticmethod
@@ -303,8 +299,8 @@ class _Learned(torch.autograd.Function):
         return *learned_gradients(g, x, Values(params, *ctx.like), ste, step), None, None, None
 
 
-class _Portable(torch.autograd.Function):
-    """The same in torch operations: to be traced, vectorised, or run on other devices."""
+class _TracedFakeQuantize(torch.autograd.Function):
+    """Forward and backward in torch operations: to be traced, vectorized, or run on other devices."""
 
     generate_vmap_rule = True
 
@@ -312,7 +308,7 @@ class _Portable(torch.autograd.Function):
     def forward(
         x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator, step: int, learned: bool
     ) -> Tensor:
-        return traced.fake_quantize(x, scale, _whole(zero_point, spec), spec, step)
+        return traced.fake_quantize(x, scale, _rounded(zero_point, spec), spec, step)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -324,25 +320,28 @@ class _Portable(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, zero_point = ctx.saved_tensors
         spec, ste, step, learned = ctx.call
-        whole = _whole(zero_point, spec)
+        rounded = _rounded(zero_point, spec)
         rest = (None,) * 4
         if not learned:
-            return traced.fake_quantize_backward(g, x, scale, whole, spec, ste, step), None, None, *rest
-        gx, gs, gz = traced.fake_quantize_learned_backward(g, x, scale, whole, spec, ste, None, step)
+            return traced.fake_quantize_backward(g, x, scale, rounded, spec, ste, step), None, None, *rest
+        gx, gs, gz = traced.fake_quantize_learned_backward(g, x, scale, rounded, spec, ste, None, step)
         return gx, gs, gz.to(zero_point.dtype) if zero_point.is_floating_point() else None, *rest
 
 
-def _whole(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    return whole_zero_point(zero_point, spec) if zero_point.is_floating_point() else zero_point
+def _rounded(zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    return rounded_zero_point(zero_point, spec) if zero_point.is_floating_point() else zero_point
+
+
+# torch.ops.detent
 
 
 @lru_cache(maxsize=1024)
 def _parse(spec: str, ste: str) -> tuple[QuantSpec, Estimator]:
-    how = QuantSpec.from_json(spec) if spec.startswith("{") else get_spec(spec)
-    return how, get_estimator(ste or None, how.convention)  # type: ignore[arg-type]  # one of the names, or an error
+    parsed = QuantSpec.from_json(spec) if spec.startswith("{") else get_spec(spec)
+    return parsed, get_estimator(ste or None, parsed.convention)  # type: ignore[arg-type]  # one of the names, or an error
 
 
-def _values(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> QuantParams:
+def _params(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> QuantParams:
     return QuantParams(spec, to_array(scale), to_array(zero_point))
 
 
@@ -363,12 +362,12 @@ def registered_fake_quantize(
     >>> torch.ops.detent.fake_quantize(torch.tensor([0.4, 0.6]), torch.tensor(1.0), torch.tensor(0), "int8")
     tensor([0., 1.])
     """
-    how, _ = _parse(spec, ste)
+    parsed, _ = _parse(spec, ste)
     if is_plain(x):
-        params = _values(scale, zero_point, how)
+        params = _params(scale, zero_point, parsed)
         eager.check(x, params)
         return eager.fake_quantize(x, params, step)
-    return traced.fake_quantize(x, scale, zero_point, how, step)
+    return traced.fake_quantize(x, scale, zero_point, parsed, step)
 
 
 @torch.library.custom_op("detent::fake_quantize_backward", mutates_args=())
@@ -382,12 +381,12 @@ def registered_backward(
     >>> torch.ops.detent.fake_quantize_backward(one, x, torch.tensor(1.0), torch.tensor(0), "int8")
     tensor([1., 0.])
     """
-    how, estimator = _parse(spec, ste)
+    parsed, estimator = _parse(spec, ste)
     if isinstance(estimator, Custom):
         raise UnsupportedError("graphs hold no callables: name an estimator of detent.ste")
     if is_plain(x) and is_plain(g):
-        return eager.backward(g, x, _values(scale, zero_point, how), estimator, step).clone()
-    return traced.fake_quantize_backward(g, x, scale, zero_point, how, estimator, step)
+        return eager.backward(g, x, _params(scale, zero_point, parsed), estimator, step).clone()
+    return traced.fake_quantize_backward(g, x, scale, zero_point, parsed, estimator, step)
 
 
 @registered_fake_quantize.register_fake

@@ -33,7 +33,7 @@ from detent.scale_rule import derive
 from detent.spec import QuantSpec
 from detent.torch import traced
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
-from detent.torch.operator import whole_zero_point
+from detent.torch.operator import rounded_zero_point
 
 __all__ = ["ParameterState", "shifted_scale", "shifted_zero_point"]
 
@@ -234,7 +234,7 @@ class ParameterState(nn.Module):
                 scale, zero_point = self.learned_values()
                 if not torch.equal(self.scale, scale):
                     self.scale.copy_(scale)
-                rounded = self.zero_point if zero_point is None else whole_zero_point(zero_point, self.spec)
+                rounded = self.zero_point if zero_point is None else rounded_zero_point(zero_point, self.spec)
                 if not torch.equal(self.zero_point, rounded):
                     self.zero_point.copy_(rounded)
         return self

@@ -1,6 +1,14 @@
-"""Preparation: a model made ready for quantization-aware training, in place, and back.
+"""Preparation: a model made ready for quantization-aware training in place, and what can be asked of it then.
 
-Finishing: no more updates, and the quantized weights as they are shipped.
+::
+
+    prepare             plan the layers, make their quantizers, change the classes of layers and batch norms
+    freeze              no more updates; batch norms become part of the layers before them
+    quantized_state     the quantized weights as they are exported
+    unprepare           the float model again
+
+The root of a prepared model remembers its plan. Everything else is found in the modules themselves, so wrapping,
+copying and moving the model need no care.
 """
 
 from collections.abc import Iterator
@@ -25,7 +33,6 @@ __all__ = [
     "evaluating",
     "freeze",
     "is_frozen",
-    "mark_frozen",
     "plan_of",
     "prepare",
     "quantized_state",
@@ -74,37 +81,47 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     if not isinstance(model, nn.Module):
         raise SpecError(f"prepare takes a torch.nn.Module, got {type(model).__name__}")
     _refuse_unfit(model)
-    made = plan(model, recipe)
-    if sync is None:
-        sync = process_count() > 1
+    model_plan = plan(model, recipe)
+    sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
-    _refuse_taken_names(made, modules)
-    weights: dict[int, FakeQuantize] = {}
+    _refuse_taken_names(model_plan, modules)
+    shared: dict[int, FakeQuantize] = {}
     quantizers = {
-        layer.name: _make_quantizers(layer, modules[layer.name], weights, sync=sync) for layer in made.quantized
+        layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
-    for layer in made.quantized:  # from here on nothing fails
+    # From here on nothing fails.
+    for layer in model_plan.quantized:
         module = modules[layer.name]
         _become(module, quantized_class(type(module)))
         for name, quantizer in quantizers[layer.name].items():
             module.add_module(name, quantizer)
         if layer.norm and isinstance(module, QuantizedProduct):
             module.fold = Fold(modules[layer.norm])
+    _change_other_classes(model)
+    vars(model)[_PLAN] = _Prepared(model_plan, *_keep_off_fused_paths(model))
+    return model
+
+
+def _change_other_classes(model: nn.Module) -> None:
+    """Let batch norms freeze and fuse, and attention find the quantized weights of its output projection."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             _become(module, quantized_class(type(module)))
     for module in model.modules():
-        # Attention reads the weights of its output projection itself, and only a quantized one finds quantized ones.
+        # It reads these weights itself, and only in the forward of a quantized layer they are quantized.
         if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
             _become(module, quantized_class(float_class_of(module)))
+
+
+def _keep_off_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
+    """Install the hooks of a prepared model; returns them, and the encoders whose nested tensors were switched off."""
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
         encoder.use_nested_tensor = False  # whose layers would see data without shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
     # The fused paths of these look at parameters, past the layers that hold them; a hook keeps them off.
     hooks += [each.register_forward_pre_hook(_no_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
-    vars(model)[_PLAN] = _Prepared(made, hooks, nested)
-    return model
+    return hooks, nested
 
 
 def _refuse_unfit(model: nn.Module) -> None:
@@ -123,16 +140,8 @@ def _refuse_unfit(model: nn.Module) -> None:
         )
 
 
-def _become(module: nn.Module, layer: type[nn.Module]) -> None:
-    module.__class__ = layer
-
-
-def _no_hook(module: nn.Module, args: object) -> None:
-    pass
-
-
-def _refuse_taken_names(made: ModelPlan, modules: dict[str, nn.Module]) -> None:
-    for layer in made.quantized:
+def _refuse_taken_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
+    for layer in model_plan.quantized:
         for name in ("fold", *_quantizer_names(layer, modules[layer.name])):
             if hasattr(modules[layer.name], name):
                 raise SpecError(f"{layer.name or 'the model'} has an attribute {name!r} already: rename it")
@@ -146,24 +155,24 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 
 
 def _make_quantizers(
-    layer: LayerPlan, module: nn.Module, weights: dict[int, FakeQuantize], *, sync: bool
+    layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
-    """The quantizers of a layer by their names in it; those of shared weights are made once."""
-    device, dtype = _place_of(module)
-    made = {}
+    """The quantizers of a layer by their names in it; ``shared`` has those of weights, which tied layers share."""
+    device, dtype = _device_and_scale_dtype(module)
+    quantizers = {}
     for name in _quantizer_names(layer, module):
         weight = name.removesuffix("_quantizer")
         parameter = module._parameters[weight] if weight in layer.weights else None
-        known = None if parameter is None else weights.get(id(parameter))
-        if known is None:
-            known = _make_quantizer(layer, name, parameter, dtype)
-            known.name = f"{layer.name}.{name}".lstrip(".")
-            known.observer, known.sync = layer.observer, sync and parameter is None
-            known.to(device).train(module.training)
+        quantizer = None if parameter is None else shared.get(id(parameter))
+        if quantizer is None:
+            quantizer = _make_quantizer(layer, name, parameter, dtype)
+            quantizer.name = f"{layer.name}.{name}".lstrip(".")
+            quantizer.observer, quantizer.sync = layer.observer, sync and parameter is None
+            quantizer.to(device).train(module.training)
         if parameter is not None:
-            weights[id(parameter)] = known
-        made[name] = known
-    return made
+            shared[id(parameter)] = quantizer
+        quantizers[name] = quantizer
+    return quantizers
 
 
 def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None, dtype: torch.dtype) -> FakeQuantize:
@@ -179,7 +188,7 @@ def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None,
         raise SpecError(f"{layer.name}.{name} cannot be made: {error}".lstrip(".")) from error
 
 
-def _place_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+def _device_and_scale_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """The device of a layer, and the type of its scales."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     if first is None:
@@ -201,111 +210,12 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
         raise StateError("\n".join([head, *differences[:20], "prepare the model by the recipe of the checkpoint"]))
 
 
-def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
-    """The quantizers of a model by their full names, each once.
-
-    >>> import detent.torch as qt
-    >>> list(quantizers_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
-    ['0.weight_quantizer']
-    """
-    return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
+def _become(module: nn.Module, layer: type[nn.Module]) -> None:
+    module.__class__ = layer
 
 
-def is_frozen(model: nn.Module) -> bool:
-    """Whether a prepared model was frozen.
-
-    >>> import detent.torch as qt
-    >>> is_frozen(qt.freeze(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
-    True
-    """
-    return any(each.frozen for each in _roots(model))
-
-
-def mark_frozen(model: nn.Module) -> None:
-    """Remember that a prepared model was frozen.
-
-    >>> import detent.torch as qt
-    >>> mark_frozen(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))
-    """
-    for each in _roots(model):
-        each.frozen = True
-
-
-def _roots(model: nn.Module) -> list[_Prepared]:
-    """What prepared models remember; a trainer may have wrapped them."""
-    found = (vars(module).get(_PLAN) for module in model.modules())
-    return [each for each in found if isinstance(each, _Prepared)]
-
-
-def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
-    """The full name, layer, name and quantizer of every quantized weight; a tied one under each of its names.
-
-    Raises:
-        StateError: a layer has a quantizer for a weight that it no longer has.
-
-    >>> import detent.torch as qt
-    >>> [(full, name) for full, _, name, _ in weight_layers(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"))]
-    [('0.weight', 'weight')]
-    """
-    found = []
-    for prefix, layer in model.named_modules():
-        if not isinstance(layer, QuantizedLayer):
-            continue
-        for key, quantizer in layer._modules.items():
-            name = key.removesuffix("_quantizer")
-            if not isinstance(quantizer, FakeQuantize) or key in (*layer.kind.input_names(), "output_quantizer"):
-                continue
-            full = f"{prefix}.{name}".lstrip(".")
-            if layer._parameters.get(name) is None:
-                raise StateError(
-                    f"{full} was a parameter when the model was prepared and is none now: prune and parametrize before "
-                    "qt.prepare, or not at all"
-                )
-            found.append((full, layer, name, quantizer))
-    return found
-
-
-@contextmanager
-def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Evaluation mode, with a watcher on every quantizer if one is given; everything as before on leaving.
-
-    >>> import detent.torch as qt
-    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
-    >>> with evaluating(model):
-    ...     print(model[0].training)
-    False
-    >>> model[0].training
-    True
-    """
-    modes = {module: module.training for module in model.modules()}
-    quantizers = [] if watcher is None else list(quantizers_of(model).values())
-    watchers = [quantizer.watcher for quantizer in quantizers]
-    try:
-        model.eval()
-        for quantizer in quantizers:
-            quantizer.watcher = watcher
-        yield
-    finally:
-        for quantizer, before in zip(quantizers, watchers, strict=True):
-            quantizer.watcher = before
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan by which a model was prepared.
-
-    Raises:
-        StateError: it was not.
-
-    >>> import detent.torch as qt
-    >>> plan_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")).recipe.name
-    'w8a8'
-    """
-    roots = _roots(model)
-    if not roots:
-        raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
-    return roots[0].plan
+def _no_hook(module: nn.Module, args: object) -> None:
+    pass
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -338,13 +248,13 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """No more updates: scales and statistics stay, and batch normalisations become part of the layers before them.
+    """No more updates: scales and statistics stay, and batch norms become part of the layers before them.
 
     Args:
         model: a prepared model, calibrated or trained.
 
     Raises:
-        StateError: the model is not prepared, or a folded batch normalisation was replaced since.
+        StateError: the model is not prepared, or a folded batch norm was replaced since.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
@@ -353,7 +263,8 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     plan_of(model)
     _check_folds(model)
-    mark_frozen(model)
+    for root in _roots(model):
+        root.frozen = True
     for quantizer in quantizers_of(model).values():
         quantizer.observing = False
         for parameter in quantizer.parameters(recurse=False):
@@ -368,12 +279,11 @@ def freeze(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """The quantized weights by their full names, with batch normalisations folded in, as they are shipped.
+    """The quantized weights by their full names, with batch norms folded in, as they are exported.
 
     >>> import detent.torch as qt
-    >>> state = qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w4a16-g32"))
-    >>> list(state)
-    []
+    >>> qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))["0.weight"].codes.dtype
+    dtype('int8')
     """
     plan_of(model)
     _check_folds(model)
@@ -387,6 +297,103 @@ def _check_folds(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedProduct) and layer.fold is not None and layer.fold.norm not in present:
             raise StateError(
-                f"the batch normalisation that is folded into {name} was replaced after qt.prepare: replace it first, "
+                f"the batch norm that is folded into {name} was replaced after qt.prepare: replace it first, "
                 "SyncBatchNorm.convert_sync_batchnorm included, and prepare the model then"
             )
+
+
+def plan_of(model: nn.Module) -> ModelPlan:
+    """The plan by which a model was prepared.
+
+    Raises:
+        StateError: it was not.
+
+    >>> import detent.torch as qt
+    >>> plan_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")).recipe.name
+    'w8a8'
+    """
+    roots = _roots(model)
+    if not roots:
+        raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
+    return roots[0].plan
+
+
+def _roots(model: nn.Module) -> list[_Prepared]:
+    """What prepared models remember; a trainer may have wrapped them."""
+    plans = (vars(module).get(_PLAN) for module in model.modules())
+    return [each for each in plans if isinstance(each, _Prepared)]
+
+
+def is_frozen(model: nn.Module) -> bool:
+    """Whether a prepared model was frozen.
+
+    >>> import detent.torch as qt
+    >>> is_frozen(qt.freeze(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
+    True
+    """
+    return any(each.frozen for each in _roots(model))
+
+
+def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
+    """The quantizers of a model by their full names, each once.
+
+    >>> import detent.torch as qt
+    >>> list(quantizers_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
+    ['0.weight_quantizer']
+    """
+    return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
+
+
+def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
+    """The full name, layer, name and quantizer of every quantized weight; a tied one under each of its names.
+
+    Raises:
+        StateError: a layer has a quantizer for a weight that it no longer has.
+
+    >>> import detent.torch as qt
+    >>> [(full, name) for full, _, name, _ in weight_layers(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"))]
+    [('0.weight', 'weight')]
+    """
+    weights = []
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        for key, quantizer in layer._modules.items():
+            name = key.removesuffix("_quantizer")
+            if not isinstance(quantizer, FakeQuantize) or key in (*layer.kind.input_names(), "output_quantizer"):
+                continue
+            full = f"{prefix}.{name}".lstrip(".")
+            if layer._parameters.get(name) is None:
+                raise StateError(
+                    f"{full} was a parameter when the model was prepared and is none now: prune and parametrize before "
+                    "qt.prepare, or not at all"
+                )
+            weights.append((full, layer, name, quantizer))
+    return weights
+
+
+@contextmanager
+def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
+    """Evaluation mode, with a watcher on every quantizer if one is given; everything as before on leaving.
+
+    >>> import detent.torch as qt
+    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
+    >>> with evaluating(model):
+    ...     print(model[0].training)
+    False
+    >>> model[0].training
+    True
+    """
+    modes = {module: module.training for module in model.modules()}
+    quantizers = [] if watcher is None else list(quantizers_of(model).values())
+    watchers = [quantizer.watcher for quantizer in quantizers]
+    try:
+        model.eval()
+        for quantizer in quantizers:
+            quantizer.watcher = watcher
+        yield
+    finally:
+        for quantizer, before in zip(quantizers, watchers, strict=True):
+            quantizer.watcher = before
+        for module, mode in modes.items():
+            module.training = mode
