@@ -19,8 +19,9 @@
 A message says what was given, what was expected and how to repair it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from types import MappingProxyType
 
 __all__ = [
     "DetentError",
@@ -217,3 +218,27 @@ def closest(given: str, known: Iterable[str]) -> str:
     """
     matches = get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f": did you mean {matches[0]!r}?" if matches else ":"
+
+
+# Packages that are not installed with detent itself, and the extra that brings each.
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {
+        "typer": "cli",
+        "rich": "cli",
+        "onnx": "onnx",
+        "onnxruntime": "onnx",
+        "onnxscript": "onnx",
+        "torch": "torch",
+        "jinja2": "report",
+    }
+)
+INSTALL = "pip install 'detent["
+
+
+def install_hint(package: str) -> str:
+    """The command that installs a package of an extra, or all extras.
+
+    >>> install_hint("onnxruntime"), install_hint("all")
+    ("pip install 'detent[onnx]'", "pip install 'detent[all]'")
+    """
+    return f"{INSTALL}{EXTRAS.get(package, package)}]'"

@@ -8,6 +8,7 @@ no holes, no overlap, no trailing bytes.
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from math import prod
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from detent.checks import SIZE_LIMIT
 from detent.codec import parse, reading, table
-from detent.errors import DtypeError, FileFormatError
+from detent.errors import DetentError, DtypeError, FileFormatError
 
 __all__ = ["dumps", "loads", "read", "write_atomic"]
 
@@ -129,6 +130,33 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
             temporary.unlink()
         raise
     _sync_folder(target.parent)
+
+
+def check_directory(
+    path: str | os.PathLike[str], *, writable: bool = True, error: type[DetentError] = FileFormatError
+) -> Path:
+    """The directory if it exists and, where asked for, can be written to: better now than after minutes of work.
+
+    Raises:
+        DetentError: of type ``error``.
+
+    >>> check_directory("nowhere")
+    Traceback (most recent call last):
+    ...
+    detent.errors.FileFormatError: nowhere is not a directory: create it, or choose another one
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise error(f"{directory} is not a directory: create it, or choose another one")
+    if writable:
+        try:
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as fault:
+            raise error(
+                f"{directory} cannot be written to ({fault.strerror}): choose another directory, or make it writable"
+            ) from fault
+    return directory
 
 
 def _sync_folder(folder: Path) -> None:

@@ -450,7 +450,7 @@ def test_demo_names_all_that_it_writes(capsys):
 def test_demo_bad_input(tmp_path):
     done = detent("demo", tmp_path / "nothing")
     assert done.returncode == 2
-    assert "nothing is no folder" in done.stderr
+    assert "nothing is not a directory" in done.stderr
     assert done.stdout == ""
 
 

@@ -246,7 +246,7 @@ def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
         (["model.onnx", "-d", "few.npz", "--memory-budget", "much"], "'much' is no number of bytes"),
         (["model.onnx", "-d", "few.npz", "--report", "report.pdf"], "report.pdf: expected a name that ends in .html"),
         (["model.onnx", "-d", "few.npz", "-o", "model.onnx", "--force"], "model.onnx is the model itself"),
-        (["model.onnx", "-d", "few.npz", "-o", "few.npz/a.onnx"], "few.npz is no folder"),
+        (["model.onnx", "-d", "few.npz", "-o", "few.npz/a.onnx"], "few.npz is not a directory"),
         (["model.onnx", "-d", "few.npz", "-o", "/proc/a.onnx"], "/proc"),
         (["model.onnx", "--recipe", "w8a16", "--fail-below-sqnr", "3"], "limits need data"),
         (["model.onnx", "--fail-below-agreement", "3"], "--fail-below-agreement"),

@@ -162,7 +162,7 @@ def test_json_has_every_row(first):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(dt.FileFormatError, match="is no folder: make it first"):
+    with pytest.raises(dt.FileFormatError, match="is not a directory: create it"):
         demo.run(tmp_path / "nowhere")
 
 
@@ -177,7 +177,7 @@ def test_a_folder_that_refuses_files(tmp_path, monkeypatch):
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr("detent.demo.start.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(dt.FileFormatError, match=r"cannot be written to \(Read-only file system\)"):
         demo.run(tmp_path)
 

@@ -709,7 +709,7 @@ def test_models_whose_quantizers_let_data_pass(tmp_path):
         ({"container": "int4"}, dt.SpecError, "container is None or 'int8', got 'int4'"),
         ({"opset": 13}, dt.SpecError, "opset must be an integer .*18"),
         ({"opset": 99}, dt.SpecError, "opset must be an integer .*23"),
-        ({"path": "nowhere/model.onnx"}, dt.FileFormatError, "there is no folder nowhere"),
+        ({"path": "nowhere/model.onnx"}, dt.FileFormatError, "nowhere is not a directory"),
         ({"path": "."}, dt.FileFormatError, "is a folder, expected"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

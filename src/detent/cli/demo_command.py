@@ -9,7 +9,7 @@ import typer
 from detent.cli.exits import DIFFERENCE, guarded, require
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
-from detent.errors import FileFormatError
+from detent.storage import check_directory
 
 __all__ = ["register"]
 
@@ -37,8 +37,7 @@ def _demo(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    if not folder.is_dir():
-        raise FileFormatError(f"{folder} is no folder: make it first, or give another one")
+    check_directory(folder, writable=False)
     for module in ("torch", "onnx", "onnxscript", "onnxruntime", "jinja2"):
         require(module)
     from detent import demo  # noqa: PLC0415 - it loads PyTorch

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from detent import __version__
-from detent.cli.exits import EXTRAS, guarded
+from detent.cli.exits import guarded
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
+from detent.errors import EXTRAS, install_hint
 from detent.kernels import Capabilities, capabilities
 
 __all__ = ["register"]
@@ -71,14 +72,15 @@ def _doctor(
             "limits": dict(found.limits),
             "packages": versions,
             "missing": [
-                {"extra": extra, "modules": modules, "install": _command(extra)} for extra, modules in missing.items()
+                {"extra": extra, "modules": modules, "install": install_hint(extra)}
+                for extra, modules in missing.items()
             ],
         }
     )
 
 
 def _lacks(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
-    found = [f"{', '.join(modules)}, for {FOR[extra]}: {_command(extra)}" for extra, modules in missing.items()]
+    found = [f"{', '.join(modules)}, for {FOR[extra]}: {install_hint(extra)}" for extra, modules in missing.items()]
     if level == "none":
         found.append("the native kernels, for speed: reinstall detent with a C++ compiler at hand")
     return found or ["nothing"]
@@ -94,10 +96,6 @@ def _show_kernels(screen: Screen, found: Capabilities, *, everything: bool) -> N
             return
     screen.say()
     screen.say(str(found).partition("\n\n")[2])  # above it stand machine, level and threads
-
-
-def _command(extra: str) -> str:
-    return f"pip install 'detent[{extra}]'"
 
 
 def _has_vnni() -> bool | None:

@@ -5,6 +5,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from detent.errors import install_hint
+
 __all__ = ["failure", "main"]
 
 BAD_INPUT, MISSING, INTERRUPTED = 2, 3, 130
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if (error.name or "typer").partition(".")[0] not in {"typer", "rich", "click"}:
             raise
-        return _leave("the detent command needs typer and rich: pip install 'detent[cli]'", MISSING, as_json=as_json)
+        return _leave(f"the detent command needs typer and rich: {install_hint('typer')}", MISSING, as_json=as_json)
     except KeyboardInterrupt:  # before a command began
         return _leave("interrupted", INTERRUPTED, as_json=as_json)
     except SystemExit as done:

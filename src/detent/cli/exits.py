@@ -4,7 +4,6 @@ import errno
 import importlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import wraps
 from os import PathLike
@@ -15,12 +14,12 @@ import typer
 
 from detent.cli.entry import failure
 from detent.cli.screen import visible
-from detent.errors import DetentError, FileFormatError, SpecError, VerificationError
+from detent.errors import EXTRAS, INSTALL, DetentError, FileFormatError, SpecError, VerificationError, install_hint
+from detent.storage import check_directory
 
 __all__ = [
     "BAD_INPUT",
     "DIFFERENCE",
-    "EXTRAS",
     "INTERRUPTED",
     "MISSING",
     "check_distinct",
@@ -32,16 +31,6 @@ __all__ = [
 ]
 
 DIFFERENCE, BAD_INPUT, MISSING, INTERRUPTED = 1, 2, 3, 130
-EXTRAS = {  # modules, and the extra that brings them
-    "typer": "cli",
-    "rich": "cli",
-    "onnx": "onnx",
-    "onnxruntime": "onnx",
-    "onnxscript": "onnx",
-    "torch": "torch",
-    "jinja2": "report",
-}
-_INSTALL = "pip install 'detent["
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -106,13 +95,13 @@ def _missing(error: ImportError) -> str:
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
         raise error
-    return f"this needs {module}, which is not installed: {_INSTALL}{EXTRAS[module]}]'"
+    return f"this needs {module}, which is not installed: {install_hint(module)}"
 
 
 def _code(error: DetentError) -> int:
     if isinstance(error, VerificationError):
         return DIFFERENCE
-    return MISSING if isinstance(error.__cause__, ImportError) or _INSTALL in str(error) else BAD_INPUT
+    return MISSING if isinstance(error.__cause__, ImportError) or INSTALL in str(error) else BAD_INPUT
 
 
 def require(module: str) -> None:
@@ -153,23 +142,11 @@ def check_free(
         raise SpecError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
     if target.is_dir():
         raise SpecError(f"{path} is a folder: give the name of a file")
-    if not target.parent.is_dir():
-        raise SpecError(f"{target.parent} is no folder: make it first, or choose another place for {target.name}")
+    check_directory(target.parent, writable=False, error=SpecError)
     if target.exists() and not force:
         raise SpecError(f"{path} exists already: give --force to replace it, or another name")
     if is_written:
-        _check_takes_files(target)
-
-
-def _check_takes_files(target: Path) -> None:
-    """Better now than after minutes of calibration."""
-    try:
-        with tempfile.TemporaryFile(dir=target.parent):
-            pass
-    except OSError as error:
-        raise SpecError(
-            f"{target} cannot be written ({error.strerror}): choose another folder, or make this one writable"
-        ) from error
+        check_directory(target.parent, error=SpecError)
 
 
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:

@@ -1,14 +1,13 @@
 """Running: the way into the demo. What it needs is loaded when it is called."""
 
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
-from os import PathLike, fspath
-from pathlib import Path
+from os import PathLike
 
 from detent.checks import as_integer
 from detent.demo.result import DemoResult
-from detent.errors import FileFormatError, UnsupportedError
+from detent.errors import UnsupportedError, install_hint
+from detent.storage import check_directory
 
 __all__ = ["run"]
 
@@ -53,25 +52,10 @@ def run(
     (0, True)
     """
     number = as_integer("seed", seed, at_least=0, at_most=LARGEST_SEED)
-    goal = _checked_folder(folder)
+    goal = check_directory(folder)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UnsupportedError(f"the demo needs {', '.join(missing)}: pip install 'detent[all]'")
+        raise UnsupportedError(f"the demo needs {', '.join(missing)}: {install_hint('all')}")
     from detent.demo.contest import hold  # noqa: PLC0415 - it loads PyTorch, ONNX and ONNX Runtime
 
     return hold(goal, number, quick=bool(quick), say=say, progress=progress)
-
-
-def _checked_folder(folder: str | PathLike[str]) -> Path:
-    """The folder, if something can be written there: better now than in a minute."""
-    goal = Path(folder)
-    if not goal.is_dir():
-        raise FileFormatError(f"{fspath(goal)} is no folder: make it first, or give another one")
-    try:
-        with tempfile.TemporaryFile(dir=goal):
-            pass
-    except OSError as error:
-        raise FileFormatError(
-            f"{fspath(goal)} cannot be written to ({error.strerror}): give a folder that can"
-        ) from error
-    return goal

@@ -17,7 +17,7 @@ from importlib.resources import files
 from math import isfinite, isnan, log1p
 from typing import TYPE_CHECKING, Any
 
-from detent.errors import UnsupportedError
+from detent.errors import UnsupportedError, install_hint
 from detent.metrics import sqnr_of
 from detent.recipe import exact_pattern
 from detent.report.comparison import Comparison
@@ -417,7 +417,7 @@ def _environment() -> "Environment":
     try:
         import jinja2  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise UnsupportedError("HTML reports need jinja2: pip install 'detent[report]'") from error
+        raise UnsupportedError(f"HTML reports need jinja2: {install_hint('jinja2')}") from error
     made = jinja2.Environment(
         loader=jinja2.PackageLoader("detent.report", "templates"),
         autoescape=True,

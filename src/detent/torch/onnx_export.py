@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from detent.checks import as_integer
-from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError
+from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError, install_hint
+from detent.storage import check_directory
 from detent.torch.arrays import Arguments, arguments_of
 from detent.torch.export_marks import Marked, copy_to_ship, mark
 from detent.torch.layers import float_class_of
@@ -119,7 +120,7 @@ def _require_packages() -> None:
         try:
             import_module(name)
         except ImportError as error:
-            raise UnsupportedError(f"export_onnx needs {name}: pip install 'detent[onnx]'") from error
+            raise UnsupportedError(f"export_onnx needs {name}: {install_hint(name)}") from error
     if not hasattr(torch.onnx, "ops"):
         raise UnsupportedError(f"export_onnx needs torch 2.8 or later, this is {torch.__version__}: upgrade torch")
 
@@ -128,8 +129,7 @@ def _checked_path(path: str | PathLike[str]) -> Path:
     goal = Path(path)
     if goal.is_dir():
         raise FileFormatError(f"{fspath(goal)} is a folder, expected the path of a file to write")
-    if not goal.parent.is_dir():
-        raise FileFormatError(f"{fspath(goal)}: there is no folder {fspath(goal.parent)}, make it first")
+    check_directory(goal.parent, writable=False)
     return goal
 
 
