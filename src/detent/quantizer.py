@@ -12,182 +12,39 @@ Learned     parameters used                parameters used                first 
 Backward uses the very parameters of the last forward; it never recomputes a scale. The operator keeps a reference to
 the data of the last forward, not a copy.
 
-The layout of a quantizer's state dict: a version, two scalars, the parameters' arrays, the observer's state.
-
-Used by ``detent.quantizer``.
-
-Where a quantizer's parameters come from: its mode, its observer, what was set by hand. Used by ``detent.quantizer``.
-
-Every method either succeeds or leaves the source as it was.
+``ScaleState`` is the one place that knows what each mode does. A state dict is flat: ``version``, ``spec`` as JSON,
+``initialized`` and ``step``; the arrays of the parameters where there are any; ``observer.*`` in mode EMA.
 """
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from array_api_compat import numpy
 from numpy.typing import ArrayLike, NDArray
 
 from detent import metrics
 from detent.checks import as_integer, float_array, plain, read_only
+from detent.codec import check_version
 from detent.convention import Convention, get_convention
-from detent.errors import DetentError, NotCalibratedError, ParamsError, ShapeError, SpecError, StateError
+from detent.errors import NotCalibratedError, ParamsError, ShapeError, SpecError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
 from detent.observers import EMAMinMax, MinMax
 from detent.ops import fake_quantize, fake_quantize_backward, fake_quantize_dynamic, fake_quantize_learned_backward
 from detent.params import QuantParams, broadcast, numbers
 from detent.plan import STEP_LIMIT
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
+from detent.scale_rule import whole_zero_point
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Estimator, EstimatorLike, get_estimator
 
 __all__ = ["FakeQuantize"]
 
 STATE_VERSION = 1
-_OBSERVER = "observer."
-_SCALARS = frozenset({"version", "spec", "initialized", "step"})
-
-
-class State(NamedTuple):
-    """A state dict taken apart; ``arrays`` is empty before calibration, ``observed`` without an observer."""
-
-    spec: QuantSpec
-    initialized: bool
-    step: int
-    arrays: dict[str, Any]
-    observed: dict[str, Any]
-
-
-def join_state(state: State) -> dict[str, Any]:
-    """One flat dict of copies."""
-    flat: dict[str, Any] = {"version": STATE_VERSION, "spec": state.spec.to_json(), "initialized": state.initialized}
-    flat |= {"step": state.step, **state.arrays}
-    flat |= {_OBSERVER + name: value for name, value in state.observed.items()}
-    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in flat.items()}
-
-
-def split_state(flat: Mapping[str, Any]) -> State:
-    """The parts of a flat dict, which must belong together."""
-    if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat) or not set(flat) >= _SCALARS:
-        given = list(flat) if isinstance(flat, Mapping) else []
-        missing = sorted(_SCALARS - set(given))
-        raise StateError(f"state holds the keys {given}, missing {missing}: expected what state_dict() returned")
-    scalars = {name: plain(flat[name]) for name in _SCALARS}
-    if type(scalars["version"]) is not int or scalars["version"] != STATE_VERSION:
-        raise StateError(f"this detent reads FakeQuantize state version {STATE_VERSION}, got {scalars['version']!r}")
-    if not isinstance(scalars["initialized"], bool):
-        raise StateError(f"initialized is True or False, got {scalars['initialized']!r}")
-    step = as_integer("the state's step", scalars["step"], at_least=0, at_most=STEP_LIMIT - 1, error=StateError)
-    observed = {name.removeprefix(_OBSERVER): value for name, value in flat.items() if name.startswith(_OBSERVER)}
-    rest = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
-    if scalars["initialized"] != bool(rest):
-        raise StateError(f"initialized is {scalars['initialized']} but the state holds the arrays {sorted(rest)}")
-    try:
-        spec = QuantSpec.from_json(scalars["spec"])
-    except SpecError as error:
-        raise StateError(f"the state's spec cannot be read: {error}") from error
-    return State(spec, scalars["initialized"], step, rest, observed)
-
-
-Array = NDArray[Any]
-
-
-class ParameterSource:
-    """The parameters of one spec under one mode; ``params`` is None before there are any."""
-
-    def __init__(self, spec: QuantSpec, mode: ScaleMode) -> None:
-        if isinstance(mode, Learned) and spec.scale_format != "float":
-            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
-        self.spec = spec
-        self.mode = mode
-        self.params: QuantParams | None = None
-        self.observer = EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None
-        self._learned: Array | None = None
-
-    def for_batch(self, x: Array, *, training: bool) -> QuantParams:
-        """The parameters of a forward over x."""
-        if isinstance(self.mode, PerBatch):
-            self.params = self.of_batch(x)
-            return self.params
-        if self.observer is not None and training:
-            observer = copy(self.observer).observe(x)
-            self.params, self.observer = observer.params(self.spec), observer
-        elif isinstance(self.mode, Learned) and training and self.params is None:
-            self.calibrate(x)
-        return self.require()
-
-    def of_batch(self, x: Array) -> QuantParams:
-        """The batch's own parameters, from its finite values: NaN shows in the result, as in the other modes."""
-        return MinMax(self.spec.granularity).observe(x).params(self.spec)
-
-    def starts_by_itself(self, *, training: bool) -> bool:
-        """Whether a forward finds its parameters without calibration."""
-        return isinstance(self.mode, PerBatch) or (training and not isinstance(self.mode, Fixed))
-
-    def calibrate(self, x: ArrayLike) -> None:
-        """Take the parameters from x."""
-        if self.observer is None:
-            self._set(QuantParams.from_data(self.spec, x))
-            return
-        observer = copy(self.observer).reset().observe(x)
-        self._set(observer.params(self.spec))
-        self.observer = observer
-
-    def update(self, scale: ArrayLike, zero_point: ArrayLike | None) -> None:
-        """Take the parameters as given; a learned zero point may be fractional."""
-        if not isinstance(self.mode, Learned) or zero_point is None:
-            self._set(QuantParams(self.spec, scale, zero_point))
-            return
-        learned = numbers("zero_point", zero_point).astype(np.float32)
-        params = QuantParams(self.spec, scale, self._whole(learned))
-        self._set(params, broadcast("zero_point", learned, params.scale.shape))
-
-    def _whole(self, learned: Array) -> Array:
-        """The zero points that forward uses: rounded half to even and clamped."""
-        if not np.isfinite(learned).all():
-            raise ParamsError(f"a learned zero point is finite, got {learned!r}")
-        return np.asarray(np.clip(np.round(learned), self.spec.qmin, self.spec.qmax))
-
-    def _set(self, params: QuantParams, learned: Array | None = None) -> None:
-        if isinstance(self.mode, Learned):
-            self._learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
-        self.params = params
-
-    def require(self) -> QuantParams:
-        """The parameters, or an error that says how to get some."""
-        if self.params is None:
-            raise NotCalibratedError(
-                "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
-                "update_params(scale, zero_point) first"
-            )
-        return self.params
-
-    @property
-    def zero_point(self) -> Array:
-        """The zero points; in mode Learned the floats before rounding."""
-        params = self.require()
-        return params.zero_point if self._learned is None else self._learned
-
-    def state(self, step: int) -> State:
-        """Everything there is to save."""
-        arrays = {} if self.params is None else {**self.params.to_arrays(), "zero_point": self.zero_point}
-        observed = {} if self.observer is None else self.observer.state_dict()
-        return State(self.spec, self.params is not None, step, arrays, observed)
-
-    def load(self, parts: State) -> None:
-        """Take over saved state; only a new source may be left half loaded by an error."""
-        if parts.arrays:
-            learned = numbers("zero_point", parts.arrays["zero_point"]) if isinstance(self.mode, Learned) else None
-            whole = {} if learned is None else {"zero_point": self._whole(learned)}
-            self._set(QuantParams.from_arrays(self.spec, {**parts.arrays, **whole}), learned)
-        if self.observer is not None:
-            seen = self.observer.load_state_dict(parts.observed).state_dict().get("lo")
-            if self.params is not None and seen is not None and seen.shape != self.params.scale.shape:
-                raise ShapeError(f"the observer has ranges of shape {seen.shape}, the scales {self.params.scale.shape}")
-
-
 EMA_DEFAULT = EMA(0.99)
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -228,7 +85,7 @@ class FakeQuantize:
         mode: ScaleMode | str = EMA_DEFAULT,
         ste: EstimatorLike = None,
     ) -> None:
-        self._source = ParameterSource(get_spec(spec), get_scale_mode(mode))
+        self._scales = ScaleState.empty(get_spec(spec), get_scale_mode(mode))
         self._ste = get_estimator(ste, self.spec.convention)
         self.enabled = True
         self.training = True
@@ -296,18 +153,8 @@ class FakeQuantize:
         if not self.enabled or not data.size:
             self._last = None
             return data.copy()
-        before = copy(self._source)
-        try:
-            if isinstance(self.mode, PerBatch) and self.spec.rounding.kind != "stochastic":
-                result, params = fake_quantize_dynamic(data, self.spec)
-                self._source.params = params
-            else:
-                params = self._source.for_batch(data, training=self.training)
-                result = fake_quantize(data, params, step=self.step)
-        except DetentError:
-            self._source = before
-            raise
-        self._last = _Forward(data, params, self.step)
+        result, self._scales = self._scales.run(data, training=self.training, step=self.step)
+        self._last = _Forward(data, self.params, self.step)
         if self.training and self.spec.rounding.kind == "stochastic":
             self.step = (self.step + 1) % STEP_LIMIT
         return result
@@ -319,7 +166,7 @@ class FakeQuantize:
         >>> FakeQuantize.q8().forward_with_calibration(np.array([127.0, 0.4], np.float32))
         array([127.,   0.], dtype=float32)
         """
-        if self.enabled and not self.is_initialized and not self._source.starts_by_itself(training=self.training):
+        if self.enabled and not self.is_initialized and not self._scales.starts_by_itself(training=self.training):
             self.calibrate(x)
         return self.forward(x)
 
@@ -369,7 +216,7 @@ class FakeQuantize:
         data = float_array(x)
         if not self.enabled or not data.size:
             return 0.0
-        params = self._source.of_batch(data) if isinstance(self.mode, PerBatch) else self.params
+        params = self._scales.after_batch(data, training=False).require()
         return metrics.mse(data, fake_quantize(data, params, step=self.step))
 
     def _forward_of(self, x: ArrayLike | None) -> _Forward:
@@ -388,7 +235,7 @@ class FakeQuantize:
         >>> float(FakeQuantize.q8().calibrate(np.array([-2.0, 254.0], np.float32)).scale)
         2.0
         """
-        self._source.calibrate(x)
+        self._scales = self._scales.calibrated(x)
         return self
 
     def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
@@ -397,18 +244,18 @@ class FakeQuantize:
         >>> int(FakeQuantize.from_bits(8, symmetric=False).update_params(0.1, 7).zero_point)
         7
         """
-        self._source.update(scale, zero_point)
+        self._scales = self._scales.updated(scale, zero_point)
         return self
 
     @property
     def spec(self) -> QuantSpec:
         """How."""
-        return self._source.spec
+        return self._scales.spec
 
     @property
     def mode(self) -> ScaleMode:
         """Where the parameters come from."""
-        return self._source.mode
+        return self._scales.mode
 
     @property
     def ste(self) -> Estimator:
@@ -418,12 +265,12 @@ class FakeQuantize:
     @property
     def params(self) -> QuantParams:
         """The current parameters."""
-        return self._source.require()
+        return self._scales.require()
 
     @property
     def is_initialized(self) -> bool:
         """Whether there are parameters."""
-        return self._source.params is not None
+        return self._scales.params is not None
 
     @property
     def bits(self) -> int:
@@ -443,7 +290,7 @@ class FakeQuantize:
     @property
     def zero_point(self) -> Array:
         """The current zero point, read-only; in mode Learned the float before rounding."""
-        return self._source.zero_point
+        return self._scales.zero_point
 
     @property
     def num_levels(self) -> int:
@@ -492,7 +339,12 @@ class FakeQuantize:
         >>> sorted(FakeQuantize.q8().state_dict())
         ['initialized', 'spec', 'step', 'version']
         """
-        return join_state(self._source.state(self.step))
+        params, observer = self._scales.params, self._scales.observer
+        flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
+        flat |= {"initialized": self.is_initialized, "step": self.step}
+        flat |= {} if params is None else {**params.to_arrays(), "zero_point": self.zero_point}
+        flat |= {} if observer is None else {_OBSERVER + name: value for name, value in observer.state_dict().items()}
+        return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in flat.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """Take over what ``state_dict`` of an operator with the same spec and mode returned.
@@ -504,19 +356,157 @@ class FakeQuantize:
         >>> float(FakeQuantize.q8().load_state_dict(trained.state_dict()).scale)
         0.5
         """
-        parts = split_state(state)
+        parts = _split_state(state)
         if parts.spec != self.spec:
             raise StateError(f"the state belongs to {parts.spec!r}, this operator to {self.spec!r}: use the same spec")
-        if bool(parts.observed) != (self._source.observer is not None):
+        if bool(parts.observed) != (self._scales.observer is not None):
             has = "has" if parts.observed else "lacks"
             raise StateError(f"the state {has} an observer, mode {self.mode} expects the opposite: use the same mode")
-        source = ParameterSource(self.spec, self.mode)
         try:
-            source.load(parts)
+            scales = ScaleState.empty(self.spec, self.mode).loaded(parts.arrays, parts.observed)
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"the state does not fit {self.spec}: {error}") from error
-        self._source, self.step, self._last = source, parts.step, None
+        self._scales, self.step, self._last = scales, parts.step, None
         return self
 
     def __repr__(self) -> str:
         return f"FakeQuantize({self.spec!r}, mode={self.mode!r}, ste={self.ste!r}, initialized={self.is_initialized})"
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleState:
+    """The parameters of one spec under one scale mode. Its methods return the next state, so errors change nothing.
+
+    Attributes:
+        params: None before there are any.
+        observer: mode EMA, the average of the batches' ranges.
+        learned: mode Learned, the zero points before rounding.
+    """
+
+    spec: QuantSpec
+    mode: ScaleMode
+    params: QuantParams | None = None
+    observer: EMAMinMax | None = None
+    learned: Array | None = None
+
+    @classmethod
+    def empty(cls, spec: QuantSpec, mode: ScaleMode) -> "ScaleState":
+        """The state before any data."""
+        if isinstance(mode, Learned) and spec.scale_format != "float":
+            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
+        return cls(spec, mode, observer=EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None)
+
+    def run(self, x: Array, *, training: bool, step: int) -> tuple[Array, "ScaleState"]:
+        """Fake-quantized x, and the state with the parameters that were used."""
+        if isinstance(self.mode, PerBatch) and self.spec.rounding.kind != "stochastic":
+            y, params = fake_quantize_dynamic(x, self.spec)
+            return y, self.with_params(params)
+        after = self.after_batch(x, training=training)
+        return fake_quantize(x, after.require(), step=step), after
+
+    def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
+        """The state in which x is quantized. Values that are not finite are left out of ranges."""
+        if isinstance(self.mode, PerBatch):
+            return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
+        if self.observer is not None and training:
+            return self._with_observer(copy(self.observer).observe(x))
+        if isinstance(self.mode, Learned) and training and self.params is None:
+            return self.calibrated(x)
+        return self
+
+    def starts_by_itself(self, *, training: bool) -> bool:
+        """Whether a forward finds its parameters without calibration."""
+        return isinstance(self.mode, PerBatch) or (training and not isinstance(self.mode, Fixed))
+
+    def calibrated(self, x: ArrayLike) -> "ScaleState":
+        """The state with the parameters of x alone."""
+        if self.observer is None:
+            return self.with_params(QuantParams.from_data(self.spec, x))
+        return self._with_observer(copy(self.observer).reset().observe(x))
+
+    def updated(self, scale: ArrayLike, zero_point: ArrayLike | None) -> "ScaleState":
+        """The state with parameters set by hand; a learned zero point may be fractional."""
+        if not isinstance(self.mode, Learned) or zero_point is None:
+            return self.with_params(QuantParams(self.spec, scale, zero_point))
+        learned = numbers("zero_point", zero_point).astype(np.float32)
+        params = QuantParams(self.spec, scale, self._whole(learned))
+        return self.with_params(params, broadcast("zero_point", learned, params.scale.shape))
+
+    def loaded(self, arrays: Mapping[str, Any], observed: Mapping[str, Any]) -> "ScaleState":
+        """The state that was saved as the arrays of its parameters and the state of its observer."""
+        state = self
+        if arrays:
+            learned = numbers("zero_point", arrays["zero_point"]) if isinstance(self.mode, Learned) else None
+            whole = {} if learned is None else {"zero_point": self._whole(learned)}
+            state = self.with_params(QuantParams.from_arrays(self.spec, {**arrays, **whole}), learned)
+        if self.observer is None:
+            return state
+        observer = copy(self.observer).load_state_dict(observed)
+        seen = observer.state_dict().get("lo")
+        if state.params is not None and seen is not None and seen.shape != state.params.scale.shape:
+            raise ShapeError(f"the observer has ranges of shape {seen.shape}, the scales {state.params.scale.shape}")
+        return replace(state, observer=observer)
+
+    def with_params(self, params: QuantParams, learned: Array | None = None) -> "ScaleState":
+        """The state with these parameters; ``learned`` are the zero points of mode Learned before rounding."""
+        if isinstance(self.mode, Learned):
+            learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
+        return replace(self, params=params, learned=learned)
+
+    def _with_observer(self, observer: EMAMinMax) -> "ScaleState":
+        return replace(self, params=observer.params(self.spec), observer=observer)
+
+    def _whole(self, learned: Array) -> Array:
+        if not np.isfinite(learned).all():
+            raise ParamsError(f"a learned zero point is finite, got {learned!r}")
+        return np.asarray(whole_zero_point(numpy, self.spec, learned))
+
+    def require(self) -> QuantParams:
+        """The parameters, or an error that says how to get some."""
+        if self.params is None:
+            raise NotCalibratedError(
+                "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
+                "update_params(scale, zero_point) first"
+            )
+        return self.params
+
+    @property
+    def zero_point(self) -> Array:
+        """The zero points; in mode Learned the floats before rounding."""
+        params = self.require()
+        return params.zero_point if self.learned is None else self.learned
+
+
+_OBSERVER = "observer."
+_SCALARS = frozenset({"version", "spec", "initialized", "step"})
+
+
+class _SavedState(NamedTuple):
+    """A state dict taken apart; ``arrays`` is empty before calibration, ``observed`` without an observer."""
+
+    spec: QuantSpec
+    step: int
+    arrays: dict[str, Any]
+    observed: dict[str, Any]
+
+
+def _split_state(flat: Mapping[str, Any]) -> _SavedState:
+    """The parts of a state dict, which must belong together."""
+    if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat) or not set(flat) >= _SCALARS:
+        given = list(flat) if isinstance(flat, Mapping) else []
+        missing = sorted(_SCALARS - set(given))
+        raise StateError(f"state holds the keys {given}, missing {missing}: expected what state_dict() returned")
+    scalars = {name: plain(flat[name]) for name in _SCALARS}
+    check_version(scalars["version"], STATE_VERSION, "FakeQuantize state", error=StateError)
+    if not isinstance(scalars["initialized"], bool):
+        raise StateError(f"initialized is True or False, got {scalars['initialized']!r}")
+    step = as_integer("the state's step", scalars["step"], at_least=0, at_most=STEP_LIMIT - 1, error=StateError)
+    observed = {name.removeprefix(_OBSERVER): value for name, value in flat.items() if name.startswith(_OBSERVER)}
+    arrays = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
+    if scalars["initialized"] != bool(arrays):
+        raise StateError(f"initialized is {scalars['initialized']} but the state holds the arrays {sorted(arrays)}")
+    try:
+        spec = QuantSpec.from_json(scalars["spec"])
+    except SpecError as error:
+        raise StateError(f"the state's spec cannot be read: {error}") from error
+    return _SavedState(spec, step, arrays, observed)

@@ -26,7 +26,7 @@ from detent.kernels.reference.elements import encode, round_with
 from detent.rounding import half_away, half_even
 from detent.spec import QuantSpec
 
-__all__ = ["Parameters", "derive", "float_parameters"]
+__all__ = ["Parameters", "derive", "float_parameters", "whole_zero_point"]
 
 Float64 = NDArray[np.float64]
 Array: TypeAlias = Any  # of any library, as is the namespace that belongs to it
@@ -147,6 +147,15 @@ def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: 
     if spec.convention.zero_range.kind == "unit_at_qmin":
         at_zero = spec.qmin
     return xp.astype(xp.where(empty, xp.full_like(nearest, at_zero), nearest), xp.int32)
+
+
+def whole_zero_point(xp: Namespace, spec: QuantSpec, learned: Array) -> Array:
+    """The zero points that forward uses of learned ones: rounded half to even and clamped, as int32.
+
+    >>> whole_zero_point(numpy, QuantSpec("uint8"), np.array([2.5, -7.0]))
+    array([2, 0], dtype=int32)
+    """
+    return xp.astype(xp.clip(xp.round(learned), spec.qmin, spec.qmax), xp.int32)
 
 
 def _divide(xp: Namespace, values: Array, divisor: float) -> Array:

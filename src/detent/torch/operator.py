@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from detent import scale_rule
 from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
 from detent.params import QuantParams
 from detent.plan import check_is_params, check_step
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced
+from detent.torch import traced_namespace as xp
 from detent.torch.arrays import check_float, is_plain, on_cpu, scale_dtype, to_array
 
 __all__ = [
@@ -183,7 +185,8 @@ def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     >>> rounded_zero_point(torch.tensor([2.5, -7.0]), QuantSpec("uint8"))
     tensor([2, 0], dtype=torch.int32)
     """
-    return zero_point.detach().round().clamp(spec.qmin, spec.qmax).to(torch.int32)
+    rounded: Tensor = scale_rule.whole_zero_point(xp, spec, zero_point.detach())
+    return rounded
 
 
 def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:

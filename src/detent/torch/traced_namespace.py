@@ -28,6 +28,7 @@ from torch import (
     Tensor,
     abs,  # noqa: A004 - the array API's name
     bool,  # noqa: A004 - the array API's name
+    clip,
     float32,
     float64,
     floor,
@@ -47,6 +48,7 @@ __all__ = [
     "asarray",
     "astype",
     "bool",
+    "clip",
     "concat",
     "finfo",
     "float32",
