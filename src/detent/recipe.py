@@ -2,22 +2,19 @@
 
 Later rules refine earlier ones: of all rules that match a layer, each field is that of the last rule that sets it. A
 rule with ``skip=True`` leaves the layer alone, and a later one that names a weight, input or output spec takes it up
-again. Layers that no rule matches are left alone; rules that match no layer are errors (``check_matched``).
+again. Layers that no rule matches are left alone; rules that match no layer are errors (``check_matched``), whose
+messages say what was probably meant.
 
 What a rule leaves open is the frontend's to decide: without a mode, activations follow a moving average (``EMA(0.99)``)
 and weights their current range.
 
-The presets of recipes: ``w<bits>a<bits>[-g<group>]`` and ``fp8``.
+Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, one scale per index of axis 0,
+or per group; inputs are unsigned and affine, one scale per tensor. ``a16`` leaves activations as they are: only weights
+are quantized, below 8 bits in groups of 128. Where bits are below 8, the first and the last layer keep 8, after the
+habit of leaving those two in more bits than the rest (DoReFa-Net, Zhou et al. 2016). Weight-only presets treat all
+layers alike.
 
-Weights are signed and symmetric, one scale per index of axis 0, or per group; inputs are unsigned and affine, one scale
-per tensor. ``a16`` leaves activations as they are: weights alone are quantized, below 8 bits in groups of 128.
-
-Where bits are below 8, the first and the last layer keep 8, after the habit of leaving those two in more bits than the
-rest (DoReFa-Net, Zhou et al. 2016). Weight-only presets treat all layers alike.
-
-Why a rule matched no layer: its pattern, its types, or both; and what was probably meant.
-
-PlanTotals: what the plans of all frontends have in common, which are a recipe and a line per layer.
+``PlanTotals`` is what the plans of all frontends have in common: a recipe and a line per layer.
 """
 
 import glob
@@ -62,104 +59,8 @@ _NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
 _FULL = ("int8/axis0", "uint8/tensor/affine")
 _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
-
-
-def preset(
-    name: str, mode: ScaleMode | str | None, ste: EstimatorLike | str, observer: ObserverLike | None
-) -> tuple[str, tuple[Rule, ...]]:
-    """The full name of a preset, and its rules; mode, ste and observer go into every rule."""
-    full, rows = _rows(name)
-    return full, tuple(
-        Rule(match, weight=weight, input=given, mode=mode, ste=ste, observer=observer) for match, weight, given in rows
-    )
-
-
-def _rows(name: str) -> tuple[str, list[_PresetRow]]:
-    """The full name; what each rule matches, and its specs of weight and input."""
-    if name == "fp8":
-        return name, [("*", *_FP8)]
-    found = _NAME.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
-        hint = closest(str(name).lower(), PRESETS)
-        raise SpecError(
-            f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
-            "to 8 bits for weights, and 2 to 8 or 16 for activations"
-        )
-    weight_bits, input_bits = int(found[1]), int(found[2])
-    group = int(found[3]) if found[3] else None
-    if input_bits == FLOAT_BITS:
-        if group is None and weight_bits < FULL_BITS:
-            group = COMMON_GROUP
-        full = f"w{weight_bits}a16" if group is None else f"w{weight_bits}a16-g{group}"
-        return full, [("*", _weight(weight_bits, group), None)]
-    rows: list[_PresetRow] = [("*", _weight(weight_bits, group), f"uint{input_bits}/tensor/affine")]
-    if min(weight_bits, input_bits) < FULL_BITS:
-        rows += [("@first", *_FULL), ("@last", *_FULL)]
-    return name, rows
-
-
-def _weight(bits: int, group: int | None) -> str:
-    return f"int{bits}/axis0" if group is None else f"int{bits}/group{group}"
-
-
 MAX_NAMES_SHOWN = 3
 _WILD = re.compile(r"[*?]|\[.*?\]")
-
-
-def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
-    """What failed, and the closest names or types; the rule matches none of the layers."""
-    named = [layer for layer in layers if rule.matches_name(layer)]
-    if named:
-        seen = {kind for layer in named for kind in layer.types}
-        count = f"{len(named)} layer{'' if len(named) == 1 else 's'}"
-        return f"{rule.match!r} matches {count}, of which none has a type in {rule.types}{_meant(rule.types, seen)}"
-    words = _no_name(rule, layers)
-    typed = any(map(rule.matches_types, layers))
-    if not layers or typed:
-        return words
-    seen = {kind for layer in layers for kind in layer.types}
-    return f"{words} and no layer has a type in {rule.types}{_meant(rule.types, seen)}"
-
-
-def _no_name(rule: Rule, layers: list[Layer]) -> str:
-    if rule.match in PLACES:
-        return f"no layer is the {rule.match[1:]} one with weights"
-    words = f"no name matches {rule.match!r}"
-    wider = _wider(rule, layers)
-    if wider:
-        return f"{words}: did you mean {wider!r}?"
-    wanted = _WILD.sub("", rule.match.removeprefix("re:"))
-    return words + _meant([wanted], {layer.name for layer in layers})
-
-
-def _wider(rule: Rule, layers: list[Layer]) -> str | None:
-    """The same glob with a star before, after or around it, where that matches a layer."""
-    if rule.match.startswith("re:"):
-        return None
-    for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
-        try:
-            if any(map(replace(rule, match=match).matches, layers)):
-                return match
-        except SpecError:
-            continue
-    return None
-
-
-def _meant(given: Iterable[str], known: Iterable[str]) -> str:
-    """The words ``: did you mean 'a' or 'b'?`` for what is near, or what there is where nothing is."""
-    names = sorted(known)
-    by_lower = {name.lower(): name for name in names}
-    near = dict.fromkeys(
-        by_lower[found]
-        for one in given
-        for found in get_close_matches(one.lower(), by_lower, n=MAX_NAMES_SHOWN, cutoff=0.5)
-    )
-    if near:
-        return f": did you mean {' or '.join(map(repr, list(near)[:MAX_NAMES_SHOWN]))}?"
-    some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
-    return f": there is {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
-
-
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
 
 
@@ -456,6 +357,135 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
     )
 
 
+def preset(
+    name: str, mode: ScaleMode | str | None, ste: EstimatorLike | str, observer: ObserverLike | None
+) -> tuple[str, tuple[Rule, ...]]:
+    """The full name of a preset, and its rules; mode, ste and observer go into every rule."""
+    full, rows = _rows(name)
+    return full, tuple(
+        Rule(match, weight=weight, input=given, mode=mode, ste=ste, observer=observer) for match, weight, given in rows
+    )
+
+
+def _rows(name: str) -> tuple[str, list[_PresetRow]]:
+    """The full name; what each rule matches, and its specs of weight and input."""
+    if name == "fp8":
+        return name, [("*", *_FP8)]
+    found = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if found is None:
+        hint = closest(str(name).lower(), PRESETS)
+        raise SpecError(
+            f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
+            "to 8 bits for weights, and 2 to 8 or 16 for activations"
+        )
+    weight_bits, input_bits = int(found[1]), int(found[2])
+    group = int(found[3]) if found[3] else None
+    if input_bits == FLOAT_BITS:
+        if group is None and weight_bits < FULL_BITS:
+            group = COMMON_GROUP
+        full = f"w{weight_bits}a16" if group is None else f"w{weight_bits}a16-g{group}"
+        return full, [("*", _weight(weight_bits, group), None)]
+    rows: list[_PresetRow] = [("*", _weight(weight_bits, group), f"uint{input_bits}/tensor/affine")]
+    if min(weight_bits, input_bits) < FULL_BITS:
+        rows += [("@first", *_FULL), ("@last", *_FULL)]
+    return name, rows
+
+
+def _weight(bits: int, group: int | None) -> str:
+    return f"int{bits}/axis0" if group is None else f"int{bits}/group{group}"
+
+
+def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
+    """What failed, and the closest names or types; the rule matches none of the layers."""
+    named = [layer for layer in layers if rule.matches_name(layer)]
+    if named:
+        seen = {kind for layer in named for kind in layer.types}
+        count = f"{len(named)} layer{'' if len(named) == 1 else 's'}"
+        return f"{rule.match!r} matches {count}, of which none has a type in {rule.types}{_meant(rule.types, seen)}"
+    words = _no_name(rule, layers)
+    typed = any(map(rule.matches_types, layers))
+    if not layers or typed:
+        return words
+    seen = {kind for layer in layers for kind in layer.types}
+    return f"{words} and no layer has a type in {rule.types}{_meant(rule.types, seen)}"
+
+
+def _no_name(rule: Rule, layers: list[Layer]) -> str:
+    if rule.match in PLACES:
+        return f"no layer is the {rule.match[1:]} one with weights"
+    words = f"no name matches {rule.match!r}"
+    wider = _wider(rule, layers)
+    if wider:
+        return f"{words}: did you mean {wider!r}?"
+    wanted = _WILD.sub("", rule.match.removeprefix("re:"))
+    return words + _meant([wanted], {layer.name for layer in layers})
+
+
+def _wider(rule: Rule, layers: list[Layer]) -> str | None:
+    """The same glob with a star before, after or around it, where that matches a layer."""
+    if rule.match.startswith("re:"):
+        return None
+    for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
+        try:
+            if any(map(replace(rule, match=match).matches, layers)):
+                return match
+        except SpecError:
+            continue
+    return None
+
+
+def _meant(given: Iterable[str], known: Iterable[str]) -> str:
+    """The words ``: did you mean 'a' or 'b'?`` for what is near, or what there is where nothing is."""
+    names = sorted(known)
+    by_lower = {name.lower(): name for name in names}
+    near = dict.fromkeys(
+        by_lower[found]
+        for one in given
+        for found in get_close_matches(one.lower(), by_lower, n=MAX_NAMES_SHOWN, cutoff=0.5)
+    )
+    if near:
+        return f": did you mean {' or '.join(map(repr, list(near)[:MAX_NAMES_SHOWN]))}?"
+    some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
+    return f": there is {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
+
+
+def exact_pattern(name: str) -> str:
+    """A pattern that matches this name and no other.
+
+    >>> [exact_pattern(name) for name in ("features.0", "a[0]*", "@first", "re:x", "")]
+    ['features.0', 'a[[]0][*]', '[@]first', '[r]e:x', 're:']
+    """
+    if not name:
+        return "re:"
+    escaped = glob.escape(name)
+    if escaped.startswith("@"):
+        return f"[@]{escaped[1:]}"
+    return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
+
+
+def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
+    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``.
+
+    Args:
+        names: the names of all layers.
+        patterns: one or several.
+        hint: what shows the names, for messages.
+
+    Raises:
+        SpecError: a pattern that matches no layer.
+
+    >>> sorted(skipped_names(["a.0", "a.1", "head"], ["a.*"], "qt.plan shows"))
+    ['a.0', 'a.1']
+    """
+    skipped: set[str] = set()
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
+        if not matched:
+            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} {hint} their names")
+        skipped |= matched
+    return skipped
+
+
 class PlanLine(Protocol):
     """What totals need of a line."""
 
@@ -501,40 +531,3 @@ class PlanTotals(Generic[Line]):
             f"{len(self.quantized)} of {len(self.layers)} layers quantized by {name}{target}; weights "
             f"{self.nbytes_before:,} -> {self.nbytes_after:,} bytes"
         )
-
-
-def exact_pattern(name: str) -> str:
-    """A pattern that matches this name and no other.
-
-    >>> [exact_pattern(name) for name in ("features.0", "a[0]*", "@first", "re:x", "")]
-    ['features.0', 'a[[]0][*]', '[@]first', '[r]e:x', 're:']
-    """
-    if not name:
-        return "re:"
-    escaped = glob.escape(name)
-    if escaped.startswith("@"):
-        return f"[@]{escaped[1:]}"
-    return f"[r]{escaped[1:]}" if escaped.startswith("re:") else escaped
-
-
-def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
-    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``.
-
-    Args:
-        names: the names of all layers.
-        patterns: one or several.
-        hint: what shows the names, for messages.
-
-    Raises:
-        SpecError: a pattern that matches no layer.
-
-    >>> sorted(skipped_names(["a.0", "a.1", "head"], ["a.*"], "qt.plan shows"))
-    ['a.0', 'a.1']
-    """
-    skipped: set[str] = set()
-    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-        matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
-        if not matched:
-            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} {hint} their names")
-        skipped |= matched
-    return skipped

@@ -4,13 +4,12 @@ A rule names layers by their full dotted name and by their types, and holds what
 not its business. Rules know nothing of any framework: a layer is a name, the names of its types, and whether it is the
 first or the last one with weights.
 
-The short texts of what a rule sets: specs, scale modes, estimators, observers.
+Whatever a rule sets has a short text. A spec has its own grammar, ``format/granularity/...``. Scale modes, estimators
+and observers are calls: ``name``, ``name(1)``, ``name(1, key=2)``, with the settings in the order of their class. A
+text leaves out what is the default, so that equal values have equal texts; the defaults belong to the version of the
+recipe files that hold them.
 
-A spec has its own grammar, ``format/granularity/...``. The others are calls: ``name``, ``name(1)``, ``name(1, key=2)``,
-with the settings in the order of their class. A text leaves out what is the default, so that equal values have equal
-texts; the defaults belong to the version of the recipe files that hold them.
-
-ObserverSpec: which observer a recipe asks for. A description without data, from which fresh observers are made.
+Observers are described without data, and fresh ones are made from the description:
 
 ========================================= ====================================================
 ``minmax``                                the smallest and largest value
@@ -19,8 +18,7 @@ ObserverSpec: which observer a recipe asks for. A description without data, from
 ``entropy(precision)``                    the least divergence of distributions
 ========================================= ====================================================
 
-The granularity is not part of it: it is that of the spec the observer will serve. A moving average is not among them
-either: it is the scale mode ``EMA``.
+Their granularity is that of the spec they serve. A moving average is not among them: it is the scale mode ``EMA``.
 """
 
 import fnmatch
@@ -42,6 +40,7 @@ from detent.spec import QuantSpec, get_spec, spec_text
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
 
 __all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "get_observer_spec"]
+
 Value = TypeVar("Value")
 _MODES: Mapping[str, type[ScaleMode]] = {"per_batch": PerBatch, "ema": EMA, "fixed": Fixed, "learned": Learned}
 _ESTIMATORS: Mapping[str, Callable[..., Estimator]] = {
@@ -50,57 +49,6 @@ _ESTIMATORS: Mapping[str, Callable[..., Estimator]] = {
     "hard_tanh": HardTanh,
     "tanh": Tanh,
 }
-
-
-def as_mode(value: ScaleMode | str) -> ScaleMode:
-    """The mode that a call text names; a mode passes through."""
-    if not isinstance(value, str):
-        return _of_known_type("scale mode", get_scale_mode(value), _MODES)
-    name, settings = parse_call("scale mode", value, {key: _names(made) for key, made in _MODES.items()})
-    return _MODES[name](**settings)
-
-
-def mode_text(mode: ScaleMode) -> str:
-    """The call text of a mode."""
-    return _text(mode, _MODES)
-
-
-def as_estimator(value: EstimatorLike | str) -> Estimator:
-    """The estimator that a call text names; callables are wrapped, an estimator passes through."""
-    if not isinstance(value, str):
-        found = get_estimator(value, Convention.onnx)
-        return found if isinstance(found, Custom) else _of_known_type("estimator", found, _ESTIMATORS)
-    name, settings = parse_call("estimator", value, {key: _names(made) for key, made in _ESTIMATORS.items()})
-    return _ESTIMATORS[name](**settings)
-
-
-def estimator_text(estimator: Estimator) -> str:
-    """The call text of an estimator that is no callable."""
-    if isinstance(estimator, Custom):
-        raise SpecError(
-            f"the estimator {estimator.function!r} is a callable, which no text can hold: name one of "
-            f"{', '.join(_ESTIMATORS)}, or set it in code with dataclasses.replace(rule, ste=...) after loading"
-        )
-    return _text(estimator, _ESTIMATORS)
-
-
-def _names(made: object) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(made))  # type: ignore[arg-type]  # of dataclasses
-
-
-def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., object]]) -> Value:
-    if type(value) not in known.values():
-        raise SpecError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
-    return value
-
-
-def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
-    made = type(value)
-    name = next(name for name, one in known.items() if one is made)
-    own, default = ({key: getattr(of, key) for key in _names(made)} for of in (value, made()))
-    return write_call(name, own, default)
-
-
 _CLASSES: Mapping[str, type[Observer]] = {"minmax": MinMax, "percentile": Percentile, "mse": MSE, "entropy": Entropy}
 _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "minmax": (),
@@ -109,6 +57,10 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "entropy": ("precision",),
 }
 _AVERAGES = ("ema", "emaminmax", "ema_minmax")
+SpecLike = QuantSpec | Format | str
+PLACES = ("@first", "@last")
+SPECS = ("weight", "input", "output")
+SETTINGS = (*SPECS, "mode", "ste", "observer")
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -234,12 +186,6 @@ def _no_average(value: object) -> SpecError:
         f"a moving average is a scale mode, not an observer of a recipe, got {value!r}: use mode='ema(0.9)' or "
         f"mode=dt.EMA(0.9), or one of the observers {', '.join(_CLASSES)}"
     )
-
-
-SpecLike = QuantSpec | Format | str
-PLACES = ("@first", "@last")
-SPECS = ("weight", "input", "output")
-SETTINGS = (*SPECS, "mode", "ste", "observer")
 
 
 class Layer(NamedTuple):
@@ -405,3 +351,52 @@ def _pattern(match: str) -> re.Pattern[str] | None:
         return re.compile(expression)
     except (re.error, RecursionError, OverflowError, Warning) as error:
         raise SpecError(f"match {match[:200]!r} holds no regular expression: {error}") from error
+
+
+def as_mode(value: ScaleMode | str) -> ScaleMode:
+    """The mode that a call text names; a mode passes through."""
+    if not isinstance(value, str):
+        return _of_known_type("scale mode", get_scale_mode(value), _MODES)
+    name, settings = parse_call("scale mode", value, {key: _names(made) for key, made in _MODES.items()})
+    return _MODES[name](**settings)
+
+
+def mode_text(mode: ScaleMode) -> str:
+    """The call text of a mode."""
+    return _text(mode, _MODES)
+
+
+def as_estimator(value: EstimatorLike | str) -> Estimator:
+    """The estimator that a call text names; callables are wrapped, an estimator passes through."""
+    if not isinstance(value, str):
+        found = get_estimator(value, Convention.onnx)
+        return found if isinstance(found, Custom) else _of_known_type("estimator", found, _ESTIMATORS)
+    name, settings = parse_call("estimator", value, {key: _names(made) for key, made in _ESTIMATORS.items()})
+    return _ESTIMATORS[name](**settings)
+
+
+def estimator_text(estimator: Estimator) -> str:
+    """The call text of an estimator that is no callable."""
+    if isinstance(estimator, Custom):
+        raise SpecError(
+            f"the estimator {estimator.function!r} is a callable, which no text can hold: name one of "
+            f"{', '.join(_ESTIMATORS)}, or set it in code with dataclasses.replace(rule, ste=...) after loading"
+        )
+    return _text(estimator, _ESTIMATORS)
+
+
+def _names(made: object) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(made))  # type: ignore[arg-type]  # of dataclasses
+
+
+def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., object]]) -> Value:
+    if type(value) not in known.values():
+        raise SpecError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
+    return value
+
+
+def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
+    made = type(value)
+    name = next(name for name, one in known.items() if one is made)
+    own, default = ({key: getattr(of, key) for key in _names(made)} for of in (value, made()))
+    return write_call(name, own, default)

@@ -3,12 +3,10 @@
 ``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only, comparable, and saved as a safetensors file whose
 metadata hold the spec. It remembers the float type of the data it was made from and dequantizes to it.
 
-Slicing: which part of the parameters belongs to a part of the data.
-
 An axis may be sliced freely where one set spans all of it or each index has its own set; along a grouped or blocked
 axis a slice has step 1 and starts and ends at a boundary.
 
-Compact parameters: the arrays a file needs, and nothing it can derive.
+A file holds the packed codes and the parameters, and nothing that can be derived:
 
 ============ ======================================================================
 scale        float32 or float64; for "e8m0" the biased exponents in uint8
@@ -46,143 +44,9 @@ __all__ = ["QuantizedTensor", "compact", "complete_slices", "expand", "slice_par
 
 Slices = tuple[slice, ...]
 Index: TypeAlias = slice | EllipsisType | tuple[slice | EllipsisType, ...]
-
-
-def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
-    """One slice per axis; an ellipsis or the end stands for whole axes.
-
-    Raises:
-        ShapeError: not slices, or too many of them.
-
-    >>> complete_slices((..., slice(1, 3)), (5, 4))
-    (slice(None, None, None), slice(1, 3, None))
-    """
-    parts = list(index) if isinstance(index, tuple) else [index]
-    ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
-    missing = len(shape) - (len(parts) - len(ellipses))
-    if len(ellipses) > 1 or missing < 0:
-        raise ShapeError(f"{index!r} has too many parts for shape {shape}")
-    at = ellipses[0] if ellipses else len(parts)
-    parts[at : at + 1] = [slice(None)] * missing
-    slices = tuple(part for part in parts if isinstance(part, slice))
-    if len(slices) != len(parts):
-        raise ShapeError(f"a QuantizedTensor is sliced by slices, got {index!r}: use i:i+1 instead of i")
-    try:
-        for part in slices:
-            part.indices(1)
-    except (TypeError, ValueError) as fault:
-        raise ShapeError(f"{index!r} is no slice of an array: {fault}") from fault
-    return slices
-
-
-def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
-    """The parameters that belong to those slices of data of that shape.
-
-    Raises:
-        ShapeError: a slice would cut a group or block.
-
-    >>> slice_params(QuantParams.channel_wise(4, "int8"), (4, 2), (slice(1, 3), slice(None))).scale.shape
-    (2,)
-    """
-    before = params.spec.granularity.tiling(shape)
-    sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
-    after = params.spec.granularity.tiling(tuple(sizes))
-    tiles = tuple(_tile(axis, part, before, after) for axis, part in enumerate(slices))
-    changes = {
-        name: value.reshape(before.grid)[tiles].reshape(after.scale_shape)
-        for name in ("scale", "zero_point", "min_val", "max_val", "block_scale")
-        if (value := getattr(params, name)) is not None
-    }
-    return replace(params, **changes)
-
-
-def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
-    """The sets along one axis that a slice of the data keeps."""
-    block = before.block[axis]
-    grouped = before.scale_shape == before.grid
-    if after.grid[axis] == 0:
-        return slice(0, 0)
-    if before.grid[axis] == 1 and not grouped:
-        return slice(0, 1)
-    if block == 1:
-        return part
-    start, stop, step = part.indices(before.shape[axis])
-    if step != 1 or start % block or (stop % block and stop != before.shape[axis]):
-        raise ShapeError(
-            f"slice {start}:{stop}:{step} of axis {axis} cuts groups of {block}: start and end at multiples of {block} "
-            "with step 1, or dequantize first"
-        )
-    return slice(start // block, -(-stop // block))
-
-
 Arrays = dict[str, NDArray[Any]]
-E8M0_BIAS = 127
-
-
-def compact(params: QuantParams) -> Arrays:
-    """The arrays that ``expand`` makes equal parameters of; together they have ``parameter_bits()``, in whole bytes.
-
-    >>> import detent as dt
-    >>> sorted(compact(dt.QuantParams.uint8_asymmetric()))
-    ['scale', 'zero_point']
-    """
-    spec = params.spec
-    arrays: Arrays = {}
-    if params.block_scale is not None and params.tensor_scale is not None:
-        arrays = {"block_scale": params.block_scale.view(np.uint8), "tensor_scale": params.tensor_scale}
-    elif spec.scale_format == "e8m0":
-        arrays = {"scale": (np.frexp(params.scale)[1] - 1 + E8M0_BIAS).astype(np.uint8)}
-    else:
-        arrays = {"scale": params.scale}
-    if not spec.symmetric:
-        arrays["zero_point"] = pack(params.zero_point, spec.bits)
-    return arrays
-
-
-def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tuple[int, ...]) -> QuantParams:
-    """The parameters that ``compact`` took apart.
-
-    Raises:
-        FileFormatError: missing, extra or misshapen arrays.
-
-    >>> import detent as dt
-    >>> params = dt.QuantParams.uint8_asymmetric()
-    >>> expand(params.spec, compact(params), ()) == params
-    True
-    """
-    _check_names(spec, arrays)
-    two_level = spec.scale_format == "e4m3"
-    stored = arrays["block_scale" if two_level else "scale"]
-    _check_array("scales", stored, ("uint8",) if spec.scale_format != "float" else ("float32", "float64"), scale_shape)
-    if two_level:
-        _check_array("tensor_scale", arrays["tensor_scale"], ("float32",), ())
-        block = stored.view(ml_dtypes.float8_e4m3fn)
-        with np.errstate(all="ignore"):  # QuantParams refuses what overflows
-            scale = block.astype(np.float32) * arrays["tensor_scale"]
-        return QuantParams(spec, scale, block_scale=block, tensor_scale=arrays["tensor_scale"])
-    if spec.scale_format == "e8m0":
-        with np.errstate(all="ignore"):  # QuantParams refuses the exponents of no normal number
-            return QuantParams(spec, np.ldexp(np.float32(1.0), stored.astype(np.int32) - E8M0_BIAS))
-    if spec.symmetric:
-        return QuantParams(spec, stored)
-    zero_point = unpack(arrays["zero_point"], spec.bits, prod(scale_shape), signed=spec.format.signed)
-    return QuantParams(spec, stored, zero_point.reshape(scale_shape).astype(np.int32))
-
-
-def _check_names(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]]) -> None:
-    wanted = {"block_scale", "tensor_scale"} if spec.scale_format == "e4m3" else {"scale"}
-    wanted |= set() if spec.symmetric else {"zero_point"}
-    table(arrays, f"the parameters of {spec}", wanted)
-
-
-def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    if array.dtype.name not in dtypes or array.shape != shape:
-        raise FileFormatError(
-            f"{name} have dtype {' or '.join(dtypes)} and shape {shape}, got {array.dtype} of shape {array.shape}"
-        )
-
-
 FILE_VERSION = 1
+E8M0_BIAS = 127
 _METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"spec", "shape", "dtype"})
 
@@ -482,3 +346,133 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
             "another qmin and qmax"
         )
     return codes.astype(wanted)
+
+
+def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
+    """One slice per axis; an ellipsis or the end stands for whole axes.
+
+    Raises:
+        ShapeError: not slices, or too many of them.
+
+    >>> complete_slices((..., slice(1, 3)), (5, 4))
+    (slice(None, None, None), slice(1, 3, None))
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
+    missing = len(shape) - (len(parts) - len(ellipses))
+    if len(ellipses) > 1 or missing < 0:
+        raise ShapeError(f"{index!r} has too many parts for shape {shape}")
+    at = ellipses[0] if ellipses else len(parts)
+    parts[at : at + 1] = [slice(None)] * missing
+    slices = tuple(part for part in parts if isinstance(part, slice))
+    if len(slices) != len(parts):
+        raise ShapeError(f"a QuantizedTensor is sliced by slices, got {index!r}: use i:i+1 instead of i")
+    try:
+        for part in slices:
+            part.indices(1)
+    except (TypeError, ValueError) as fault:
+        raise ShapeError(f"{index!r} is no slice of an array: {fault}") from fault
+    return slices
+
+
+def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
+    """The parameters that belong to those slices of data of that shape.
+
+    Raises:
+        ShapeError: a slice would cut a group or block.
+
+    >>> slice_params(QuantParams.channel_wise(4, "int8"), (4, 2), (slice(1, 3), slice(None))).scale.shape
+    (2,)
+    """
+    before = params.spec.granularity.tiling(shape)
+    sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
+    after = params.spec.granularity.tiling(tuple(sizes))
+    tiles = tuple(_tile(axis, part, before, after) for axis, part in enumerate(slices))
+    changes = {
+        name: value.reshape(before.grid)[tiles].reshape(after.scale_shape)
+        for name in ("scale", "zero_point", "min_val", "max_val", "block_scale")
+        if (value := getattr(params, name)) is not None
+    }
+    return replace(params, **changes)
+
+
+def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
+    """The sets along one axis that a slice of the data keeps."""
+    block = before.block[axis]
+    grouped = before.scale_shape == before.grid
+    if after.grid[axis] == 0:
+        return slice(0, 0)
+    if before.grid[axis] == 1 and not grouped:
+        return slice(0, 1)
+    if block == 1:
+        return part
+    start, stop, step = part.indices(before.shape[axis])
+    if step != 1 or start % block or (stop % block and stop != before.shape[axis]):
+        raise ShapeError(
+            f"slice {start}:{stop}:{step} of axis {axis} cuts groups of {block}: start and end at multiples of {block} "
+            "with step 1, or dequantize first"
+        )
+    return slice(start // block, -(-stop // block))
+
+
+def compact(params: QuantParams) -> Arrays:
+    """The arrays that ``expand`` makes equal parameters of; together they have ``parameter_bits()``, in whole bytes.
+
+    >>> import detent as dt
+    >>> sorted(compact(dt.QuantParams.uint8_asymmetric()))
+    ['scale', 'zero_point']
+    """
+    spec = params.spec
+    arrays: Arrays = {}
+    if params.block_scale is not None and params.tensor_scale is not None:
+        arrays = {"block_scale": params.block_scale.view(np.uint8), "tensor_scale": params.tensor_scale}
+    elif spec.scale_format == "e8m0":
+        arrays = {"scale": (np.frexp(params.scale)[1] - 1 + E8M0_BIAS).astype(np.uint8)}
+    else:
+        arrays = {"scale": params.scale}
+    if not spec.symmetric:
+        arrays["zero_point"] = pack(params.zero_point, spec.bits)
+    return arrays
+
+
+def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tuple[int, ...]) -> QuantParams:
+    """The parameters that ``compact`` took apart.
+
+    Raises:
+        FileFormatError: missing, extra or misshapen arrays.
+
+    >>> import detent as dt
+    >>> params = dt.QuantParams.uint8_asymmetric()
+    >>> expand(params.spec, compact(params), ()) == params
+    True
+    """
+    _check_names(spec, arrays)
+    two_level = spec.scale_format == "e4m3"
+    stored = arrays["block_scale" if two_level else "scale"]
+    _check_array("scales", stored, ("uint8",) if spec.scale_format != "float" else ("float32", "float64"), scale_shape)
+    if two_level:
+        _check_array("tensor_scale", arrays["tensor_scale"], ("float32",), ())
+        block = stored.view(ml_dtypes.float8_e4m3fn)
+        with np.errstate(all="ignore"):  # QuantParams refuses what overflows
+            scale = block.astype(np.float32) * arrays["tensor_scale"]
+        return QuantParams(spec, scale, block_scale=block, tensor_scale=arrays["tensor_scale"])
+    if spec.scale_format == "e8m0":
+        with np.errstate(all="ignore"):  # QuantParams refuses the exponents of no normal number
+            return QuantParams(spec, np.ldexp(np.float32(1.0), stored.astype(np.int32) - E8M0_BIAS))
+    if spec.symmetric:
+        return QuantParams(spec, stored)
+    zero_point = unpack(arrays["zero_point"], spec.bits, prod(scale_shape), signed=spec.format.signed)
+    return QuantParams(spec, stored, zero_point.reshape(scale_shape).astype(np.int32))
+
+
+def _check_names(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]]) -> None:
+    wanted = {"block_scale", "tensor_scale"} if spec.scale_format == "e4m3" else {"scale"}
+    wanted |= set() if spec.symmetric else {"zero_point"}
+    table(arrays, f"the parameters of {spec}", wanted)
+
+
+def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+    if array.dtype.name not in dtypes or array.shape != shape:
+        raise FileFormatError(
+            f"{name} have dtype {' or '.join(dtypes)} and shape {shape}, got {array.dtype} of shape {array.shape}"
+        )
