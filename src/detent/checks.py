@@ -102,18 +102,17 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
         return first_index(~np.isfinite(values))
 
 
-def refuse_nan(name: str, x: NDArray[Any]) -> None:
-    """Raise if there is any NaN, with its count and first index."""
+def refuse_nan(
+    name: str, x: NDArray[Any], repair: str = "mend the data or choose nan='zero_point' or nan='qmin'"
+) -> None:
+    """Raise if there is any NaN, with its count, its first index and what can be done."""
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
     if count:
         first = first_index(missing)
         raise NaNError(
-            f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: mend the data or choose "
-            "nan='zero_point' or nan='qmin'",
-            count,
-            first,
+            f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: {repair}", count, first
         )
 
 

@@ -1,6 +1,7 @@
-"""Reductions: bounds and sums of arrays, on native kernels where they exist and on the reference elsewhere.
+"""Reductions: bounds, sums and histograms of arrays, and codes packed into bytes, where no plan is needed.
 
-Bits: codes of few bits side by side in bytes, element 0 in the lowest bits; the last byte is padded with zeros.
+They run on native kernels where these exist and on the reference elsewhere, with the same bits. Packed codes of few
+bits lie side by side, element 0 in the lowest bits of byte 0; the last byte is padded with zeros.
 """
 
 from hashlib import blake2b

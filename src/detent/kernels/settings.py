@@ -1,11 +1,12 @@
-"""Environment variables: all that detent reads, and nothing else reads them. None of them changes a number.
+"""Settings: which kernels run, and on how many threads. Neither changes a number.
+
+``use_kernels`` chooses kernels in a ``with`` block; elsewhere the environment does. These are all the environment
+variables that detent reads, and nothing else reads them:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference": which kernels run
 DETENT_NUM_THREADS   how many threads kernels may use; without it OMP_NUM_THREADS, else every core of the affinity mask
 ==================== ===============================================================================================
-
-Which kernels were asked for: by ``use_kernels`` in a ``with`` block, else by the environment.
 """
 
 import os
@@ -35,11 +36,7 @@ MAX_THREADS = 1024
 
 @cache
 def default_kernels() -> str:
-    """The kernels that DETENT_KERNELS asks for, read once.
-
-    >>> default_kernels() in KERNEL_CHOICES
-    True
-    """
+    """The kernels that DETENT_KERNELS asks for, read once."""
     value = os.environ.get("DETENT_KERNELS") or "auto"
     if value not in KERNEL_CHOICES:
         hint = closest(value, KERNEL_CHOICES)
@@ -48,11 +45,7 @@ def default_kernels() -> str:
 
 
 def default_threads() -> int:
-    """The number of threads from the environment, or the cores this process may run on.
-
-    >>> default_threads() >= 1
-    True
-    """
+    """The number of threads from the environment, or the cores this process may run on."""
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
         number = int(text) if text.isascii() and text.isdigit() else 0
@@ -68,11 +61,7 @@ _choice: ContextVar[str | None] = ContextVar("detent_kernels", default=None)
 
 
 def current_kernels() -> str:
-    """The kernels asked for: "auto", "native" or "reference".
-
-    >>> current_kernels() in ("auto", "native", "reference")
-    True
-    """
+    """The kernels asked for: "auto", "native" or "reference"."""
     return _choice.get() or default_kernels()
 
 
@@ -108,9 +97,9 @@ def set_num_threads(count: int) -> None:
     >>> get_num_threads()
     2
     """
-    wanted = as_integer("the number of threads", count, at_least=1, at_most=MAX_THREADS)
-    native.set_num_threads(wanted)
-    _Threads.count = wanted
+    threads = as_integer("the number of threads", count, at_least=1, at_most=MAX_THREADS)
+    native.set_num_threads(threads)
+    _Threads.count = threads
 
 
 def get_num_threads() -> int:

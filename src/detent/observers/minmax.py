@@ -1,9 +1,8 @@
-"""EMAMinMax: a moving average of the batches' ranges.
+"""MinMax and EMAMinMax: the smallest and largest finite value of each set, over all batches or as a moving average.
 
-Per set and bound, in float32: ``fl(fl(d * old) + fl((1 - d) * new))``, the first batch is copied. ``decay`` d is the
-part kept. The result depends on the order and size of batches by definition.
-
-MinMax: the smallest and largest finite value of each set. Exact, and the same for any order and partition.
+``MinMax`` is exact, and the same for any order and partition of the data. ``EMAMinMax`` averages the batches' ranges,
+per set and bound in float32: ``fl(fl(d * old) + fl((1 - d) * new))``, the first batch is copied. ``decay`` d is the
+part kept. The average depends on the order and size of batches by definition.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,4 @@
-"""MSE: the range that quantization loses least on.
-
-Search: the range whose quantization error on a histogram is least.
+"""MSE: the range whose quantization error on a histogram of the data is least.
 
 The error is that of the spec itself: its format, its convention's scale rule with the scale as it is stored, clipping
 and rounding both, integrated over the bins. What is searched is the scale, and for affine specs the zero point too::

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
 from detent import observers as core
-from detent.errors import NaNError, NotCalibratedError, SpecError
+from detent.checks import refuse_nan
+from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.graph_plan import GraphPlan
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+FLOAT_FAILS = "the float model itself fails on these data"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
 SAMPLES, SAMPLE_BYTES = 8, 64 << 20  # of the first batches that are kept for comparisons
@@ -202,21 +204,9 @@ class _Stream:
             yield tensors
             for name, observer in self.seen.items():
                 if observer.nonfinite > before[name]:
-                    _refuse_nan(name, tensors[name], number)
+                    refuse_nan(f"tensor {name!r} of batch {number}", tensors[name], FLOAT_FAILS)
                     before[name] = observer.nonfinite
             tensors.clear()  # or they would be held while the model runs on the next batch
-
-
-def _refuse_nan(name: str, values: Array, batch: int) -> None:
-    count = int(np.isnan(values).sum())
-    if count:
-        first = tuple(int(i) for i in np.argwhere(np.isnan(values))[0])
-        raise NaNError(
-            f"tensor {name!r} holds {count} NaN of {values.size} values in batch {batch}, the first at {first}: the "
-            "float model fails on these data",
-            count,
-            first,
-        )
 
 
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:

@@ -34,10 +34,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, helper
 
+from detent.checks import first_index, refuse_nan
 from detent.errors import (
     DtypeError,
     FileFormatError,
-    NaNError,
     NotCalibratedError,
     RangeError,
     ShapeError,
@@ -543,13 +543,8 @@ def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401
 def _check_finite(array: Array, name: str, where: str) -> None:
     if not any(word in array.dtype.name for word in ("float", "complex")) or bool(np.isfinite(array).all()):
         return
-    is_nan = np.isnan(array)
-    count = int(is_nan.sum())
-    if count:
-        first = tuple(int(i) for i in np.argwhere(is_nan)[0])
-        message = f"{where}: input {name!r} holds {count} NaN of {array.size} elements, the first at index {first}"
-        raise NaNError(f"{message}: mend the data, nothing can be calibrated with it", count, first)
-    first = tuple(int(i) for i in np.argwhere(np.isinf(array))[0])
+    refuse_nan(f"{where}: input {name!r}", array, "mend the data, nothing can be calibrated with it")
+    first = first_index(np.isinf(array))
     raise RangeError(f"{where}: input {name!r} holds an infinite element at index {first}: use a large finite one")
 
 

@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from detent.errors import NaNError, NotCalibratedError, RangeError, StateError
+from detent.checks import refuse_nan
+from detent.errors import NotCalibratedError, RangeError, StateError
 from detent.formats import Format
 from detent.observers import Observer
 from detent.params import QuantParams
@@ -279,15 +280,9 @@ class FakeQuantize(ParameterState):
             )
 
     def _refuse_nan(self, x: Tensor) -> None:
-        bad = torch.isnan(x)
-        if bad.any():
-            first, count = tuple(int(i) for i in bad.nonzero()[0]), int(bad.sum())
-            raise NaNError(
-                f"{self.label}: of the {x.numel()} elements to quantize {count} are NaN, the first at index {first}: "
-                "look at the layers before it, the learning rate and the data",
-                count,
-                first,
-            )
+        if torch.isnan(x).any():
+            repair = "look at the layers before it, the learning rate and the data"
+            refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
     def _remind_of_sync(self) -> None:
         """Warn where ranges are not merged as they should be; the same words for all quantizers, so shown once."""

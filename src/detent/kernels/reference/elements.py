@@ -10,10 +10,9 @@ Functions take compute-type arrays: ``x`` and, broadcast against it, ``s`` (scal
 
 Small floats and codebooks are tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
 
-Philox4x32-10: the counted random words of stochastic rounding (Salmon et al., SC 2011).
-
-The arithmetic is on int64 arrays with values below 2**49, because not every array library has uint64; products of
-32-bit words are split at 16 bits.
+Stochastic rounding takes counted random words from Philox4x32-10 (Salmon et al., SC 2011). Its arithmetic is on int64
+arrays with values below 2**49, because not every array library has uint64: products of 32-bit words are split at 16
+bits.
 """
 
 from itertools import pairwise

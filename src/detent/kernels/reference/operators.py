@@ -1,13 +1,12 @@
-"""Gradients: straight-through estimators and learned parameters (docs/numerics.md, section 5).
-
-Masks select and never multiply, because a gradient may be infinite. NaN in x gets gradient 0 from every estimator but
-Identity. Nothing here computes a scale: backward uses the forward's.
-
-Quantize, dequantize and fake quantize: the slow and obvious twins of every kernel.
+"""Operators: quantize, dequantize, fake quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
 ``scale`` and ``zero_point`` have the tiling's scale shape; codes of small floats are their bit patterns in uint8.
-NaN: ``fill`` says what code value NaN gets; None means that the caller has excluded NaN (quantize) or that NaN stays
-(fake quantize).
+``fill`` says which code NaN gets; None means that the caller has excluded NaN (quantize) or that NaN stays (fake
+quantize).
+
+Gradients are those of straight-through estimators and of learned parameters. Masks select and never multiply, because a
+gradient may be infinite. NaN in x gets gradient 0 from every estimator but Identity. Nothing here computes a scale:
+backward uses the forward's.
 """
 
 from math import sqrt

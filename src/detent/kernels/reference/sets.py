@@ -2,9 +2,7 @@
 
 Sums have one order on every backend: terms in float64, the elements of a set in C order, padded with +0.0 to a
 multiple of 1024; inside each block of 1024 the halves are added until one value is left; the block sums are padded to a
-power of two and folded the same way.
-
-Sums over one or two arrays, for metrics: terms in float64, added in the contract's order.
+power of two and folded the same way. Metrics are such sums over one or two whole arrays.
 """
 
 from collections.abc import Callable
