@@ -118,10 +118,10 @@ def to_array(x: Tensor) -> NDArray[Any]:
     >>> to_array(torch.ones(2, dtype=torch.bfloat16)).dtype
     dtype(bfloat16)
     """
-    known = x.detach()
+    data = x.detach()
     if x.dtype == torch.bfloat16:
-        return _shared(known.view(torch.int16)).view(_BFLOAT16)
-    return _shared(known)
+        return _shared(data.view(torch.int16)).view(_BFLOAT16)
+    return _shared(data)
 
 
 def _shared(x: Tensor) -> NDArray[Any]:

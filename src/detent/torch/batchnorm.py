@@ -180,8 +180,8 @@ def _traced_pairs(model: nn.Module) -> dict[str, str]:
     """Pairs by name that are pairs in training and in evaluation, found on a copy that shares the parameters."""
     double = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):
-        found = [_pairs_of(fx.Tracer().trace(double.train(mode))) for mode in (True, False)]
-    return dict(found[0].items() & found[1].items())
+        training, evaluation = (_pairs_of(fx.Tracer().trace(double.train(mode))) for mode in (True, False))
+    return dict(training.items() & evaluation.items())
 
 
 def _pairs_of(graph: fx.Graph) -> dict[str, str]:

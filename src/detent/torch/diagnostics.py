@@ -247,8 +247,8 @@ class Watcher:
     """
 
     def __init__(self, quantizer: FakeQuantize, *, is_weight: bool, every: int = 1) -> None:
-        known = quantizer.is_initialized and not isinstance(quantizer.mode, PerBatch)
-        self.first: Array | None = quantizer.params.scale if known else None
+        has_scale = quantizer.is_initialized and not isinstance(quantizer.mode, PerBatch)
+        self.first: Array | None = quantizer.params.scale if has_scale else None
         self.oscillation = Oscillation() if is_weight else None
         self._recent: deque[Measure] = deque(maxlen=RECENT)
         self._every, self._calls = every, 0

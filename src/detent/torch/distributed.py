@@ -40,8 +40,8 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["merge_observers", "sync", "without_collectives"]
 
 FAILED = -1
-ABOUT = "detent.calibration"
-SHOWN = 10
+DESCRIPTION = "detent.calibration"  # the key of what observers belong to
+MAX_DIFFERENCES_SHOWN = 10
 _compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()
 
 
@@ -63,10 +63,10 @@ def merge_observers(seen: Mapping[str, Observer], model: nn.Module) -> dict[str,
     """
     if process_count() == 1:
         return dict(seen)
-    about = json.dumps(_describe(model, seen))
+    description = json.dumps(_describe(model, seen))
     states = {name: np.frombuffer(each.to_bytes(), np.uint8) for name, each in seen.items()}
-    parts = [storage.loads(part) for part in _exchange(storage.dumps(states, {ABOUT: about}), model)]
-    _check_same([json.loads(metadata[ABOUT]) for _, metadata in parts])
+    parts = [storage.loads(part) for part in _exchange(storage.dumps(states, {DESCRIPTION: description}), model)]
+    _check_same([json.loads(metadata[DESCRIPTION]) for _, metadata in parts])
     merged = {}
     for name, mine in seen.items():
         first, *others = (type(mine).from_bytes(arrays[name].tobytes()) for arrays, _ in parts)
@@ -108,7 +108,7 @@ def sync(model: nn.Module) -> None:
     ``optimizer.step()``, as ``qt.Schedule.step()`` does. Forwards until the next call use the result, which has the
     same bits on every process. A single process whose model was prepared with ``sync=True`` follows the same rule.
 
-    Batch normalisations that are folded into quantized weights take the running statistics of rank 0, as DDP lets them
+    Batch norms that are folded into quantized weights take the running statistics of rank 0, as DDP lets them
     before each forward; otherwise each process would quantize, and ship, other weights.
 
     Args:
@@ -143,12 +143,11 @@ def sync(model: nn.Module) -> None:
     flat = torch.cat([each.flatten().to(_device(model)) for each in parts])
     if several:
         dist.all_reduce(flat, dist.ReduceOp.MAX)
-    found = [
-        ends.reshape(each.shape) for each, ends in zip(parts, flat.split([each.numel() for each in parts]), strict=True)
-    ]
-    for quantizer, ends in zip(waiting, found, strict=False):
-        quantizer.apply_pending(ends)
-    for statistic, first in zip(norms, found[len(waiting) :], strict=True):
+    sizes = [each.numel() for each in parts]
+    merged = [new.reshape(each.shape) for each, new in zip(parts, flat.split(sizes), strict=True)]
+    for quantizer, bounds in zip(waiting, merged, strict=False):
+        quantizer.apply_pending(bounds)
+    for statistic, first in zip(norms, merged[len(waiting) :], strict=True):
         statistic.copy_(first)
 
 
@@ -156,8 +155,8 @@ def _folded_statistics(model: nn.Module) -> list[Tensor]:
     """The running statistics in the factors of quantized weights: where they differ, so do the weights."""
     folds = (each.fold for each in model.modules() if isinstance(each, QuantizedProduct))
     norms = [fold.norm for fold in folds if fold is not None]
-    found = (part for norm in norms for part in (norm.running_mean, norm.running_var))
-    return [part for part in found if part is not None]
+    statistics = (part for norm in norms for part in (norm.running_mean, norm.running_var))
+    return [part for part in statistics if part is not None]
 
 
 def _from_first(statistic: Tensor) -> Tensor:
@@ -180,8 +179,8 @@ def _compare_once(model: nn.Module) -> None:
         return
     mine = json.dumps(_describe(model, {}))
     digest = np.frombuffer(sha256(mine.encode()).digest(), np.uint8)
-    found = {part.cpu().numpy().tobytes() for part in _gather(to_tensor(digest), model)}
-    if len(found) > 1:
+    digests = {part.cpu().numpy().tobytes() for part in _gather(to_tensor(digest), model)}
+    if len(digests) > 1:
         _check_same([json.loads(part) for part in _exchange(mine.encode(), model)])
     if all(each.scale.numel() for each in quantizers_of(model).values()):  # else shapes are still to come
         _compared[model] = plan_of(model)
@@ -208,11 +207,11 @@ def _check_same(described: list[dict[str, str]]) -> None:
     rank, other = different[0], described[different[0]]
     names = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
     lines = [f"the models of ranks {', '.join(map(str, different))} are prepared differently from that of rank 0:"]
-    for name in names[:SHOWN]:
+    for name in names[:MAX_DIFFERENCES_SHOWN]:
         lines += [f"- rank 0: {name}: {first[name]}"] if name in first else []
         lines += [f"+ rank {rank}: {name}: {other[name]}"] if name in other else []
-    if len(names) > SHOWN:
-        lines.append(f"  and {len(names) - SHOWN} more")
+    if len(names) > MAX_DIFFERENCES_SHOWN:
+        lines.append(f"  and {len(names) - MAX_DIFFERENCES_SHOWN} more")
     if not names:
         lines.append(f"  the same quantizers in another order on rank {rank}")
     raise StateError("\n".join([*lines, "build the same model and use one recipe on every process"]))
@@ -234,9 +233,9 @@ def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
 
 def _gather(mine: Tensor, model: nn.Module) -> list[Tensor]:
     mine = mine.to(_device(model))
-    found = [torch.empty_like(mine) for _ in range(process_count())]
-    dist.all_gather(found, mine)
-    return found
+    parts = [torch.empty_like(mine) for _ in range(process_count())]
+    dist.all_gather(parts, mine)
+    return parts
 
 
 def _device(model: nn.Module) -> torch.device:

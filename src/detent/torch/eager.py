@@ -110,8 +110,8 @@ def learned_backward(
     """
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
-    found = plan.run(to_array(gradient), to_array(data), params, step=step)
-    gx, gs, gz = (to_tensor(part) for part in cast("tuple[Array, Array, Array]", found))
+    gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
+    gx, gs, gz = (to_tensor(part) for part in cast("tuple[Array, Array, Array]", gradients))
     return gx, gs, gz
 
 
@@ -133,19 +133,19 @@ def fake_quantize_dynamic(
 
     None where only the steps one by one can do it.
 
-    >>> found = fake_quantize_dynamic(torch.tensor([127.0, 0.6]), QuantSpec("int8"))
-    >>> found is None or found[0].tolist() == [127.0, 1.0]
-    True
+    >>> result = fake_quantize_dynamic(torch.tensor([127.0, 0.6]), QuantSpec("int8"))
+    >>> [127.0, 1.0] if result is None else result[0].tolist()
+    [127.0, 1.0]
     """
     order = order_of(x, spec)
     data = order.lay(x)
     y = borrow(slot, data)
     tiling = order.spec.granularity.tiling(tuple(data.shape))
     problem = Problem("fake_quantize", tiling, FLOAT_TYPES[x.dtype], order.spec, None, "propagate")
-    found = observe(problem, to_array(data), to_array(y))
-    if found is None:
+    observed = observe(problem, to_array(data), to_array(y))
+    if observed is None:
         return None
-    lo, hi, scale, zero_point, nonfinite = found
+    lo, hi, scale, zero_point, nonfinite = observed
     params = QuantParams.trusted(spec, Parameters(scale, zero_point.astype("int32")), lo, hi)
     return order.restore(y), params, nonfinite
 

@@ -1,11 +1,11 @@
-"""Planning: what a recipe means for a model, before anything runs.
+"""ModelPlan: what a recipe means for a model, before anything runs.
 
 ``qt.plan`` is a table with a line per layer: the rule that decides, the specs, the bytes, or why the layer is left
 alone. ``qt.prepare`` does what the plan says.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 
 from torch import nn
@@ -43,12 +43,9 @@ class LayerPlan:
         mode: of its activations.
         weight_mode: of its weights.
         ste, observer: as the rules say.
-        norm: the batch normalisation that is folded into it, "" where there is none.
+        norm: the batch norm that is folded into it, "" where there is none.
         tied: the weights that another layer has, too, with that layer's name for them.
         nbytes_before, nbytes_after: of its weights; tied ones count where they come first.
-
-    >>> LayerPlan("fc", "Linear", reason="excluded").is_quantized
-    False
     """
 
     name: str
@@ -78,8 +75,8 @@ class ModelPlan(PlanTotals[LayerPlan]):
     """What happens to a model, layer by layer; ``str`` is a table.
 
     >>> import detent.torch as qt
-    >>> made = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
-    >>> [layer.name for layer in made.layers], made.nbytes_before, made.nbytes_after
+    >>> model_plan = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
+    >>> [layer.name for layer in model_plan.layers], model_plan.nbytes_before, model_plan.nbytes_after
     (['0', '2'], 96, 48)
     """
 
@@ -131,27 +128,26 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
-    wanted = get_recipe(recipe)
+    recipe = get_recipe(recipe)
     candidates = list(_candidates(model))
+    layers = _as_rules_see(candidates)
+    recipe.check_matched(layers)
+    owners: dict[int, tuple[str, tuple[object, ...]]] = {}
+    lines = []
+    for layer, (name, module, kind) in zip(layers, candidates, strict=True):
+        decision = recipe.resolve(name, layer.types, first=layer.first, last=layer.last)
+        lines.append(_tie(_plan_layer(name, module, kind, decision), module, owners))
+    return ModelPlan(recipe, tuple(_with_norms(lines, model)))
+
+
+def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
+    """The layers by what rules match: names, types, and which are the first and the last with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
-    ends = (weighted[0], weighted[-1]) if weighted else ("", "")
-    seen = [
-        Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == ends[0], name == ends[1])
+    first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
+    return [
+        Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == first, name == last)
         for name, module, _ in candidates
     ]
-    wanted.check_matched(seen)
-    folds, owners, made = find_folds(model), dict[int, tuple[str, tuple[object, ...]]](), []
-    for layer, (name, module, kind) in zip(seen, candidates, strict=True):
-        found = wanted.resolve(name, layer.types, first=layer.first, last=layer.last)
-        one = _plan_layer(name, module, kind, found)
-        made.append(_tie(one, module, owners))
-    shared = {owner for one in made for owner in one.tied.values()}
-    modules = dict(model.named_modules())
-    for i, one in enumerate(made):
-        tied = one.tied or any(f"{one.name}.{key}".lstrip(".") in shared for key in one.weights)
-        if not tied and runs_as_product(float_class_of(modules[one.name])):
-            made[i] = _with_norm(one, folds.get(one.name, ""))
-    return ModelPlan(wanted, tuple(made))
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
@@ -170,51 +166,51 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | 
             yield name, module, None
 
 
-def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, found: Decision) -> LayerPlan:
-    rule = found.rules[-1] if found.rules else None
+def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: Decision) -> LayerPlan:
+    rule = decision.rules[-1] if decision.rules else None
     names = [key for key, each in module._parameters.items() if each is not None and each.ndim > 1]
     names = names if kind is None else kind.weight_names(module)
     parameters = {key: module._parameters[key] for key in names}
     before = sum(each.numel() * each.element_size() for each in parameters.values() if each is not None)
     plain = LayerPlan(name, float_class_of(module).__name__, rule, nbytes_before=before, nbytes_after=before)
 
-    def left(reason: str) -> LayerPlan:
-        return LayerPlan(**{**vars(plain), "reason": reason})
+    def kept_in_float(reason: str) -> LayerPlan:
+        return replace(plain, reason=reason)
 
-    why_not = _unfit(module)
-    if why_not:
-        return left(why_not)
+    problem = _layer_problem(module)
+    if problem:
+        return kept_in_float(problem)
     if kind is None:
-        return left(f"unknown type: qt.register_layer({plain.type}, weights=...) to quantize it")
-    if rule is None or found.skip:
-        return left("no rule matches" if rule is None else "excluded")
+        return kept_in_float(f"unknown type: qt.register_layer({plain.type}, weights=...) to quantize it")
+    if rule is None or decision.skip:
+        return kept_in_float("no rule matches" if rule is None else "excluded")
     shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
-    weights = {} if found.weight is None else {key: _placed(found.weight, kind.axis(key)) for key in names}
+    weights = {} if decision.weight is None else {key: _placed(decision.weight, kind.axis(key)) for key in names}
     for key, spec in weights.items():
-        why_not = _misfit(spec, shapes[key])
-        if why_not:
-            return left(why_not)
+        problem = _weight_problem(spec, shapes[key])
+        if problem:
+            return kept_in_float(problem)
     has_input = kind.inputs > 0
-    if not weights and not (found.output or (found.input and has_input)):
-        return left("its rule names no spec for it")
-    mode = _ACTIVATIONS if found.mode is None else found.mode
+    if not weights and not (decision.output or (decision.input and has_input)):
+        return kept_in_float("its rule names no spec for it")
+    mode = _ACTIVATIONS if decision.mode is None else decision.mode
     return LayerPlan(
         name,
         plain.type,
         rule,
         weights=weights,
-        input=found.input if has_input else None,
-        output=found.output,
+        input=decision.input if has_input else None,
+        output=decision.output,
         mode=mode,
         weight_mode=mode if isinstance(mode, Learned | Fixed) else _WEIGHTS,
-        ste=found.ste,
-        observer=found.observer,
+        ste=decision.ste,
+        observer=decision.observer,
         nbytes_before=before,
         nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
 
 
-def _unfit(module: nn.Module) -> str:
+def _layer_problem(module: nn.Module) -> str:
     """Why a layer of a known type cannot be quantized, or ""."""
     if getattr(module, "sparse", False):
         return "its gradients are sparse: make it with sparse=False"
@@ -232,11 +228,11 @@ def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 
-def _misfit(spec: QuantSpec, shape: tuple[int, ...]) -> str:
+def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     """Why the weight cannot have the spec, or ""."""
     kind = spec.granularity
     if isinstance(kind, PerToken):
-        return "tokens are of activations, a weight has none"
+        return "per-token granularity applies only to activations"
     try:
         kind.tiling(shape)
     except ValueError as error:
@@ -259,7 +255,9 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
         if owner == full:
             continue
         if mine != theirs:
-            here, there = (", ".join(str(part) for part in how if part) or "nothing" for how in (mine, theirs))
+            here, there = (
+                ", ".join(str(part) for part in settings if part) or "nothing" for settings in (mine, theirs)
+            )
             raise SpecError(
                 f"{full} and {owner} are one parameter, but the recipe gives the former {here} and the latter {there}: "
                 "add a rule so that both get the same, or skip both"
@@ -267,8 +265,15 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
         tied[name] = owner
     if not tied:
         return layer
-    return LayerPlan(**{**vars(layer), "tied": tied, "nbytes_before": 0, "nbytes_after": 0})
+    return replace(layer, tied=tied, nbytes_before=0, nbytes_after=0)
 
 
-def _with_norm(layer: LayerPlan, norm: str) -> LayerPlan:
-    return LayerPlan(**{**vars(layer), "norm": norm}) if norm and layer.weights else layer
+def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
+    """The lines with the batch norms that are folded into them; tied weights fold none."""
+    folds, modules = find_folds(model), dict(model.named_modules())
+    owners = {owner for line in lines for owner in line.tied.values()}
+    for line in lines:
+        norm = folds.get(line.name, "")
+        tied = line.tied or any(f"{line.name}.{key}".lstrip(".") in owners for key in line.weights)
+        foldable = line.weights and not tied and runs_as_product(float_class_of(modules[line.name]))
+        yield replace(line, norm=norm) if norm and foldable else line

@@ -5,10 +5,10 @@ Counted in optimizer steps; the state of step n is that of the forward passes af
     0 .. delay            the model computes in float; averages of mode EMA are gathered
     delay ..              quantized
     observe_until ..      averages of mode EMA stay
-    freeze_norms ..       batch normalisations use their running statistics, and leave them
+    freeze_norms ..       batch norms use their running statistics, and leave them
     freeze_scales ..      all scales stay: averages, and learned ones
 
-It switches what every quantizer and normalisation has as an attribute, and only at these steps: in between, ``step()``
+It switches what every quantizer and batch norm has as an attribute, and only at these steps: in between, ``step()``
 counts. Scales of mode PerBatch have no state and follow their data always.
 """
 
@@ -40,7 +40,7 @@ class Schedule:
         model: a prepared model, wrapped or not.
         delay: how many steps to train in float first, while averages are gathered.
         observe_until: the step from which averages of mode EMA stay; None for never.
-        freeze_norms: the step from which the statistics of batch normalisations stay.
+        freeze_norms: the step from which the statistics of batch norms stay.
         freeze_scales: the step from which all scales stay, learned ones too.
 
     Attributes:
@@ -128,9 +128,9 @@ class Schedule:
         self._syncs = any(quantizer.sync for quantizer in quantizers)
         for quantizer in quantizers:
             quantizer.delayed = self.steps < self.delay
-            wanted = learning, observing if isinstance(quantizer.mode, EMA) else None
-            if wanted != (None, None):
-                quantizer.observing = False not in wanted
+            switches = learning, observing if isinstance(quantizer.mode, EMA) else None
+            if switches != (None, None):
+                quantizer.observing = False not in switches
             if learning is not None:
                 _let_learn(quantizer, learn=learning)
         for module in self.model.modules():

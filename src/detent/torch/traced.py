@@ -2,9 +2,9 @@
 
 For what ``torch.compile`` and ``torch.export`` trace, and for devices without kernels of our own. The arithmetic is
 ``detent.kernels.reference`` and ``detent.scale_rule``, the same text that runs on NumPy, over a namespace whose casts
-and selections survive compilers (``_namespace``); the bits are those of ``detent.fake_quantize`` and its kin, eager and
-compiled. ``spec`` and ``ste`` are constants of a trace. Nothing is checked, because a trace cannot raise, and nothing
-records gradients: these are the halves of an autograd function.
+and selections survive compilers (``traced_namespace``). The bits are those of ``detent.fake_quantize`` and its kin,
+eager and compiled. ``spec`` and ``ste`` are constants of a trace. Nothing is checked, because a trace cannot raise, and
+nothing records gradients: these are the halves of an autograd function.
 
 Shapes: scale and zero point have ``spec.granularity``'s scale shape for x. Left out: the scales of MX and NVFP4, and
 callable estimators.
