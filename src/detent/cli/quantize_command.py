@@ -1,6 +1,5 @@
 """``detent quantize``: quantize an ONNX file, evaluate the result, and print a summary."""
 
-import glob
 import shlex
 from collections.abc import Mapping, Sequence
 from math import isnan
@@ -13,6 +12,7 @@ from detent.cli.exits import DIFFERENCE, check_distinct, check_free, check_is_fi
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
+from detent.recipe import exact_pattern
 from detent.tables import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
 
 def _skip_flag(layer: str) -> str:
     """The option that keeps this layer in float, and no other, quoted for a shell."""
-    return f"--skip {shlex.quote(glob.escape(layer))}"
+    return f"--skip {shlex.quote(exact_pattern(layer))}"
 
 
 def _document(

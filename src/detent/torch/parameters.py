@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from detent.codec import parse
 from detent.errors import NotCalibratedError, SpecError, StateError
 from detent.granularity import PerAxis, PerTensor
 from detent.observers.minmax import mix_ranges
@@ -429,7 +430,7 @@ int8/tensor/symmetric/onnx with EMA(decay=0.99)
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE:
                 raise StateError("not bytes")
-            saved = json.loads(bytes(state.cpu().tolist()))
+            saved = parse(bytes(state.cpu().tolist()).decode(), "its JSON")
             spec, mode = QuantSpec.from_json(saved["spec"]), ScaleMode.from_json(saved["mode"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             return f"the checkpoint's description of the quantizer cannot be read ({error})"

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
 from detent.tensor import QuantizedTensor
-from detent.torch.arrays import process_count
+from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
@@ -193,7 +193,7 @@ def _device_and_scale_dtype(module: nn.Module) -> tuple[torch.device, torch.dtyp
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     if first is None:
         return torch.device("cpu"), torch.float32
-    return first.device, torch.float64 if first.dtype == torch.float64 else torch.float32
+    return first.device, scale_dtype(first)
 
 
 def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

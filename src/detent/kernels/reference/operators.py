@@ -103,7 +103,7 @@ def dequantize(codes: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tili
     array([ 1.5, -2. ], dtype=float32)
     """
     xp = array_namespace(codes)
-    compute = xp.float64 if dtype == xp.float64 else xp.float32
+    compute = compute_type(dtype, xp)
     s = spread(xp, xp.astype(scale, compute), tiling)
     if spec.format.is_integer:
         z = spread(xp, xp.astype(zero_point, compute), tiling)

@@ -1,0 +1,33 @@
+"""One place for each thing: jobs that were once done in several modules, found by a text that only one may hold."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "detent"
+PLACES = {
+    "JSON with unique keys": (r"object_pairs_hook", "codec.py"),
+    "numbers that JSON has not": (r"parse_constant", "codec.py"),
+    "the compute type": (r"float64 if [^\n]*== [^\n]*float64 else", "checks.py"),
+    "the four float types": (r"np\.dtype\(ml_dtypes\.bfloat16", "checks.py"),
+    "the first index of a mask": (r"unravel_index\(int\(np\.argmax", "checks.py"),
+    "NaN refused": (r"raise NaNError", "checks.py"),
+    "native runners": (r"_native\.Runner", "kernels/native.py"),
+    "plans": (r"\bPlan\(operation", "plan.py"),
+    "decibels": (r"\blog10\((?:ratio|noise)", "metrics.py"),
+    "bits of scales": (r'scale_format == "e4m3" else 0', "spec.py"),
+    "rounded zero points": (r"\.round\([^\n]*qmin", "scale_rule.py"),
+    "skip patterns": (r"fnmatchcase\(", "recipe.py"),
+    "exact patterns": (r"glob\.escape", "recipe.py"),
+    "progress on a terminal": (r"stderr\.isatty", "observers/passes.py"),
+    "writable directories": (r"TemporaryFile\(", "storage.py"),
+    "extras": (r"pip install 'detent\[", "errors.py"),
+}
+
+
+@pytest.mark.parametrize("thing", PLACES)
+def test_one_module_does_it(thing):
+    pattern, place = PLACES[thing]
+    files = [path for path in SOURCE.rglob("*.py") if re.search(pattern, path.read_text(encoding="utf-8"))]
+    assert [path.relative_to(SOURCE).as_posix() for path in files] == [place]
