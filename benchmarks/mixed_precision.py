@@ -38,9 +38,9 @@ from detent.onnx.graph_plan import weight_params
 from detent.onnx_model import Graph, make_session
 from detent.onnx_model.graph import make_tensor
 from detent.packing import unpack
-from detent.sensitivity.bench import Bench, as_widths
+from detent.sensitivity.bench import LayerRunner, as_widths
 from detent.sensitivity.measurement import search, starting_points
-from detent.sensitivity.onnx_bench import OnnxBench
+from detent.sensitivity.onnx_bench import OnnxLayerRunner
 from detent.tensor import compact, expand
 from zoo import ZOO
 
@@ -142,7 +142,7 @@ def read_packed(prepared: ModelProto, source: Path) -> ModelProto:
 class Remembered:
     """A bench that keeps outputs: searches whose budgets differ by a few bytes try the same mixes."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: LayerRunner) -> None:
         self.bench, self.kept = bench, dict[tuple[tuple[str, str], ...], list]()
 
     def __getattr__(self, name: str) -> object:
@@ -159,7 +159,7 @@ class Remembered:
 class Contest:
     """Uniform widths and mixes of one model, in one kind of file."""
 
-    def __init__(self, kind: str, path: Path, found: qs.Sensitivity, bench: Bench, judge: Judge) -> None:
+    def __init__(self, kind: str, path: Path, found: qs.Sensitivity, bench: LayerRunner, judge: Judge) -> None:
         self.kind, self.path, self.bench, self.judge = kind, path, Remembered(bench), judge
         self.known: Known = {}
         self.refined: dict[int, qs.Mix] = {}  # several widths may have the same container, and so the same budget
@@ -258,7 +258,7 @@ def measured(name: str) -> dict:
     print(f"{name}: {costs[0]}; took {seconds:.0f} s", file=sys.stderr, flush=True)
     about = {"layers": len(found.layers), "samples": samples, "runs": costs[0].runs, "seconds": seconds, "files": {}}
     about |= {"widths": list(found.options), "judged": count_samples(judge.feeds), "refine_runs": RUNS}
-    bench = OnnxBench(
+    bench = OnnxLayerRunner(
         path, chosen, dt.Recipe.preset("w8a16"), as_widths(subject.widths), samples, "onnxruntime", (), "packed"
     )
     for kind in ("packed", "onnx"):

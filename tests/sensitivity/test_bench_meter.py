@@ -1,4 +1,4 @@
-"""The meter of noise, and what measuring says while it goes on."""
+"""The output_noise of noise, and what measuring says while it goes on."""
 
 import io
 import re
@@ -9,7 +9,7 @@ import pytest
 import detent.sensitivity as qs
 from detent.errors import RangeError, UnsupportedError
 from detent.observers.passes import reporter
-from detent.sensitivity.bench import Meter
+from detent.sensitivity.bench import OutputNoise
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE
 
 
@@ -18,41 +18,41 @@ def arrays(*values):
 
 
 def test_noise_is_summed_over_batches_before_it_is_divided():
-    meter = Meter(["y"], [arrays([1.0]), arrays([3.0])])
-    assert meter.noise([arrays([2.0]), arrays([3.0])]) == pytest.approx(1 / 10)
+    output_noise = OutputNoise(["y"], [arrays([1.0]), arrays([3.0])])
+    assert output_noise.noise([arrays([2.0]), arrays([3.0])]) == pytest.approx(1 / 10)
 
 
 def test_outputs_without_a_signal_are_left_out():
-    meter = Meter(["y", "zero"], [arrays([2.0], [0.0])])
-    assert meter.noise([arrays([1.0], [5.0])]) == pytest.approx(0.25)
+    output_noise = OutputNoise(["y", "zero"], [arrays([2.0], [0.0])])
+    assert output_noise.noise([arrays([1.0], [5.0])]) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38], ids=["inf", "-inf", "nan", "huge"])
 def test_outputs_that_overflow_have_a_finite_noise(value):
-    found = Meter(["y"], [arrays([1e-3])]).noise([arrays([value])])
+    found = OutputNoise(["y"], [arrays([1e-3])]).noise([arrays([value])])
     assert found == OVERFLOW_NOISE
     assert np.isfinite(qs.sqnr_of(found))
 
 
 def test_halves_are_compared_in_double_precision():
     old, new = np.array([60000], np.float16), np.array([-60000], np.float16)
-    assert Meter(["y"], [[old]]).noise([[new]]) == pytest.approx(4)
+    assert OutputNoise(["y"], [[old]]).noise([[new]]) == pytest.approx(4)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_references_must_be_finite(value):
     with pytest.raises(RangeError, match="output 'y'"):
-        Meter(["y"], [arrays([1.0, value])])
+        OutputNoise(["y"], [arrays([1.0, value])])
 
 
 def test_there_must_be_an_output():
     with pytest.raises(UnsupportedError, match="no float output"):
-        Meter([], [[]])
+        OutputNoise([], [[]])
 
 
 def test_outputs_that_change_their_shape_are_told():
     with pytest.raises(UnsupportedError, match="shape"):
-        Meter(["y"], [arrays([1.0])]).noise([arrays([1.0, 2.0])])
+        OutputNoise(["y"], [arrays([1.0])]).noise([arrays([1.0, 2.0])])
 
 
 class Terminal(io.StringIO):

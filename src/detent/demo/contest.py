@@ -1,4 +1,4 @@
-"""The contest: one float network, and what quantization makes of it, all with the same epochs on the same images.
+"""Comparison of one float network with its quantized versions, all trained for the same epochs on the same images.
 
 ::
 
@@ -6,13 +6,9 @@
                                |                         +--> PTQ   calibrated, not trained
                                +-- more epochs, quantized --> QAT   scales learned with the weights
 
-Each goes the same way: export, run in ONNX Runtime, verify.
-
-Exporting the float network, for its size, as a start for ``detent quantize``, and to compare layers with.
-
-Batch norms are folded before the export, as in quantized files, so that both have the same tensors by the same names.
-
-Pages: what a run leaves behind, written when all else is done.
+Each is exported, run in ONNX Runtime and verified. The float network is exported too, for its size, as an input of
+``detent quantize``, and to compare layers with; its batch norms are folded before, as in quantized files, so that both
+have the same tensors by the same names. Files are written when all else is done.
 """
 
 import copy

@@ -1,12 +1,9 @@
-"""Training: the loop that float and quantized networks share, calibration, and what a network says of images.
+"""Network and data of the demo: digits, the network, and the training loop that float and quantized networks share.
 
-Pictures: the digits that are part of the package, in two parts. Source and licence are in ``digits/README.md``.
-
-Repeatable: PyTorch set up so that a machine computes the same numbers each time, and as before afterwards.
-
-The network: convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8.
-
-45,434 parameters: small enough to train in seconds, and deep and narrow enough for 2-bit weights to hurt.
+The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8. With 45,434
+parameters it trains in seconds, and is deep and narrow enough for 2-bit weights to cost accuracy. The digits are part
+of the package; their source and licence are in ``digits/README.md``. While the demo runs, PyTorch is set up so that a
+machine computes the same numbers each time.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Running: the way into the demo. What it needs is loaded when it is called."""
+"""Entry of the demo: ``run``. What it needs is loaded when it is called."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -66,7 +66,7 @@ def build(  # noqa: PLR0913 - all that may be known of a model
     >>> page.title, page.layers[0].name, page.layers[0].weight.codes_available, page.layers[0].status
     ('small.onnx', 'fc', 255, 'integers')
     """
-    from detent.report.contents import Given, measure_report  # noqa: PLC0415 - imports ONNX
+    from detent.report.contents import ReportInputs, measure_report  # noqa: PLC0415 - imports ONNX
 
     if verification is not None and not isinstance(verification, VerifyReport):
         raise DtypeError(f"verification is what dt.verify returns, got {type(verification).__name__}")
@@ -76,7 +76,7 @@ def build(  # noqa: PLR0913 - all that may be known of a model
     named = tuple((str(label), str(text)) for label, text in (facts or {}).items())
     path = artifact if isinstance(artifact, str | PathLike) else getattr(artifact, "path", None)
     name = title or ("model in memory" if path is None else Path(path).name)
-    given = Given(source, result, verification, sensitivity, mix, str(name), named, tuple(tables), str(command))
+    given = ReportInputs(source, result, verification, sensitivity, mix, str(name), named, tuple(tables), str(command))
     return measure_report(artifact, data, given)
 
 

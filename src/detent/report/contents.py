@@ -1,4 +1,7 @@
-"""Measuring: the parts of a report, found in a file, in what was given with it, and in a run over data."""
+"""Contents of a report, assembled from the quantized file, from what is known of it, and from a run over data.
+
+``tensor_stats`` measures weights and activations, ``file_layers`` finds the layers; nothing is measured here.
+"""
 
 import platform
 from dataclasses import dataclass, replace
@@ -35,8 +38,8 @@ from detent.report.document import (
 )
 from detent.report.file_layers import FileLayer, Origin, find_layers, kernels_by_layer, origin_of
 from detent.report.tensor_stats import (
+    ActivationStats,
     FloatWeights,
-    Seen,
     SiteWatch,
     size_parts,
     stored_nbytes,
@@ -46,17 +49,17 @@ from detent.report.tensor_stats import (
 from detent.sensitivity import Mix, Sensitivity
 from detent.verification.verify_report import VerifyReport
 
-__all__ = ["BATCHES", "Given", "measure_report"]
+__all__ = ["BATCHES", "ReportInputs", "measure_report"]
 
 BATCHES = 8
 PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
 
 
 @dataclass(frozen=True)
-class Given:
+class ReportInputs:
     """What was given beside the file and the data.
 
-    >>> Given(title="a").command
+    >>> ReportInputs(title="a").command
     ''
     """
 
@@ -71,14 +74,14 @@ class Given:
     command: str = ""
 
 
-def measure_report(source: ModelSource, data: BatchSource | None, given: Given) -> Report:
+def measure_report(source: ModelSource, data: BatchSource | None, given: ReportInputs) -> Report:
     """What ``build`` does.
 
     >>> from onnx import parser
     >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) [fc] y = MatMul(x, v) }''')
-    >>> measure_report(made, None, Given(title="small")).layers[0].weight.spec
+    >>> measure_report(made, None, ReportInputs(title="small")).layers[0].weight.spec
     'int8/tensor'
     """
     model = load_model(source)
@@ -128,14 +131,14 @@ def _kernels(artifact: QuantizedGraph, found: list[FileLayer]) -> tuple[dict[str
         return {}, (f"the kernels of layers are not known: {error}",)
 
 
-def _reference(given: Given) -> ModelProto | None:
+def _reference(given: ReportInputs) -> ModelProto | None:
     """The float model: as it was after equalizing and smoothing where that is known, as it was given otherwise."""
     if given.result is not None:
         return given.result.plan.model
     return None if given.source is None else load(given.source)
 
 
-def _nbytes_before(given: Given) -> int | None:
+def _nbytes_before(given: ReportInputs) -> int | None:
     if given.result is not None:
         return given.result.nbytes_before
     return None if given.source is None else load_model(given.source).nbytes
@@ -182,7 +185,7 @@ def _layers(
     artifact: QuantizedGraph,
     found: list[FileLayer],
     weights: _Weights,
-    seen: Seen,
+    seen: ActivationStats,
     kernels: dict[str, str],
     result: QuantizeReport | None,
 ) -> tuple[Layer, ...]:
@@ -198,7 +201,12 @@ def _layers(
 
 
 def _layer(
-    artifact: QuantizedGraph, found: FileLayer, weights: _Weights, seen: Seen, kernel: str, told: LayerReport | None
+    artifact: QuantizedGraph,
+    found: FileLayer,
+    weights: _Weights,
+    seen: ActivationStats,
+    kernel: str,
+    told: LayerReport | None,
 ) -> Layer:
     if told is not None and told.kernel:
         kernel = told.kernel
@@ -225,7 +233,7 @@ def _layer(
     )
 
 
-def _others(artifact: QuantizedGraph, found: list[FileLayer], seen: Seen) -> tuple[Tensor, ...]:
+def _others(artifact: QuantizedGraph, found: list[FileLayer], seen: ActivationStats) -> tuple[Tensor, ...]:
     """Quantizers that no layer reads: of additions, concatenations and the like."""
     taken = {layer.quantizer.node for layer in found if layer.quantizer is not None}
     return tuple(
@@ -287,7 +295,7 @@ def _ratio(db: float | None) -> float:
     return float("nan") if db is None else float(10 ** (-db / 10))
 
 
-def _output_sqnr(given: Given, seen: Seen) -> tuple[dict[str, float], str]:
+def _output_sqnr(given: ReportInputs, seen: ActivationStats) -> tuple[dict[str, float], str]:
     if given.result is not None and given.result.outputs_sqnr_db:
         return {name: short(db) for name, db in given.result.outputs_sqnr_db.items()}, "the float model"
     if seen.outputs:
@@ -298,7 +306,7 @@ def _output_sqnr(given: Given, seen: Seen) -> tuple[dict[str, float], str]:
     return {}, ""
 
 
-def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: Given) -> Reproduction:
+def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: ReportInputs) -> Reproduction:
     about = artifact.provenance
     recipe, toml = ("", "") if about is None else _recipe(about.recipe)
     versions = {"detent": detent.__version__, "python": platform.python_version()}
@@ -322,7 +330,7 @@ def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: Given) ->
     )
 
 
-def _origin(artifact: QuantizedGraph, given: Given) -> Origin:
+def _origin(artifact: QuantizedGraph, given: ReportInputs) -> Origin:
     return origin_of(artifact) if given.result is None else "onnx"
 
 

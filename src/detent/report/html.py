@@ -1,8 +1,7 @@
-"""Figures: numbers as a reader wants them, and charts as paths, drawn by hand from the data.
+"""Reports as HTML: numbers as text, charts as SVG paths, pages by Jinja templates.
 
-Rendering: reports as HTML. Everything is in the page: styles, script and data; it asks nobody for anything.
-
-Jinja escapes every text, for the names of layers are whatever a file says. The policy in the page's head lets the
+Everything is in the page: styles, script and data; it loads nothing. Jinja escapes every text, since a file may name
+its layers as it likes. The policy in the page's head lets the
 page's own style and script run, by their hashes, and forbids all connections.
 """
 

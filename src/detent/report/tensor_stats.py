@@ -1,15 +1,11 @@
-"""Watching: one pass over some batches, in which every quantizer of the file and every layer's result is looked at.
+"""Statistics of weights and activations: ranges, clipping, SQNR, code usage, histograms.
 
-The file runs as it is written, so that each tensor is what its quantizer sees. The float model runs beside it. Of
-results, at most so many elements of each batch are kept until the file's own are there, evenly spread; quantizers see
-everything.
+Weights are read from the file. Activations come from one pass over some batches: the file runs as it is written, so
+that each tensor is what its quantizer sees, and the float model runs beside it. Of layer outputs, an evenly spread part
+of each batch is kept for the comparison; quantizers see everything.
 
-Distributions: histograms of data whose range is not known before all of it was seen.
-
-Bins are ``[k w, (k + 1) w)`` for integers k and a width w that is a power of two. Where data need more bins than there
+Histograms are of data whose range is not known before all of it was seen. Bins are ``[k w, (k + 1) w)`` for integers k and a width w that is a power of two. Where data need more bins than there
 are, w doubles and pairs of bins become one: no count is lost, and the order of batches does not matter to the bins.
-
-Weighing: what the file itself tells of its weights and its size; no data are needed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,9 +32,9 @@ from detent.verification.outputs import OutputCheck
 from detent.verification.probe import Probe, Reading
 
 __all__ = [
+    "ActivationStats",
     "Distribution",
     "FloatWeights",
-    "Seen",
     "SiteWatch",
     "code_histogram",
     "is_same_weight",
@@ -445,7 +441,7 @@ def _activation_spec_text(site: QuantizeNode) -> str:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ActivationStats:
     """What was seen.
 
     Attributes:
@@ -456,7 +452,7 @@ class Seen:
         batches: how many there were.
         notes: what could not be done.
 
-    >>> Seen({}, {}, {}, None, 0, ()).batches
+    >>> ActivationStats({}, {}, {}, None, 0, ()).batches
     0
     """
 
@@ -470,7 +466,7 @@ class Seen:
 
 def watch(
     artifact: QuantizedGraph, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
-) -> Seen:
+) -> ActivationStats:
     """Run the file, and the float model beside it.
 
     Args:
@@ -504,11 +500,11 @@ def watch(
         batches += 1
     found = {name: each.result() for name, each in watches.items()}
     if beside is None:
-        return Seen(found, {}, {}, None, batches, ())
+        return ActivationStats(found, {}, {}, None, batches, ())
     ends = beside.ends.result()
     outputs = {name: short(db) for name, db in ends.output_sqnr_db.items()}
     noise = {name: short(each.sqnr_db) for name, each in beside.noise.items()}
-    return Seen(found, noise, outputs, ends.agreement, batches, (*beside.notes, *beside.ends.notes))
+    return ActivationStats(found, noise, outputs, ends.agreement, batches, (*beside.notes, *beside.ends.notes))
 
 
 def _run(probe: Probe, feed: Feed) -> None:

@@ -1,8 +1,7 @@
-"""Bench: a model whose layers can be quantized one by one, and the meter of the noise that causes.
+"""Layer runners: a model whose layers can be quantized one by one, and the noise at its outputs.
 
-``onnx_bench`` and ``torch_bench`` each make one; the loop over layers and options is the same for both.
-
-Options: the widths that a caller asks for as specs of weights, and the bytes these take.
+``onnx_bench`` and ``torch_bench`` each make a ``LayerRunner``; the loop over layer groups and options, ``measure_all``,
+is the same for both. Bit widths become specs of weights here, whose bytes depend on the storage:
 
 ===========  ==========================================================================================
 storage      a weight of n elements and s scales at b bits
@@ -29,7 +28,16 @@ from detent.recipe import Recipe
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
 from detent.spec import QuantSpec, spec_text, stored_nbytes
 
-__all__ = ["Bench", "Meter", "Progress", "Unit", "as_storage", "as_widths", "measure_all", "weight_nbytes"]
+__all__ = [
+    "LayerGroup",
+    "LayerRunner",
+    "OutputNoise",
+    "Progress",
+    "as_storage",
+    "as_widths",
+    "measure_all",
+    "weight_nbytes",
+]
 FEWEST_BITS, MOST_BITS = 1, 16
 
 
@@ -106,7 +114,7 @@ Progress = Callable[[int, int], object] | bool | None
 
 
 @dataclass(frozen=True)
-class Unit:
+class LayerGroup:
     """Layers that share a weight, or one that shares none: what is quantized at a time.
 
     Attributes:
@@ -116,7 +124,7 @@ class Unit:
         nbytes_float: of its weights in float.
         nbytes: by option.
 
-    >>> Unit(("fc",), "MatMul", 8, 32, {"int8/axis0": 12}).names
+    >>> LayerGroup(("fc",), "MatMul", 8, 32, {"int8/axis0": 12}).names
     ('fc',)
     """
 
@@ -127,18 +135,18 @@ class Unit:
     nbytes: Mapping[str, int]
 
 
-class Bench(Protocol):
+class LayerRunner(Protocol):
     """What the loop needs of a model.
 
     Attributes:
-        units: what can be quantized.
+        groups: what can be quantized.
         options: their labels.
         samples: how many there are.
         names: of the float outputs.
         recipe: what the measured recipe gives each layer; None where options are specs.
     """
 
-    units: Sequence[Unit]
+    groups: Sequence[LayerGroup]
     options: tuple[str, ...]
     samples: int
     names: Sequence[str]
@@ -147,14 +155,14 @@ class Bench(Protocol):
     def reference(self) -> Iterator[Sequence[Array]]:
         """The float outputs of the float model, batch by batch."""
 
-    def tasks(self) -> Iterator[tuple[Unit, str]]:
-        """Every unit at every option it has, in the order that costs least."""
+    def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
+        """Every group at every option it has, in the order that costs least."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some units quantized: their options, by the names of their first layers."""
+        """The same outputs with some groups quantized: their options, by the names of their first layers."""
 
 
-class Meter:
+class OutputNoise:
     """The noise of outputs relative to those of the float model.
 
     Args:
@@ -165,8 +173,8 @@ class Meter:
         UnsupportedError: there is no float output.
         RangeError: an output holds NaN or infinity, or nothing but zeros.
 
-    >>> meter = Meter(["y"], [[np.float32([3.0, 4.0])]])
-    >>> meter.noise([[np.float32([3.0, 3.5])]])
+    >>> output_noise = OutputNoise(["y"], [[np.float32([3.0, 4.0])]])
+    >>> output_noise.noise([[np.float32([3.0, 3.5])]])
     0.01
     """
 
@@ -205,31 +213,33 @@ def _power(values: Array) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
-def measure_all(bench: Bench, announce: Callable[[Cost], object] | None, progress: Progress) -> tuple[LayerNoise, ...]:
-    """The noise of every unit at every option, in the model's order."""
+def measure_all(
+    bench: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
+) -> tuple[LayerNoise, ...]:
+    """The noise of every group at every option, in the model's order."""
     start = time.perf_counter()
-    meter = Meter(bench.names, bench.reference())
+    output_noise = OutputNoise(bench.names, bench.reference())
     first = time.perf_counter() - start
     tasks = list(bench.tasks())
-    found: dict[tuple[str, ...], dict[str, float]] = {unit.names: {} for unit in bench.units}
+    found: dict[tuple[str, ...], dict[str, float]] = {group.names: {} for group in bench.groups}
     if announce is not None:
         start = time.perf_counter()  # once more: the first run reserves memory
-        meter.noise(bench.reference())
+        output_noise.noise(bench.reference())
         seconds = min(first, time.perf_counter() - start) * len(tasks)
-        announce(Cost(len(bench.units), len(bench.options), len(tasks), bench.samples, seconds))
+        announce(Cost(len(bench.groups), len(bench.options), len(tasks), bench.samples, seconds))
     report = reporter(progress, "measuring", "runs")
-    for done, (unit, option) in enumerate(tasks, 1):
-        found[unit.names][option] = meter.noise(bench.outputs({unit.names[0]: option}))
+    for done, (group, option) in enumerate(tasks, 1):
+        found[group.names][option] = output_noise.noise(bench.outputs({group.names[0]: option}))
         report(done, len(tasks))
     return tuple(
         LayerNoise(
-            unit.names[0],
-            unit.type,
-            unit.elements,
-            unit.nbytes_float,
-            {option: found[unit.names][option] for option in bench.options if option in unit.nbytes},
-            {option: unit.nbytes[option] for option in bench.options if option in unit.nbytes},
-            unit.names[1:],
+            group.names[0],
+            group.type,
+            group.elements,
+            group.nbytes_float,
+            {option: found[group.names][option] for option in bench.options if option in group.nbytes},
+            {option: group.nbytes[option] for option in bench.options if option in group.nbytes},
+            group.names[1:],
         )
-        for unit in bench.units
+        for group in bench.groups
     )

@@ -1,4 +1,4 @@
-"""Choosing: one option per layer, the least sum of noise in so many bytes.
+"""Knapsack: one option per layer with the least sum of noise within a budget of bytes.
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 

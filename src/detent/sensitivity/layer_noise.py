@@ -1,13 +1,10 @@
-"""Sensitivity: the noise of all layers, and the choice of options under a budget of bytes.
+"""Noise of layers at the outputs, by option, and the mixed-precision assignments chosen from it.
 
-Noise: what one layer causes at the outputs, by option; and what measuring it costs.
-
-The noise of an option is the power of the outputs' error relative to their own power, ``sum (y - y')^2 / sum y^2``
+``LayerNoise`` is one layer, ``Sensitivity`` all of them, ``Mix`` an option for every layer with its predicted and
+measured SQNR, ``Cost`` what a measurement takes. The noise of an option is the power of the outputs' error relative to their own power, ``sum (y - y')^2 / sum y^2``
 over all samples, and of several outputs the mean, so that outputs of large values do not hide the others.
 
-Mix: the chosen option of every layer, as a recipe, with what is predicted of it and what was measured.
-
-Reading: sensitivities as JSON, whose text is not trusted.
+As JSON, whose text is untrusted:
 
 ::
 

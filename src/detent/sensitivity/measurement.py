@@ -1,8 +1,7 @@
-"""Measuring: the way into the package. What ONNX models or PyTorch modules need is loaded when one is given.
+"""Measure the sensitivity of layers, and search for mixed-precision assignments by running them.
 
-Searching: mixes that are judged by running them, near those that the sum of noise powers says are good.
-
-The starts are the exact choice for the sum, and every uniform option that fits. From the best of them, moves are tried
+What ONNX models or PyTorch modules need is loaded when one is given. ``refine`` searches near the assignments that the
+sum of noise powers predicts to be good. The starts are the exact choice for the sum, and every uniform option that fits. From the best of them, moves are tried
 in the order of what they should cost by the sum: one layer gets another option, and where that takes too many bytes, a
 second layer gives some back. A move that helps is kept. The search ends when no move is left or the runs are used up.
 """
@@ -18,7 +17,7 @@ from detent.errors import SpecError
 from detent.metrics import sqnr_of
 from detent.observers.passes import reporter
 from detent.recipe import Recipe, get_recipe
-from detent.sensitivity.bench import Bench, Meter, Progress, as_storage, as_widths, measure_all
+from detent.sensitivity.bench import LayerRunner, OutputNoise, Progress, as_storage, as_widths, measure_all
 from detent.sensitivity.layer_noise import Cost, LayerNoise, Mix, Sensitivity, Storage
 from detent.spec import QuantSpec
 
@@ -88,7 +87,7 @@ def _changes(layer: LayerNoise, options: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def search(
-    bench: Bench,
+    bench: LayerRunner,
     found: Sensitivity,
     starts: list[Options],
     budget: int,
@@ -98,7 +97,7 @@ def search(
 ) -> Mix:
     """The best mix that so many runs find, with its measured SQNR; all starts are run, whatever the number of runs."""
     start = time.perf_counter()
-    meter = Meter(bench.names, bench.reference())
+    output_noise = OutputNoise(bench.names, bench.reference())
     if announce is not None:
         seconds = (time.perf_counter() - start) * runs
         announce(Cost(len(found.layers), len(found.options), runs, bench.samples, seconds))
@@ -107,7 +106,7 @@ def search(
     def noise(options: Options) -> float:
         key = tuple(options.values())
         if key not in known:
-            known[key] = meter.noise(bench.outputs(options))
+            known[key] = output_noise.noise(bench.outputs(options))
             report(len(known), runs)
         return known[key]
 
@@ -232,7 +231,7 @@ def refine(
         )
     specs, recipe = (as_widths(found.options), get_recipe("w8a16")) if found.recipe is None else (None, found.recipe)
     bench = _open(model, data, recipe, specs, found.samples, found.target, (), as_storage(found.storage))
-    known = {unit.names: set(unit.nbytes) for unit in bench.units}
+    known = {group.names: set(group.nbytes) for group in bench.groups}
     for layer in found.layers:
         if not set(layer.noise) <= known.get(layer.names, set()):
             raise SpecError(f"the model has no layer {layer.name!r} with the options that were measured: measure it")
@@ -286,14 +285,14 @@ def _open(
     target: "Target | str",
     skip: tuple[str, ...],
     storage: Storage,
-) -> Bench:
+) -> LayerRunner:
     if _is_module(model):
-        from detent.sensitivity.torch_bench import TorchBench  # noqa: PLC0415 - it loads PyTorch
+        from detent.sensitivity.torch_bench import TorchLayerRunner  # noqa: PLC0415 - it loads PyTorch
 
-        return TorchBench(cast("nn.Module", model), data, recipe, widths, samples, skip, storage)
-    from detent.sensitivity.onnx_bench import OnnxBench  # noqa: PLC0415 - it loads ONNX Runtime
+        return TorchLayerRunner(cast("nn.Module", model), data, recipe, widths, samples, skip, storage)
+    from detent.sensitivity.onnx_bench import OnnxLayerRunner  # noqa: PLC0415 - it loads ONNX Runtime
 
-    return OnnxBench(_as_source(model), data, recipe, widths, samples, target, skip, storage)
+    return OnnxLayerRunner(_as_source(model), data, recipe, widths, samples, target, skip, storage)
 
 
 def _is_module(model: object) -> bool:

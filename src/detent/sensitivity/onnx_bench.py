@@ -1,4 +1,4 @@
-"""The bench of ONNX models: one session, whose weights are inputs, and whose activations have switches.
+"""ONNX models as layer runners: one session, whose weights are inputs, and whose activations have switches.
 
 A weight that is an input can be another one in every run, so that no session is made for a layer or a width, and
 memory holds the float weights and the one weight that is rounded. Where a recipe quantizes activations, the data that
@@ -31,11 +31,11 @@ from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.recipe import Recipe, exact_pattern
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit, weight_nbytes
+from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 
-__all__ = ["EXACT", "OnnxBench", "run_recipe"]
+__all__ = ["EXACT", "OnnxLayerRunner", "run_recipe"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -48,8 +48,8 @@ PRODUCTS = ("MatMul", "Gemm")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
-class OnnxBench:
-    """A model as a ``Bench``.
+class OnnxLayerRunner:
+    """A model as a ``LayerRunner``.
 
     Args:
         source: the float model.
@@ -63,12 +63,12 @@ class OnnxBench:
 
     >>> from onnx import parser
     >>> from detent.recipe import get_recipe
-    >>> bench = OnnxBench(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> bench = OnnxLayerRunner(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''),
     ...     [np.float32([[2.0, 2.0]])], get_recipe("w8a8"), None, 32, "onnxruntime", (), "onnx")
-    >>> bench.units[0].names, bench.options, list(bench.reference()), bench.names
+    >>> bench.groups[0].names, bench.options, list(bench.reference()), bench.names
     (('fc',), ('w8a8',), [[array([[255.2]], dtype=float32)]], ['y'])
-    >>> [list(bench.outputs({unit.names[0]: option})) for unit, option in bench.tasks()]
+    >>> [list(bench.outputs({group.names[0]: option})) for group, option in bench.tasks()]
     [[[array([[256.]], dtype=float32)]]]
     """
 
@@ -101,8 +101,8 @@ class OnnxBench:
         self.options = tuple(plans)
         self._lines = {label: {line.name: line for line in made.quantized} for label, made in plans.items()}
         self._found = whole.layers_by_name
-        self.units: Sequence[Unit] = _units(self._lines, whole.layers_by_name, storage)
-        if not self.units:
+        self.groups: Sequence[LayerGroup] = _groups(self._lines, whole.layers_by_name, storage)
+        if not self.groups:
             raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
         self.recipe = None if widths is not None else _named(whole)
         self.names: Sequence[str] = [
@@ -115,14 +115,14 @@ class OnnxBench:
         graph = Graph(model)
         by_name = {graph.node_name(node): node for node in graph.nodes}
         self._weights: dict[str, Array] = {}
-        self._given: dict[str, str] = {}  # the input that holds a unit's weight, by its first layer
+        self._given: dict[str, str] = {}  # the input that holds a group's weight, by its first layer
         flags: list[str] = []
-        for unit in self.units:
-            layer = self._found[unit.names[0]]
-            given = self._given[unit.names[0]] = graph.fresh(f"{layer.weight}//given")
+        for group in self.groups:
+            layer = self._found[group.names[0]]
+            given = self._given[group.names[0]] = graph.fresh(f"{layer.weight}//given")
             self._weights[given] = graph.array(layer.weight).copy()
             model.graph.input.append(helper.make_tensor_value_info(given, TensorProto.FLOAT, layer.shape))
-            for name in unit.names:
+            for name in group.names:
                 node = by_name[name]
                 graph.give(node, 0 if node.op_type == "Gather" else 1, given)
                 if name in inputs:
@@ -137,19 +137,19 @@ class OnnxBench:
         """The float outputs of the float model, batch by batch."""
         return self._run({})
 
-    def tasks(self) -> Iterator[tuple[Unit, str]]:
-        """Every unit at every option it has."""
-        return ((unit, option) for unit in self.units for option in self.options if option in unit.nbytes)
+    def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
+        """Every group at every option it has."""
+        return ((group, option) for group in self.groups for option in self.options if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some units quantized."""
+        """The same outputs with some groups quantized."""
         changed: Feed = {}
-        for unit in self.units:
-            option = options.get(unit.names[0], FLOAT)
+        for group in self.groups:
+            option = options.get(group.names[0], FLOAT)
             if option == FLOAT:
                 continue
-            changed |= {flag: np.array(True) for name in unit.names if (flag := _flag(name)) in self._off}
-            given, spec = self._given[unit.names[0]], self._lines[option][unit.names[0]].weight
+            changed |= {flag: np.array(True) for name in group.names if (flag := _flag(name)) in self._off}
+            given, spec = self._given[group.names[0]], self._lines[option][group.names[0]].weight
             if spec is not None:
                 changed[given] = self._rounded(given, spec)
         return self._run(changed)
@@ -203,16 +203,16 @@ def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams
     return _flag(name)
 
 
-def _units(
+def _groups(
     lines: Mapping[str, Mapping[str, LayerPlan]], found: Mapping[str, Layer], storage: Storage
-) -> tuple[Unit, ...]:
-    """The layers by their weights, in order; those that share one and its specs, and so its codes, are one unit."""
+) -> tuple[LayerGroup, ...]:
+    """The layers by their weights, in order; those that share one and its specs, and so its codes, are one group."""
     sharing: dict[tuple[str, tuple[QuantSpec | None, ...]], list[str]] = defaultdict(list)
     for name, layer in found.items():
         specs = tuple(made[name].weight if name in made else None for made in lines.values())
         if any(spec is not None for spec in specs):
             sharing[layer.weight, specs].append(name)
-    units = []
+    groups = []
     for (_, specs), names in sharing.items():
         layer = found[names[0]]
         is_product = all(found[name].node.op_type in PRODUCTS for name in names)
@@ -222,8 +222,8 @@ def _units(
             if spec is not None
         }
         elements = int(np.prod(layer.shape))
-        units.append(Unit(tuple(names), layer.node.op_type, elements, 4 * elements, nbytes))
-    return tuple(units)
+        groups.append(LayerGroup(tuple(names), layer.node.op_type, elements, 4 * elements, nbytes))
+    return tuple(groups)
 
 
 def _float_outputs(made: GraphPlan) -> list[str]:
@@ -278,4 +278,4 @@ def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: 
             for feed in feeds:
                 yield sessions[at].run(names, feed)
 
-    return Meter(names, run(0)).noise(run(1))
+    return OutputNoise(names, run(0)).noise(run(1))

@@ -1,6 +1,6 @@
-"""The bench of PyTorch modules: a copy, prepared by ``qt.prepare`` once per option, whose quantizers work in turn.
+"""PyTorch modules as layer runners: a copy, prepared by ``qt.prepare`` once per option, quantized layer by layer.
 
-What is measured is what ``qt.prepare`` does: batch normalisations are folded, and weights below 8 bits are rounded by
+What is measured is what ``qt.prepare`` does: batch norms are folded, and weights below 8 bits are rounded by
 their range, as in training. The model itself is left alone.
 """
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from detent.errors import SpecError, StateError, UnsupportedError
 from detent.recipe import Recipe, exact_pattern, skipped_names
 from detent.rule import Rule
-from detent.sensitivity.bench import Meter, Unit, weight_nbytes
+from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 from detent.torch.arrays import Arguments, arguments_of, call_with
@@ -26,7 +26,7 @@ from detent.torch.model_plan import LayerPlan, ModelPlan, plan
 from detent.torch.preparation import plan_of, prepare, unprepare
 from detent.torch.quantizer import FakeQuantize
 
-__all__ = ["TorchBench", "first_samples", "run_recipe"]
+__all__ = ["TorchLayerRunner", "first_samples", "run_recipe"]
 
 Array = NDArray[Any]
 EXCLUDED = ("excluded", "no rule matches")
@@ -69,15 +69,15 @@ def first_samples(data: object, wanted: int) -> tuple[list[Arguments], int]:
     return calls, count
 
 
-class TorchBench:
-    """A module as a ``Bench``; see ``OnnxBench`` for the arguments.
+class TorchLayerRunner:
+    """A module as a ``LayerRunner``; see ``OnnxLayerRunner`` for the arguments.
 
     >>> from detent.recipe import get_recipe
     >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> bench = TorchBench(model, [torch.ones(3, 2)], get_recipe("w8a8"), None, 32, (), "onnx")
-    >>> bench.units[0].names, bench.options, len(list(bench.reference())), bench.names
+    >>> bench = TorchLayerRunner(model, [torch.ones(3, 2)], get_recipe("w8a8"), None, 32, (), "onnx")
+    >>> bench.groups[0].names, bench.options, len(list(bench.reference())), bench.names
     (('0',), ('w8a8',), 1, ['output 0'])
-    >>> [len(list(bench.outputs({unit.names[0]: option}))) for unit, option in bench.tasks()]
+    >>> [len(list(bench.outputs({group.names[0]: option}))) for group, option in bench.tasks()]
     [1]
     """
 
@@ -106,8 +106,8 @@ class TorchBench:
         self.recipe = None if widths is not None else named
         self.options = tuple(self._recipes)
         plans = {label: plan(self._model, made) for label, made in self._recipes.items()}
-        self.units: Sequence[Unit] = _units(self._model, plans, storage)
-        if not self.units:
+        self.groups: Sequence[LayerGroup] = _groups(self._model, plans, storage)
+        if not self.groups:
             raise UnsupportedError(f"no layer of the model can be measured:\n{whole}")
         self._prepared: tuple[str, list[FakeQuantize]] | None = None
         self.names: Sequence[str] = [f"output {at}" for at in range(len(_floats(_run(self._model, self._calls[0]))))]
@@ -117,14 +117,14 @@ class TorchBench:
         self._prepare(None)
         return self._outputs()
 
-    def tasks(self) -> Iterator[tuple[Unit, str]]:
-        """Every unit at every option it has, option by option: each prepares the model once."""
-        return ((unit, option) for option in self.options for unit in self.units if option in unit.nbytes)
+    def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
+        """Every group at every option it has, option by option: each prepares the model once."""
+        return ((group, option) for option in self.options for group in self.groups if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some units quantized; while they all have one option, the model stays prepared."""
+        """The same outputs with some groups quantized; while they all have one option, the model stays prepared."""
         chosen = {name: option for name, option in options.items() if option != FLOAT}
-        names = {name: unit.names for unit in self.units if (name := unit.names[0]) in chosen}
+        names = {name: group.names for group in self.groups if (name := group.names[0]) in chosen}
         used = dict.fromkeys(chosen.values())
         if len(used) == 1:
             for quantizer in self._prepare(next(iter(used))):
@@ -227,7 +227,7 @@ def _named(whole: ModelPlan, skipped: set[str]) -> Recipe:
     return Recipe(rules, whole.recipe.name)
 
 
-def _units(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -> tuple[Unit, ...]:
+def _groups(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -> tuple[LayerGroup, ...]:
     """The layers with weights, in order; those that are tied belong to the first of them."""
     lines = {label: {line.name: line for line in made.quantized if line.weights} for label, made in plans.items()}
     owners: dict[str, str] = {}
@@ -235,7 +235,7 @@ def _units(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -
         for line in made.layers:
             owner = next((other.rpartition(".")[0] for other in line.tied.values()), line.name)
             owners[line.name] = owners.get(owner, owner)
-    units = []
+    groups = []
     for first in dict.fromkeys(owners.values()):
         names = tuple(name for name, owner in owners.items() if owner == first)
         module = model.get_submodule(first)
@@ -249,8 +249,8 @@ def _units(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -
             weights = [module._parameters[key] for key in known.weights]
             sizes = [(each.numel(), each.element_size()) for each in weights if each is not None]
             elements, floats = sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
-            units.append(Unit(names, known.type, elements, floats, nbytes))
-    return tuple(units)
+            groups.append(LayerGroup(names, known.type, elements, floats, nbytes))
+    return tuple(groups)
 
 
 def _nbytes(module: nn.Module, line: LayerPlan, storage: Storage) -> int:
@@ -278,6 +278,6 @@ def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> 
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
-    meter = Meter([f"output {at}" for at in range(len(floats[0]))], floats)
+    meter = OutputNoise([f"output {at}" for at in range(len(floats[0]))], floats)
     with _quantized(copied, recipe, calls):
         return meter.noise(_floats(_run(copied, call)) for call in calls)
