@@ -183,7 +183,7 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
     assert main(arguments) == 0
     page = qr.Report.load(goal)
     assert page.damage_basis == "sensitivity"
-    assert page.sqnr_db == pytest.approx(page.sensitivity.mix.measured_sqnr_db, abs=0.5)
+    assert page.sqnr_db == pytest.approx(page.mix.measured_sqnr_db, abs=0.5)
     assert not page.reproduction.data
 
 

@@ -1,13 +1,13 @@
 """What the tests of reports share: small quantized files and reports with every part."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper
 
 import detent.onnx as qo
 import detent.report as qr
+from detent.sensitivity import LayerNoise, Sensitivity
 from detent.verification import Difference, EndToEnd, Kernel, VerifyReport
 
 __all__ = [
@@ -97,22 +97,21 @@ def made_verification(differing=0):
 
 def made_sensitivity(names=("fc0", "fc1", "fc2")):
     layers = [
-        SimpleNamespace(
-            name=name,
-            type="MatMul",
-            noise={"int4/axis0": 0.01 * 2.0**i, "int8/axis0": 1e-5 * 2.0**i},
-            nbytes={"int4/axis0": 100, "int8/axis0": 200},
+        LayerNoise(
+            name,
+            "MatMul",
+            200,
+            800,
+            {"int4/axis0": 0.01 * 2.0**i, "int8/axis0": 1e-5 * 2.0**i},
+            {"int4/axis0": 100, "int8/axis0": 200},
         )
         for i, name in enumerate(names)
     ]
-    points = ((300, 12.0), (400, 15.5), (500, 21.0), (600, 44.0))
-    return SimpleNamespace(layers=layers, options=("int4/axis0", "int8/axis0"), curve=lambda: points, recipe=None)
+    return Sensitivity(tuple(layers), ("int4/axis0", "int8/axis0"))
 
 
 def made_mix(names=("fc0", "fc1", "fc2")):
-    return SimpleNamespace(
-        options=dict.fromkeys(names, "int8/axis0"), nbytes=500, predicted_sqnr_db=21.0, measured_sqnr_db=20.25
-    )
+    return made_sensitivity(names).mixed(dict.fromkeys(names, "int8/axis0")).with_measured(20.25)
 
 
 def full_report(folder, title="small & <b>bold</b>", names=None):

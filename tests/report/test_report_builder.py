@@ -278,12 +278,13 @@ def test_damage_takes_the_best_that_there_is(made):
 def test_sensitivity_ranks_by_the_option_of_the_layer(made):
     _, path, result = made
     found = made_sensitivity()
-    found.layers[0].noise["int4/axis0"] = 99.0  # which no layer has
+    loud = replace(found.layers[0], noise={**found.layers[0].noise, "int4/axis0": 99.0})  # which no layer has
+    found = replace(found, layers=(loud, *found.layers[1:]))
     page = qr.build(path, result=result, sensitivity=found, mix=made_mix())
     assert [layer.name for layer in page.layers] == ["fc2", "fc1", "fc0"]
     assert [layer.damage for layer in page.layers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=1e-5)
-    assert page.sensitivity.mix.measured_sqnr_db == 20.25
-    assert page.sensitivity.layers[0].chosen == "int8/axis0"
+    assert page.mix.measured_sqnr_db == 20.25
+    assert page.mix.options["fc0"] == "int8/axis0"
 
 
 def test_real_sensitivity_fits(made):
@@ -296,7 +297,9 @@ def test_real_sensitivity_fits(made):
     page = qr.build(path, result=result, sensitivity=found, mix=mix)
     assert page.damage_basis == "sensitivity"
     assert len(page.sensitivity.layers) == 3
-    assert page.sensitivity.mix.nbytes == mix.nbytes
+    assert page.sensitivity == found
+    assert page.mix == mix
+    assert qr.Report.from_json(page.to_json()) == page
     assert "Predicted" in page.to_html()
 
 
@@ -473,7 +476,7 @@ def test_verification_is_told(made):
     page = qr.build(path, verification=made_verification(differing=7))
     assert not page.verification.ok
     assert page.verification.differing_codes == 7
-    assert "fc0_q[0, 3] is 18, expected 17" in page.verification.first_difference
+    assert "fc0_q[0, 3] is 18, expected 17" in str(page.verification.first_difference)
     text = page.to_html()
     assert "Failed" in text
     assert "First difference" in text

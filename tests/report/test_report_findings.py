@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from report_models import feeds, float_model, quantized
+from report_models import feeds, float_model, made_mix, made_sensitivity, made_verification, quantized
 
 import detent.report as qr
 import detent.sensitivity as qs
@@ -116,3 +116,49 @@ def test_comparison_of_shares_is_json():
     a = qr.Report("a", 1, 1, agreement=np.float64(0.5))
     both = json.loads(qr.compare(a, replace(a, agreement=None)).to_json())
     assert (both["a"]["agreement"], both["b"]["agreement"]) == (0.5, None)
+
+
+# Verification and sensitivity
+
+
+def whole_page():
+    return qr.Report(
+        "a", 1, 1, verification=made_verification(differing=3), sensitivity=made_sensitivity(), mix=made_mix()
+    )
+
+
+def test_verification_and_sensitivity_survive_json():
+    page = qr.Report.from_json(whole_page().to_json())
+    assert page == whole_page()
+    assert str(page.verification) == str(whole_page().verification)
+    assert page.sensitivity.choose(400) == whole_page().sensitivity.choose(400)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("verification", "first_difference", "index"), ["0"]),
+        (("verification", "first_difference", "got"), [1]),
+        (("verification", "first_difference"), {"node": "a"}),
+        (("verification", "kernels"), [["a", "b", 1, 2, 3]]),
+        (("verification", "kernels"), [["a", "b", 1, 2, 3, 0]]),
+        (("sensitivity", "layers"), []),
+        (("mix", "recipe"), {"rules": 3}),
+        (("mix", "options"), {}),
+    ],
+    ids=lambda each: ".".join(each) if isinstance(each, tuple) else "",
+)
+def test_hostile_verification_and_sensitivity(path, value):
+    document = json.loads(whole_page().to_json())
+    at = document
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(FileFormatError):
+        qr.Report.from_json(json.dumps(document))
+
+
+def test_version_1_is_refused():
+    document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
+    with pytest.raises(FileFormatError, match="has version 1, this detent reads 2: make it again"):
+        qr.Report.from_json(json.dumps(document))

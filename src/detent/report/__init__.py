@@ -8,37 +8,25 @@ Jinja with the first page.
 from detent.report.builder import build, build_from_evaluation
 from detent.report.comparison import ComparedLayer, Comparison, compare
 from detent.report.document import (
-    Budget,
     Histogram,
-    KernelRow,
     Layer,
-    LayerSensitivity,
     Report,
     Reproduction,
-    Run,
-    SensitivityFacts,
     Size,
     Table,
     Tensor,
-    VerificationFacts,
 )
 
 __all__ = [
-    "Budget",
     "ComparedLayer",
     "Comparison",
     "Histogram",
-    "KernelRow",
     "Layer",
-    "LayerSensitivity",
     "Report",
     "Reproduction",
-    "Run",
-    "SensitivityFacts",
     "Size",
     "Table",
     "Tensor",
-    "VerificationFacts",
     "build",
     "build_from_evaluation",
     "compare",

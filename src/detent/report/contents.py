@@ -32,9 +32,7 @@ from detent.report.document import (
     Table,
     Tensor,
     option_of,
-    sensitivity_facts,
     short,
-    verification_facts,
 )
 from detent.report.file_layers import FileLayer, Origin, find_layers, kernels_by_layer, origin_of
 from detent.report.tensor_stats import (
@@ -97,7 +95,6 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: ReportI
     seen = watch(artifact, feeds, reference if batches is not None else None, weights.comparable())
     kernels, unknown = _kernels(artifact, found)
     layers = _layers(artifact, found, weights, seen, kernels, given.result)
-    facts = sensitivity_facts(given.sensitivity, given.mix)
     layers, basis = _ranked(layers, {} if given.sensitivity is None else _alone(given.sensitivity, given.mix, layers))
     sqnr, against = _output_sqnr(given, seen)
     agreement = None if given.verification is None else given.verification.agreement
@@ -115,8 +112,9 @@ def measure_report(source: ModelSource, data: BatchSource | None, given: ReportI
         batches=seen.batches,
         facts=given.facts,
         tables=given.tables,
-        sensitivity=facts,
-        verification=None if given.verification is None else verification_facts(given.verification),
+        sensitivity=given.sensitivity,
+        mix=given.mix,
+        verification=given.verification,
         reproduction=_reproduction(model, artifact, given),
         steps=() if given.result is None else (*given.result.steps, *given.result.hints),
         notes=tuple(dict.fromkeys((*artifact.notes, *seen.notes, *unknown))),

@@ -1,52 +1,42 @@
 """Report: everything that is known of a quantized model, as a value that JSON and a page can hold.
 
-Parts: what a report is made of, as plain values that JSON can hold.
+Verification and sensitivity are held as ``dt.verify`` and ``qs.measure`` returned them. None stands for what is not
+known: without data there is no clip fraction, without the float weight no SQNR of a weight. Nothing is guessed.
 
-None stands for what is not known: without data there is no clip fraction, without the float weight no SQNR of a
-weight. Nothing is guessed.
-
-Evidence: what verification and sensitivity found, as parts of a report.
+JSON has version 2; version 1, which held copies of the verification and the sensitivity, is refused.
 """
 
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from types import NoneType
+from typing import Literal, Protocol
 
 from detent import storage
-from detent.codec import TEXT_LIMIT, decode, encode, parse
+from detent.codec import TEXT_LIMIT, Leaf, decode, encode, parse, storable, table
 from detent.errors import FileFormatError, SpecError
 from detent.metrics import worst_output
+from detent.recipe import Recipe
+from detent.sensitivity.layer_noise import Mix, Sensitivity
 from detent.spec import QuantSpec
 from detent.tables import table_lines
-from detent.verification.verify_report import VerifyReport
-
-if TYPE_CHECKING:
-    from detent.sensitivity import Mix, Sensitivity
+from detent.verification.verify_report import Difference, Kernel, VerifyReport
 
 __all__ = [
     "Basis",
-    "Budget",
     "Histogram",
-    "KernelRow",
     "Layer",
-    "LayerSensitivity",
     "Report",
     "Reproduction",
-    "Run",
-    "SensitivityFacts",
     "Size",
     "Table",
     "Tensor",
-    "VerificationFacts",
     "check_suffix",
     "option_of",
-    "sensitivity_facts",
     "short",
-    "verification_facts",
     "write_page",
 ]
 DIGITS = 6
@@ -278,180 +268,6 @@ class Reproduction:
     origin: Literal["onnx", "torch", "other"] = "other"
 
 
-CURVE_POINTS = 256
-
-
-@dataclass(frozen=True)
-class LayerSensitivity:
-    """The noise that one layer causes alone.
-
-    Attributes:
-        name, type: of the layer.
-        noise: at the outputs, relative to their power, by option.
-        nbytes: of its weight, by option.
-        chosen: the option of the mix, "" without one.
-
-    >>> LayerSensitivity("fc", "Gemm", {"w8a8": 1e-4}, {"w8a8": 64}).chosen
-    ''
-    """
-
-    name: str
-    type: str
-    noise: Mapping[str, float]
-    nbytes: Mapping[str, int]
-    chosen: str = ""
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A choice of bits under a budget.
-
-    >>> Budget(1024, 31.5).measured_sqnr_db is None
-    True
-    """
-
-    nbytes: int
-    predicted_sqnr_db: float
-    measured_sqnr_db: float | None = None
-
-
-@dataclass(frozen=True)
-class SensitivityFacts:
-    """The noise of layers one by one, and what bytes buy.
-
-    Attributes:
-        options: what was tried.
-        layers: worst first.
-        curve: bytes and predicted SQNR.
-        mix: the choice that was made.
-
-    >>> SensitivityFacts(("w8a8",), (), ()).mix is None
-    True
-    """
-
-    options: tuple[str, ...]
-    layers: tuple[LayerSensitivity, ...]
-    curve: tuple[tuple[int, float], ...]
-    mix: Budget | None = None
-
-
-@dataclass(frozen=True)
-class Run:
-    """Level 2: source and file from end to end, in one way to run it.
-
-    >>> Run("optimised", 100, 1, 1, "fc_Q", {"y": 40.0}).agreement is None
-    True
-    """
-
-    name: str
-    compared_codes: int
-    differing_codes: int
-    max_steps: int
-    first_node: str
-    output_sqnr_db: Mapping[str, float]
-    agreement: float | None = None
-    cause: str = ""
-
-
-@dataclass(frozen=True)
-class KernelRow:
-    """Level 3: an integer kernel beside exact arithmetic.
-
-    >>> KernelRow("conv1", "QLinearConv", 1568, 0, 0, False).differing
-    0
-    """
-
-    node: str
-    kernel: str
-    compared: int
-    differing: int
-    max_steps: int
-    saturated: bool
-
-
-@dataclass(frozen=True)
-class VerificationFacts:
-    """What ``dt.verify`` found.
-
-    >>> VerificationFacts(True, (1,), 1, 100, 0).first_difference
-    ''
-    """
-
-    ok: bool
-    levels: tuple[int, ...]
-    batches: int
-    compared_codes: int
-    differing_codes: int
-    first_difference: str = ""
-    runs: tuple[Run, ...] = ()
-    kernels: tuple[KernelRow, ...] = ()
-    saturation: str = ""
-    notes: tuple[str, ...] = ()
-
-
-def verification_facts(report: VerifyReport) -> VerificationFacts:
-    """A verification as a part of a report.
-
-    >>> verification_facts(VerifyReport((1,), 1, 100, 0)).ok
-    True
-    """
-    runs = tuple(
-        Run(
-            name,
-            each.compared_codes,
-            each.differing_codes,
-            each.max_steps,
-            each.first_node or "",
-            {output: short(db) for output, db in each.output_sqnr_db.items()},
-            each.agreement,
-            each.cause,
-        )
-        for name, each in report.end_to_end.items()
-    )
-    return VerificationFacts(
-        report.ok,
-        tuple(report.levels),
-        report.batches,
-        report.compared_codes,
-        report.differing_codes,
-        "" if report.first_difference is None else str(report.first_difference),
-        runs,
-        tuple(KernelRow(*each) for each in report.kernels),
-        "" if report.saturation is None else str(report.saturation),
-        tuple(report.notes),
-    )
-
-
-def sensitivity_facts(found: "Sensitivity | None", mix: "Mix | None") -> SensitivityFacts | None:
-    """A sensitivity, and a mix that was chosen with it, as a part of a report; None without the former.
-
-    >>> sensitivity_facts(None, None) is None
-    True
-    """
-    if found is None:
-        return None
-    chosen = {} if mix is None else dict(mix.options)
-    layers = [
-        LayerSensitivity(
-            each.name,
-            each.type,
-            {str(option): short(float(noise)) for option, noise in each.noise.items()},
-            {str(option): int(size) for option, size in each.nbytes.items()},
-            str(chosen.get(each.name, "")),
-        )
-        for each in found.layers
-    ]
-    layers.sort(key=lambda each: -max(each.noise.values(), default=0.0))
-    curve = [(int(size), short(float(db))) for size, db in found.curve()]
-    budget = None
-    if mix is not None:
-        measured = None if mix.measured_sqnr_db is None else short(float(mix.measured_sqnr_db))
-        budget = Budget(int(mix.nbytes), short(float(mix.predicted_sqnr_db)), measured)
-    step = -(-len(curve) // CURVE_POINTS) or 1
-    kept = curve[:-1:step] + curve[-1:] if step > 1 else curve
-    return SensitivityFacts(tuple(map(str, found.options)), tuple(layers), tuple(kept), budget)
-
-
 def option_of(spec: str, options: Sequence[str]) -> str:
     """The option that a weight of that spec was measured with, "" where there is none, or no telling which.
 
@@ -488,8 +304,39 @@ def _key(spec: QuantSpec) -> tuple[object, ...]:
     return spec.format.name, about["kind"], about.get("size"), str(about.get("sizes"))
 
 
+def _write_difference(difference: Difference) -> dict[str, object]:
+    return {each.name: encode(getattr(difference, each.name)) for each in fields(Difference)}
+
+
+def _read_difference(value: object) -> Difference:
+    entry = table(value, "a difference", [each.name for each in fields(Difference)])
+    index, scalars = entry["index"], {name: each for name, each in entry.items() if name != "index"}
+    if not isinstance(index, list) or not all(type(each) is int for each in index):
+        raise FileFormatError("the index of a difference is a list of integers")
+    for name, each in scalars.items():
+        if not isinstance(each, str | int | float | NoneType):
+            raise FileFormatError(f"{name} of a difference is a number or a text, got {type(each).__name__}")
+        if isinstance(each, str):
+            storable(name, each)
+    return Difference(**scalars, index=tuple(index))
+
+
+def _read_kernel(value: object) -> Kernel:
+    kinds = (str, str, int, int, int, bool)
+    if not isinstance(value, list) or [type(each) for each in value] != list(kinds):
+        raise FileFormatError("a kernel is a list of node, kernel, compared, differing, max_steps and saturated")
+    return Kernel(*value)
+
+
+_LEAVES = {
+    Recipe: Leaf(lambda recipe: json.loads(recipe.to_json()), lambda value: Recipe.from_json(json.dumps(value))),
+    Difference: Leaf(_write_difference, _read_difference),
+    Kernel: Leaf(list, _read_kernel),
+}
+
+
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
-VERSION, KIND = 1, "detent-report"
+VERSION, KIND = 2, "detent-report"
 ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
 SHOWN = 20
 
@@ -511,7 +358,7 @@ class Report:
         agreement: the share of samples of the same largest class.
         batches: how many were run.
         facts, tables: a user's own.
-        sensitivity, verification: where they were given.
+        sensitivity, mix, verification: as ``qs.measure``, ``choose`` and ``dt.verify`` returned them.
         reproduction: what it takes to make the file again.
         steps: what was done to keep the accuracy.
         notes: what could not be looked at.
@@ -546,8 +393,9 @@ class Report:
     batches: int = 0
     facts: tuple[tuple[str, str], ...] = ()
     tables: tuple[Table, ...] = ()
-    sensitivity: SensitivityFacts | None = None
-    verification: VerificationFacts | None = None
+    sensitivity: Sensitivity | None = None
+    mix: Mix | None = None
+    verification: VerifyReport | None = None
     reproduction: Reproduction = field(default_factory=Reproduction)
     steps: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -574,7 +422,7 @@ class Report:
 
     def to_json(self) -> str:
         """Everything, as JSON; figures that are no finite numbers are written as text."""
-        about = {"kind": KIND, "version": VERSION, **encode(self)}
+        about = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
         return json.dumps(about, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
@@ -584,10 +432,10 @@ class Report:
         Raises:
             FileFormatError: no JSON, another version, or keys and values that a report does not have.
 
-        >>> Report.from_json('{"kind": "detent-report", "version": 2}')
+        >>> Report.from_json('{"kind": "detent-report", "version": 1}')
         Traceback (most recent call last):
         ...
-        detent.errors.FileFormatError: the report has version 2, this detent reads 1: make it again
+        detent.errors.FileFormatError: the report has version 1, this detent reads 2: make it again
         """
         about = parse(text, "the report")
         kind, version = about.pop("kind", None), about.pop("version", None)
@@ -597,7 +445,7 @@ class Report:
             shown = str(version)[:SHOWN]
             raise FileFormatError(f"the report has version {shown}, this detent reads {VERSION}: make it again")
         try:
-            return decode(cls, about, "report")
+            return decode(cls, about, "report", _LEAVES)
         except SpecError as error:
             raise FileFormatError(f"the report cannot be read: {error}") from error
 

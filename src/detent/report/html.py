@@ -20,7 +20,8 @@ from detent.errors import UnsupportedError, install_hint
 from detent.metrics import sqnr_of
 from detent.recipe import exact_pattern
 from detent.report.comparison import Comparison
-from detent.report.document import Histogram, Report, SensitivityFacts, Size, Tensor
+from detent.report.document import Histogram, Report, Size, Tensor
+from detent.sensitivity.layer_noise import Mix
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -47,6 +48,7 @@ NONE = "\u2013"
 MINUS = "\u2212"
 WIDTH, HEIGHT = 320.0, 96.0
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
+CURVE_POINTS = 256  # of a curve that are drawn
 TINY = 1e-4
 Lines = tuple[float | None, float | None]
 _UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -271,11 +273,7 @@ def slices(sizes: Sequence[Size]) -> list[Slice]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of bytes and SQNR as a drawing, with ticks.
-
-    >>> curve(SensitivityFacts(("a",), (), ())) is None
-    True
-    """
+    """A line of bytes and SQNR as a drawing, with ticks."""
 
     path: str
     dots: tuple[tuple[float, float, str], ...]
@@ -286,19 +284,24 @@ class Curve:
     measured: tuple[float, float] | None
 
 
-def curve(facts: SensitivityFacts) -> Curve | None:
+def curve_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """Bytes and predicted SQNR of a sensitivity's curve, thinned to about ``CURVE_POINTS``; the last point stays."""
+    step = -(-len(points) // CURVE_POINTS) or 1
+    return (*points[:-1:step], *points[-1:]) if step > 1 else points
+
+
+def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve | None:
     """The drawing of what bytes buy; None without at least two points.
 
-    >>> drawn = curve(SensitivityFacts(("a",), (), ((100, 10.0), (200, 20.0))))
+    >>> drawn = curve([(100, 10.0), (200, 20.0)])
     >>> drawn.path, drawn.text
     ('M0 240L640 0', 'From 10.0 dB at 100 B to 20.0 dB at 200 B, in 2 steps.')
     """
-    points = [(size, value) for size, value in facts.curve if isfinite(value)]
+    points = [(size, value) for size, value in points if isfinite(value)]
     if len(points) < 2:
         return None
     xs = [float(size) for size, _ in points]
     ys = [value for _, value in points]
-    mix = facts.mix
     extra = (
         [] if mix is None else [value for value in (mix.predicted_sqnr_db, mix.measured_sqnr_db) if value is not None]
     )
@@ -347,6 +350,7 @@ def render_report(report: Report) -> str:
     True
     """
     total, quantized, integers = report.counts
+    points = () if report.sensitivity is None else curve_points(report.sensitivity.curve())
     return _render(
         "report.html.j2",
         report.title,
@@ -356,7 +360,8 @@ def render_report(report: Report) -> str:
         integers=integers,
         basis=BASES[report.damage_basis],
         parts=slices(report.sizes),
-        curve=None if report.sensitivity is None else curve(report.sensitivity),
+        points=points,
+        curve=curve(points, report.mix),
         most_damage=max((each.damage or 0.0 for each in report.layers), default=0.0) or 1.0,
         island=_island(report.to_json()),
     )

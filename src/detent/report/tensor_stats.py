@@ -4,8 +4,9 @@ Weights are read from the file. Activations come from one pass over some batches
 that each tensor is what its quantizer sees, and the float model runs beside it. Of layer outputs, an evenly spread part
 of each batch is kept for the comparison; quantizers see everything.
 
-Histograms are of data whose range is not known before all of it was seen. Bins are ``[k w, (k + 1) w)`` for integers k and a width w that is a power of two. Where data need more bins than there
-are, w doubles and pairs of bins become one: no count is lost, and the order of batches does not matter to the bins.
+Histograms are of data whose range is not known before all of it was seen. Bins are ``[k w, (k + 1) w)`` for integers k
+and a width w that is a power of two. Where data need more bins than there are, w doubles and pairs of bins become one:
+no count is lost, and the order of batches does not matter to the bins.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,9 @@
 """Noise of layers at the outputs, by option, and the mixed-precision assignments chosen from it.
 
 ``LayerNoise`` is one layer, ``Sensitivity`` all of them, ``Mix`` an option for every layer with its predicted and
-measured SQNR, ``Cost`` what a measurement takes. The noise of an option is the power of the outputs' error relative to their own power, ``sum (y - y')^2 / sum y^2``
-over all samples, and of several outputs the mean, so that outputs of large values do not hide the others.
+measured SQNR, ``Cost`` what a measurement takes. The noise of an option is the power of the outputs' error relative to
+their own power, ``sum (y - y')^2 / sum y^2`` over all samples, and of several outputs the mean, so that outputs of
+large values do not hide the others.
 
 As JSON, whose text is untrusted:
 

@@ -1,9 +1,10 @@
 """Measure the sensitivity of layers, and search for mixed-precision assignments by running them.
 
 What ONNX models or PyTorch modules need is loaded when one is given. ``refine`` searches near the assignments that the
-sum of noise powers predicts to be good. The starts are the exact choice for the sum, and every uniform option that fits. From the best of them, moves are tried
-in the order of what they should cost by the sum: one layer gets another option, and where that takes too many bytes, a
-second layer gives some back. A move that helps is kept. The search ends when no move is left or the runs are used up.
+sum of noise powers predicts to be good. The starts are the exact choice for the sum, and every uniform option that
+fits. From the best of them, moves are tried in the order of what they should cost by the sum: one layer gets another
+option, and where that takes too many bytes, a second layer gives some back. A move that helps is kept. The search ends
+when no move is left or the runs are used up.
 """
 
 import sys
