@@ -28,7 +28,7 @@ from detent.onnx_model.sessions import refusals
 from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
-from detent.verification.codes import place_in_file, place_of, spread
+from detent.verification.codes import layout_in_file, layout_of, spread
 from detent.verification.outputs import OutputCheck
 from detent.verification.probe import Probe, Reading
 
@@ -200,7 +200,7 @@ def weigh(weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | 
     ('int8/tensor', 2, 2.0, 28.2, True)
     """
     codes = weight.codes
-    place = place_in_file(weight, codes.shape)
+    place = layout_in_file(weight, codes.shape)
     scale, zero = (spread(part, place, codes.shape) for part in (weight.qparams.scale, weight.qparams.zero_point))
     name = _weight_spec_text(weight, codes.shape) if spec is None else str(spec)
     base = Tensor(weight.name, name, codes.shape, int(codes.size), scales=int(weight.qparams.scale.size))
@@ -365,7 +365,7 @@ class SiteWatch:
         x, codes = arrays[self._x], arrays[self._site.codes]
         if not x.size or x.dtype.kind != "f":
             return
-        place = place_of(self._how, max(x.ndim, 1))
+        place = layout_of(self._how, max(x.ndim, 1))
         scale, zero = (spread(part, place, x.shape) for part in (self._how.scale, self._how.zero_point))
         if scale is None or zero is None:
             return

@@ -10,9 +10,9 @@ A node with another scale or zero point than the source's has other codes throug
 Decoding: what a file's codes mean, whatever its source; the part of level 1 that needs no data and no source.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,20 +34,24 @@ from detent.verification.verify_report import Difference
 
 __all__ = [
     "ActivationCheck",
-    "Place",
+    "Decoded",
+    "ScaleLayout",
     "Tally",
     "check_biases",
     "check_decoding",
     "check_limit",
     "compare_weight",
-    "place_in_file",
-    "place_of",
+    "decode_weights",
+    "layout_in_file",
+    "layout_of",
     "spread",
     "steps_between",
     "ulps_between",
 ]
 
 Array = NDArray[Any]
+FLOAT_NBYTES = 4
+DECODING_BUDGET = 1 << 29  # bytes of dequantized weights that are held at once
 
 
 class Tally:
@@ -87,10 +91,10 @@ def steps_between(a: Array, b: Array) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class ScaleLayout:
     """Where scales lie in data: along which axis, in blocks of how many.
 
-    >>> str(Place(0, 32))
+    >>> str(ScaleLayout(0, 32))
     'axis 0 in blocks of 32'
     """
 
@@ -103,46 +107,46 @@ class Place:
         return f"axis {self.axis}" + (f" in blocks of {self.block}" if self.block else "")
 
 
-def place_of(how: Quantization | QuantParams, rank: int) -> Place:
+def layout_of(params: Quantization | QuantParams, rank: int) -> ScaleLayout:
     """Where the scales of a file's quantizer, or of parameters, lie in data of that rank.
 
-    >>> str(place_of(QuantParams.int8_symmetric(), 2))
+    >>> str(layout_of(QuantParams.int8_symmetric(), 2))
     'one for all'
     """
-    if isinstance(how, Quantization):
-        return Place(how.axis % rank, how.block) if how.scale.ndim else Place(None)
-    kept = how.spec.granularity
-    if isinstance(kept, PerGroup):
-        return Place(kept.axis % rank, kept.size)
-    return Place(kept.axis % rank) if isinstance(kept, PerAxis) else Place(None)
+    if isinstance(params, Quantization):
+        return ScaleLayout(params.axis % rank, params.block) if params.scale.ndim else ScaleLayout(None)
+    granularity = params.spec.granularity
+    if isinstance(granularity, PerGroup):
+        return ScaleLayout(granularity.axis % rank, granularity.size)
+    return ScaleLayout(granularity.axis % rank) if isinstance(granularity, PerAxis) else ScaleLayout(None)
 
 
-def spread(values: Array, place: Place, shape: tuple[int, ...]) -> Array | None:
+def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array | None:
     """One value per element; None where the values do not fit the shape.
 
-    >>> spread(np.array([1, 2]), place_of(QuantParams("int8/axis1", np.ones(2)), 2), (1, 2))
+    >>> spread(np.array([1, 2]), layout_of(QuantParams("int8/axis1", np.ones(2)), 2), (1, 2))
     array([[1, 2]])
     """
-    if place.axis is None:
+    if layout.axis is None:
         return np.broadcast_to(values.reshape(()), shape) if values.size == 1 else None
-    length = shape[place.axis]
-    if place.block:
+    length = shape[layout.axis]
+    if layout.block:
         if values.ndim != len(shape):
             return None
-        cut = tuple(slice(length) if axis == place.axis else slice(None) for axis in range(len(shape)))
-        found = np.repeat(values, place.block, axis=place.axis)[cut]
+        cut = tuple(slice(length) if axis == layout.axis else slice(None) for axis in range(len(shape)))
+        found = np.repeat(values, layout.block, axis=layout.axis)[cut]
         return found if found.shape == shape else None
     if values.size != length:
         return None
-    return np.broadcast_to(values.reshape([-1 if i == place.axis else 1 for i in range(len(shape))]), shape)
+    return np.broadcast_to(values.reshape([-1 if i == layout.axis else 1 for i in range(len(shape))]), shape)
 
 
-def _set_index(index: tuple[int, ...], place: Place) -> tuple[int, ...]:
-    if place.axis is None:
+def _set_index(index: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:
+    if layout.axis is None:
         return ()
-    if not place.block:
-        return (index[place.axis],)
-    return tuple(i // place.block if axis == place.axis else i for axis, i in enumerate(index))
+    if not layout.block:
+        return (index[layout.axis],)
+    return tuple(i // layout.block if axis == layout.axis else i for axis, i in enumerate(index))
 
 
 def ulps_between(a: float, b: float) -> int:
@@ -200,17 +204,17 @@ class _Oriented:
     codes: Array
     scale: Array
     zero_point: Array
-    place: Place
+    layout: ScaleLayout
 
 
 def _orientations(shape: tuple[int, ...], source: QuantizedTensor) -> list[_Oriented]:
-    params, place = source.params, place_of(source.params, len(source.shape))
+    params, layout = source.params, layout_of(source.params, len(source.shape))
     found = []
     if shape == source.shape:
-        found.append(_Oriented(source.codes, params.scale, params.zero_point, place))
+        found.append(_Oriented(source.codes, params.scale, params.zero_point, layout))
     if len(shape) == 2 and shape == source.shape[::-1]:
-        turned = place if place.axis is None else Place(1 - place.axis, place.block)
-        scale, zero = (part.T if place.block else part for part in (params.scale, params.zero_point))
+        turned = layout if layout.axis is None else ScaleLayout(1 - layout.axis, layout.block)
+        scale, zero = (part.T if layout.block else part for part in (params.scale, params.zero_point))
         found.append(_Oriented(source.codes.T, scale, zero, turned))
     return found
 
@@ -220,11 +224,11 @@ class _Compared:
 
     def __init__(self, artifact: QuantizedGraph, weight: WeightCodes, codes: Array, expected: _Oriented) -> None:
         self.artifact, self.weight, self.codes, self.expected = artifact, weight, codes, expected
-        self.place = place_in_file(weight, codes.shape)
+        self.layout = layout_in_file(weight, codes.shape)
         how, shape = weight.qparams, codes.shape
         parts = (expected.scale, expected.zero_point)
-        self.scale, self.zero = (np.asarray(spread(part, expected.place, shape)) for part in parts)
-        scale, zero = spread(how.scale, self.place, shape), spread(how.zero_point, self.place, shape)
+        self.scale, self.zero = (np.asarray(spread(part, expected.layout, shape)) for part in parts)
+        scale, zero = spread(how.scale, self.layout, shape), spread(how.zero_point, self.layout, shape)
         if scale is None or zero is None:
             self.bad = np.ones(shape, bool)
             self.bad_scale = self.bad
@@ -246,7 +250,7 @@ class _Compared:
 
     def describe(self) -> Difference:
         """The first element that differs."""
-        weight, index, place = self.weight, first_index(self.bad), self.place
+        weight, index, layout = self.weight, first_index(self.bad), self.layout
         scale, zero = float(self.scale[index]), int(self.zero[index])
         known = None if self.file_zero is None else int(self.file_zero[index])
         shift = min((0, _usual_shift(weight.qparams.kind)), key=lambda each: abs(zero + each - (known or 0)))
@@ -256,13 +260,13 @@ class _Compared:
             name = weight.node_name
             return Difference(name, tensor, where, expected, got, None, scale, zero, cause)
 
-        if place != self.expected.place and self.bad_scale.any():
-            cause = f"scales lie elsewhere: {place}, expected {self.expected.place}"
-            return differ(weight.name, (), self.expected.place.axis, place.axis, cause)
+        if layout != self.expected.layout and self.bad_scale.any():
+            cause = f"scales lie elsewhere: {layout}, expected {self.expected.layout}"
+            return differ(weight.name, (), self.expected.layout.axis, layout.axis, cause)
         if self.file_scale is None or known is None:
             cause = f"scales of shape {weight.qparams.scale.shape} do not fit codes of shape {self.codes.shape}"
             return differ(weight.name, (), scale, None, cause)
-        own = _set_index(index, place)
+        own = _set_index(index, layout)
         if self.bad_scale[index]:
             got = float(self.file_scale[index])
             return differ(
@@ -280,17 +284,17 @@ def _usual_shift(kind: int) -> int:
     return 1 << (int(name.removeprefix("UINT")) - 1) if name.startswith("UINT") else 0
 
 
-def place_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> Place:
+def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
     """Where scales lie in the constant itself, of which the node may see a part only.
 
     >>> qparams = Quantization(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
-    >>> str(place_in_file(WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",)), (9, 4)))
+    >>> str(layout_in_file(WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",)), (9, 4)))
     'axis 1'
     """
-    place = place_of(weight.qparams, len(shape))
-    if weight.direct or place.axis is None or place.block:
-        return place
-    return Place(len(shape) - 1 if weight.qparams.axis != 0 or weight.qparams.scale.size != shape[0] else 0)
+    layout = layout_of(weight.qparams, len(shape))
+    if weight.direct or layout.axis is None or layout.block:
+        return layout
+    return ScaleLayout(len(shape) - 1 if weight.qparams.axis != 0 or weight.qparams.scale.size != shape[0] else 0)
 
 
 class ActivationCheck:
@@ -348,7 +352,9 @@ class ActivationCheck:
         return take
 
     def _compare(self, site: QuantizeNode, x: Array, got: Array, codes: Array, params: QuantParams, shift: int) -> None:
-        if codes.dtype.kind in "iu":
+        if codes.dtype == got.dtype and codes.dtype.kind in "iu" and not shift:
+            bad = got != codes
+        elif codes.dtype.kind in "iu":
             bad = got.astype(np.int64) != codes.astype(np.int64) + shift
         else:  # small floats, which are read as float32; what is no number is so in both
             wide = codes.astype(np.float32)
@@ -359,9 +365,9 @@ class ActivationCheck:
         self._tally.count(got.size, differing)
         if bad.any() and site.node not in self._noted:
             index = first_index(bad)
-            place = place_of(params, max(x.ndim, 1))
+            layout = layout_of(params, max(x.ndim, 1))
             scale, zero = (
-                np.asarray(spread(part, place, x.shape))[index] for part in (params.scale, params.zero_point)
+                np.asarray(spread(part, layout, x.shape))[index] for part in (params.scale, params.zero_point)
             )
             expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
             about = float(x[index]), float(scale), int(zero) + shift
@@ -370,7 +376,7 @@ class ActivationCheck:
     def _wrong_sets(self, site: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]) -> Array | None:
         """Which elements have another scale or zero point in the file than in the source; None for none of them."""
         rank = max(len(shape), 1)
-        here, there = place_of(site.qparams, rank), place_of(params, rank)
+        here, there = layout_of(site.qparams, rank), layout_of(params, rank)
         how = site.qparams
         if here == there and np.array_equal(how.scale, params.scale):
             zeros = params.zero_point.astype(np.int64) + shift
@@ -415,12 +421,91 @@ class ActivationCheck:
         self._tally.note(Difference(site.node, tensor or site.codes, index, expected, got, *about, cause))
 
 
-def check_decoding(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally, *, count: bool) -> None:
+class Decoded(NamedTuple):
+    """A weight with the numbers that its codes stand for.
+
+    Attributes:
+        weight: the codes in the file.
+        expected: detent's values, or why its parameters are unsound.
+        got: the values of ONNX Runtime's DequantizeLinear; None if that node sees moved or looked-up codes.
+    """
+
+    weight: WeightCodes
+    expected: Array | DetentError
+    got: Array | None
+
+
+def decode_weights(artifact: QuantizedGraph) -> Iterator[Decoded]:
+    """Dequantize all weights of a file, by detent and by ONNX Runtime: one session, unless they are very large.
+
+    Raises:
+        UnsupportedError: ONNX Runtime does not run one of the nodes.
+    """
+    group: list[tuple[WeightCodes, Array | DetentError]] = []
+    nbytes = 0
+    for weight in artifact.weights:
+        group.append((weight, _expected_values(weight)))
+        nbytes += 2 * FLOAT_NBYTES * weight.codes.size
+        if nbytes > DECODING_BUDGET:
+            yield from _decode_group(artifact, group)
+            group, nbytes = [], 0
+    yield from _decode_group(artifact, group)
+
+
+def _expected_values(weight: WeightCodes) -> Array | DetentError:
+    try:
+        return _dequantized(weight)
+    except DetentError as error:
+        return error
+
+
+def _dequantized(weight: WeightCodes) -> Array:
+    codes, qparams = weight.codes, weight.qparams
+    if not weight.is_bias:
+        layout = layout_in_file(weight, codes.shape)
+        return dequantize(codes, replace(qparams, axis=1 if layout.axis is None else layout.axis).params(codes.shape))
+    QuantParams("int8" if not qparams.scale.ndim else "int8/axis0", qparams.scale)  # its scales must be sound
+    scale = spread(qparams.scale, layout_of(qparams, codes.ndim), codes.shape)
+    return codes.astype(np.float32) * np.asarray(scale, np.float32)
+
+
+def _decode_group(artifact: QuantizedGraph, group: list[tuple[WeightCodes, Array | DetentError]]) -> Iterator[Decoded]:
+    nodes = [
+        weight.node
+        for weight, expected in group
+        if weight.direct and weight.form == "codes" and not isinstance(expected, DetentError)
+    ]
+    values = _run_dequantize_nodes(artifact, nodes) if nodes else {}
+    for weight, expected in group:
+        yield Decoded(weight, expected, values.pop(weight.node.output[0], None))
+
+
+def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> dict[str, Array]:
+    """The results of DequantizeLinear nodes, in a model of their own."""
+    graph, model = artifact.graph, artifact.model
+    names = dict.fromkeys(name for node in nodes for name in node.input if name)
+    tensors = [graph.constants[name] for name in names if name in graph.constants]
+    makers = [graph.producer(name) for name in names if name not in graph.constants]  # Constant nodes
+    outputs = [node.output[0] for node in nodes]
+    alone = helper.make_graph(
+        [*(node for node in makers if node is not None), *nodes],
+        "weights",
+        [],
+        [ValueInfoProto(name=name) for name in outputs],
+        tensors,
+    )
+    with refusals():
+        session = make_session(
+            helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version), optimise=False
+        )
+        return dict(zip(outputs, session.run(outputs, {}), strict=True))
+
+
+def check_decoding(decoded: Decoded, tally: Tally, *, count: bool) -> None:
     """Check that ONNX Runtime makes the same numbers of a weight's codes as detent, and that its parameters are sound.
 
     Args:
-        artifact: the file.
-        weight: of the file.
+        decoded: a weight of the file.
         tally: where codes are counted.
         count: whether codes are counted as compared; not where they were counted before.
 
@@ -430,57 +515,27 @@ def check_decoding(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally, 
     ...     g (float[2] x) => (float[2] y) <float s = {-0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> tally = Tally()
-    >>> check_decoding(artifact, artifact.weights[0], tally, count=True)
+    >>> check_decoding(next(decode_weights(artifact)), tally, count=True)
     >>> tally.differing, tally.first.cause
     (2, 'unsound parameters: scale must be positive, got -0.5')
     """
-    codes = weight.codes
+    weight, expected, got = decoded
     if count:
-        tally.count(codes.size, 0)
-    name = weight.node_name
-    try:
-        expected = _decoded(codes, weight)
-    except DetentError as error:
-        tally.count(0, codes.size)
-        cause = f"unsound parameters: {error}"
-        tally.note(Difference(name, weight.constants[0], (), None, None, None, None, None, cause))
+        tally.count(weight.codes.size, 0)
+    if isinstance(expected, DetentError):
+        tally.count(0, weight.codes.size)
+        cause = f"unsound parameters: {expected}"
+        tally.note(Difference(weight.node_name, weight.constants[0], (), None, None, None, None, None, cause))
         return
-    if not weight.direct or weight.node.op_type != "DequantizeLinear":
+    if got is None:
         return
-    with refusals():
-        got = _decoded_by_runtime(artifact, weight)
     bad = got.view(np.uint32) != expected.view(np.uint32)
     if bad.any():
         index = first_index(bad)
         tally.count(0, int(np.count_nonzero(bad)))
         values = float(expected[index]), float(got[index])
         cause = "ONNX Runtime makes another number of a code"
-        tally.note(Difference(name, weight.node.output[0], index, *values, None, None, None, cause))
-
-
-def _decoded(codes: Array, weight: WeightCodes) -> Array:
-    if not weight.is_bias:
-        place = place_in_file(weight, codes.shape)
-        how = weight.qparams
-        moved = Quantization(
-            how.scale, how.zero_point, how.kind, 1 if place.axis is None else place.axis, how.block, how.low, how.high
-        )
-        return dequantize(codes, moved.params(codes.shape))
-    QuantParams(
-        "int8" if not weight.qparams.scale.ndim else "int8/axis0", weight.qparams.scale
-    )  # its scales must be sound
-    scale = spread(weight.qparams.scale, place_of(weight.qparams, codes.ndim), codes.shape)
-    return codes.astype(np.float32) * np.asarray(scale, np.float32)
-
-
-def _decoded_by_runtime(artifact: QuantizedGraph, weight: WeightCodes) -> Array:
-    """What ONNX Runtime's DequantizeLinear makes of the codes, in a model of its own."""
-    node, constants = weight.node, artifact.graph.constants
-    needed = [constants[name] for name in dict.fromkeys(node.input) if name]
-    graph = helper.make_graph([node], "decoding", [], [ValueInfoProto(name=node.output[0])], needed)
-    model = helper.make_model(graph, opset_imports=artifact.model.opset_import, ir_version=artifact.model.ir_version)
-    found: Array = make_session(model, optimise=False).run(None, {})[0]
-    return found
+        tally.note(Difference(weight.node_name, weight.node.output[0], index, *values, None, None, None, cause))
 
 
 def check_biases(

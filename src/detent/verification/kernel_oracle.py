@@ -70,8 +70,10 @@ def _largest(x: Array) -> int:
     return int(max(abs(int(x.min(initial=0))), abs(int(x.max(initial=0)))))
 
 
-def _float_type(terms: int, a: Array, b: Array) -> type[np.float32] | type[np.float64]:
-    return np.float32 if terms * _largest(a) * _largest(b) <= EXACT_FLOAT32 else np.float64
+def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
+    """The smallest type in which all sums of products over those axes of w are exact, in any order."""
+    largest_sum = int(np.abs(w.astype(np.int64)).sum(axis=axes).max(initial=0))
+    return np.float32 if _largest(x) * largest_sum <= EXACT_FLOAT32 else np.float64
 
 
 def product_sums(a: Array, b: Array) -> Array:
@@ -80,9 +82,9 @@ def product_sums(a: Array, b: Array) -> Array:
     >>> product_sums(np.array([[255, 255]]), np.array([[127], [127]]))
     array([[64770]])
     """
-    dtype = _float_type(a.shape[-1], a, b)
-    found: Array = np.rint(np.matmul(a.astype(dtype), b.astype(dtype))).astype(np.int64)
-    return found
+    dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
+    sums: Array = np.matmul(a.astype(dtype), b.astype(dtype)).astype(np.int64)
+    return sums
 
 
 def conv_sums(
@@ -102,20 +104,21 @@ def conv_sums(
     """
     spatial, kernel = x.ndim - 2, w.shape[2:]
     borders = [(0, 0), (0, 0), *zip(pads[:spatial], pads[spatial:], strict=True)]
-    dtype = _float_type(w.shape[1], x, w)
+    dtype = _float_type(x, w, tuple(range(1, w.ndim)))
     padded = np.pad(x.astype(dtype), borders)
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
     samples, each = x.shape[0], w.shape[1]
     weights = w.astype(dtype).reshape(group, w.shape[0] // group, each, *kernel)
-    total = np.zeros((samples, group, w.shape[0] // group, int(np.prod(sizes))), np.float64)
+    total = np.zeros((samples, group, w.shape[0] // group, int(np.prod(sizes))), dtype)
+    products = np.empty_like(total)
     for tap in np.ndindex(*kernel):
         starts = [i * d for i, d in zip(tap, dilations, strict=True)]
         cut = tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, sizes, strides, strict=True))
         part = padded[(slice(None), slice(None), *cut)].reshape(samples, group, each, -1)
         own = weights[(..., *tap)]
-        total += own * part if each == 1 else np.matmul(own, part)
-    return np.rint(total).astype(np.int64).reshape(samples, w.shape[0], *sizes)
+        total += np.multiply(own, part, out=products) if each == 1 else np.matmul(own, part, out=products)
+    return total.astype(np.int64).reshape(samples, w.shape[0], *sizes)
 
 
 def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
@@ -126,8 +129,9 @@ def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np
     """
     limits = np.iinfo(kind)
     scaled = sums.astype(np.float32) * np.asarray(multiplier, np.float32)
-    moved = np.rint(scaled).astype(np.float64) + np.asarray(zero_point, np.float64)
-    return np.clip(moved, limits.min, limits.max).astype(kind)
+    rounded = np.rint(scaled, out=np.asarray(scaled))
+    rounded += np.asarray(zero_point, np.float32)  # exact below 2**24, and clamped above
+    return np.clip(rounded, limits.min, limits.max, out=rounded).astype(kind)
 
 
 def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Array:
@@ -312,6 +316,8 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
     name, size = node.name or node.output[0], int(expected.values.size)
     if expected.values.shape != got.shape:
         raise UnsupportedError(f"the result has shape {got.shape}, expected {expected.values.shape}")
+    if expected.slack is None and np.array_equal(expected.values, got):
+        return Kernel(name, node.op_type, size, 0, 0, saturated=False), None
     steps = _steps(expected, got)
     differing = int(np.count_nonzero(steps))
     if not differing:

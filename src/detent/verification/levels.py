@@ -32,7 +32,15 @@ from detent.onnx_model.graph import QUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import refusals
 from detent.tensor import QuantizedTensor
-from detent.verification.codes import ActivationCheck, Tally, check_biases, check_decoding, check_limit, compare_weight
+from detent.verification.codes import (
+    ActivationCheck,
+    Tally,
+    check_biases,
+    check_decoding,
+    check_limit,
+    compare_weight,
+    decode_weights,
+)
 from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
 from detent.verification.openvino import OpenVino, is_installed
@@ -190,7 +198,8 @@ class _Verification:
             expected = self.source.expected(site)
             if expected is not None:
                 scales[site.codes] = expected.params.scale
-        for weight in self.artifact.weights:
+        for decoded in decode_weights(self.artifact):
+            weight = decoded.weight
             name = names.get(weight.name, "")
             known = state.get(name)
             if known is not None:
@@ -203,7 +212,7 @@ class _Verification:
                     biases[weight.name] = bias
             elif self.source.knows_weights and not weight.is_bias:
                 self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
-            check_decoding(self.artifact, weight, self.tally, count=known is None and not weight.is_bias)
+            check_decoding(decoded, self.tally, count=known is None and not weight.is_bias)
             check_limit(self.artifact, weight, self.tally)
         if self.artifact.provenance is not None:
             check_biases(self.artifact, self.tally, biases, scales)
