@@ -275,22 +275,13 @@ def record(path: str | Path, feeds: Iterable[Feed], tensors: Iterable[str] | Non
         path: the model.
         feeds: the inputs of each run.
         tensors: only these; all by default.
-
-    >>> record.__name__
-    'record'
     """
     import onnx  # noqa: PLC0415 - the zoo is listed without it
-    import onnxruntime as ort  # noqa: PLC0415
+
+    from detent.onnx_model.sessions import record as run  # noqa: PLC0415
 
     model = onnx.load(path)
-    wanted = None if tensors is None else set(tensors)
     made = [name for node in model.graph.node for name in node.output if name and node.op_type != "Constant"]
-    known = {output.name for output in model.graph.output}
-    for name in made:
-        if name not in known and (wanted is None or name in wanted):
-            model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs() if "float" in output.type]
-    chosen = [name for name in names if wanted is None or name in wanted]
-    for feed in feeds:
-        yield dict(zip(chosen, session.run(chosen, feed), strict=True))
+    names = made if tensors is None else list(tensors)
+    for arrays in run(model, names, feeds):
+        yield {name: array for name, array in arrays.items() if array.dtype.kind == "f"}

@@ -10,10 +10,10 @@ from qdq_models import chain, change, change_axis, model, weight_only
 import detent as dt
 from detent.onnx_model import Provenance, optimised
 from detent.onnx_model.qdq_reader import open_quantized
+from detent.onnx_model.sessions import Probe, Reading
 from detent.verification import levels, openvino
 from detent.verification.levels import find_codes
 from detent.verification.openvino import is_installed
-from detent.verification.probe import Probe, Reading
 
 
 def batches(count=2, size=16, seed=1):

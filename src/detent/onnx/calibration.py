@@ -13,13 +13,12 @@ model without another layer are never clipped: a detector whose scores are clipp
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from os import PathLike
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, helper
+from onnx import ModelProto
 
 from detent import observers as core
 from detent.checks import refuse_nan
@@ -30,7 +29,7 @@ from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import Probe, noise, recorded_inputs
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
-from detent.onnx_model.sessions import _more_outputs, make_session, record, refusals
+from detent.onnx_model.sessions import record, tensor_nbytes
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
@@ -224,13 +223,7 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
     """
     model, names = plan.model, [each.tensor for each in plan.placements() if not each.source_tensor]
     inner = [name for name in names if name not in plan.graph.inputs]
-    shape_nodes = [helper.make_node("Shape", [name], [f"{name}//shape"]) for name in inner]
-    outputs = [f"{name}//shape" for name in inner]
-    with _more_outputs(model, outputs, shape_nodes):
-        session = make_session(model)
-    with refusals():
-        shapes = session.run(outputs, batches.check_first()) if inner else []
-    sizes = {name: 4 * prod(int(size) for size in shape) for name, shape in zip(inner, shapes, strict=True)}
+    sizes = tensor_nbytes(model, inner, batches.check_first())
     groups: list[list[str]] = [[]]
     used = 0
     for name in names:

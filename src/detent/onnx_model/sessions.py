@@ -1,35 +1,55 @@
-"""Sessions: models in ONNX Runtime, and what its optimiser makes of them.
+"""Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and inner tensors.
 
-Integers: which layers a runtime really computes in integers, read back from the graph that it made.
+ONNX Runtime replaces quantizers around an operator by an integer kernel where all its conditions hold, and otherwise
+computes in float without a word. Which kernel a layer got is read back from the graph that it made; the weights tell
+which layer an operator of that graph is.
 
-ONNX Runtime replaces quantizers around an operator by an integer one where all its conditions hold, and otherwise
-computes in float without a word. The weights tell which layer an operator of the optimised graph is.
+Inner tensors become outputs of the model for as long as a session is made: ``record`` yields them batch by batch, a
+``Probe`` hands them to readers, in groups that fit into memory.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from os import fspath
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
 from detent.onnx_model.files import SAVE_LIMIT, LoadedModel, ModelSource, save
-from detent.onnx_model.graph import Graph
+from detent.onnx_model.graph import Graph, array_of
 from detent.onnx_model.provenance import Provenance
 
-__all__ = ["WEIGHT_ONLY", "kernels_of", "make_session", "optimised", "record", "refusals"]
+__all__ = [
+    "WEIGHT_ONLY",
+    "Probe",
+    "Reading",
+    "kernels_of",
+    "make_session",
+    "optimised",
+    "record",
+    "refusals",
+    "tensor_nbytes",
+]
 
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
 
+PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
+FLOAT_NBYTES = 4
+MAX_SHAPE_ELEMENTS = 256  # constants with more are no shapes
+_NO_ARRAYS = frozenset(  # types that ONNX Runtime does not hand over as arrays
+    {TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
+)
 SEVERE = 4  # errors are raised; what is logged beside them only repeats it
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
     RuntimeError,
@@ -167,6 +187,164 @@ def _by_name(operators: Mapping[str, str], written: Graph, layer: str) -> str:
     outputs = next((node.op_type for node in written.nodes if node.name == layer), "")
     near = [kind for name, kind in operators.items() if name.startswith(f"{layer}_token_") and kind in INTEGER]
     return near[0] if near else outputs
+
+
+# Inner tensors
+
+
+class Reading(NamedTuple):
+    """Tensors that are looked at together.
+
+    Attributes:
+        names: the tensors; inputs and constants may be among them.
+        take: what looks at them, given the arrays by name.
+    """
+
+    names: tuple[str, ...]
+    take: Callable[[Mapping[str, Array]], None]
+
+
+class Probe:
+    """A model that runs as it is written, and whose inner tensors are looked at, in groups that fit into memory.
+
+    Readings share a run as long as their tensors fit the budget; for each further group the model runs once more.
+
+    Args:
+        model: it is left as it is.
+        readings: what to look at, in this order.
+        kinds: the element types of tensors, as far as they are known; ONNX Runtime hands codes of 4 bits and float8
+            over only as float32.
+        budget: bytes of tensors in one run.
+
+    >>> from onnx import parser
+    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1] x) => (float[1] y) { t = Relu(x) y = Neg(t) }''')
+    >>> probe = Probe(made, [Reading(("x", "t"), lambda arrays: print(arrays["t"]))])
+    >>> probe.run({"x": np.float32([3])})
+    [3.]
+    >>> [value.name for value in made.graph.output]
+    ['y']
+    """
+
+    def __init__(
+        self,
+        model: ModelProto,
+        readings: Iterable[Reading],
+        *,
+        kinds: Mapping[str, int] | None = None,
+        budget: int = PROBE_BUDGET,
+    ) -> None:
+        self._model, self._readings, self._budget = model, list(readings), budget
+        made = {name for node in model.graph.node for name in node.output}
+        constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        names = {name for reading in self._readings for name in reading.names}
+        self._constants = {name: array_of(constants[name]) for name in names if name in constants}
+        self._made = names & made
+        self._cast = {name for name in self._made if (kinds or {}).get(name, 0) in _NO_ARRAYS}
+        self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
+
+    def run(self, feeds: Mapping[str, Array]) -> None:
+        """Run the model on a batch, and show the readings what they look at."""
+        if self._groups is None:
+            self._groups = [self._prepare(group) for group in self._grouped(feeds)]
+        for session, names, readings in self._groups:
+            values = session.run([self._output(name) for name in names], dict(feeds))
+            arrays = {**self._constants, **feeds, **dict(zip(names, values, strict=True))}
+            del values
+            for reading in readings:
+                reading.take(arrays)
+
+    def _output(self, name: str) -> str:
+        return f"{name}__as_float" if name in self._cast else name
+
+    def _prepare(self, readings: list[Reading]) -> tuple[ort.InferenceSession, list[str], list[Reading]]:
+        names = list(dict.fromkeys(name for reading in readings for name in reading.names if name in self._made))
+        with _more_outputs(self._model, [self._output(name) for name in names], self._cast_nodes(names)):
+            return make_session(self._model, optimise=False), names, readings
+
+    def _cast_nodes(self, names: Iterable[str]) -> list[NodeProto]:
+        chosen = [name for name in names if name in self._cast]
+        return [helper.make_node("Cast", [name], [self._output(name)], to=TensorProto.FLOAT) for name in chosen]
+
+    def _grouped(self, feeds: Mapping[str, Array]) -> list[list[Reading]]:
+        names = sorted(self._made)
+        outputs = [self._output(name) for name in names]
+        nbytes = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimise=False)
+        sizes = dict(zip(names, nbytes.values(), strict=True))
+        groups: list[list[Reading]] = []
+        held: set[str] = set()
+        for reading in self._readings:
+            added = held | (set(reading.names) & self._made)
+            if not groups or sum(sizes[name] for name in added) > self._budget:
+                groups.append([])
+                added = set(reading.names) & self._made
+            groups[-1].append(reading)
+            held = added
+        return groups
+
+
+def tensor_nbytes(
+    model: ModelProto,
+    names: Sequence[str],
+    feeds: Mapping[str, Array],
+    *,
+    nodes: Sequence[NodeProto] = (),
+    optimise: bool = True,
+) -> dict[str, int]:
+    """The bytes of tensors for a batch, as float32.
+
+    Shapes are inferred from those of the batch; where they depend on data, the model itself is asked, by Shape nodes.
+
+    Args:
+        model: in memory.
+        names: inner tensors, or results of ``nodes``.
+        feeds: the batch.
+        nodes: nodes to add to the model.
+        optimise: whether ONNX Runtime optimizes the model, if it has to run.
+
+    >>> from onnx import parser
+    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[N] x) => (int64[1, M] y) { t = Abs(x) y = NonZero(t) }''')
+    >>> tensor_nbytes(made, ["t", "y"], {"x": np.float32([1, 0, 2])})
+    {'t': 12, 'y': 8}
+    """
+    shapes = _inferred_shapes(model, feeds, nodes) if names else {}
+    if not all(name in shapes for name in names):
+        asking = [helper.make_node("Shape", [name], [f"{name}__shape"]) for name in names]
+        outputs = [node.output[0] for node in asking]
+        with _more_outputs(model, outputs, [*nodes, *asking]):
+            session = make_session(model, optimise=optimise)
+        with refusals():
+            results = session.run(outputs, dict(feeds))
+        shapes = {name: tuple(np.asarray(shape).tolist()) for name, shape in zip(names, results, strict=True)}
+    return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
+
+
+def _inferred_shapes(
+    model: ModelProto, feeds: Mapping[str, Array], nodes: Sequence[NodeProto]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes that follow from those of a batch and from small constants; large constants are not copied."""
+    lean = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
+    lean.graph.node.extend([*model.graph.node, *nodes])
+    lean.graph.output.extend(model.graph.output)
+    for name, array in feeds.items():
+        kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+        lean.graph.input.append(helper.make_tensor_value_info(name, kind, array.shape))
+    for tensor in model.graph.initializer:
+        if prod(tensor.dims) <= MAX_SHAPE_ELEMENTS:  # it may hold a shape
+            lean.graph.initializer.append(tensor)
+        else:
+            lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    try:
+        inferred = shape_inference.infer_shapes(lean, data_prop=True).graph
+    except (RuntimeError, ValueError):  # operators that onnx does not know
+        return {}
+    shapes = {}
+    for value in (*inferred.value_info, *inferred.output):
+        sizes = value.type.tensor_type.shape.dim
+        if value.type.tensor_type.HasField("shape") and all(size.HasField("dim_value") for size in sizes):
+            shapes[value.name] = tuple(size.dim_value for size in sizes)
+    return shapes
 
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:

@@ -24,13 +24,12 @@ from detent.metrics import SignalNoise, sqnr_db
 from detent.onnx_model import Graph
 from detent.onnx_model.graph import BITS, attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
-from detent.onnx_model.sessions import refusals
+from detent.onnx_model.sessions import Probe, Reading, refusals
 from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
 from detent.verification.codes import layout_in_file, layout_of, spread
 from detent.verification.outputs import OutputCheck
-from detent.verification.probe import Probe, Reading
 
 __all__ = [
     "ActivationStats",

@@ -12,6 +12,7 @@ Decoding: what a file's codes mean, whatever its source; the part of level 1 tha
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,11 +25,10 @@ from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import Quantization, get_target, make_session
 from detent.onnx_model.graph import attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
-from detent.onnx_model.sessions import refusals
+from detent.onnx_model.sessions import Reading, refusals
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
-from detent.verification.probe import Reading
 from detent.verification.source import Source
 from detent.verification.verify_report import Difference
 
@@ -338,10 +338,12 @@ class ActivationCheck:
     def _taker(
         self, site: QuantizeNode, name: str, params: QuantParams | None, shift: int
     ) -> Callable[[Mapping[str, Array]], None]:
+        file_params = cache(site.qparams.params)
+
         def take(arrays: Mapping[str, Array]) -> None:
             x, got = arrays[name], arrays[site.codes]
             try:
-                own = site.qparams.params(x.shape) if params is None else params
+                own = file_params(x.shape) if params is None else params
                 codes = quantize(x, own, nan="qmin").codes
             except DetentError as error:
                 self._tally.count(got.size, got.size)
@@ -363,7 +365,7 @@ class ActivationCheck:
         everything = bad if wrong is None else bad | wrong
         differing = int(np.count_nonzero(everything))
         self._tally.count(got.size, differing)
-        if bad.any() and site.node not in self._noted:
+        if differing and bad.any() and site.node not in self._noted:
             index = first_index(bad)
             layout = layout_of(params, max(x.ndim, 1))
             scale, zero = (

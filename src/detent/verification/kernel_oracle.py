@@ -26,7 +26,7 @@ from onnx import ModelProto, NodeProto, helper
 from detent.checks import first_index
 from detent.errors import UnsupportedError
 from detent.onnx_model.graph import INTEGER_KERNELS
-from detent.verification.probe import Reading
+from detent.onnx_model.sessions import Reading
 from detent.verification.verify_report import Difference, Kernel
 
 __all__ = [
@@ -44,6 +44,7 @@ Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
 EXACT_FLOAT32 = 1 << 24
+MATRIX = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +84,10 @@ def product_sums(a: Array, b: Array) -> Array:
     array([[64770]])
     """
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
-    sums: Array = np.matmul(a.astype(dtype), b.astype(dtype)).astype(np.int64)
-    return sums
+    if b.ndim == MATRIX:  # one product of matrices, not one for each sample
+        sums: Array = np.matmul(a.reshape(-1, a.shape[-1]).astype(dtype), b.astype(dtype))
+        return sums.astype(np.int64).reshape(*a.shape[:-1], b.shape[-1])
+    return np.asarray(np.matmul(a.astype(dtype), b.astype(dtype)).astype(np.int64))
 
 
 def conv_sums(

@@ -30,7 +30,7 @@ from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
-from detent.onnx_model.sessions import refusals
+from detent.onnx_model.sessions import Probe, Reading, refusals
 from detent.tensor import QuantizedTensor
 from detent.verification.codes import (
     ActivationCheck,
@@ -45,7 +45,6 @@ from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
 from detent.verification.openvino import OpenVino, is_installed
 from detent.verification.outputs import OutputCheck
-from detent.verification.probe import Probe, Reading
 from detent.verification.source import OnnxSource, Reference, Source
 from detent.verification.verify_report import Difference, VerifyReport
 

@@ -9,9 +9,9 @@ from onnx import ModelProto
 
 from detent.onnx_model import Quantization, make_session
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
+from detent.onnx_model.sessions import Probe, Reading
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
-from detent.verification.probe import Probe, Reading
 
 __all__ = ["Expected", "OnnxSource", "Reference", "Source"]
 
