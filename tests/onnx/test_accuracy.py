@@ -9,7 +9,7 @@ import detent.onnx as qo
 from detent.onnx import calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.float_fallback import choose_float
-from detent.onnx.layer_error import Switches
+from detent.onnx.layer_error import Probes, Switches
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model import make_session
 
@@ -19,7 +19,7 @@ def choose_params(plan, seen, clipped=None):
 
 
 def choose_clipped(plan, seen):
-    return calibration.choose_clipped(plan, seen, plan.placements(seen.ranges))
+    return calibration.choose_clipped(plan, seen, plan.placements(seen.ranges), Probes())
 
 
 def smooth(plan, feeds):
@@ -104,7 +104,7 @@ def test_bias_correction_removes_the_mean_error():
     plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
     seen = qo.calibrate(plan, feeds)
     params = choose_params(plan, seen)
-    biases = corrected_biases(plan, seen, params)
+    biases = corrected_biases(plan, seen, params, Probes())
     assert set(biases) == {"first", "second", "last"}
     before, after = (
         output_sqnr(model, qo.insert(plan, seen, params=params, biases=each), feeds) for each in ({}, biases)

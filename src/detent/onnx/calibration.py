@@ -26,7 +26,7 @@ from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import Probe, noise, recorded_inputs
+from detent.onnx.layer_error import Probes, noise, recorded_inputs
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import record, tensor_nbytes
@@ -38,8 +38,10 @@ __all__ = [
     "Calibration",
     "activation_params",
     "calibrate",
+    "calibrate_groups",
     "choose_clipped",
     "choose_params",
+    "observed_tensors",
     "range_decisions",
     "tensor_groups",
 ]
@@ -130,18 +132,29 @@ def calibrate(
     (2.0, 2.0)
     """
     batches = data if isinstance(data, Batches) else open_batches(data, inputs_of(plan.model))
+    groups = None if memory_budget is None else tensor_groups(plan, batches, memory_budget)
+    return calibrate_groups(plan, batches, groups, observer, progress, checkpoint)
+
+
+def calibrate_groups(
+    plan: GraphPlan,
+    batches: Batches,
+    groups: Sequence[Sequence[str]] | None,
+    observer: ObserverLike | None,
+    progress: Progress,
+    checkpoint: str | PathLike[str] | None,
+) -> Calibration:
+    """Observe tensors in groups, one pass over the data for each; None for all tensors in one pass."""
     placements = plan.placements()
     observers = _observers(plan, placements, observer)
     kept = _Kept(batches)
-    groups = [list(observers)]
-    if memory_budget is not None:
-        groups = tensor_groups(plan, batches, memory_budget)
+    groups = [list(observers)] if groups is None else groups
     if checkpoint is not None and len(groups) > 1:
         raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
     for number, names in enumerate(groups):
         part = {name: observers[name] for name in names}
         source: Iterable[Feed] = kept if not number else batches
-        stream = _Stream(plan.model, names, source, part, batches.count)
+        stream = _Stream(plan.model, list(names), source, part, batches.count)
         core.calibrate(
             iter(stream) if batches.count is None else stream, part, progress=progress, checkpoint=checkpoint
         )
@@ -208,6 +221,11 @@ class _Stream:
             tensors.clear()  # or they would be held while the model runs on the next batch
 
 
+def observed_tensors(plan: GraphPlan) -> list[str]:
+    """The tensors that calibration observes, in order."""
+    return [each.tensor for each in plan.placements() if not each.source_tensor]
+
+
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
     """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch.
 
@@ -221,7 +239,7 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
     >>> tensor_groups(made, open_batches([np.float32([[2.0]])], inputs_of(made.model)), 100)
     [['x']]
     """
-    model, names = plan.model, [each.tensor for each in plan.placements() if not each.source_tensor]
+    model, names = plan.model, observed_tensors(plan)
     inner = [name for name in names if name not in plan.graph.inputs]
     sizes = tensor_nbytes(model, inner, batches.check_first())
     groups: list[list[str]] = [[]]
@@ -336,6 +354,7 @@ def choose_clipped(
     plan: GraphPlan,
     calibration: Calibration,
     placements: Sequence[QuantizerPlacement],
+    probes: Probes,
     samples: int = CLIP_SAMPLES,
 ) -> set[str]:
     """The groups of tensors that have the clipping range of their observers, not the min-max range.
@@ -344,13 +363,14 @@ def choose_clipped(
         plan: what is quantized.
         calibration: what the data have shown.
         placements: where Q/DQ pairs stand.
+        probes: of the layers.
         samples: batches that the layers are compared on.
 
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
     >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> choose_clipped(plan, qo.calibrate(plan, [np.float32([[2.0]])]), plan.placements())
+    >>> choose_clipped(plan, qo.calibrate(plan, [np.float32([[2.0]])]), plan.placements(), Probes())
     set()
     """
     layers = plan.layers_by_name
@@ -368,7 +388,7 @@ def choose_clipped(
     ]
     unread = {each.group for each in free if not readers[each.tensor]}
     compared = [each for each in free if readers[each.tensor]]
-    return unread | _better_clipped(plan, calibration, compared, readers, samples)
+    return unread | _better_clipped(plan, calibration, compared, readers, probes, samples)
 
 
 def _better_clipped(
@@ -376,6 +396,7 @@ def _better_clipped(
     calibration: Calibration,
     placements: list[QuantizerPlacement],
     readers: dict[str, list[str]],
+    probes: Probes,
     samples: int,
 ) -> set[str]:
     """The tensors whose readers come closer to float where outliers are clipped."""
@@ -385,14 +406,14 @@ def _better_clipped(
     }
     errors = {tensor: [0.0, 0.0] for tensor in candidates}
     names = [name for tensor in candidates for name in readers[tensor]]
-    probes = {name: Probe(plan.layers_by_name[name]) for name in names}
     for inputs in recorded_inputs(plan, names, calibration.samples[:samples]):
         for tensor, params in candidates.items():
             for name in readers[tensor]:
-                x, weight = inputs[name], plan.graph.array(plan.layers_by_name[name].weight)
-                reference = probes[name].run(x, weight)
+                layer, x = plan.layers_by_name[name], inputs[name]
+                probe, weight = probes[layer], plan.graph.array(layer.weight)
+                reference = probe.run(x, weight)
                 for i, each in enumerate(params):
-                    errors[tensor][i] += noise(reference, probes[name].run(fake_quantize(x, each), weight))
+                    errors[tensor][i] += noise(reference, probe.run(fake_quantize(x, each), weight))
     return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
 
 

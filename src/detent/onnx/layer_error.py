@@ -12,7 +12,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from detent.onnx.graph_plan import GraphPlan, weight_params
+from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.graph import Graph, attribute_of, element_type
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import Quantization, dequantize_node, quantize_node
@@ -21,7 +21,7 @@ from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
 
-__all__ = ["Probe", "Switches", "noise", "part_of", "recorded_inputs"]
+__all__ = ["Probe", "Probes", "Switches", "noise", "part_of", "recorded_inputs"]
 
 Array = NDArray[Any]
 
@@ -56,6 +56,16 @@ class Probe:
             self._session = make_session(_alone(self.layer.node), threads=1)  # pools of many sessions would spin
         found: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return found
+
+
+class Probes:
+    """One probe per layer, made when it is first asked for: a session for a convolution takes longer than its runs."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Probe] = {}
+
+    def __getitem__(self, layer: Layer) -> Probe:
+        return self._by_name.setdefault(layer.name, Probe(layer))
 
 
 def part_of(layer: Layer, x: Array) -> Array:
@@ -117,6 +127,9 @@ def noise(reference: Array, found: Array) -> float:
 def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Feed]) -> Iterator[Mapping[str, Array]]:
     """A part of the data that come to some layers, sample after sample, by the layers' names.
 
+    Each caller records the tensors that it needs, and no others: which tensors are outputs decides what ONNX Runtime
+    fuses, and so the last bits of their values.
+
     >>> import detent.onnx as qo
     >>> from onnx import parser
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -159,7 +172,7 @@ class Switches:
         self._samples = samples
         self._names = [name for name in Graph(plan.model).outputs if plan.graph.kind(name) in {0, TensorProto.FLOAT}]
         self._references = [self._run(feed, ()) for feed in samples]
-        self.runs = 0
+        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
 
     def _build(self, plan: GraphPlan, params: Mapping[str, QuantParams]) -> ModelProto:
         model = ModelProto()
@@ -171,9 +184,8 @@ class Switches:
             if line.weight is None:
                 continue
             place = 0 if layer.node.op_type == "Gather" else 1
-            weight = graph.array(layer.weight)
             coarse, chosen = graph.fresh(f"{layer.weight}//rounded"), graph.fresh(f"{line.name}//chosen")
-            graph.insert([_rounding(graph, layer.weight, weight_params(weight, line.weight), coarse)])
+            graph.insert([_rounding(graph, layer.weight, plan.weight_params(line), coarse)])
             graph.insert([helper.make_node("Where", [f"{line.name}//weight", coarse, layer.weight], [chosen])])
             graph.give(node, place, chosen)
         for tensor, each in params.items():
@@ -225,14 +237,19 @@ class Switches:
         return self._noise(flag for flag in self._flags if flag not in off)
 
     def _noise(self, flags: Iterable[str], samples: int | None = None) -> float:
-        self.runs += 1
-        total = 0.0
-        on = list(flags)
-        for feed, reference in list(zip(self._samples, self._references, strict=True))[:samples]:
-            for old, new in zip(reference, self._run(feed, on), strict=True):
-                if old.dtype == np.float32:
-                    total += noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
+        on, total = frozenset(flags), 0.0
+        for i in range(len(self._samples))[:samples]:
+            if (on, i) not in self._ratios:
+                self._ratios[on, i] = list(self._sample_noise(on, i))
+            for ratio in self._ratios[on, i]:
+                total += ratio
         return total
+
+    def _sample_noise(self, flags: frozenset[str], sample: int) -> Iterator[float]:
+        """The noise at each float output, relative to its power."""
+        for old, new in zip(self._references[sample], self._run(self._samples[sample], flags), strict=True):
+            if old.dtype == np.float32:
+                yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
 
     def worst(self, share: float) -> dict[str, float]:
         """The layers that alone cause at least so much of all noise, and how much; on the first sample alone."""

@@ -19,7 +19,7 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
-from detent.onnx_model.files import SAVE_LIMIT, ModelSource, load, nbytes_of
+from detent.onnx_model.files import SAVE_LIMIT, ModelSource, load
 from detent.onnx_model.graph import MAIN, Graph, array_of, subgraphs
 from detent.onnx_model.sessions import make_session
 
@@ -369,7 +369,7 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
 
 def _with_shapes(model: ModelProto) -> ModelProto:
     try:
-        if nbytes_of(model) > SAVE_LIMIT:
+        if sum(len(tensor.raw_data) for tensor in model.graph.initializer) > SAVE_LIMIT:
             return model
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes help to explain plans, and are needed for nothing else

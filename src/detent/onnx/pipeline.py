@@ -28,15 +28,17 @@ from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.calibration import (
     Progress,
-    calibrate,
+    calibrate_groups,
     choose_clipped,
     choose_params,
+    observed_tensors,
     range_decisions,
     tensor_groups,
 )
 from detent.onnx.decisions import Decisions, Equalized, Smoothed
 from detent.onnx.float_fallback import choose_float
 from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
+from detent.onnx.layer_error import Probes
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
@@ -354,19 +356,17 @@ def _decide(
 def _decide_with_data(
     facts: Decisions, graph_plan: GraphPlan, batches: Batches, options: _Options, run: _Run
 ) -> _Decided:
+    groups: list[list[str]] | None = None
     if run.memory_budget is not None:  # fail early if the budget is too small
-        tensor_groups(graph_plan, batches, run.memory_budget)
+        groups = tensor_groups(graph_plan, batches, run.memory_budget)
     graph_plan, equalized, smoothed = _balanced(graph_plan, batches, options)
-    calibration = calibrate(
-        graph_plan,
-        batches,
-        observer=options.observer,
-        memory_budget=run.memory_budget,
-        progress=True if run.progress is None else run.progress,
-        checkpoint=run.checkpoint,
-    )
-    placements = graph_plan.placements(calibration.ranges)
-    clipped = choose_clipped(graph_plan, calibration, placements) if options.observer is None else None
+    grouped = [name for group in groups or () for name in group]
+    if run.memory_budget is not None and grouped != observed_tensors(graph_plan):
+        groups = tensor_groups(graph_plan, batches, run.memory_budget)  # SmoothQuant may have put Mul nodes in between
+    progress = True if run.progress is None else run.progress
+    calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.checkpoint)
+    placements, probes = graph_plan.placements(calibration.ranges), Probes()
+    clipped = choose_clipped(graph_plan, calibration, placements, probes) if options.observer is None else None
     params = choose_params(placements, calibration, clipped)
     shares: dict[str, float] = {}
     if options.keep_float == "auto":
@@ -377,7 +377,7 @@ def _decide_with_data(
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
         params = new | params
-    biases = corrected_biases(graph_plan, calibration, params) if options.bias_correction else {}
+    biases = corrected_biases(graph_plan, calibration, params, probes) if options.bias_correction else {}
     placements, used = placed(graph_plan, placements, params)
     decisions = replace(
         facts,
