@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.graph import Graph, attribute_of, element_type
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import Quantization, dequantize_node, quantize_node
+from detent.onnx_model.qdq_writer import QdqWriter, Quantization
 from detent.onnx_model.sessions import make_session, record
 from detent.onnx_model.targets import Container
 from detent.ops import quantize
@@ -184,9 +184,9 @@ class Switches:
             if line.weight is None:
                 continue
             place = 0 if layer.node.op_type == "Gather" else 1
-            coarse, chosen = graph.fresh(f"{layer.weight}//rounded"), graph.fresh(f"{line.name}//chosen")
-            graph.insert([_rounding(graph, layer.weight, plan.weight_params(line), coarse)])
-            graph.insert([helper.make_node("Where", [f"{line.name}//weight", coarse, layer.weight], [chosen])])
+            rounding, rounded = _rounding(graph, layer.weight, plan.weight_params(line))
+            switch, chosen = QdqWriter(graph).switch(f"{line.name}//weight", [rounding], rounded, layer.weight)
+            graph.insert([switch])
             graph.give(node, place, chosen)
         for tensor, each in params.items():
             self._quantize(plan, graph, tensor, each)
@@ -202,19 +202,13 @@ class Switches:
         for name in owners:
             self._of_layer[name].append(flag)
         self._flags.append(flag)
-        how = Quantization.of(params, plan.target.activation_container(params.spec.format, least=8), 0)
-        scale = graph.add_constant(f"{tensor}//scale", how.scale)
-        zero = graph.add_constant(f"{tensor}//zero", how.zero_point, how.kind)
-        codes, back, chosen = (graph.fresh(f"{tensor}//{part}") for part in ("codes", "back", "chosen"))
-        readers = list(graph.consumers(tensor))
+        qparams = Quantization.of(params, plan.target.activation_container(params.spec.format, least=8), 0)
+        writer, readers = QdqWriter(graph), list(graph.consumers(tensor))
+        # Without the Clip that the file has: below 8 bits, layers are compared without saturation.
+        pair = writer.pair(tensor, tensor, writer.parameters(tensor, qparams), qparams, clip=False)
+        switch, chosen = writer.switch(flag, pair.nodes, pair.dequantized, tensor)
         graph.redirect(tensor, chosen, readers)
-        graph.insert(
-            [
-                quantize_node(tensor, scale, zero, codes, how),
-                dequantize_node(codes, scale, zero, back, how),
-                helper.make_node("Where", [flag, back, tensor], [chosen]),
-            ]
-        )
+        graph.insert([switch])
 
     def _run(self, feed: Feed, flags: Iterable[str]) -> list[Array]:
         on = set(flags)
@@ -271,14 +265,12 @@ class Switches:
         return found
 
 
-def _rounding(graph: Graph, name: str, params: QuantParams, result: str) -> NodeProto:
-    """A node that makes the rounded weight of its codes, which take a quarter of its memory."""
-    weight = graph.array(name)
-    how = Quantization.of(params, Container(element_type(params.spec.format, 8)), weight.ndim)
-    codes = graph.add_constant(f"{name}//codes", quantize(weight, params).codes, how.kind)
-    scale = graph.add_constant(f"{name}//scale", how.scale)
-    zero = graph.add_constant(f"{name}//zero", how.zero_point, how.kind)
-    return dequantize_node(codes, scale, zero, result, how)
+def _rounding(graph: Graph, name: str, params: QuantParams) -> tuple[NodeProto, str]:
+    """A node that makes the rounded weight of its codes, which take a quarter of its memory; and its result."""
+    writer, weight, result = QdqWriter(graph), graph.array(name), graph.fresh(f"{name}_rounded")
+    qparams = Quantization.of(params, Container(element_type(params.spec.format, 8)), weight.ndim)
+    names = writer.codes(name, quantize(weight, params).codes, qparams)
+    return writer.dequantized(names, result, name, qparams), result
 
 
 def _makes(plan: GraphPlan, name: str, tensor: str) -> bool:

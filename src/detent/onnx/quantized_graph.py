@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import ModelProto, NodeProto, TensorProto
 
 from detent import __version__
 from detent.errors import NotCalibratedError, SpecError
@@ -27,7 +27,7 @@ from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import Quantization, dequantize_node, gather, needs_clip, quantize_node
+from detent.onnx_model.qdq_writer import QdqWriter, Quantization, gather, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
@@ -347,7 +347,7 @@ class _Writer:
     """
 
     def __init__(self, graph: Graph, target: Target, decisions: Decisions) -> None:
-        self.graph, self.target = graph, target
+        self.graph, self.target, self._writer = graph, target, QdqWriter(graph)
         self.weight_names: dict[str, str] = {}
         self.activation_names: dict[str, str] = {}
         self._tensor_params = decisions.tensor_params()
@@ -366,45 +366,30 @@ class _Writer:
             node for node in graph.consumers(tensor) if placement.is_read_by_all or graph.node_name(node) in names
         ]
         if placement.group not in self._group_constants:
-            self._add_group_constants(placement.group, placement.group, qparams)
-        scale, zero = self._group_constants[placement.group]
-        source = tensor
-        nodes = []
-        if needs_clip(qparams):
-            source = graph.fresh(f"{tensor}_clipped")
-            nodes.append(_clip(graph, tensor, source, params))
-        codes, dequantized = graph.fresh(f"{tensor}_codes"), graph.fresh(f"{tensor}_dequantized")
-        nodes += [
-            quantize_node(source, scale, zero, codes, qparams),
-            dequantize_node(codes, scale, zero, dequantized, qparams),
-        ]
-        graph.redirect(tensor, dequantized, readers)
-        graph.insert(nodes)
-        self._codes[tensor] = codes
-        self.activation_names[nodes[-2].name] = tensor
+            self._group_constants[placement.group] = self._writer.parameters(placement.group, qparams)
+        pair = self._writer.pair(tensor, tensor, self._group_constants[placement.group], qparams)
+        graph.redirect(tensor, pair.dequantized, readers)
+        graph.insert(pair.nodes)
+        self._codes[tensor] = pair.codes
+        self.activation_names[pair.nodes[-2].name] = tensor
         for node in readers:
-            if not (len(node.input) > 1 and node.input[0] != dequantized):  # it reads these data in another position
+            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # it reads them in another position
                 self._input_params[node.name] = params
         for name in placement.constants:
-            _write_number(graph, name, placement.tensor)
-
-    def _add_group_constants(self, group: str, stem: str, qparams: Quantization) -> None:
-        scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
-        zero = self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
-        self._group_constants[group] = scale, zero
+            self._write_number(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
         """Dequantize the codes of another tensor by a scale of their own, in place of a product with a constant."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = Quantization.of(params, self.target.activation_container(params.spec.format), 0)
-        self._add_group_constants(placement.group, tensor, qparams)
-        scale, zero = self._group_constants[placement.group]
+        scale, zero = self._group_constants[placement.group] = self._writer.parameters(tensor, qparams)
         dequantized = graph.fresh(f"{tensor}_dequantized")
         readers, producer = graph.consumers(tensor), graph.producer(tensor)
         graph.redirect(tensor, dequantized, readers)
         graph.remove([] if producer is None else [producer])
-        graph.insert([dequantize_node(self._codes[placement.source_tensor], scale, zero, dequantized, qparams)])
+        codes = self._codes[placement.source_tensor]
+        graph.insert([self._writer.dequantized((codes, scale, zero), dequantized, tensor, qparams)])
         for node in readers:
             self._input_params[node.name] = params
 
@@ -423,11 +408,35 @@ class _Writer:
         stored = self._store(layer, params, container)
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
-            graph.insert([dequantize_node(*stored.names, stored.dequantized, stored.qparams)])
+            graph.insert([self._writer.dequantized(stored.names, stored.dequantized, layer.weight, stored.qparams)])
         graph.give(node, 1, stored.dequantized)
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
-            _write_bias(graph, node, layer, bias, np.float32(incoming.scale) * stored.qparams.scale)
+            self._write_bias(node, layer, bias, np.float32(incoming.scale) * stored.qparams.scale)
+
+    def _write_bias(self, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
+        if scale.ndim and scale.shape != bias.shape:
+            return
+        codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
+        dequantize, dequantized = self._writer.bias(layer.bias or f"{layer.name}_bias", codes, scale)
+        self.graph.insert([dequantize])
+        self.graph.give(node, 2, dequantized)
+
+    def _write_number(self, name: str, result: str) -> None:
+        """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""
+        graph, value = self.graph, np.float32(self.graph.array(name).item())
+        scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
+        shape = tuple(graph.constants[name].dims)
+        qparams = Quantization(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
+        code_name = graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8)
+        names = code_name, *self._writer.parameters(name, qparams)
+        dequantized = graph.fresh(f"{name}_dequantized")
+        node = graph.producer(result)
+        while node is not None and name not in node.input:  # behind the Relu or Clip
+            node = graph.producer(node.input[0])
+        if node is not None:
+            graph.redirect(name, dequantized, [node])
+            graph.insert([self._writer.dequantized(names, dequantized, name, qparams)])
 
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
         """Look rows of codes up, in place of a Gather of floats."""
@@ -444,60 +453,10 @@ class _Writer:
         key = layer.weight, params, container
         if key in self._stored:
             return self._stored[key]
-        graph, weight = self.graph, self.graph.array(layer.weight)
-        codes = quantize(weight, params).codes
-        if params.spec.format.is_integer:
-            codes = codes.astype(np.int32) + container.shift
+        weight = self.graph.array(layer.weight)
         qparams = Quantization.of(params, container, weight.ndim)
-        name = graph.add_constant(f"{layer.weight}_codes", codes, container.kind)
-        scale = graph.add_constant(f"{layer.weight}_scale", qparams.scale)
-        zero = graph.add_constant(f"{layer.weight}_zero_point", qparams.zero_point, qparams.kind)
-        self.weight_names[name] = layer.name
-        self._stored[key] = _StoredWeight((name, scale, zero), qparams)
+        codes = stored_codes(quantize(weight, params).codes, params, qparams)
+        names = self._writer.codes(layer.weight, codes, qparams)
+        self.weight_names[names[0]] = layer.name
+        self._stored[key] = _StoredWeight(names, qparams)
         return self._stored[key]
-
-
-def _write_number(graph: Graph, name: str, result: str) -> None:
-    """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""
-    value = np.float32(graph.array(name).item())
-    scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
-    shape = tuple(graph.constants[name].dims)
-    qparams = Quantization(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
-    names = [
-        graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8),
-        graph.add_constant(f"{name}_scale", qparams.scale),
-        graph.add_constant(f"{name}_zero_point", qparams.zero_point, TensorProto.UINT8),
-    ]
-    back = graph.fresh(f"{name}_dequantized")
-    node = graph.producer(result)
-    while node is not None and name not in node.input:  # behind the Relu or Clip
-        node = graph.producer(node.input[0])
-    if node is not None:
-        graph.redirect(name, back, [node])
-        graph.insert([dequantize_node(names[0], names[1], names[2], back, qparams)])
-
-
-def _clip(graph: Graph, tensor: str, result: str, params: QuantParams) -> NodeProto:
-    """A Clip to the codes in use, of which the type has more."""
-    limits = [
-        graph.add_constant(
-            f"{tensor}_{name}", np.asarray((np.float32(code) - params.zero_point) * params.scale, np.float32)
-        )
-        for name, code in (("least", params.spec.qmin), ("most", params.spec.qmax))
-    ]
-    return helper.make_node("Clip", [tensor, *limits], [result], name=f"{result}_node")
-
-
-def _write_bias(graph: Graph, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
-    if scale.ndim and scale.shape != bias.shape:
-        return
-    codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
-    qparams = Quantization(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, 0)
-    stem = layer.bias or f"{layer.name}_bias"
-    names = [
-        graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32),
-        graph.add_constant(f"{stem}_scale", qparams.scale),
-    ]
-    back = graph.fresh(f"{stem}_dequantized")
-    graph.insert([dequantize_node(names[0], names[1], None, back, qparams)])
-    graph.give(node, 2, back)

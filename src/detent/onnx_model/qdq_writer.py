@@ -1,4 +1,6 @@
-"""Nodes: QuantizeLinear and DequantizeLinear, written from parameters and read back into them.
+"""The one writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
+
+``Quantization`` holds the parameters of a quantizer as a file holds them:
 
 =============== ============================== ======================
 granularity     scale in the file              attributes
@@ -8,7 +10,17 @@ PerAxis(a)      one per channel                axis=a
 PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
 =============== ============================== ======================
 
-Gathering: rows of a table of codes are picked first and become numbers then, never the whole table.
+``QdqWriter`` adds constants and makes nodes; where they stand, and which codes they hold, is decided elsewhere:
+
+==================== ==================================================================
+activation           [Clip ->] QuantizeLinear -> DequantizeLinear
+weight               codes -> DequantizeLinear
+bias                 int32 codes -> DequantizeLinear
+switch               If(flag), a quantized tensor or the float one
+==================== ==================================================================
+
+A Clip stands where fewer codes are used than the type has: its bounds are the values of the outermost ones. From a
+table of codes, rows are picked first and become numbers then, never the whole table:
 
 ==================== ==================================================================
 scale                nodes
@@ -22,8 +34,9 @@ Numbers are those of DequantizeLinear: the subtraction is exact, and the product
 takes scales that depend on the data in blocks only, which OpenVINO does not read.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +50,18 @@ from detent.onnx_model.targets import Container
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["Quantization", "dequantize_node", "gather", "needs_clip", "quantize_node"]
+__all__ = [
+    "Pair",
+    "QdqWriter",
+    "Quantization",
+    "dequantize_node",
+    "gather",
+    "needs_clip",
+    "quantize_node",
+    "stored_codes",
+]
 
 Array = NDArray[Any]
-FIRST_BLOCKED = 21
 _ATTRIBUTES = ("axis", "block_size")
 
 
@@ -158,7 +179,139 @@ def _node(operator: str, inputs: list[str], y: str, how: Quantization) -> NodePr
     return node
 
 
-Names = tuple[str, str, str]
+Names = tuple[str, str, str]  # of codes, scale and zero point
+
+
+class Pair(NamedTuple):
+    """The nodes of a Q/DQ pair, and the names of the tensors that they make.
+
+    Attributes:
+        nodes: in order, the QuantizeLinear last but one.
+        codes, dequantized: the tensors.
+    """
+
+    nodes: list[NodeProto]
+    codes: str
+    dequantized: str
+
+
+class QdqWriter:
+    """Adds the constants of quantizers to a graph, and makes their nodes.
+
+    Args:
+        graph: where constants are added; nodes are returned, and not inserted.
+        bounds: how names of a Clip's bounds end.
+        named_by_operator: whether a node is called by its operator and what it is about, or by its result.
+
+    >>> from onnx import parser
+    >>> graph = Graph(parser.parse_model(
+    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Relu(x) }'))
+    >>> writer = QdqWriter(graph)
+    >>> qparams = Quantization(np.float32(0.5), np.array(0), TensorProto.UINT8, high=15)
+    >>> pair = writer.pair("x", "x", writer.parameters("x", qparams), qparams)
+    >>> [node.op_type for node in pair.nodes], pair.dequantized, graph.array("x_most")
+    (['Clip', 'QuantizeLinear', 'DequantizeLinear'], 'x_dequantized', array(7.5, dtype=float32))
+    """
+
+    def __init__(
+        self, graph: Graph, *, bounds: tuple[str, str] = ("least", "most"), named_by_operator: bool = False
+    ) -> None:
+        self.graph, self.bounds, self.named_by_operator = graph, bounds, named_by_operator
+
+    def _named(self, node: NodeProto, stem: str) -> NodeProto:
+        by_operator = f"{stem}_{node.op_type}"
+        node.name = self.graph.fresh(by_operator) if self.named_by_operator else f"{node.output[0]}_node"
+        return node
+
+    def parameters(self, stem: str, qparams: Quantization) -> tuple[str, str]:
+        """Add scale and zero point; returns their names."""
+        scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
+        return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
+
+    def pair(
+        self,
+        x: str,
+        stem: str,
+        parameters: tuple[str, str],
+        qparams: Quantization,
+        *,
+        y: str = "",
+        clip: bool = True,
+    ) -> Pair:
+        """Make a Q/DQ pair behind a tensor.
+
+        Args:
+            x: the tensor.
+            stem: what new names begin with.
+            parameters: the names of scale and zero point.
+            qparams: their values.
+            y: the dequantized tensor; "" for a new name.
+            clip: False leaves the Clip out: values beyond the codes in use saturate at those of the type.
+        """
+        graph, (scale, zero) = self.graph, parameters
+        nodes, source = list[NodeProto](), x
+        if clip and needs_clip(qparams):
+            source = graph.fresh(f"{stem}_clipped")
+            names = [
+                graph.add_constant(f"{stem}_{name}", bound)
+                for name, bound in zip(self.bounds, _clip_bounds(qparams), strict=True)
+            ]
+            nodes.append(self._named(helper.make_node("Clip", [x, *names], [source]), stem))
+        codes, dequantized = graph.fresh(f"{stem}_codes"), y or graph.fresh(f"{stem}_dequantized")
+        nodes.append(self._named(quantize_node(source, scale, zero, codes, qparams), stem))
+        nodes.append(self.dequantized((codes, scale, zero), dequantized, stem, qparams))
+        return Pair(nodes, codes, dequantized)
+
+    def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: Quantization) -> NodeProto:
+        """Make the DequantizeLinear of codes, scale and zero point."""
+        codes, scale, zero = names
+        return self._named(dequantize_node(codes, scale, zero, y, qparams), stem)
+
+    def codes(self, stem: str, codes: Array, qparams: Quantization) -> Names:
+        """Add the codes of a weight with scale and zero point; returns their names."""
+        return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
+
+    def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
+        """Add the int32 codes of a bias; returns their DequantizeLinear and its result."""
+        qparams = Quantization(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
+        names = (
+            self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32),
+            self.graph.add_constant(f"{stem}_scale", qparams.scale),
+            None,
+        )
+        y = self.graph.fresh(f"{stem}_dequantized")
+        return self.dequantized(names, y, stem, qparams), y
+
+    def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
+        """Make the If node that runs nodes to a quantized tensor if a flag is set, and passes a tensor on if not.
+
+        It runs one branch only: a Where would run the quantizers of all layers to measure a single one.
+        """
+        same, chosen = self.graph.fresh(f"{x}_same"), self.graph.fresh(f"{x}_chosen")
+        on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(quantized)])
+        passed = [helper.make_node("Identity", [x], [same])]
+        off = helper.make_graph(passed, "off", [], [helper.make_empty_tensor_value_info(same)])
+        return helper.make_node("If", [flag], [chosen], name=f"{chosen}_node", then_branch=on, else_branch=off), chosen
+
+
+def stored_codes(codes: Array, params: QuantParams, qparams: Quantization) -> Array:
+    """Codes as the file's type holds them, shifted with their zero point."""
+    if not params.spec.format.is_integer:
+        return codes
+    return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))
+
+
+def _clip_bounds(qparams: Quantization) -> tuple[Array, Array]:
+    """The values of the smallest and largest code in use."""
+    if qparams.scale.ndim:
+        raise UnsupportedError(
+            f"it uses the codes {qparams.low}..{qparams.high} of a wider type with a scale per channel, and Clip takes "
+            "one bound: use one scale per tensor, or a format of 4, 8 or 16 bits and all of its codes"
+        )
+    lo, hi = (
+        np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)
+    )
+    return lo, hi
 
 
 def gather(

@@ -24,7 +24,7 @@ from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import Quantization, dequantize_node, needs_clip, quantize_node
+from detent.onnx_model.qdq_writer import QdqWriter, Quantization
 from detent.onnx_model.sessions import make_session, refusals
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
@@ -172,34 +172,14 @@ def _flag(name: str) -> str:
 
 
 def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams) -> str:
-    """Let a node read its data through a quantizer if its switch is on; returns the switch.
-
-    An If node runs one branch only: a Where would run the quantizers of all layers to measure a single one.
-    """
-    name, spec = layer.name, params.spec
-    how = Quantization.of(params, get_target("onnxruntime").activation_container(spec.format, least=8), 0)
-    scale = graph.add_constant(f"{name}//scale", how.scale)
-    zero = graph.add_constant(f"{name}//zero", how.zero_point, how.kind)
-    parts = ("source", "codes", "back", "same", "chosen")
-    source, codes, back, same, chosen = (graph.fresh(f"{name}//{part}") for part in parts)
-    nodes = []
-    if needs_clip(how):
-        codes_of_ends = (np.float32(code) - params.zero_point for code in (spec.qmin, spec.qmax))
-        limits = [
-            graph.add_constant(f"{name}//end", np.asarray(each * params.scale, np.float32)) for each in codes_of_ends
-        ]
-        nodes.append(helper.make_node("Clip", [layer.data, *limits], [source], name=source))
-    else:
-        source = layer.data
-    nodes += [
-        quantize_node(source, scale, zero, codes, how),
-        dequantize_node(codes, scale, zero, back, how),
-    ]
-    on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(back)])
-    passed = [helper.make_node("Identity", [layer.data], [same])]
-    off = helper.make_graph(passed, "off", [], [helper.make_empty_tensor_value_info(same)])
+    """Let a node read its data through a quantizer if its switch is on; returns the switch."""
+    name, writer = layer.name, QdqWriter(graph)
+    container = get_target("onnxruntime").activation_container(params.spec.format, least=8)
+    qparams = Quantization.of(params, container, 0)
+    pair = writer.pair(layer.data, name, writer.parameters(name, qparams), qparams)
+    switch, chosen = writer.switch(_flag(name), pair.nodes, pair.dequantized, layer.data)
     graph.give(node, 0, chosen)
-    graph.insert([helper.make_node("If", [_flag(name)], [chosen], name=chosen, then_branch=on, else_branch=off)])
+    graph.insert([switch])
     return _flag(name)
 
 

@@ -1,4 +1,4 @@
-"""Lowering: marks of an exported graph become codes, scales, QuantizeLinear and DequantizeLinear.
+"""Exported graphs: marks become codes, scales, QuantizeLinear and DequantizeLinear, and the exporter's traces go.
 
 =========================================== =====================================================================
 mark                                        what takes its place
@@ -10,9 +10,8 @@ a weight that Gather reads                  codes -> Gather -> DequantizeLinear,
 the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the scale of the products
 =========================================== =====================================================================
 
-A Clip stands where the quantizer uses fewer codes than the type has: its bounds are the values of the outermost ones.
-
-Tidying: an exported model without what only its exporter needs, and with what runtimes and readers expect.
+What stands where is decided here, the nodes are ``QdqWriter``'s. Before, ``clean`` removes what only the exporter
+needs; after, ``finalize`` sets what runtimes and readers expect.
 """
 
 import re
@@ -23,13 +22,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, inliner
 
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
-from detent.onnx_model import Graph, Quantization, Target, dequantize_node, quantize_node
+from detent.onnx_model import Graph, Quantization, Target
 from detent.onnx_model.graph import BITS, attribute_of, subgraphs
-from detent.onnx_model.qdq_writer import gather, needs_clip
+from detent.onnx_model.qdq_writer import QdqWriter, gather, stored_codes
 from detent.params import QuantParams
 from detent.scale_mode import PerBatch
 from detent.torch.export_marks import DOMAIN, Marked
@@ -133,9 +132,10 @@ class Lowering:
         self.least = least
         self.weights: dict[str, str] = {}
         self.activations: dict[str, str] = {}
-        self._made: list[NodeProto] = []
-        self._gone: list[NodeProto] = []
-        self._how: dict[str, Quantization] = {}  # what the result of a DequantizeLinear is quantized by
+        self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
+        self._nodes: list[NodeProto] = []  # to be inserted
+        self._gone: list[NodeProto] = []  # to be removed
+        self._qparams: dict[str, Quantization] = {}  # of the results of DequantizeLinear
 
     def run(self) -> ModelProto:
         """The model without marks."""
@@ -157,7 +157,7 @@ class Lowering:
             self._weight(nodes, key)
         self._biases()
         graph.remove([*marks, *self._gone])
-        graph.insert(self._made)
+        graph.insert(self._nodes)
         for node in marks:
             self._rename(node.output[0], attribute_of(node, "key").decode().removesuffix("_quantizer"))
         graph.drop_unread()
@@ -172,18 +172,16 @@ class Lowering:
 
     def _activation(self, node: NodeProto, key: str) -> None:
         rank = int(attribute_of(node, "rank"))
-        how = self._activation_quantization(self.marked.activations[key], key, rank)
+        qparams = self._activation_quantization(self.marked.activations[key], key, rank)
         stem = key.removesuffix("_quantizer")
-        scale, zero = self._parameters(stem, how)
-        x = node.input[0]
-        if needs_clip(how):
-            x = self._clipped(x, stem, how)
-        codes = self.graph.fresh(f"{stem}_codes")
-        made = quantize_node(x, scale, zero, codes, how)
-        made.name = self.graph.fresh(f"{stem}_QuantizeLinear")
-        self._made += [made, self._named(dequantize_node(codes, scale, zero, node.output[0], how), stem)]
-        self.activations[made.name] = key
-        self._how[node.output[0]] = how
+        try:
+            parameters = self._writer.parameters(stem, qparams)
+            pair = self._writer.pair(node.input[0], stem, parameters, qparams, y=node.output[0])
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{stem}: {error}") from error
+        self._nodes += pair.nodes
+        self.activations[pair.nodes[-2].name] = key
+        self._qparams[node.output[0]] = qparams
 
     def _activation_quantization(self, quantizer: FakeQuantize, key: str, rank: int) -> Quantization:
         spec, convention = quantizer.spec, quantizer.spec.convention
@@ -219,40 +217,17 @@ class Lowering:
                 container = target.weight_container(format, depthwise=depthwise, least=least)
             else:
                 container = target.activation_container(format)
-            how = Quantization.of(params, container, rank)
+            qparams = Quantization.of(params, container, rank)
         except DetentError as error:
             raise UnsupportedError(f"{key}: {error}") from error
-        wide = BITS[how.kind] != BYTE or how.block
+        wide = BITS[qparams.kind] != BYTE or qparams.block
         needed = FIRST_WIDE if wide else FIRST_FLOAT8 if not format.is_integer else 0
         if self.graph.opset < needed:
             raise UnsupportedError(
                 f"{key} is {params.spec}, which needs operator set {needed}, got opset={self.graph.opset}: export "
                 f"with opset={needed}"
             )
-        return how
-
-    def _parameters(self, stem: str, how: Quantization) -> tuple[str, str]:
-        scale = self.graph.add_constant(f"{stem}_scale", how.scale)
-        return scale, self.graph.add_constant(f"{stem}_zero_point", how.zero_point, how.kind)
-
-    def _clipped(self, x: str, stem: str, how: Quantization) -> str:
-        if how.scale.ndim:
-            raise UnsupportedError(
-                f"{stem} uses the codes {how.low}..{how.high} of a wider type with a scale per channel, and Clip takes "
-                "one bound: use one scale per tensor, or a format of 4, 8 or 16 bits and all of its codes"
-            )
-        ends = [np.asarray((code - how.zero_point) * how.scale, np.float32) for code in (how.low, how.high)]
-        names = [
-            self.graph.add_constant(f"{stem}_{name}", end)
-            for name, end in zip(("lowest", "highest"), ends, strict=True)
-        ]
-        y = self.graph.fresh(f"{stem}_clipped")
-        self._made.append(helper.make_node("Clip", [x, *names], [y], name=self.graph.fresh(f"{stem}_Clip")))
-        return y
-
-    def _named(self, node: NodeProto, stem: str) -> NodeProto:
-        node.name = self.graph.fresh(f"{stem}_{node.op_type}")
-        return node
+        return qparams
 
     def _weight(self, marks: list[NodeProto], key: str) -> None:
         """The codes of a weight, once, and what each of its marks becomes."""
@@ -267,24 +242,21 @@ class Lowering:
         signed = weight.depthwise or len(gathers) == len(readers)
         least = BYTE if gathers else self.least  # ONNX gathers no codes of 4 bits
         tensor, rank = weight.tensor, len(weight.tensor.shape)
-        how = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, least=least)
+        qparams = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, least=least)
         if not (signed or turned):
             self._check_limit(key, tensor.codes)
-        codes = tensor.codes
-        if how.format.is_integer:
-            codes = codes.astype(np.int64) + int(how.low - tensor.params.spec.qmin)
+        codes = stored_codes(tensor.codes, tensor.params, qparams)
         if turned:
-            codes, how = codes.T, _transposed(how)
-        name = graph.add_constant(f"{key}_codes", codes, how.kind)
-        names = (name, *self._parameters(key, how))
-        self.weights[name] = key
+            codes, qparams = codes.T, _transposed(qparams)
+        names = self._writer.codes(key, codes, qparams)
+        self.weights[names[0]] = key
         for node in gathers:
             self._gone.append(node)
-            self._made += gather(graph, node, names, how, tensor.shape, key)
+            self._nodes += gather(graph, node, names, qparams, tensor.shape, key)
         for out in (mark.output[0] for mark in marks):
             if out in graph.outputs or any(node not in gathers for node in graph.consumers(out)):
-                self._made.append(self._named(dequantize_node(*names, out, how), key))
-                self._how[out] = how
+                self._nodes.append(self._writer.dequantized(names, out, key, qparams))
+                self._qparams[out] = qparams
             if turned:
                 self._turn(out)
 
@@ -332,7 +304,7 @@ class Lowering:
     def _biases(self) -> None:
         for node in self.graph.nodes:
             if node.op_type in {"Conv", "Gemm"} and len(node.input) == 3 and node.input[2] in self.graph.constants:
-                x, weight = (self._how.get(name) for name in node.input[:2])
+                x, weight = (self._qparams.get(name) for name in node.input[:2])
                 if x is not None and weight is not None:
                     self._bias(node, x, weight)
 
@@ -351,17 +323,14 @@ class Lowering:
         mark = self.graph.producer(node.input[1])
         layer = "" if mark is None else attribute_of(mark, "key").decode().rpartition(".")[0]
         stem = f"{layer}.bias".lstrip(".")
-        name = self.graph.add_constant(f"{stem}_codes", codes.astype(np.int32))
-        factor = self.graph.add_constant(f"{stem}_scale", scale)
-        out = self.graph.fresh(f"{stem}_dequantized")
-        how = Quantization(scale, np.zeros(scale.shape), TensorProto.INT32, axis=0)
-        self._made.append(self._named(dequantize_node(name, factor, None, out, how), stem))
-        self.graph.give(node, 2, out)
+        dequantize, dequantized = self._writer.bias(stem, codes, scale)
+        self._nodes.append(dequantize)
+        self.graph.give(node, 2, dequantized)
 
 
-def _transposed(how: Quantization) -> Quantization:
-    scale, zero = (part.T if how.block else part for part in (how.scale, how.zero_point))
-    return replace(how, scale=scale, zero_point=zero, axis=1 - how.axis)
+def _transposed(qparams: Quantization) -> Quantization:
+    scale, zero = (part.T if qparams.block else part for part in (qparams.scale, qparams.zero_point))
+    return replace(qparams, scale=scale, zero_point=zero, axis=1 - qparams.axis)
 
 
 def _scales(node: NodeProto) -> bool:
