@@ -1,8 +1,7 @@
-"""Damage: how much noise layers cause at the outputs of a model, and which of them should rather stay float.
+"""Float fallback: which layers stay float, since they alone cause much of the noise at the outputs.
 
-One session serves all questions: its graph holds every weight twice, as it is and rounded, and a switch before each
-quantizer. Noise of several layers about adds up, so that groups of layers are asked first, and only those that cause
-much are asked one by one.
+A layer is kept in float where it causes a quarter of the noise, holds few weights, and the noise is less without it:
+where noise is as large as the signal, less of it in one place may be more in all. ``SwitchableModel`` measures it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import Switches
+from detent.onnx.layer_error import SwitchableModel
 from detent.params import QuantParams
 
 __all__ = ["choose_float"]
 
-SHARE, LARGEST, MOST = 0.25, 0.1, 5
-LITTLE = 1e-4  # of an output's power: noise that nobody has to be left in float for
-HELPS = 0.9  # the part of the noise that may be left without a layer
+MIN_NOISE_SHARE = 0.25  # of all noise, that a layer alone causes
+MAX_WEIGHT_SHARE = 0.1  # of the model's bytes, that a layer holds
+MAX_LAYERS = 5
+NEGLIGIBLE_NOISE = 1e-4  # relative to output power; below it no layer is kept in float
+MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
@@ -37,19 +38,19 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     >>> choose_float(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
     {}
     """
-    switches = Switches(plan, params, samples)
+    switches = SwitchableModel(plan, params, samples)
     total = switches.all_noise()
-    if not np.isfinite(total) or total <= LITTLE * switches.count:
+    if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * switches.count:
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
-    limit = LARGEST * plan.nbytes_before
-    found = [name for name in switches.worst(SHARE) if sizes[name] < limit]
-    caused = {name: switches.noise([name]) / total for name in found}
-    small = {name: share for name, share in caused.items() if share >= SHARE}  # on all samples, too
-    ranked = sorted(small, key=lambda name: -small[name] / sizes[name])
-    kept, left = dict[str, float](), total
-    for name in ranked[:MOST]:  # where noise is as large as the signal, less of it in one place may be more in all
+    limit = MAX_WEIGHT_SHARE * plan.nbytes_before
+    worst = [name for name in switches.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
+    shares = {name: switches.noise([name]) / total for name in worst}
+    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # on all samples, too
+    ranked = sorted(shares, key=lambda name: -shares[name] / sizes[name])
+    kept, remaining = dict[str, float](), total
+    for name in ranked[:MAX_LAYERS]:
         without = switches.all_noise([*kept, name])
-        if without < HELPS * left:
-            kept[name], left = small[name], without
+        if without < MAX_REMAINING_NOISE * remaining:
+            kept[name], remaining = shares[name], without
     return kept

@@ -1,7 +1,12 @@
-"""Probing: what one layer computes, alone, from its inputs on sample data.
+"""Layer error: how much a quantized layer is off, at its own output and at the outputs of the model.
 
-Steps that choose between ways to quantize a layer compare its outputs; running the whole model for each would take
-hundreds of times longer. A part of the data is enough: some rows of a matrix, some blocks of an image.
+A ``Probe`` computes one layer, alone, from its inputs on sample data. Accuracy passes that choose between ways to
+quantize a layer compare its outputs; running the whole model for each would take hundreds of times longer. A part of
+the data is enough: some rows of a matrix, some blocks of an image.
+
+A ``SwitchableModel`` measures the noise of layers at the outputs of the model. One session serves all questions: its
+graph holds every weight twice, as it is and as codes, and a switch before each quantizer. Noise of several layers about
+adds up, so that groups of layers are measured first, and only those that cause much are measured one by one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +26,14 @@ from detent.onnx_model.targets import Container
 from detent.ops import quantize
 from detent.params import QuantParams
 
-__all__ = ["Probe", "Probes", "Switches", "noise", "part_of", "recorded_inputs"]
+__all__ = ["Probe", "Probes", "SwitchableModel", "noise", "part_of", "recorded_inputs"]
 
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
-PART_ROWS = 512
-POINTS, BLOCK = 64 * 64, 8  # of an image that are looked at, and the side of the blocks they are taken in
+PART_ROWS = 512  # of a matrix that are compared
+PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # of an image that are compared, and the side of the blocks they are taken in
+SEARCH_SAMPLES = 1  # batches on which layers are searched; whether it helps to keep them in float is compared on all
 
 
 class Probe:
@@ -54,8 +60,8 @@ class Probe:
             return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
             self._session = make_session(_alone(self.layer.node), threads=1)  # pools of many sessions would spin
-        found: Array = self._session.run(None, {"x": x, "w": weight})[0]
-        return found
+        result: Array = self._session.run(None, {"x": x, "w": weight})[0]
+        return result
 
 
 class Probes:
@@ -83,7 +89,7 @@ def part_of(layer: Layer, x: Array) -> Array:
         return flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS]
     sizes = layer.shape[2:]
     gaps = attribute_of(layer.node, "dilations", [1] * len(sizes))
-    left = POINTS
+    left = PART_POINTS
     for number, axis in enumerate(sorted(range(2, x.ndim), key=lambda axis: x.shape[axis])):
         fair = int(left ** (1 / (x.ndim - 2 - number)) + 1e-9)
         whole = 2 * (sizes[axis - 2] - 1) * gaps[axis - 2] + 2  # wider than what one result is made of
@@ -96,9 +102,9 @@ def part_of(layer: Layer, x: Array) -> Array:
 
 def _blocks(length: int, side: int) -> NDArray[np.intp]:
     """Indices of blocks of neighbours, evenly spread, as many as a side takes."""
-    count = -(-side // BLOCK)
-    starts = np.linspace(0, length - BLOCK, count).astype(np.intp)
-    return (starts[:, None] + np.arange(BLOCK)).ravel()
+    count = -(-side // BLOCK_SIDE)
+    starts = np.linspace(0, length - BLOCK_SIDE, count).astype(np.intp)
+    return (starts[:, None] + np.arange(BLOCK_SIDE)).ravel()
 
 
 def _alone(node: NodeProto) -> ModelProto:
@@ -114,13 +120,13 @@ def _alone(node: NodeProto) -> ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
 
 
-def noise(reference: Array, found: Array) -> float:
+def noise(reference: Array, result: Array) -> float:
     """The power of a difference.
 
     >>> noise(np.ones(2), np.zeros(2))
     2.0
     """
-    difference = (found - reference).ravel()
+    difference = (result - reference).ravel()
     return float(difference @ difference)
 
 
@@ -137,15 +143,12 @@ def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Fee
     >>> next(recorded_inputs(made, ["fc"], [{"x": np.float32([[2.0]])}]))
     {'fc': array([[2.]], dtype=float32)}
     """
-    wanted = {name: plan.layers_by_name[name].data for name in names}
-    for tensors in record(plan.model, wanted.values(), samples):
-        yield {name: part_of(plan.layers_by_name[name], tensors[tensor]) for name, tensor in wanted.items()}
+    inputs = {name: plan.layers_by_name[name].data for name in names}
+    for tensors in record(plan.model, inputs.values(), samples):
+        yield {name: part_of(plan.layers_by_name[name], tensors[tensor]) for name, tensor in inputs.items()}
 
 
-SEARCH_SAMPLES = 1  # samples on which layers are searched; whether it helps to leave them out is judged on all
-
-
-class Switches:
+class SwitchableModel:
     """A model whose layers can be quantized one by one.
 
     Args:
@@ -157,7 +160,7 @@ class Switches:
     >>> from onnx import parser
     >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''), "w4a8")
-    >>> switches = Switches(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
+    >>> switches = SwitchableModel(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
     >>> switches.noise([]), switches.noise(["fc"]) > 0, switches.all_noise() == switches.noise(["fc"])
     (0.0, True, True)
     >>> list(switches.worst(0.25))
@@ -213,8 +216,8 @@ class Switches:
     def _run(self, feed: Feed, flags: Iterable[str]) -> list[Array]:
         on = set(flags)
         switches = {flag: np.array(flag in on) for flag in self._flags}
-        found: list[Array] = self._session.run(self._names, {**feed, **switches})
-        return found
+        outputs: list[Array] = self._session.run(self._names, {**feed, **switches})
+        return outputs
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
         """The noise at the outputs, relative to their power, when these layers are quantized and no others."""
@@ -226,7 +229,7 @@ class Switches:
         return len(self._names) * len(self._samples)
 
     def all_noise(self, but: Iterable[str] = ()) -> float:
-        """The same when everything is quantized but some layers."""
+        """The noise at the outputs with every layer quantized except ``but``."""
         off = {flag for name in but for flag in self._of_layer[name]}
         return self._noise(flag for flag in self._flags if flag not in off)
 
@@ -246,23 +249,23 @@ class Switches:
                 yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
 
     def worst(self, share: float) -> dict[str, float]:
-        """The layers that alone cause at least so much of all noise, and how much; on the first sample alone."""
+        """Layers that alone cause at least that share of all noise, with their shares; on the first sample only."""
         total = self._noise(self._flags, SEARCH_SAMPLES)
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
 
         def ask(names: list[str]) -> None:
             caused = self.noise(names, SEARCH_SAMPLES) / max(total, 1e-30)
             if caused < share or not names:
                 return
             if len(names) == 1:
-                found[names[0]] = caused
+                shares[names[0]] = caused
                 return
             half = len(names) // 2
             ask(names[:half])
             ask(names[half:])
 
         ask(self.layers)
-        return found
+        return shares
 
 
 def _rounding(graph: Graph, name: str, params: QuantParams) -> tuple[NodeProto, str]:
