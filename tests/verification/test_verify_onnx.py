@@ -12,8 +12,8 @@ from detent.onnx_model import Provenance, optimised
 from detent.onnx_model.qdq_reader import open_quantized
 from detent.onnx_model.sessions import Probe, Reading
 from detent.verification import levels, openvino
-from detent.verification.levels import find_codes
 from detent.verification.openvino import is_installed
+from detent.verification.outputs import find_codes
 
 
 def batches(count=2, size=16, seed=1):

@@ -1,13 +1,12 @@
-"""Weights: the codes, scales and zero points of a file beside those of its source; level 1, without any data.
+"""Level 1: the codes, scales and zero points of a file, against its source and against ONNX Runtime.
 
-Tally: codes counted, and the first one that differs.
+``WeightCheck`` needs no data: the codes of each weight are compared with the source's, which may hold a matrix
+transposed; what ONNX Runtime makes of them with detent's values; biases with the product of the scales of input and
+weight; codes with the limit of the target. ``ActivationCheck`` takes the tensor that each QuantizeLinear node got,
+quantizes it by detent with the *source's* parameters, and compares the codes.
 
-Activations: every QuantizeLinear of a file, fed what ONNX Runtime saw; level 1.
-
-The tensor that a node got is quantized once more by detent, with the *source's* parameters, and the codes are compared.
-A node with another scale or zero point than the source's has other codes throughout, even where their numbers agree.
-
-Decoding: what a file's codes mean, whatever its source; the part of level 1 that needs no data and no source.
+A code differs where its number, its scale or its zero point does: a node with a wrong scale has wrong codes throughout,
+even where the numbers agree. ``Tally`` counts them and keeps the first difference.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ __all__ = [
     "Decoded",
     "ScaleLayout",
     "Tally",
+    "WeightCheck",
     "check_biases",
     "check_decoding",
     "check_limit",
@@ -159,11 +159,10 @@ def ulps_between(a: float, b: float) -> int:
     return abs(first - second)
 
 
-def compare_weight(artifact: QuantizedGraph, weight: WeightCodes, source: QuantizedTensor, tally: Tally) -> bool:
+def compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) -> bool:
     """Count the codes of a weight that are not the source's: by number, scale or zero point.
 
     Args:
-        artifact: the file.
         weight: of the file.
         source: what it should be; the file may hold a matrix transposed.
         tally: where codes are counted.
@@ -177,13 +176,13 @@ def compare_weight(artifact: QuantizedGraph, weight: WeightCodes, source: Quanti
     ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
     ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
     >>> tally, source = Tally(), QuantizedTensor.from_codes([3, 5], QuantParams("int8", 0.5))
-    >>> compare_weight(artifact, artifact.weights[0], source, tally)
+    >>> compare_weight(artifact.weights[0], source, tally)
     False
     >>> print(tally.differing, tally.first)
     1 DequantizeLinear_v: another code, w[1] is 4, expected 5 (scale 0.5, zero point 0)
     """
     codes = weight.codes
-    options = [_Compared(artifact, weight, codes, each) for each in _orientations(codes.shape, source)]
+    options = [_Compared(weight, codes, each) for each in _orientations(codes.shape, source)]
     if not options:
         tally.count(source.size, source.size)
         name = weight.node_name
@@ -222,8 +221,8 @@ def _orientations(shape: tuple[int, ...], source: QuantizedTensor) -> list[_Orie
 class _Compared:
     """A weight of the file beside one way to hold the source's."""
 
-    def __init__(self, artifact: QuantizedGraph, weight: WeightCodes, codes: Array, expected: _Oriented) -> None:
-        self.artifact, self.weight, self.codes, self.expected = artifact, weight, codes, expected
+    def __init__(self, weight: WeightCodes, codes: Array, expected: _Oriented) -> None:
+        self.weight, self.codes, self.expected = weight, codes, expected
         self.layout = layout_in_file(weight, codes.shape)
         how, shape = weight.qparams, codes.shape
         parts = (expected.scale, expected.zero_point)
@@ -642,3 +641,62 @@ def _is_dense(artifact: QuantizedGraph, node: NodeProto) -> bool:
     shape = artifact.graph.shape(made.input[0]) if made is not None else None
     groups = int(attribute_of(node, "group", 1))
     return not (shape is not None and 1 < groups == shape[0] and shape[1] == 1)
+
+
+class WeightCheck:
+    """Level 1 for weights and biases, which needs no data.
+
+    Attributes:
+        notes: what was not compared.
+
+    Args:
+        artifact: the file.
+        source: the model it was made from.
+        tally: where codes are counted.
+    """
+
+    def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
+        self._artifact, self._source, self._tally = artifact, source, tally
+        self._missing: dict[str, QuantizedTensor] = {}
+        self.notes: dict[str, None] = {}
+
+    def run(self) -> None:
+        """Compare every weight of the file with the source's, its numbers with ONNX Runtime's, and check biases."""
+        source_weights, names = self._source.weights(), self._source.names
+        compared: set[str] = set()
+        biases: dict[str, Array] = {}
+        scales = self._activation_scales()
+        for decoded in decode_weights(self._artifact):
+            weight = decoded.weight
+            name = names.get(weight.name, "")
+            source_weight = source_weights.get(name)
+            if source_weight is not None:
+                compared.add(name)
+                scales[weight.name] = source_weight.params.scale
+                if not compare_weight(weight, source_weight, self._tally):
+                    continue
+                bias = self._source.bias(name)
+                if bias is not None:
+                    biases[weight.name] = bias
+            elif self._source.knows_weights and not weight.is_bias:
+                self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
+            check_decoding(decoded, self._tally, count=source_weight is None and not weight.is_bias)
+            check_limit(self._artifact, weight, self._tally)
+        if self._artifact.provenance is not None:
+            check_biases(self._artifact, self._tally, biases, scales)
+        self._missing = {name: tensor for name, tensor in source_weights.items() if name not in compared}
+
+    def _activation_scales(self) -> dict[str, Array]:
+        expected = ((each.codes, self._source.expected(each)) for each in self._artifact.quantize_nodes)
+        return {codes: quantizer.params.scale for codes, quantizer in expected if quantizer is not None}
+
+    def count_absent(self) -> None:
+        """Count what took part in the source's runs and is not in the file; call it after the data."""
+        for name, tensor in self._source.absent_weights(self._missing).items():
+            self._tally.count(tensor.size, tensor.size)
+            cause = "a quantized weight of the source is not in the file"
+            self._tally.note(Difference(name, name, (), str(tensor.shape), None, None, None, None, cause))
+        for name in self._source.absent_quantizers():
+            self._tally.count(1, 1)
+            cause = "a quantizer of the source is no node of the file"
+            self._tally.note(Difference(name, name, (), None, None, None, None, None, cause))
