@@ -119,10 +119,10 @@ def test_unsound_parameters_are_named(name, how, cause):
 @pytest.mark.parametrize(
     ("name", "how", "index", "cause"),
     [
-        ("w1_q", lambda v: v.__setitem__((3, 1, 0, 2), v[3, 1, 0, 2] ^ 1), (3, 1, 0, 2), "another code"),
-        ("w2_q", lambda v: v.__setitem__((3, 0, 0, 2), v[3, 0, 0, 2] ^ 1), (3, 0, 0, 2), "another code"),
-        ("w4_s", lambda v: ulp(v, 3), (3,), "another scale, 1 float32 away"),
-        ("w5_z", lambda v: v.__setitem__(3, 129), (3,), "another zero point"),
+        ("w1_q", lambda v: v.__setitem__((3, 1, 0, 2), v[3, 1, 0, 2] ^ 1), (3, 1, 0, 2), "wrong code"),
+        ("w2_q", lambda v: v.__setitem__((3, 0, 0, 2), v[3, 0, 0, 2] ^ 1), (3, 0, 0, 2), "wrong code"),
+        ("w4_s", lambda v: ulp(v, 3), (3,), "wrong scale, off by 1 ulp"),
+        ("w5_z", lambda v: v.__setitem__(3, 129), (3,), "wrong zero point"),
     ],
     ids=["code", "depthwise", "ulp", "zero_point"],
 )
@@ -136,8 +136,8 @@ def test_a_quantized_source_knows_its_weights(name, how, index, cause):
 @pytest.mark.parametrize(
     ("name", "how", "node", "cause"),
     [
-        ("r1_s", ulp, "r1_q_QuantizeLinear", "another scale, 1 float32 away"),
-        ("r1_z", lambda v: v.__iadd__(1), "r1_q_QuantizeLinear", "another zero point"),
+        ("r1_s", ulp, "r1_q_QuantizeLinear", "wrong scale, off by 1 ulp"),
+        ("r1_z", lambda v: v.__iadd__(1), "r1_q_QuantizeLinear", "wrong zero point"),
     ],
     ids=["ulp", "zero_point"],
 )
@@ -357,7 +357,7 @@ def test_bad_input(source, artifact, options, error, message):
 
 def test_raise_on_difference():
     made = change(chain(), "r1_z", lambda v: v.__iadd__(1))
-    with pytest.raises(dt.VerificationError, match="another zero point") as caught:
+    with pytest.raises(dt.VerificationError, match="wrong zero point") as caught:
         dt.verify(chain(), made, batches(1), levels=(1,), raise_on_difference=True)
     assert caught.value.report.differing_codes > 0
     assert isinstance(caught.value, AssertionError)

@@ -136,14 +136,14 @@ def plus_one(index):
 
 
 CHANGES = {
-    "weight_code": ("conv.weight_codes", plus_one((3, 1, 2, 0)), "another code", (3, 1, 2, 0), 1),
-    "depthwise_code": ("depthwise.weight_codes", plus_one((3, 0, 2, 0)), "another code", (3, 0, 2, 0), 1),
-    "weight_scale": ("conv.weight_scale", up(5), "another scale, 1 float32 away", (5,), 27),
-    "weight_zero_point": ("square.weight_zero_point", plus_one(2), "another zero point", (2,), 32),
-    "bias_code": ("head.bias_codes", plus_one(4), "another code of a bias", (4,), 1),
+    "weight_code": ("conv.weight_codes", plus_one((3, 1, 2, 0)), "wrong code", (3, 1, 2, 0), 1),
+    "depthwise_code": ("depthwise.weight_codes", plus_one((3, 0, 2, 0)), "wrong code", (3, 0, 2, 0), 1),
+    "weight_scale": ("conv.weight_scale", up(5), "wrong scale, off by 1 ulp", (5,), 27),
+    "weight_zero_point": ("square.weight_zero_point", plus_one(2), "wrong zero point", (2,), 32),
+    "bias_code": ("head.bias_codes", plus_one(4), "wrong code of a bias", (4,), 1),
     "bias_scale": ("head.bias_scale", up(4), "the scale of a bias is not the product", (4,), 1),
-    "activation_scale": ("square.input_scale", up(...), "another scale, 1 float32 away", (), 16 * 32),
-    "activation_zero_point": ("conv.input_zero_point", plus_one(...), "another zero point", (), 16 * 192),
+    "activation_scale": ("square.input_scale", up(...), "wrong scale, off by 1 ulp", (), 16 * 32),
+    "activation_zero_point": ("conv.input_zero_point", plus_one(...), "wrong zero point", (), 16 * 192),
 }
 
 

@@ -1,4 +1,4 @@
-"""The proof: that a quantized file computes what its source computes, code by code.
+"""Verification: whether a quantized file computes what its source computes, code by code.
 
 ``verify`` compares, and ``VerifyReport`` says what it found.
 ``import detent.verification`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.

@@ -59,7 +59,7 @@ class Tally:
 
     >>> tally = Tally()
     >>> tally.count(10, 1)
-    >>> tally.note(Difference("Q", "q", (0,), 1, 2, None, None, None, "another code"))
+    >>> tally.note(Difference("Q", "q", (0,), 1, 2, None, None, None, "wrong code"))
     >>> tally.compared, tally.differing, tally.first.got
     (10, 1, 2)
     """
@@ -179,14 +179,14 @@ def compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) -
     >>> compare_weight(artifact.weights[0], source, tally)
     False
     >>> print(tally.differing, tally.first)
-    1 DequantizeLinear_v: another code, w[1] is 4, expected 5 (scale 0.5, zero point 0)
+    1 DequantizeLinear_v: wrong code, w[1] is 4, expected 5 (scale 0.5, zero point 0)
     """
     codes = weight.codes
     options = [_Compared(weight, codes, each) for each in _orientations(codes.shape, source)]
     if not options:
         tally.count(source.size, source.size)
         name = weight.node_name
-        cause = "another shape"
+        cause = "wrong shape"
         tally.note(Difference(name, weight.name, (), str(source.shape), str(codes.shape), None, None, None, cause))
         return False
     best = min(options, key=lambda each: each.other_codes)  # scales may be wrong in the right orientation
@@ -268,14 +268,12 @@ class _Compared:
         own = _set_index(index, layout)
         if self.bad_scale[index]:
             got = float(self.file_scale[index])
-            return differ(
-                weight.constants[0], own, scale, got, f"another scale, {ulps_between(scale, got)} float32 away"
-            )
+            return differ(weight.constants[0], own, scale, got, f"wrong scale, off by {ulps_between(scale, got)} ulp")
         if zero != known:
-            return differ(weight.constants[1], own, zero, known, "another zero point")
+            return differ(weight.constants[1], own, zero, known, "wrong zero point")
         expected = self.expected.codes[index].item()
         expected = expected + shift if self.codes.dtype.kind in "iu" else expected
-        return differ(weight.name, index, expected, self.codes[index].item(), "another code")
+        return differ(weight.name, index, expected, self.codes[index].item(), "wrong code")
 
 
 def _usual_shift(kind: int) -> int:
@@ -314,7 +312,7 @@ class ActivationCheck:
     >>> check = ActivationCheck(made, OnnxSource(made.model, made), tally)
     >>> check.readings()[0].take({"x": np.float32([0.5, 1.5]), "q": np.uint8([4, 7])})
     >>> print(tally.first)
-    QuantizeLinear_q: another code, q[1] is 7, expected 6 (x 1.5, scale 0.5, zero point 3)
+    QuantizeLinear_q: wrong code, q[1] is 7, expected 6 (x 1.5, scale 0.5, zero point 3)
     """
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
@@ -372,10 +370,10 @@ class ActivationCheck:
             )
             expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
             about = float(x[index]), float(scale), int(zero) + shift
-            self._note(site, index, expected, got[index].item(), about, "another code")
+            self._note(site, index, expected, got[index].item(), about, "wrong code")
 
     def _wrong_sets(self, site: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]) -> Array | None:
-        """Which elements have another scale or zero point in the file than in the source; None for none of them."""
+        """Which elements have a wrong scale or zero point in the file; None for none of them."""
         rank = max(len(shape), 1)
         here, there = layout_of(site.qparams, rank), layout_of(params, rank)
         how = site.qparams
@@ -401,11 +399,11 @@ class ActivationCheck:
         about = None, scale, zero
         if is_scale:
             got = float(site.qparams.scale[index])
-            cause = f"another scale, {ulps_between(scale, got)} float32 away"
+            cause = f"wrong scale, off by {ulps_between(scale, got)} ulp"
             self._note(site, index, scale, got, about, cause, site.scale)
         else:
             self._note(
-                site, index, zero, int(site.qparams.zero_point[index]), about, "another zero point", site.zero_point
+                site, index, zero, int(site.qparams.zero_point[index]), about, "wrong zero point", site.zero_point
             )
 
     def _note(
@@ -535,7 +533,7 @@ def check_decoding(decoded: Decoded, tally: Tally, *, count: bool) -> None:
         index = first_index(bad)
         tally.count(0, int(np.count_nonzero(bad)))
         values = float(expected[index]), float(got[index])
-        cause = "ONNX Runtime makes another number of a code"
+        cause = "ONNX Runtime dequantizes this code differently"
         tally.note(Difference(weight.node_name, weight.node.output[0], index, *values, None, None, None, cause))
 
 
@@ -593,7 +591,7 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
             about = (float(source[index]), float(expected[index]), 0)
             tally.note(
                 Difference(
-                    name, bias.name, index, int(wanted[index]), int(codes[index]), *about, "another code of a bias"
+                    name, bias.name, index, int(wanted[index]), int(codes[index]), *about, "wrong code of a bias"
                 )
             )
         bad = bad | other

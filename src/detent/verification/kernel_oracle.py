@@ -1,17 +1,16 @@
-"""Oracle: what integer kernels have to compute, exactly.
+"""Level 3: ONNX Runtime's integer kernels on this machine against exact integer arithmetic.
 
 Sums are those of integers, however many there are::
 
     sum = sum_k (x_k - z_x) (w_k - z_w) + b
     y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y), in float32
 
-Products run in floating point, where every integer below 2**24 (float32) or 2**53 (float64) is exact and products of
-matrices are fast. A convolution is one matrix product for each element of its kernel, which takes little memory.
+Matrix products run in floating point, where every integer up to 2**24 (float32) or 2**53 (float64) is exact and the
+order of sums does not matter. A convolution is one matrix product for each element of its kernel, which takes little
+memory.
 
-Kernels: ONNX Runtime's integer kernels on this machine, against the oracle.
-
-A CPU without VNNI multiplies unsigned by signed bytes and adds two products in 16 bits, which saturates where weights
-are signed and beyond 64. Sums are wrong then, by many steps, and nothing says so.
+A CPU without VNNI multiplies unsigned by signed bytes and adds two products in an int16 accumulator, which saturates
+where weights are signed and beyond 64. Sums are wrong then, by many codes, without any error.
 """
 
 from collections.abc import Callable, Mapping, Sequence

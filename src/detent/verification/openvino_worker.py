@@ -1,4 +1,4 @@
-"""What runs in a process of its own for ``openvino_run``: it answers each line of its input by a line."""
+"""The process that runs OpenVINO for ``openvino``: it answers each line of its input by a line."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Verification: the way into the proof. What it needs is loaded when it is called."""
+"""``verify``, which loads what it needs only when it is called."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -25,7 +25,7 @@ def verify(
     levels: Iterable[int] = LEVELS,
     raise_on_difference: bool = False,
 ) -> VerifyReport:
-    """Prove that a quantized ONNX file computes what its source computes, or name the first code that differs.
+    """Verify that a quantized ONNX file computes what its source computes, or name the first code that differs.
 
     Level 1: the file's weights are the source's, code by code and bit by bit of their scales, and every quantizer, fed
     the tensor that ONNX Runtime saw, gives the codes that ONNX Runtime gave. Level 2: both from end to end, with and

@@ -32,8 +32,8 @@ class Difference:
         scale, zero_point: those that belong to the element, as the source has them.
         cause: in words.
 
-    >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "another code"))
-    fc_Q: another code, fc_q[0, 3] is 18, expected 17 (x 0.35, scale 0.02, zero point 0)
+    >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "wrong code"))
+    fc_Q: wrong code, fc_q[0, 3] is 18, expected 17 (x 0.35, scale 0.02, zero point 0)
     """
 
     node: str
