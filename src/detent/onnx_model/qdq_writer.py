@@ -154,28 +154,28 @@ def needs_clip(quantization: Quantization) -> bool:
     return (quantization.low, quantization.high) != element_range(quantization.kind)
 
 
-def quantize_node(x: str, scale: str, zero_point: str, y: str, how: Quantization) -> NodeProto:
+def quantize_node(x: str, scale: str, zero_point: str, y: str, qparams: Quantization) -> NodeProto:
     """A QuantizeLinear node from x to y.
 
     >>> quantize_node("x", "s", "z", "y", Quantization(np.float32(1), np.array(0), TensorProto.UINT8)).op_type
     'QuantizeLinear'
     """
-    return _node("QuantizeLinear", [x, scale, zero_point], y, how)
+    return _node("QuantizeLinear", [x, scale, zero_point], y, qparams)
 
 
-def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, how: Quantization) -> NodeProto:
+def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, qparams: Quantization) -> NodeProto:
     """A DequantizeLinear node from x to y; without a zero point where that is 0 and needs no type.
 
     >>> dequantize_node("x", "s", None, "y", Quantization(np.ones(2, np.float32), np.zeros(2), TensorProto.INT32)).input
     ['x', 's']
     """
     inputs = [x, scale] if zero_point is None else [x, scale, zero_point]
-    return _node("DequantizeLinear", inputs, y, how)
+    return _node("DequantizeLinear", inputs, y, qparams)
 
 
-def _node(operator: str, inputs: list[str], y: str, how: Quantization) -> NodeProto:
+def _node(operator: str, inputs: list[str], y: str, qparams: Quantization) -> NodeProto:
     node = helper.make_node(operator, inputs, [y], name=f"{y}_node")
-    node.attribute.extend(helper.make_attribute(name, value) for name, value in how.attributes().items())
+    node.attribute.extend(helper.make_attribute(name, value) for name, value in qparams.attributes().items())
     return node
 
 
@@ -318,7 +318,7 @@ def gather(
     graph: Graph,
     node: NodeProto,
     names: Names,
-    how: Quantization,
+    qparams: Quantization,
     shape: tuple[int, ...],
     key: str,
     index_rank: int | None = None,
@@ -329,7 +329,7 @@ def gather(
         graph: where constants are added.
         node: the Gather node, along axis 0.
         names: those of codes, scale and zero point.
-        how: the table's quantization.
+        qparams: the table's quantization.
         shape: the table's.
         key: what new names begin with.
         index_rank: how many axes the indices have; None for what the graph says.
@@ -337,12 +337,12 @@ def gather(
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[9, 4] table, int64[2] i) => (float[2, 4] y) { y = Gather(table, i) }'''))
-    >>> how = Quantization(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
-    >>> made = gather(graph, graph.nodes[0], ("codes", "scale", "zero"), how, (9, 4), "table")
+    >>> qparams = Quantization(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
+    >>> made = gather(graph, graph.nodes[0], ("codes", "scale", "zero"), qparams, (9, 4), "table")
     >>> [each.op_type for each in made]
     ['Gather', 'Cast', 'Gather', 'Unsqueeze', 'Mul']
     """
-    return _Gathering(graph, node, how, shape, key, index_rank).build(names)
+    return _Gathering(graph, node, qparams, shape, key, index_rank).build(names)
 
 
 class _Gathering:
@@ -350,36 +350,36 @@ class _Gathering:
         self,
         graph: Graph,
         node: NodeProto,
-        how: Quantization,
+        qparams: Quantization,
         shape: tuple[int, ...],
         key: str,
         index_rank: int | None,
     ) -> None:
-        self.graph, self.how, self.shape, self.key = graph, how, shape, key
+        self.graph, self.qparams, self.shape, self.key = graph, qparams, shape, key
         self.indices, self.out = node.input[1], node.output[0]
         self.index_rank = len(graph.shape(self.indices) or ()) if index_rank is None else index_rank
         self.made: list[NodeProto] = []
 
     def build(self, names: Names) -> list[NodeProto]:
-        how, last = self.how, len(self.shape) - 1
+        qparams, last = self.qparams, len(self.shape) - 1
         codes, scale, zero = names
         picked = self._add("Gather", [codes, self.indices], "picked")
-        if not how.scale.ndim or (how.axis == last and not how.block):
-            node = dequantize_node(picked, scale, zero, self.out, replace(how, axis=-1))
+        if not qparams.scale.ndim or (qparams.axis == last and not qparams.block):
+            node = dequantize_node(picked, scale, zero, self.out, replace(qparams, axis=-1))
             node.name = self.graph.fresh(f"{self.key}_DequantizeLinear")
             return [*self.made, node]
-        if how.axis != (last if how.block else 0):
+        if qparams.axis != (last if qparams.block else 0):
             raise UnsupportedError(
-                f"{self.key} is looked up by rows and has scales along axis {how.axis}: use one per row, per group of "
-                "a row, or per tensor"
+                f"{self.key} is looked up by rows and has scales along axis {qparams.axis}: use one per row, per group "
+                "of a row, or per tensor"
             )
         numbers = self._add("Cast", [picked], "numbers", to=TensorProto.FLOAT)
-        if how.block:
-            numbers = self._reshape(numbers, [how.scale.shape[-1], how.block], "groups")
-        if how.zero_point.any():
+        if qparams.block:
+            numbers = self._reshape(numbers, [qparams.scale.shape[-1], qparams.block], "groups")
+        if qparams.zero_point.any():
             origin = self._add("Cast", [self._rows(zero)], "zero_points_as_numbers", to=TensorProto.FLOAT)
             numbers = self._add("Sub", [numbers, origin], "centred")
-        if not how.block:
+        if not qparams.block:
             self._add("Mul", [numbers, self._rows(scale)], self.out)
         else:
             product = self._add("Mul", [numbers, self._rows(scale)], "products")
