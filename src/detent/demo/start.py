@@ -44,6 +44,7 @@ def run(
         FileFormatError: the folder does not exist or cannot be written to.
         SpecError: a seed that is no integer from 0 to 2**31-1.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     result = run(folder, quick=True)
     ...     [path.name for path in result.files]
