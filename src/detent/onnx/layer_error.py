@@ -20,7 +20,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx_model.graph import Graph, attribute_of, element_type
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import QdqWriter, Quantization
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
 from detent.onnx_model.sessions import make_session, record
 from detent.onnx_model.targets import Container
 from detent.ops import quantize
@@ -205,7 +205,7 @@ class SwitchableModel:
         for name in owners:
             self._of_layer[name].append(flag)
         self._flags.append(flag)
-        qparams = Quantization.of(params, plan.target.activation_container(params.spec.format, least=8), 0)
+        qparams = QdqParams.of(params, plan.target.activation_container(params.spec.format, least=8), 0)
         writer, readers = QdqWriter(graph), list(graph.consumers(tensor))
         # Without the Clip that the file has: below 8 bits, layers are compared without saturation.
         pair = writer.pair(tensor, tensor, writer.parameters(tensor, qparams), qparams, clip=False)
@@ -271,7 +271,7 @@ class SwitchableModel:
 def _rounding(graph: Graph, name: str, params: QuantParams) -> tuple[NodeProto, str]:
     """A node that makes the rounded weight of its codes, which take a quarter of its memory; and its result."""
     writer, weight, result = QdqWriter(graph), graph.array(name), graph.fresh(f"{name}_rounded")
-    qparams = Quantization.of(params, Container(element_type(params.spec.format, 8)), weight.ndim)
+    qparams = QdqParams.of(params, Container(element_type(params.spec.format, 8)), weight.ndim)
     names = writer.codes(name, quantize(weight, params).codes, qparams)
     return writer.dequantized(names, result, name, qparams), result
 

@@ -27,7 +27,7 @@ from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import QdqWriter, Quantization, gather, stored_codes
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, gather, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
 from detent.ops import quantize
 from detent.params import QuantParams
@@ -334,7 +334,7 @@ class _StoredWeight:
     """The constants of a quantized weight, and the tensor that they are dequantized to."""
 
     names: tuple[str, str, str]
-    qparams: Quantization
+    qparams: QdqParams
     dequantized: str = ""
 
 
@@ -360,7 +360,7 @@ class _Writer:
         """Put a Q/DQ pair behind a tensor."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
-        qparams = Quantization.of(params, self.target.activation_container(params.spec.format), 0)
+        qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
         names = set(placement.readers)
         readers = [
             node for node in graph.consumers(tensor) if placement.is_read_by_all or graph.node_name(node) in names
@@ -382,7 +382,7 @@ class _Writer:
         """Dequantize the codes of another tensor by a scale of their own, in place of a product with a constant."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
-        qparams = Quantization.of(params, self.target.activation_container(params.spec.format), 0)
+        qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
         scale, zero = self._group_constants[placement.group] = self._writer.parameters(tensor, qparams)
         dequantized = graph.fresh(f"{tensor}_dequantized")
         readers, producer = graph.consumers(tensor), graph.producer(tensor)
@@ -427,7 +427,7 @@ class _Writer:
         graph, value = self.graph, np.float32(self.graph.array(name).item())
         scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
         shape = tuple(graph.constants[name].dims)
-        qparams = Quantization(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
+        qparams = QdqParams(np.asarray(scale), np.asarray(int(zero)), TensorProto.UINT8)
         code_name = graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8)
         names = code_name, *self._writer.parameters(name, qparams)
         dequantized = graph.fresh(f"{name}_dequantized")
@@ -454,7 +454,7 @@ class _Writer:
         if key in self._stored:
             return self._stored[key]
         weight = self.graph.array(layer.weight)
-        qparams = Quantization.of(params, container, weight.ndim)
+        qparams = QdqParams.of(params, container, weight.ndim)
         codes = stored_codes(quantize(weight, params).codes, params, qparams)
         names = self._writer.codes(layer.weight, codes, qparams)
         self.weight_names[names[0]] = layer.name

@@ -9,7 +9,7 @@ from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, 
 from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_reader import read_quantization
-from detent.onnx_model.qdq_writer import Quantization, dequantize_node, quantize_node
+from detent.onnx_model.qdq_writer import QdqParams, dequantize_node, quantize_node
 from detent.onnx_model.sessions import make_session, optimised
 from detent.onnx_model.targets import TARGETS, Container, Target, get_target
 
@@ -20,7 +20,7 @@ __all__ = [
     "LoadedModel",
     "ModelSource",
     "Provenance",
-    "Quantization",
+    "QdqParams",
     "Target",
     "array_of",
     "dequantize_node",

@@ -49,7 +49,7 @@ from detent.onnx_model.graph import (
     trace_back,
 )
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import _ATTRIBUTES, Quantization
+from detent.onnx_model.qdq_writer import _ATTRIBUTES, QdqParams
 
 __all__ = [
     "CodedInput",
@@ -94,7 +94,7 @@ def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> 
 
 def read_quantization(
     node: NodeProto, constants: Mapping[str, TensorProto], kind_of: Callable[[str], int] | None = None
-) -> Quantization | None:
+) -> QdqParams | None:
     """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if they are not constants.
 
     Args:
@@ -135,7 +135,7 @@ def read_quantization(
     axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))
     if scale.size == 1 and not block:
         scale, zero = scale.reshape(()), zero.reshape(())
-    return Quantization(scale, zero, kind, axis, block, *_code_range(kind))
+    return QdqParams(scale, zero, kind, axis, block, *_code_range(kind))
 
 
 def _code_range(kind: int) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class QuantizeNode:
     x: str
     unclipped: str
     codes: str
-    qparams: Quantization
+    qparams: QdqParams
     scale: str
     zero_point: str
     readers: tuple[str, ...] = ()
@@ -192,7 +192,7 @@ class WeightCodes:
     name: str
     tensor: TensorProto = field(repr=False)
     node: NodeProto = field(repr=False)
-    qparams: Quantization
+    qparams: QdqParams
     constants: tuple[str, str] = ("", "")
     path: tuple[str, ...] = ()
     form: Form = "codes"
@@ -225,7 +225,7 @@ class CodedInput:
     """An input of the model that comes as codes, dequantized with constant parameters."""
 
     name: str
-    qparams: Quantization
+    qparams: QdqParams
     readers: tuple[str, ...] = ()
     inner: bool = False
 
@@ -436,7 +436,7 @@ class _Scope:
             yield CodedInput(codes, qparams, self._code_readers(codes), self.inner), names
 
     def _weight(
-        self, node: NodeProto, name: str, qparams: Quantization, path: tuple[str, ...], form: Form = "codes"
+        self, node: NodeProto, name: str, qparams: QdqParams, path: tuple[str, ...], form: Form = "codes"
     ) -> WeightCodes:
         names = [*node.input[1:], ""]
         readers = _called_all(self._readers(node.output[0]))
@@ -495,7 +495,7 @@ class _Scope:
         origin = self._origin(other)
         return origin if origin in self.constants and prod(self.constants[origin].dims) == 1 else ""
 
-    def _table_params(self, table: TensorProto, scale: str, zero: str, *, is_grouped: bool) -> Quantization | None:
+    def _table_params(self, table: TensorProto, scale: str, zero: str, *, is_grouped: bool) -> QdqParams | None:
         scales, kind = array_of(self.constants[scale]), table.data_type
         if scales.dtype != np.float32:
             return None
@@ -504,11 +504,11 @@ class _Scope:
             return None
         zeros, width = zeros.reshape(scales.shape), table.dims[-1]
         if is_grouped and scales.ndim == 2 and width % scales.shape[-1] == 0:
-            return Quantization(scales, zeros, kind, -1, width // scales.shape[-1], *_code_range(kind))
+            return QdqParams(scales, zeros, kind, -1, width // scales.shape[-1], *_code_range(kind))
         if scales.size not in {1, table.dims[0]}:
             return None
         shape = () if scales.size == 1 else (-1,)
-        return Quantization(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
+        return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
     def _origin(self, name: str) -> str:
         """The tensor before all that only moves or casts codes; stops at a constant."""

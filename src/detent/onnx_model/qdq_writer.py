@@ -1,6 +1,6 @@
 """The one writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
 
-``Quantization`` holds the parameters of a quantizer as a file holds them:
+``QdqParams`` holds the parameters of a quantizer as a file holds them:
 
 =============== ============================== ======================
 granularity     scale in the file              attributes
@@ -52,8 +52,8 @@ from detent.spec import QuantSpec
 
 __all__ = [
     "Pair",
+    "QdqParams",
     "QdqWriter",
-    "Quantization",
     "dequantize_node",
     "gather",
     "needs_clip",
@@ -66,7 +66,7 @@ _ATTRIBUTES = ("axis", "block_size")
 
 
 @dataclass(frozen=True, eq=False)
-class Quantization:
+class QdqParams:
     """The parameters of a quantizer as a file holds them.
 
     Attributes:
@@ -76,7 +76,7 @@ class Quantization:
         axis, block: where the scale has more than one value.
         low, high: the smallest and largest code that is used.
 
-    >>> made = Quantization.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
+    >>> made = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
     >>> made.scale, made.zero_point, made.low, made.high, made.block
     (array(0.5, dtype=float32), array(128), 1, 255, 0)
     >>> made.params((4, 4)).spec.format.name, made.format.name, made.granularity((4, 4)), made.attributes()
@@ -92,7 +92,7 @@ class Quantization:
     high: float = 255
 
     @classmethod
-    def of(cls, params: QuantParams, container: Container, rank: int) -> "Quantization":
+    def of(cls, params: QuantParams, container: Container, rank: int) -> "QdqParams":
         """What a file says of these parameters, for data of that rank."""
         spec = params.spec
         if params.block_scale is not None or spec.scale_format != "float":
@@ -143,10 +143,10 @@ def _place(granularity: Granularity, rank: int) -> tuple[int, int]:
     raise UnsupportedError(f"ONNX files cannot hold scales of granularity {granularity}: use tensor, axis or group")
 
 
-def needs_clip(quantization: Quantization) -> bool:
+def needs_clip(quantization: QdqParams) -> bool:
     """Whether the codes in use are fewer than the type has, so that data must be clipped first.
 
-    >>> needs_clip(Quantization(np.float32(1), np.array(0), TensorProto.UINT8, high=15))
+    >>> needs_clip(QdqParams(np.float32(1), np.array(0), TensorProto.UINT8, high=15))
     True
     """
     if not quantization.format.is_integer:
@@ -154,26 +154,26 @@ def needs_clip(quantization: Quantization) -> bool:
     return (quantization.low, quantization.high) != element_range(quantization.kind)
 
 
-def quantize_node(x: str, scale: str, zero_point: str, y: str, qparams: Quantization) -> NodeProto:
+def quantize_node(x: str, scale: str, zero_point: str, y: str, qparams: QdqParams) -> NodeProto:
     """A QuantizeLinear node from x to y.
 
-    >>> quantize_node("x", "s", "z", "y", Quantization(np.float32(1), np.array(0), TensorProto.UINT8)).op_type
+    >>> quantize_node("x", "s", "z", "y", QdqParams(np.float32(1), np.array(0), TensorProto.UINT8)).op_type
     'QuantizeLinear'
     """
     return _node("QuantizeLinear", [x, scale, zero_point], y, qparams)
 
 
-def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, qparams: Quantization) -> NodeProto:
+def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, qparams: QdqParams) -> NodeProto:
     """A DequantizeLinear node from x to y; without a zero point where that is 0 and needs no type.
 
-    >>> dequantize_node("x", "s", None, "y", Quantization(np.ones(2, np.float32), np.zeros(2), TensorProto.INT32)).input
+    >>> dequantize_node("x", "s", None, "y", QdqParams(np.ones(2, np.float32), np.zeros(2), TensorProto.INT32)).input
     ['x', 's']
     """
     inputs = [x, scale] if zero_point is None else [x, scale, zero_point]
     return _node("DequantizeLinear", inputs, y, qparams)
 
 
-def _node(operator: str, inputs: list[str], y: str, qparams: Quantization) -> NodeProto:
+def _node(operator: str, inputs: list[str], y: str, qparams: QdqParams) -> NodeProto:
     node = helper.make_node(operator, inputs, [y], name=f"{y}_node")
     node.attribute.extend(helper.make_attribute(name, value) for name, value in qparams.attributes().items())
     return node
@@ -207,7 +207,7 @@ class QdqWriter:
     >>> graph = Graph(parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Relu(x) }'))
     >>> writer = QdqWriter(graph)
-    >>> qparams = Quantization(np.float32(0.5), np.array(0), TensorProto.UINT8, high=15)
+    >>> qparams = QdqParams(np.float32(0.5), np.array(0), TensorProto.UINT8, high=15)
     >>> pair = writer.pair("x", "x", writer.parameters("x", qparams), qparams)
     >>> [node.op_type for node in pair.nodes], pair.dequantized, graph.array("x_most")
     (['Clip', 'QuantizeLinear', 'DequantizeLinear'], 'x_dequantized', array(7.5, dtype=float32))
@@ -223,7 +223,7 @@ class QdqWriter:
         node.name = self.graph.fresh(by_operator) if self.named_by_operator else f"{node.output[0]}_node"
         return node
 
-    def parameters(self, stem: str, qparams: Quantization) -> tuple[str, str]:
+    def parameters(self, stem: str, qparams: QdqParams) -> tuple[str, str]:
         """Add scale and zero point; returns their names."""
         scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
         return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
@@ -233,7 +233,7 @@ class QdqWriter:
         x: str,
         stem: str,
         parameters: tuple[str, str],
-        qparams: Quantization,
+        qparams: QdqParams,
         *,
         y: str = "",
         clip: bool = True,
@@ -262,18 +262,18 @@ class QdqWriter:
         nodes.append(self.dequantized((codes, scale, zero), dequantized, stem, qparams))
         return Pair(nodes, codes, dequantized)
 
-    def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: Quantization) -> NodeProto:
+    def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: QdqParams) -> NodeProto:
         """Make the DequantizeLinear of codes, scale and zero point."""
         codes, scale, zero = names
         return self._named(dequantize_node(codes, scale, zero, y, qparams), stem)
 
-    def codes(self, stem: str, codes: Array, qparams: Quantization) -> Names:
+    def codes(self, stem: str, codes: Array, qparams: QdqParams) -> Names:
         """Add the codes of a weight with scale and zero point; returns their names."""
         return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
 
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
         """Add the int32 codes of a bias; returns their DequantizeLinear and its result."""
-        qparams = Quantization(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
+        qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
         names = (
             self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32),
             self.graph.add_constant(f"{stem}_scale", qparams.scale),
@@ -294,14 +294,14 @@ class QdqWriter:
         return helper.make_node("If", [flag], [chosen], name=f"{chosen}_node", then_branch=on, else_branch=off), chosen
 
 
-def stored_codes(codes: Array, params: QuantParams, qparams: Quantization) -> Array:
+def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
     """Codes as the file's type holds them, shifted with their zero point."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))
 
 
-def _clip_bounds(qparams: Quantization) -> tuple[Array, Array]:
+def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
     """The values of the smallest and largest code in use."""
     if qparams.scale.ndim:
         raise UnsupportedError(
@@ -318,7 +318,7 @@ def gather(
     graph: Graph,
     node: NodeProto,
     names: Names,
-    qparams: Quantization,
+    qparams: QdqParams,
     shape: tuple[int, ...],
     key: str,
     index_rank: int | None = None,
@@ -337,7 +337,7 @@ def gather(
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[9, 4] table, int64[2] i) => (float[2, 4] y) { y = Gather(table, i) }'''))
-    >>> qparams = Quantization(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
+    >>> qparams = QdqParams(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
     >>> made = gather(graph, graph.nodes[0], ("codes", "scale", "zero"), qparams, (9, 4), "table")
     >>> [each.op_type for each in made]
     ['Gather', 'Cast', 'Gather', 'Unsqueeze', 'Mul']
@@ -350,7 +350,7 @@ class _Gathering:
         self,
         graph: Graph,
         node: NodeProto,
-        qparams: Quantization,
+        qparams: QdqParams,
         shape: tuple[int, ...],
         key: str,
         index_rank: int | None,

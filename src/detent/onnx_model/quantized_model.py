@@ -19,7 +19,7 @@ from detent import ops
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Unread, WeightCodes, called
-from detent.onnx_model.qdq_writer import Quantization
+from detent.onnx_model.qdq_writer import QdqParams
 from detent.tensor import QuantizedTensor
 
 __all__ = ["ActivationQuantizer", "QuantizedBias", "QuantizedModel", "Summary", "SummaryRow", "load_quantized"]
@@ -219,7 +219,7 @@ def _tensor(weight: WeightCodes) -> QuantizedTensor:
     return QuantizedTensor(weight.codes, params)
 
 
-def _whole(weight: WeightCodes) -> Quantization:
+def _whole(weight: WeightCodes) -> QdqParams:
     """The parameters for the constant itself, of which the node may see some rows or another shape."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":

@@ -411,7 +411,7 @@ class SiteWatch:
         return replace(base, sqnr_db=short(self._noise.sqnr_db))
 
 
-def _narrowed(artifact: QuantizedGraph, site: QuantizeNode) -> Any:  # noqa: ANN401 - a Quantization
+def _narrowed(artifact: QuantizedGraph, site: QuantizeNode) -> Any:  # noqa: ANN401 - a QdqParams
     """The parameters with the codes that a Clip before the quantizer leaves."""
     node, graph = artifact.graph.producer(site.x), artifact.graph
     names = [] if node is None else list(node.input[1:3])

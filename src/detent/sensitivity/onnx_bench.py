@@ -24,7 +24,7 @@ from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import QdqWriter, Quantization
+from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
 from detent.onnx_model.sessions import make_session, refusals
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
@@ -175,7 +175,7 @@ def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams
     """Let a node read its data through a quantizer if its switch is on; returns the switch."""
     name, writer = layer.name, QdqWriter(graph)
     container = get_target("onnxruntime").activation_container(params.spec.format, least=8)
-    qparams = Quantization.of(params, container, 0)
+    qparams = QdqParams.of(params, container, 0)
     pair = writer.pair(layer.data, name, writer.parameters(name, qparams), qparams)
     switch, chosen = writer.switch(_flag(name), pair.nodes, pair.dequantized, layer.data)
     graph.give(node, 0, chosen)

@@ -26,7 +26,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto,
 
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
-from detent.onnx_model import Graph, Quantization, Target
+from detent.onnx_model import Graph, QdqParams, Target
 from detent.onnx_model.graph import BITS, attribute_of, subgraphs
 from detent.onnx_model.qdq_writer import QdqWriter, gather, stored_codes
 from detent.params import QuantParams
@@ -135,7 +135,7 @@ class Lowering:
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
         self._nodes: list[NodeProto] = []  # to be inserted
         self._gone: list[NodeProto] = []  # to be removed
-        self._qparams: dict[str, Quantization] = {}  # of the results of DequantizeLinear
+        self._qparams: dict[str, QdqParams] = {}  # of the results of DequantizeLinear
 
     def run(self) -> ModelProto:
         """The model without marks."""
@@ -183,7 +183,7 @@ class Lowering:
         self.activations[pair.nodes[-2].name] = key
         self._qparams[node.output[0]] = qparams
 
-    def _activation_quantization(self, quantizer: FakeQuantize, key: str, rank: int) -> Quantization:
+    def _activation_quantization(self, quantizer: FakeQuantize, key: str, rank: int) -> QdqParams:
         spec, convention = quantizer.spec, quantizer.spec.convention
         if isinstance(quantizer.mode, PerBatch):
             raise UnsupportedError(
@@ -209,7 +209,7 @@ class Lowering:
 
     def _quantization(
         self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, least: int = 4
-    ) -> Quantization:
+    ) -> QdqParams:
         """How a file holds the parameters, if the operator set can."""
         target, format = self.target, params.spec.format
         try:
@@ -217,7 +217,7 @@ class Lowering:
                 container = target.weight_container(format, depthwise=depthwise, least=least)
             else:
                 container = target.activation_container(format)
-            qparams = Quantization.of(params, container, rank)
+            qparams = QdqParams.of(params, container, rank)
         except DetentError as error:
             raise UnsupportedError(f"{key}: {error}") from error
         wide = BITS[qparams.kind] != BYTE or qparams.block
@@ -308,7 +308,7 @@ class Lowering:
                 if x is not None and weight is not None:
                     self._bias(node, x, weight)
 
-    def _bias(self, node: NodeProto, x: Quantization, weight: Quantization) -> None:
+    def _bias(self, node: NodeProto, x: QdqParams, weight: QdqParams) -> None:
         """The bias in the unit of the products; as it is where it does not fit, or where products stay float."""
         bytes_only = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
         if not bytes_only or x.scale.ndim or weight.block or (weight.scale.ndim and weight.axis) or _scales(node):
@@ -328,7 +328,7 @@ class Lowering:
         self.graph.give(node, 2, dequantized)
 
 
-def _transposed(qparams: Quantization) -> Quantization:
+def _transposed(qparams: QdqParams) -> QdqParams:
     scale, zero = (part.T if qparams.block else part for part in (qparams.scale, qparams.zero_point))
     return replace(qparams, scale=scale, zero_point=zero, axis=1 - qparams.axis)
 

@@ -21,7 +21,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 from detent.checks import first_index
 from detent.errors import DetentError
 from detent.granularity import PerAxis, PerGroup
-from detent.onnx_model import Quantization, get_target, make_session
+from detent.onnx_model import QdqParams, get_target, make_session
 from detent.onnx_model.graph import attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Reading, refusals
@@ -107,13 +107,13 @@ class ScaleLayout:
         return f"axis {self.axis}" + (f" in blocks of {self.block}" if self.block else "")
 
 
-def layout_of(params: Quantization | QuantParams, rank: int) -> ScaleLayout:
+def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
     """Where the scales of a file's quantizer, or of parameters, lie in data of that rank.
 
     >>> str(layout_of(QuantParams.int8_symmetric(), 2))
     'one for all'
     """
-    if isinstance(params, Quantization):
+    if isinstance(params, QdqParams):
         return ScaleLayout(params.axis % rank, params.block) if params.scale.ndim else ScaleLayout(None)
     granularity = params.spec.granularity
     if isinstance(granularity, PerGroup):
@@ -284,7 +284,7 @@ def _usual_shift(kind: int) -> int:
 def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
     """Where scales lie in the constant itself, of which the node may see a part only.
 
-    >>> qparams = Quantization(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
+    >>> qparams = QdqParams(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
     >>> str(layout_in_file(WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",)), (9, 4)))
     'axis 1'
     """

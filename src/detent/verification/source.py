@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.onnx_model import Quantization, make_session
+from detent.onnx_model import QdqParams, make_session
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.sessions import Probe, Reading
 from detent.params import QuantParams
@@ -185,7 +185,7 @@ class OnnxSource:
         own = self._sites.get(site.node)
         if own is None:
             return None
-        how: Quantization = own.qparams
+        how: QdqParams = own.qparams
         shape = self._proto_shape(own.x)
         if shape is None and how.scale.ndim:
             return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from detent.errors import ShapeError, StateError
-from detent.onnx_model import Quantization
+from detent.onnx_model import QdqParams
 from detent.onnx_model.graph import element_range
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import needs_clip
@@ -108,7 +108,7 @@ class TorchSource:
             return None
         params = quantizer.params
         shift = shift_of(params, site.qparams.kind)
-        narrow = needs_clip(Quantization.of(params, Container(site.qparams.kind, shift), 1 + params.scale.ndim))
+        narrow = needs_clip(QdqParams.of(params, Container(site.qparams.kind, shift), 1 + params.scale.ndim))
         return Expected(params, shift, site.unclipped if narrow else site.x)
 
     def bias(self, weight: str) -> Array | None:
