@@ -1,6 +1,7 @@
 """A small classifier with data, and the command line run as users run it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,5 +81,16 @@ def started(*arguments, cwd=None, **more):
     """The same, running."""
     command = [sys.executable, "-m", "detent", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=cwd,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_interrupts,  # noqa: PLW1509 - it sets a signal and takes no lock
     )
+
+
+def take_interrupts():
+    """Undo what shells do to jobs in the background, which ignore Ctrl-C and pass that on to their children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
