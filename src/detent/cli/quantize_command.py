@@ -24,7 +24,7 @@ __all__ = ["register"]
 HELP = """Quantize an ONNX file, evaluate the result and list the most sensitive layers.
 
 With 20 or more batches, a tenth is held out for the evaluation. A limit that is not met gives exit code 1; the file \
-is written all the same.
+is still written.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]
 
@@ -149,7 +149,7 @@ def _quantize(
     _show_evaluation(screen, evaluation, written)
     screen.emit(_document(model, evaluation, missed, warnings, written))
     if missed:
-        fail(f"{'; '.join(missed)} ({output_path} was written all the same)", DIFFERENCE)
+        fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
 
 def _run(

@@ -3,7 +3,7 @@
 ``evaluate_result`` does what ``detent quantize`` does once ``qo.quantize`` has written a file, and
 ``quantize_and_evaluate`` does both. The float model, the quantized file and the split of the data are loaded once and
 passed on. A check that cannot be made (a model too large to time, one that cannot be verified) becomes a warning: the
-file is written all the same.
+file is still written.
 """
 
 import json

@@ -229,7 +229,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     target: Target | str = "onnxruntime",
     observer: ObserverLike | None = None,
     skip: Iterable[str] = (),
-    keep_float: Literal["auto", "none"] = "auto",
+    keep_float: KeepFloat = "auto",
     bias_correction: bool = True,
     equalize: bool = True,
     smooth: bool = True,

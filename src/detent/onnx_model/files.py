@@ -28,7 +28,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper
 from detent import storage
 from detent.errors import FileFormatError, UnsupportedError
 from detent.onnx_model.batches import InputInfo, inputs_of
-from detent.onnx_model.graph import BITS, check_depth, sort_nodes
+from detent.onnx_model.graph import BITS, MAIN, check_depth, sort_nodes
 from detent.onnx_model.provenance import digest_of
 
 __all__ = [
@@ -49,7 +49,6 @@ SAVE_LIMIT = FILE_LIMIT - (64 << 20)
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
 NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 takes
-MAIN = ("", "ai.onnx")
 FIELDS_LIMIT = 100_000
 GRAPH_FIELD = 7
 VARINT_LIMIT = 10
