@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import detent.torch as qt
-from detent.onnx_model import Graph, Provenance, load, optimised
+from detent.onnx_model import Graph, Provenance, load, optimized
 
 SIDE, CLASSES, BATCH, STEPS = 12, 20, 64, 80
 
@@ -74,7 +74,7 @@ def main() -> None:
         expected = model(x).argmax(1).numpy()
     got = ort.InferenceSession(path).run(None, {"input": x.numpy()})[0].argmax(1)
 
-    kernels = Counter(node.op_type for node in optimised(path).graph.node)
+    kernels = Counter(node.op_type for node in optimized(path).graph.node)
     print(f"{path}: {path.stat().st_size:,} bytes, weights {', '.join(weights.values())}")
     print(f"every code and scale of {sum(each.size for each in state.values()):,} weights is the trained one")
     print(f"integer kernels of ONNX Runtime: {kernels['QLinearConv']} QLinearConv, {kernels['QGemm']} QGemm")

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from detent.onnx_model import optimised
+from detent.onnx_model import optimized
 
 RNG = np.random.default_rng(0)
 
@@ -67,7 +67,7 @@ def rows(count=4, width=16, length=6):
 
 def operators(model) -> Counter:
     """How often each operator is in the graph that ONNX Runtime makes."""
-    return Counter(node.op_type for node in optimised(model).graph.node)
+    return Counter(node.op_type for node in optimized(model).graph.node)
 
 
 def conv_chain(activation="Relu"):

@@ -199,7 +199,7 @@ def test_rows_of_a_table_are_looked_up_as_codes():
     assert not [name for name in graph.constants if graph.array(name).shape == (50, 16) and graph.kind(name) == 1]
     ids = np.arange(50).reshape(1, -1)
     params = dt.QuantParams.from_data("int8/axis0", table)
-    looked = make_session(made, optimise=False).run(None, {"ids": ids})[0]
+    looked = make_session(made, optimize=False).run(None, {"ids": ids})[0]
     head = dt.fake_quantize(weights(16, 4, seed=1), dt.QuantParams.from_data("int8/axis1", weights(16, 4, seed=1)))
     np.testing.assert_allclose(looked[0], dt.fake_quantize(table, params) @ head, rtol=1e-5, atol=1e-6)
 

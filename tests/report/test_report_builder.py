@@ -244,7 +244,7 @@ def test_result_sqnr_is_that_of_both_models(made):
         each.graph.output.add().name = "t0"
     sums = np.zeros(2)
     for feed in feeds():
-        a, b = (make_session(each, optimise=False).run(["t0"], feed)[0] for each in (float_file, file))
+        a, b = (make_session(each, optimize=False).run(["t0"], feed)[0] for each in (float_file, file))
         sums += (a.astype(np.float64) ** 2).sum(), ((a - b).astype(np.float64) ** 2).sum()
     assert by_name(page)["fc0"].output_sqnr_db == pytest.approx(10 * np.log10(sums[0] / sums[1]), rel=1e-4)
     assert page.output_sqnr_db["y"] == by_name(page)["fc2"].output_sqnr_db

@@ -26,7 +26,7 @@ from onnx import ModelProto, TensorProto, helper, parser  # noqa: E402
 from torch import nn  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
-from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimised  # noqa: E402
+from detent.onnx_model import Graph, Provenance, array_of, get_target, load, make_session, optimized  # noqa: E402
 from detent.onnx_model.graph import attribute_of  # noqa: E402
 from detent.torch.export_graph import Lowering  # noqa: E402
 from detent.torch.export_marks import Marked, MarkedWeight  # noqa: E402
@@ -173,8 +173,8 @@ def snapshot(model: nn.Module) -> Any:
     return tensors, modules, torch.get_rng_state().numpy().tobytes()
 
 
-def run(path: Path | ModelProto, feeds: dict[str, np.ndarray], *, optimise: bool = False) -> list[np.ndarray]:
-    return make_session(path, optimise=optimise, threads=1).run(None, feeds)
+def run(path: Path | ModelProto, feeds: dict[str, np.ndarray], *, optimize: bool = False) -> list[np.ndarray]:
+    return make_session(path, optimize=optimize, threads=1).run(None, feeds)
 
 
 @torch.no_grad()
@@ -249,7 +249,7 @@ def check_activations(model: nn.Module, graph: Graph, about: Provenance, feeds: 
     for tensor in wanted:
         if tensor not in {*graph.outputs, *graph.inputs, *small}:
             probe.graph.output.append(onnx.ValueInfoProto(name=tensor))
-    session = make_session(probe, optimise=False, threads=1)
+    session = make_session(probe, optimize=False, threads=1)
     names = [each.name for each in session.get_outputs()]
     found = dict(zip(names, session.run(names, feeds), strict=True)) | feeds
     for name, (x, codes, y) in places.items():
@@ -340,7 +340,7 @@ def test_biases_are_integers_in_the_unit_of_the_products(exported_cnn):
 
 
 def test_convolutions_run_in_integers(exported_cnn):
-    kinds = [node.op_type for node in optimised(load(exported_cnn[1])).graph.node]
+    kinds = [node.op_type for node in optimized(load(exported_cnn[1])).graph.node]
     assert kinds.count("QLinearConv") == 2
     assert "QGemm" in kinds
 
@@ -351,7 +351,7 @@ def test_an_example_of_one_gives_a_file_for_any_batch(exported_cnn):
     assert sizes[0].dim_param == "batch"
     for count in (1, 2, 7):
         x = images(count, seed=count)[0]
-        (got,) = run(path, {"input": x.numpy()}, optimise=True)
+        (got,) = run(path, {"input": x.numpy()}, optimize=True)
         assert np.allclose(got, as_shipped(model, x), atol=2e-3)
 
 
@@ -390,7 +390,7 @@ def test_low_bits_go_into_bytes_where_asked(tmp_path):
         found[container] = run(path, feeds)[0]
         kind = graph.constants["2.weight_codes"].data_type
         assert kind == (TensorProto.INT4 if container is None else TensorProto.UINT8)
-        count = sum(node.op_type == "QGemm" for node in optimised(path).graph.node)
+        count = sum(node.op_type == "QGemm" for node in optimized(path).graph.node)
         assert count == (2 if container is None else 3)
     assert np.allclose(found[None], found["int8"], atol=1e-2)
 
@@ -402,7 +402,7 @@ def test_weight_only_matrices_lie_as_their_kernel_wants_them(tmp_path):
     graph = Graph(load(path))
     assert tuple(graph.constants["0.weight_codes"].dims) == (64, 32)
     assert tuple(graph.constants["0.weight_scale"].dims) == (2, 32)
-    assert [node.op_type for node in optimised(path).graph.node] == ["MatMulNBits"]
+    assert [node.op_type for node in optimized(path).graph.node] == ["MatMulNBits"]
 
 
 def test_tied_weights_are_there_once(tmp_path):

@@ -72,7 +72,7 @@ def run(node, inputs, kinds, *, domain=""):
     given = {name: array for name, array in inputs if array is not None}
     made = model([node], [], [("y", kinds, None)], given)
     made.graph.output[0].type.tensor_type.ClearField("shape")
-    got = make_session(made, optimise=False).run(None, {})[0]
+    got = make_session(made, optimize=False).run(None, {})[0]
     return compare_kernel(node, [array for _, array in inputs], got)
 
 

@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 from qdq_models import chain, change, change_axis, model, weight_only
 
 import detent as dt
-from detent.onnx_model import Provenance, optimised
+from detent.onnx_model import Provenance, optimized
 from detent.onnx_model.qdq_reader import open_quantized
 from detent.onnx_model.sessions import Probe, Reading
 from detent.verification import levels, openvino
@@ -56,7 +56,7 @@ def test_end_to_end(report):
 
 
 def test_codes_are_found_where_channels_are_last():
-    found = find_codes(open_quantized(chain()), optimised(chain()))
+    found = find_codes(open_quantized(chain()), optimized(chain()))
     assert {"x_q_QuantizeLinear", "r1_q_QuantizeLinear", "c2_q_QuantizeLinear", "m_q_QuantizeLinear"} <= set(found)
     assert found["r1_q_QuantizeLinear"].channels_last
 

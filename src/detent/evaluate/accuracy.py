@@ -15,7 +15,7 @@ from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
 from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
 from detent.onnx_model.files import ModelSource, load_model
-from detent.onnx_model.sessions import make_session, refusals
+from detent.onnx_model.sessions import make_session, ort_errors
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
@@ -131,7 +131,7 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     before, after = make_session(float_model), make_session(quantized)
     names, count = quantized.outputs, 0
     comparison = OutputComparison(names)
-    with refusals():
+    with ort_errors():
         for feed in open_batches(data, float_model.inputs):
             comparison.add(before.run(names, feed), after.run(names, feed))
             count += 1
@@ -156,7 +156,7 @@ so set a limit for the SQNR
     """
     model = load_model(source)
     session, comparison = make_session(model), OutputComparison(model.outputs)
-    with refusals():
+    with ort_errors():
         outputs = session.run(model.outputs, feed)
     comparison.add(outputs, outputs)
     if comparison.agreement is None:

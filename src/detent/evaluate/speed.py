@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from detent.errors import SpecError, closest
 from detent.onnx_model.batches import Feed, InputInfo
 from detent.onnx_model.files import ModelSource, load_model
-from detent.onnx_model.sessions import make_session, refusals
+from detent.onnx_model.sessions import make_session, ort_errors
 
 __all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
@@ -121,7 +121,7 @@ def time_models(
     """
     sessions = [make_session(model, threads=threads) for model in (first, second)]
     times: tuple[list[float], list[float]] = [], []
-    with refusals():
+    with ort_errors():
         warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)
         count = repeat or max(MIN_RUNS, min(MAX_RUNS, int(1000 * seconds / max(warm_up, 1e-3))))
         for i in range(count):

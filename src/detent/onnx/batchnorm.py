@@ -66,8 +66,8 @@ def _fold_next(graph: Graph, layer: NodeProto) -> bool:
     )
     if not np.array_equal(gain, np.ones(channels)):
         scaled = weight.astype(np.float64) * _along(layer, weight, gain)
-        graph.give(layer, 1, graph.add_constant(f"{layer.input[1]}_folded", scaled.astype(np.float32)))
-    graph.give(layer, 2, graph.add_constant(f"{layer.output[0]}_bias", (bias * gain + offset).astype(np.float32)))
+        graph.set_input(layer, 1, graph.add_constant(f"{layer.input[1]}_folded", scaled.astype(np.float32)))
+    graph.set_input(layer, 2, graph.add_constant(f"{layer.output[0]}_bias", (bias * gain + offset).astype(np.float32)))
     target = follower.output[0]
     graph.remove([follower])
     graph.rename(result, target)

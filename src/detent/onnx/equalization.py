@@ -116,10 +116,10 @@ def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
         changed = _changed_weights(graph, between, each.factors, weights)
         bias = maker.input[2] if len(maker.input) > 2 else ""
         for node, weight in changed:
-            graph.give(node, 1, graph.add_constant(f"{node.input[1]}_equalized", weight))
+            graph.set_input(node, 1, graph.add_constant(f"{node.input[1]}_equalized", weight))
             if node is maker and bias:
                 shifted = np.asarray(graph.array(bias) * _inverse(each.factors), np.float32)
-                graph.give(maker, 2, graph.add_constant(f"{bias}_equalized", shifted))
+                graph.set_input(maker, 2, graph.add_constant(f"{bias}_equalized", shifted))
     graph.drop_unread()
     return graph.finish()
 

@@ -190,7 +190,7 @@ class SwitchableModel:
             rounding, rounded = _rounding(graph, layer.weight, plan.weight_params(line))
             switch, chosen = QdqWriter(graph).switch(f"{line.name}//weight", [rounding], rounded, layer.weight)
             graph.insert([switch])
-            graph.give(node, place, chosen)
+            graph.set_input(node, place, chosen)
         for tensor, each in params.items():
             self._quantize(plan, graph, tensor, each)
         for flag in self._flags:

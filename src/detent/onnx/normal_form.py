@@ -263,7 +263,7 @@ def _turn_weights(graph: Graph) -> None:
             continue
         weight = graph.array(node.input[1])
         if weight.dtype == np.float32:
-            graph.give(node, 1, graph.add_constant(f"{node.input[1]}_turned", np.ascontiguousarray(weight.T)))
+            graph.set_input(node, 1, graph.add_constant(f"{node.input[1]}_turned", np.ascontiguousarray(weight.T)))
             turned[0].i = 0
 
 
@@ -277,7 +277,7 @@ def _flatten_biases(graph: Graph) -> None:
             row = bias.ndim < 2 or bias.shape[0] == 1
             if row and bias.dtype == np.float32 and weight is not None and weight[1] is not None:
                 flat = np.broadcast_to(bias.ravel(), weight[1]).copy()
-                graph.give(node, 2, graph.add_constant(f"{node.input[2]}_flat", flat))
+                graph.set_input(node, 2, graph.add_constant(f"{node.input[2]}_flat", flat))
 
 
 def _compute_constants(graph: Graph, given: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
@@ -361,7 +361,7 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
     if sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
         return None
     try:
-        results = make_session(model, optimise=False).run(None, {})
+        results = make_session(model, optimize=False).run(None, {})
     except (UnsupportedError, RuntimeError):
         return None
     return {name: np.asarray(value) for name, value in zip(wanted, results, strict=True)}

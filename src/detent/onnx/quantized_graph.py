@@ -399,7 +399,7 @@ class _Writer:
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
             bias = line.bias
-            graph.give(node, 2, graph.add_constant(f"{layer.name}_bias", bias))
+            graph.set_input(node, 2, graph.add_constant(f"{layer.name}_bias", bias))
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
             return
@@ -409,7 +409,7 @@ class _Writer:
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
             graph.insert([self._writer.dequantized(stored.names, stored.dequantized, layer.weight, stored.qparams)])
-        graph.give(node, 1, stored.dequantized)
+        graph.set_input(node, 1, stored.dequantized)
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
             self._write_bias(node, layer, bias, np.float32(incoming.scale) * stored.qparams.scale)
@@ -420,7 +420,7 @@ class _Writer:
         codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
         dequantize, dequantized = self._writer.bias(layer.bias or f"{layer.name}_bias", codes, scale)
         self.graph.insert([dequantize])
-        self.graph.give(node, 2, dequantized)
+        self.graph.set_input(node, 2, dequantized)
 
     def _write_number(self, name: str, result: str) -> None:
         """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""

@@ -216,7 +216,7 @@ def _apply(graph: Graph, decision: Smoothed) -> None:
         weight = graph.array(node.input[1])
         column = factors if attribute_of(node, "transB", 0) else factors[:, None]
         smoothed = (weight * column).astype(np.float32)
-        graph.give(node, 1, graph.add_constant(f"{node.input[1]}_smoothed", smoothed))
+        graph.set_input(node, 1, graph.add_constant(f"{node.input[1]}_smoothed", smoothed))
     if norm is None:
         inverse = graph.add_constant(f"{tensor}_smoothing", (1 / factors).astype(np.float32))
         result = graph.fresh(f"{tensor}_smoothed")
@@ -225,7 +225,7 @@ def _apply(graph: Graph, decision: Smoothed) -> None:
         return
     for node, i in norm:
         values = graph.array(node.input[i])
-        graph.give(node, i, graph.add_constant(f"{node.input[i]}_smoothed", (values / factors).astype(np.float32)))
+        graph.set_input(node, i, graph.add_constant(f"{node.input[i]}_smoothed", (values / factors).astype(np.float32)))
     graph.drop_unread()
 
 

@@ -10,7 +10,7 @@ from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_reader import read_quantization
 from detent.onnx_model.qdq_writer import QdqParams, dequantize_node, quantize_node
-from detent.onnx_model.sessions import make_session, optimised
+from detent.onnx_model.sessions import make_session, optimized
 from detent.onnx_model.targets import TARGETS, Container, Target, get_target
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "load_model",
     "make_session",
     "make_tensor",
-    "optimised",
+    "optimized",
     "quantize_node",
     "read_quantization",
     "save",

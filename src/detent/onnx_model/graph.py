@@ -316,7 +316,7 @@ class Graph:
     >>> graph.add_constant("one", np.ones(1, np.float32)), graph.array("one"), graph.shape("x"), graph.opset
     ('one', array([1.], dtype=float32), (1,), 17)
     >>> graph.insert([NodeProto(op_type="Neg", input=["t"], output=["n"])])
-    >>> graph.give(graph.consumers("t")[0], 0, "n")
+    >>> graph.set_input(graph.consumers("t")[0], 0, "n")
     >>> graph.redirect("x", "x", graph.nodes)
     >>> [node.op_type for node in graph.finish().graph.node], graph.kind("x"), graph.node_name(graph.nodes[0])
     (['Relu', 'Neg', 'Abs'], 1, 'Relu_t')
@@ -447,7 +447,7 @@ class Graph:
             if not any(each is node for each in self._consumers[new]):
                 self._consumers[new].append(node)
 
-    def give(self, node: NodeProto, place: int, name: str) -> None:
+    def set_input(self, node: NodeProto, place: int, name: str) -> None:
         """Let a node read a tensor in that place, and what it read there no longer."""
         self._forget(node)
         while len(node.input) <= place:

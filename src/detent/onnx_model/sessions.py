@@ -34,9 +34,9 @@ __all__ = [
     "Reading",
     "kernels_of",
     "make_session",
-    "optimised",
+    "optimized",
+    "ort_errors",
     "record",
-    "refusals",
     "tensor_nbytes",
 ]
 
@@ -60,7 +60,7 @@ _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no paren
 def make_session(
     model: ModelSource,
     *,
-    optimise: bool = True,
+    optimize: bool = True,
     threads: int = 0,
     config: Mapping[str, str] | None = None,
     write_to: str | None = None,
@@ -69,10 +69,10 @@ def make_session(
 
     Args:
         model: in memory or in a file.
-        optimise: False runs the graph as it is written, node by node.
+        optimize: False runs the graph as it is written, node by node.
         threads: 0 for as many as there are processors.
         config: settings of ONNX Runtime by their keys.
-        write_to: where the optimised graph is written.
+        write_to: where the optimized graph is written.
 
     Raises:
         UnsupportedError: ONNX Runtime does not take the model; its reason is in the message.
@@ -87,7 +87,7 @@ def make_session(
     options.log_severity_level = SEVERE
     options.intra_op_num_threads = threads
     level = ort.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimise else level.ORT_DISABLE_ALL
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
     for key, value in (config or {}).items():
         options.add_session_config_entry(key, value)
     if write_to is not None:
@@ -109,15 +109,15 @@ def make_session(
 
 
 def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    with refusals():
+    with ort_errors():
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def ort_errors() -> Iterator[None]:
     """Errors of ONNX Runtime become errors of detent.
 
-    >>> with refusals():
+    >>> with ort_errors():
     ...     ort.InferenceSession(b"no model")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
@@ -129,17 +129,17 @@ def refusals() -> Iterator[None]:
         raise UnsupportedError(f"ONNX Runtime does not run the model: {error}") from error
 
 
-def optimised(model: ModelSource, config: Mapping[str, str] | None = None) -> ModelProto:
+def optimized(model: ModelSource, config: Mapping[str, str] | None = None) -> ModelProto:
     """The graph that ONNX Runtime makes of a model on this machine, as it runs it.
 
     >>> from onnx import parser
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1] x) => (float[1] y) { t = Identity(x) y = Abs(t) }''')
-    >>> [node.op_type for node in optimised(made).graph.node]
+    >>> [node.op_type for node in optimized(made).graph.node]
     ['Abs']
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "optimised.onnx")
+        path = Path(folder, "optimized.onnx")
         make_session(model, config=config, write_to=fspath(path))
         return onnx.load(path)  # not checked: operators of ONNX Runtime's own are among them
 
@@ -170,7 +170,7 @@ def kernels_of(
     if names is None:
         about = Provenance.read(model)
         names = {} if about is None else about.weights
-    written, graph = Graph(model), Graph(optimised(model, config))
+    written, graph = Graph(model), Graph(optimized(model, config))
     readers = {node.name: node.op_type for node in graph.nodes}
     found = {}
     for codes, layer in names.items():
@@ -260,7 +260,7 @@ class Probe:
     def _prepare(self, readings: list[Reading]) -> tuple[ort.InferenceSession, list[str], list[Reading]]:
         names = list(dict.fromkeys(name for reading in readings for name in reading.names if name in self._made))
         with _more_outputs(self._model, [self._output(name) for name in names], self._cast_nodes(names)):
-            return make_session(self._model, optimise=False), names, readings
+            return make_session(self._model, optimize=False), names, readings
 
     def _cast_nodes(self, names: Iterable[str]) -> list[NodeProto]:
         chosen = [name for name in names if name in self._cast]
@@ -269,7 +269,7 @@ class Probe:
     def _grouped(self, feeds: Mapping[str, Array]) -> list[list[Reading]]:
         names = sorted(self._made)
         outputs = [self._output(name) for name in names]
-        nbytes = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimise=False)
+        nbytes = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
         sizes = dict(zip(names, nbytes.values(), strict=True))
         groups: list[list[Reading]] = []
         held: set[str] = set()
@@ -289,7 +289,7 @@ def tensor_nbytes(
     feeds: Mapping[str, Array],
     *,
     nodes: Sequence[NodeProto] = (),
-    optimise: bool = True,
+    optimize: bool = True,
 ) -> dict[str, int]:
     """The bytes of tensors for a batch, as float32.
 
@@ -300,7 +300,7 @@ def tensor_nbytes(
         names: inner tensors, or results of ``nodes``.
         feeds: the batch.
         nodes: nodes to add to the model.
-        optimise: whether ONNX Runtime optimizes the model, if it has to run.
+        optimize: whether ONNX Runtime optimizes the model, if it has to run.
 
     >>> from onnx import parser
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -313,8 +313,8 @@ def tensor_nbytes(
         asking = [helper.make_node("Shape", [name], [f"{name}__shape"]) for name in names]
         outputs = [node.output[0] for node in asking]
         with _more_outputs(model, outputs, [*nodes, *asking]):
-            session = make_session(model, optimise=optimise)
-        with refusals():
+            session = make_session(model, optimize=optimize)
+        with ort_errors():
             results = session.run(outputs, dict(feeds))
         shapes = {name: tuple(np.asarray(shape).tolist()) for name, shape in zip(names, results, strict=True)}
     return {name: FLOAT_NBYTES * prod(shapes[name]) for name in names}
@@ -363,7 +363,7 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
     with _more_outputs(model, made):
         session = make_session(model, threads=threads)
     for feed in feeds:
-        with refusals():
+        with ort_errors():
             results = dict(zip(made, session.run(made, feed), strict=True)) if made else {}
         found = {name: results[name] if name in results else feed[name] for name in wanted}
         del results

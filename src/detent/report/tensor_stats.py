@@ -24,7 +24,7 @@ from detent.metrics import SignalNoise, sqnr_db
 from detent.onnx_model import Graph
 from detent.onnx_model.graph import BITS, attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
-from detent.onnx_model.sessions import Probe, Reading, refusals
+from detent.onnx_model.sessions import Probe, Reading, ort_errors
 from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
@@ -509,7 +509,7 @@ def watch(
 
 def _run(probe: Probe, feed: Feed) -> None:
     try:
-        with refusals():
+        with ort_errors():
             probe.run(feed)
     except UnsupportedError as error:  # what is refused before it runs says so itself
         raise (error.__cause__ if isinstance(error.__cause__, DetentError) else error) from None

@@ -25,7 +25,7 @@ from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
-from detent.onnx_model.sessions import make_session, refusals
+from detent.onnx_model.sessions import make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
@@ -124,7 +124,7 @@ class OnnxLayerRunner:
             model.graph.input.append(helper.make_tensor_value_info(given, TensorProto.FLOAT, layer.shape))
             for name in group.names:
                 node = by_name[name]
-                graph.give(node, 0 if node.op_type == "Gather" else 1, given)
+                graph.set_input(node, 0 if node.op_type == "Gather" else 1, given)
                 if name in inputs:
                     flags.append(_add_switch(graph, node, self._found[name], inputs[name]))
                     model.graph.input.append(helper.make_tensor_value_info(flags[-1], TensorProto.BOOL, []))
@@ -163,7 +163,7 @@ class OnnxLayerRunner:
 
     def _run(self, changed: Feed) -> Iterator[Sequence[Array]]:
         for feed in self._feeds:
-            with refusals():
+            with ort_errors():
                 yield self._session.run(self.names, {**feed, **self._weights, **self._off, **changed})
 
 
@@ -178,7 +178,7 @@ def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams
     qparams = QdqParams.of(params, container, 0)
     pair = writer.pair(layer.data, name, writer.parameters(name, qparams), qparams)
     switch, chosen = writer.switch(_flag(name), pair.nodes, pair.dequantized, layer.data)
-    graph.give(node, 0, chosen)
+    graph.set_input(node, 0, chosen)
     graph.insert([switch])
     return _flag(name)
 
@@ -254,7 +254,7 @@ def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: 
     sessions = make_session(original), make_session(insert(made, seen), config=EXACT)
 
     def run(at: int) -> Iterator[Sequence[Array]]:
-        with refusals():
+        with ort_errors():
             for feed in feeds:
                 yield sessions[at].run(names, feed)
 

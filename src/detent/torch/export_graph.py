@@ -299,7 +299,7 @@ class Lowering:
                 continue
             self._gone.append(node)
             for reader in list(self.graph.consumers(node.output[0])):
-                self.graph.give(reader, 1, name)
+                self.graph.set_input(reader, 1, name)
 
     def _biases(self) -> None:
         for node in self.graph.nodes:
@@ -325,7 +325,7 @@ class Lowering:
         stem = f"{layer}.bias".lstrip(".")
         dequantize, dequantized = self._writer.bias(stem, codes, scale)
         self._nodes.append(dequantize)
-        self.graph.give(node, 2, dequantized)
+        self.graph.set_input(node, 2, dequantized)
 
 
 def _transposed(qparams: QdqParams) -> QdqParams:

@@ -109,7 +109,7 @@ def export_onnx(
     ).write(made)
     checked = onnx_model.load(made)
     onnx_model.make_session(
-        checked, optimise=wanted.runtime == "onnxruntime"
+        checked, optimize=wanted.runtime == "onnxruntime"
     )  # a file that nothing runs is not written
     onnx_model.save(checked, goal)
     return goal

@@ -24,7 +24,7 @@ from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import QdqParams, get_target, make_session
 from detent.onnx_model.graph import attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
-from detent.onnx_model.sessions import Reading, refusals
+from detent.onnx_model.sessions import Reading, ort_errors
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
@@ -493,9 +493,9 @@ def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> d
         [ValueInfoProto(name=name) for name in outputs],
         tensors,
     )
-    with refusals():
+    with ort_errors():
         session = make_session(
-            helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version), optimise=False
+            helper.make_model(alone, opset_imports=model.opset_import, ir_version=model.ir_version), optimize=False
         )
         return dict(zip(outputs, session.run(outputs, {}), strict=True))
 

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import UnsupportedError
-from detent.onnx_model import optimised
+from detent.onnx_model import optimized
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
-from detent.onnx_model.sessions import Probe, Reading, refusals
+from detent.onnx_model.sessions import Probe, Reading, ort_errors
 from detent.verification.codes import ActivationCheck, Tally, WeightCheck
 from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
@@ -102,7 +102,7 @@ class _Verification:
             self._check_origin()
         count = 0
         try:
-            with refusals():
+            with ort_errors():
                 probes = self._probes()
                 for count, feeds in enumerate(batches, 1):
                     self._run_batch(feeds, probes, is_first=count == 1)
@@ -148,7 +148,7 @@ class _Verification:
         return check
 
     def _optimised_probe(self, written: GraphCheck | None) -> Probe:
-        model = optimised(self.artifact.model)
+        model = optimized(self.artifact.model)
         readings: list[Reading] = []
         kinds: dict[str, int] = {}
         if written is not None:
