@@ -19,9 +19,9 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
-from detent.onnx_model.files import SAVE_LIMIT, ModelSource, load
+from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import MAIN, Graph, array_of, subgraphs
-from detent.onnx_model.sessions import make_session
+from detent.onnx_model.sessions import make_session, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
@@ -368,9 +368,12 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
+    lean, weights = without_weights(model)  # inference copies a model twice
     try:
-        if sum(len(tensor.raw_data) for tensor in model.graph.initializer) > SAVE_LIMIT:
-            return model
-        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+        inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes help to explain plans, and are needed for nothing else
         return model
+    if weights:
+        del inferred.graph.initializer[:]
+        inferred.graph.initializer.extend(model.graph.initializer)
+    return inferred

@@ -134,22 +134,24 @@ def _best_strength(
     """The strength, the factors and the part of the noise that is left; None where nothing helps."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
+    powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
     largest_w = np.max([np.abs(weight).max(1) for weight in weights], axis=0).astype(np.float64)
+    aligned = [
+        spec.replace(granularity=PerAxis(1)) if isinstance(spec.granularity, PerAxis) else spec for _, spec in specs
+    ]
 
     def largest(x: Array) -> Array:
         result: Array = np.abs(x).max(0).astype(np.float64)
         return result
 
     def error(factors: Array, half: int) -> float:
+        data, every = ((x / factors).astype(np.float32) for x in (halves[half], whole))
+        inputs = {spec: fake_quantize(data, QuantParams.from_data(spec, every)) for spec in {spec for spec, _ in specs}}
         total = 0.0
-        data = (halves[half] / factors).astype(np.float32)
-        for weight, reference, (incoming, kept) in zip(weights, references[half], specs, strict=True):
-            params = QuantParams.from_data(incoming, (whole / factors).astype(np.float32))
+        for i, weight in enumerate(weights):
             matrix = np.ascontiguousarray((weight * factors[:, None]).astype(np.float32))
-            aligned = kept.replace(granularity=PerAxis(1)) if isinstance(kept.granularity, PerAxis) else kept
-            rounded = fake_quantize(matrix, weight_params(matrix, aligned))
-            coarse = fake_quantize(data, params)
-            total += noise(reference, coarse @ rounded) / max(noise(reference, np.zeros_like(reference)), 1e-30)
+            rounded = fake_quantize(matrix, weight_params(matrix, aligned[i]))
+            total += noise(references[half][i], inputs[specs[i][0]] @ rounded) / powers[half][i]
         return total
 
     ones = np.ones(whole.shape[1])

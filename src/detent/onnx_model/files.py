@@ -121,12 +121,13 @@ def load_model(source: ModelSource) -> LoadedModel:
     if isinstance(source, ModelProto):
         check_depth(source.graph)  # before protocol buffers refuse it in words of their own
         model = _copy(source)
-        _check(model, ExternalData(None), "the model")
-        return LoadedModel(model, None, nbytes_of(model))
+        nbytes = nbytes_of(model)
+        _check(model, ExternalData(None), "the model", nbytes)
+        return LoadedModel(model, None, nbytes)
     path = Path(source)
-    model, external = _parse(path), ExternalData(path.parent)
-    _check(model, external, os.fspath(path))
-    return LoadedModel(model, path, path.stat().st_size + external.nbytes)
+    model, external, nbytes = _parse(path), ExternalData(path.parent), path.stat().st_size
+    _check(model, external, os.fspath(path), nbytes)
+    return LoadedModel(model, path, nbytes + external.nbytes)
 
 
 def load(source: ModelSource) -> ModelProto:
@@ -203,7 +204,7 @@ def _varint(data: bytes) -> tuple[int, int]:
     raise FileFormatError("truncated varint")
 
 
-def _check(model: ModelProto, external: "ExternalData", name: str) -> None:
+def _check(model: ModelProto, external: "ExternalData", name: str, nbytes: int) -> None:
     try:
         _check_versions(model)
         for tensor in tensors_of(model):
@@ -213,7 +214,7 @@ def _check(model: ModelProto, external: "ExternalData", name: str) -> None:
             except FileFormatError as error:
                 raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
         sort_nodes(model.graph)
-        if _is_small(model):
+        if nbytes + external.nbytes < SAVE_LIMIT:  # onnx.checker takes what fits into one protocol buffer
             _check_by_onnx(model)
     except (FileFormatError, UnsupportedError) as error:
         raise type(error)(f"{name}: {error}") from error
@@ -248,11 +249,6 @@ def _check_by_onnx(model: ModelProto) -> None:
     finally:
         for kind in bare:
             kind.ClearField("shape")
-
-
-def _is_small(model: ModelProto) -> bool:
-    """Whether the model fits into one protocol buffer, external data included."""
-    return nbytes_of(model) < SAVE_LIMIT
 
 
 def nbytes_of(model: ModelProto) -> int:

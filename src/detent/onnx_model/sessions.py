@@ -14,18 +14,19 @@ from contextlib import contextmanager
 from math import prod
 from os import fspath
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx
 import onnxruntime as ort
+from google.protobuf.message import EncodeError, Message
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.files import SAVE_LIMIT, LoadedModel, ModelSource, save
-from detent.onnx_model.graph import Graph, array_of
+from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.graph import Graph, array_of, reads
 from detent.onnx_model.provenance import Provenance
 
 __all__ = [
@@ -38,10 +39,11 @@ __all__ = [
     "ort_errors",
     "record",
     "tensor_nbytes",
+    "without_weights",
 ]
 
 Array = NDArray[Any]
-
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 Feed = dict[str, Array]
 
 PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
@@ -50,6 +52,10 @@ MAX_SHAPE_ELEMENTS = 256  # constants with more are no shapes
 _NO_ARRAYS = frozenset(  # types that ONNX Runtime does not hand over as arrays
     {TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
 )
+MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memory of an array
+_SHARED_DTYPES = {
+    helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
+}
 SEVERE = 4  # errors are raised; what is logged beside them only repeats it
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
     RuntimeError,
@@ -98,14 +104,51 @@ def make_session(
     try:
         if not isinstance(model, ModelProto):
             return _start(fspath(model), options)
-        if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < SAVE_LIMIT:
-            return _start(model.SerializeToString(), options)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "model.onnx")
-            save(model, path)
-            return _start(fspath(path), options)
-    except ValueError as error:
+        lean, weights = without_weights(model)
+        options.add_external_initializers(list(weights), list(map(ort.OrtValue.ortvalue_from_numpy, weights.values())))
+        session = _start(lean.SerializeToString(), options)
+        session.weights = weights  # ONNX Runtime reads the arrays where they are: they must live as long as the session
+    except (ValueError, EncodeError) as error:
         raise UnsupportedError(f"ONNX Runtime does not take the model: {error}") from error
+    return session
+
+
+def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
+    """A copy of a model without the data of its large initializers, and these as arrays.
+
+    Large initializers that no node reads are left out: ONNX Runtime drops them, and then misses them.
+    """
+    lean, weights = _copy_without(model, "graph"), dict[str, Array]()
+    lean.graph.CopyFrom(_copy_without(model.graph, "initializer"))
+    kept = {value.name for value in (*model.graph.input, *model.graph.output)}
+    read = kept.union(*map(reads, model.graph.node))
+    for tensor in model.graph.initializer:
+        dtype = _SHARED_DTYPES.get(tensor.data_type)
+        if dtype is None or not tensor.HasField("raw_data") or prod(tensor.dims) * dtype.itemsize < MIN_SHARED_NBYTES:
+            lean.graph.initializer.append(tensor)
+            continue
+        if tensor.name not in read:
+            continue
+        weights[tensor.name] = np.frombuffer(tensor.raw_data, dtype).reshape(tensor.dims)
+        empty = lean.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        empty.data_location = TensorProto.EXTERNAL
+        empty.external_data.add(key="location", value="memory")
+    return lean, weights
+
+
+def _copy_without(message: AnyMessage, name: str) -> AnyMessage:
+    """A copy of a protocol buffer without one of its fields."""
+    copy: AnyMessage = type(message)()
+    for field, value in message.ListFields():
+        if field.name == name:
+            continue
+        if isinstance(value, Message):
+            getattr(copy, field.name).CopyFrom(value)
+        elif hasattr(value, "extend"):
+            getattr(copy, field.name).extend(value)
+        else:
+            setattr(copy, field.name, value)
+    return copy
 
 
 def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:

@@ -1,0 +1,100 @@
+"""Sessions: large weights are handed to ONNX Runtime as arrays, and what it computes stays the same."""
+
+import gc
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from detent.errors import UnsupportedError
+from detent.onnx_model.sessions import make_session, without_weights
+
+SIDE = 32  # a matrix of 4 kB
+
+
+def constant(name, dtype=np.float32, seed=0):
+    values = np.random.default_rng(seed).integers(-100, 100, (SIDE, SIDE)).astype(dtype)
+    return numpy_helper.from_array(values, name)
+
+
+def model_of(nodes, initializers, inputs=(), outputs=("y",)):
+    shaped = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in ("x", *inputs)]
+    results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    graph = helper.make_graph(nodes, "g", shaped, results, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def product(**given):
+    return model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], [constant("w")], **given)
+
+
+def branches():
+    """A model whose weight is read by the body of an If node only."""
+    bodies = [
+        helper.make_graph(
+            [helper.make_node("MatMul", ["x", name], [f"{name}_y"])],
+            name,
+            [],
+            [helper.make_tensor_value_info(f"{name}_y", TensorProto.FLOAT, None)],
+        )
+        for name in ("a", "b")
+    ]
+    choice = helper.make_node("If", ["flag"], ["y"], then_branch=bodies[0], else_branch=bodies[1])
+    flag = numpy_helper.from_array(np.array(True), "flag")
+    return model_of([choice], [flag, constant("a"), constant("b", seed=1)])
+
+
+def unread():
+    model = product()
+    model.graph.initializer.append(constant("unread"))
+    return model
+
+
+def as_output():
+    return model_of([helper.make_node("MatMul", ["x", "w"], ["y"])], [constant("w")], outputs=("y", "w"))
+
+
+def doubles():
+    nodes = [
+        helper.make_node("Cast", ["w"], ["v"], to=TensorProto.FLOAT),
+        helper.make_node("MatMul", ["x", "v"], ["y"]),
+    ]
+    return model_of(nodes, [constant("w", np.float64)])
+
+
+@pytest.mark.parametrize("make", [product, branches, unread, as_output, doubles])
+@pytest.mark.parametrize("optimize", [True, False])
+def test_results_are_those_of_the_whole_model(make, optimize):
+    model, x = make(), np.random.default_rng(2).standard_normal((3, SIDE)).astype(np.float32)
+    before = model.SerializeToString()
+    session = make_session(model, optimize=optimize)
+    gc.collect()  # the session must keep the arrays of its weights alive
+    expected = ort.InferenceSession(before, providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    for got, want in zip(session.run(None, {"x": x}), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert model.SerializeToString() == before
+
+
+def test_a_weight_that_is_an_input_too_can_still_be_replaced():
+    model, x = product(inputs=("w",)), np.ones((1, SIDE), np.float32)
+    session = make_session(model)
+    whole, given = session.run(None, {"x": x}), session.run(None, {"x": x, "w": np.eye(SIDE, dtype=np.float32)})
+    assert not np.array_equal(whole[0], given[0])
+    np.testing.assert_array_equal(given[0], x)
+
+
+def test_lean_models_hold_no_large_data():
+    lean, weights = without_weights(unread())
+    assert list(weights) == ["w"]
+    assert lean.ByteSize() < 500
+    assert [tensor.name for tensor in lean.graph.initializer] == ["w"]
+    small, none = without_weights(ModelProto(ir_version=8, producer_name="me"))
+    assert (small.ir_version, small.producer_name, none) == (8, "me", {})
+
+
+def test_wrong_sizes_are_refused():
+    model = product()
+    model.graph.initializer[0].dims[0] = SIDE + 1
+    with pytest.raises(UnsupportedError, match="does not take the model"):
+        make_session(model)
