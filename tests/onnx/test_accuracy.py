@@ -8,8 +8,8 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx import calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
-from detent.onnx.float_fallback import choose_float
-from detent.onnx.layer_error import Probes, SwitchableModel
+from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.layer_error import Probes
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model import make_session
 
@@ -149,7 +149,7 @@ def test_switches_turn_on_one_layer_at_a_time():
     model, feeds = conv_chain(), images()
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, feeds)
-    switches = SwitchableModel(plan, choose_params(plan, seen), feeds[:1])
+    switches = NoiseByLayer(plan, choose_params(plan, seen), feeds[:1])
     assert switches.noise([]) == 0
     single = {name: switches.noise([name]) for name in ("first", "second", "last")}
     assert all(noise > 0 for noise in single.values())

@@ -1,28 +1,32 @@
 """Float fallback: which layers stay float, since they alone cause much of the noise at the outputs.
 
 A layer is kept in float where it causes a quarter of the noise, holds few weights, and the noise is less without it:
-where noise is as large as the signal, less of it in one place may be more in all. ``SwitchableModel`` measures it.
+where noise is as large as the signal, less of it in one place may be more in all. Noise of several layers about adds
+up, so that groups of layers are measured first, and only those that cause much are measured one by one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from onnx import TensorProto
 
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import SwitchableModel
+from detent.onnx.layer_error import Switch, SwitchableModel, noise
+from detent.ops import fake_quantize
 from detent.params import QuantParams
 
-__all__ = ["choose_float"]
+__all__ = ["NoiseByLayer", "choose_float"]
 
 MIN_NOISE_SHARE = 0.25  # of all noise, that a layer alone causes
 MAX_WEIGHT_SHARE = 0.1  # of the model's bytes, that a layer holds
 MAX_LAYERS = 5
 NEGLIGIBLE_NOISE = 1e-4  # relative to output power; below it no layer is kept in float
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
-Array = NDArray[Any]
+SEARCH_SAMPLES = 1  # batches on which layers are searched; whether it helps to keep them in float is compared on all
 
+Array = NDArray[Any]
 Feed = dict[str, Array]
 
 
@@ -30,27 +34,119 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     """The layers that cause more than a quarter of all noise, hold few weights and are better left out; at most 5.
 
     Each comes with its share of the noise.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''), "w4a8")
-    >>> choose_float(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
-    {}
     """
-    switches = SwitchableModel(plan, params, samples)
-    total = switches.all_noise()
-    if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * switches.count:
+    layers = NoiseByLayer(plan, params, samples)
+    total = layers.noise_without()
+    if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * layers.count:
         return {}
     sizes = {line.name: line.nbytes_before for line in plan.layers}
     limit = MAX_WEIGHT_SHARE * plan.nbytes_before
-    worst = [name for name in switches.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
-    shares = {name: switches.noise([name]) / total for name in worst}
+    worst = [name for name in layers.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
+    shares = {name: layers.noise([name]) / total for name in worst}
     shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # on all samples, too
     ranked = sorted(shares, key=lambda name: -shares[name] / sizes[name])
     kept, remaining = dict[str, float](), total
     for name in ranked[:MAX_LAYERS]:
-        without = switches.all_noise([*kept, name])
+        without = layers.noise_without([*kept, name])
         if without < MAX_REMAINING_NOISE * remaining:
             kept[name], remaining = shares[name], without
     return kept
+
+
+class NoiseByLayer:
+    """The noise at the outputs, relative to their power, with some layers quantized.
+
+    Args:
+        plan: what is quantized.
+        params: of activations, by tensor. A quantizer belongs to the layers that read its tensor, or else make it.
+        samples: the batches on which noise is measured.
+    """
+
+    def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
+        self.layers = [line.name for line in plan.quantized]
+        self._weights = {line.name: line for line in plan.quantized if line.weight is not None}
+        self._owners = {tensor: _owners(plan, tensor, self.layers) for tensor in params}
+        self._plan, self._samples, self._rounded = plan, samples, dict[str, Array]()
+        switches = [Switch(f"{tensor}//input", tensor, each) for tensor, each in params.items()]
+        # Without the Clip that the file has: below 8 bits, layers are compared without saturation.
+        by_layer = {name: [name] for name in self._weights}
+        self._model = SwitchableModel(plan.model, by_layer, switches, plan.target, clip=False)
+        self._outputs = [each for each in plan.graph.outputs if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
+        self._references = [self._run(feed, frozenset()) for feed in samples]
+        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
+        self._all = frozenset((*self.layers, *params))
+
+    @property
+    def count(self) -> int:
+        """How many outputs are compared in all."""
+        return len(self._outputs) * len(self._samples)
+
+    def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
+        """The noise when these layers are quantized and no others."""
+        return self._noise(self._parts(layers), samples)
+
+    def noise_without(self, layers: Iterable[str] = (), samples: int | None = None) -> float:
+        """The noise when all layers but these are quantized."""
+        return self._noise(self._all - self._parts(layers), samples)
+
+    def worst(self, share: float) -> dict[str, float]:
+        """Layers that alone cause at least that share of all noise, with their shares; on the first sample only."""
+        total = self.noise_without(samples=SEARCH_SAMPLES)
+        shares: dict[str, float] = {}
+
+        def search(names: list[str]) -> None:
+            caused = self.noise(names, SEARCH_SAMPLES) / max(total, 1e-30)
+            if caused < share or not names:
+                return
+            if len(names) == 1:
+                shares[names[0]] = caused
+                return
+            half = len(names) // 2
+            search(names[:half])
+            search(names[half:])
+
+        search(self.layers)
+        return shares
+
+    def _parts(self, layers: Iterable[str]) -> frozenset[str]:
+        """What is quantized with some layers: they themselves, by name, and tensors that belong to them."""
+        names = set(layers)
+        return frozenset(names | {tensor for tensor, owners in self._owners.items() if names & owners})
+
+    def _noise(self, parts: frozenset[str], samples: int | None) -> float:
+        total = 0.0
+        for i in range(len(self._samples))[:samples]:
+            if (parts, i) not in self._ratios:
+                self._ratios[parts, i] = list(self._sample_noise(parts, i))
+            for ratio in self._ratios[parts, i]:
+                total += ratio
+        return total
+
+    def _sample_noise(self, parts: frozenset[str], sample: int) -> Iterator[float]:
+        """The noise at each float output, relative to its power."""
+        for old, new in zip(self._references[sample], self._run(self._samples[sample], parts), strict=True):
+            if old.dtype == np.float32:
+                yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
+
+    def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:
+        weights = {name: self._rounded_weight(name) for name in self._weights if name in parts}
+        flags = [f"{tensor}//input" for tensor in self._owners if tensor in parts]
+        return self._model.run(self._outputs, feed, weights, flags)
+
+    def _rounded_weight(self, name: str) -> Array:
+        if name not in self._rounded:
+            params = self._plan.weight_params(self._weights[name])
+            self._rounded[name] = fake_quantize(self._model.weights[name], params)
+        return self._rounded[name]
+
+
+def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str]:
+    """The layers that read a tensor, or if there are none, that make it, alone or with a Relu or Clip behind them."""
+    readers = frozenset(name for name in names if plan.layers_by_name[name].data == tensor)
+    if readers:
+        return readers
+    producer = plan.graph.producer(tensor)
+    results = {tensor}
+    if producer is not None and producer.op_type in {"Relu", "Clip"}:
+        results.add(producer.input[0])
+    return frozenset(name for name in names if plan.layers_by_name[name].node.output[0] in results)

@@ -4,12 +4,12 @@ A ``Probe`` computes one layer, alone, from its inputs on sample data. Accuracy 
 quantize a layer compare its outputs; running the whole model for each would take hundreds of times longer. A part of
 the data is enough: some rows of a matrix, some blocks of an image.
 
-A ``SwitchableModel`` measures the noise of layers at the outputs of the model. One session serves all questions: its
-graph holds every weight twice, as it is and as codes, and a switch before each quantizer. Noise of several layers about
-adds up, so that groups of layers are measured first, and only those that cause much are measured one by one.
+A ``SwitchableModel`` shows the effect of layers at the outputs of the model: one session in which each layer can be
+quantized or not. Float fallback and ``detent.sensitivity`` ask it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx_model.graph import Graph, attribute_of, element_type
+from detent.onnx_model.graph import Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
-from detent.onnx_model.sessions import make_session, record
-from detent.onnx_model.targets import Container
-from detent.ops import quantize
+from detent.onnx_model.sessions import make_session, ort_errors, record
+from detent.onnx_model.targets import Target
 from detent.params import QuantParams
 
-__all__ = ["Probe", "Probes", "SwitchableModel", "noise", "part_of", "recorded_inputs"]
+__all__ = ["Probe", "Probes", "Switch", "SwitchableModel", "noise", "part_of", "recorded_inputs"]
 
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
 PART_ROWS = 512  # of a matrix that are compared
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # of an image that are compared, and the side of the blocks they are taken in
-SEARCH_SAMPLES = 1  # batches on which layers are searched; whether it helps to keep them in float is compared on all
+# Threads that wait do not spin: hundreds of short runs would burn a second core for nothing.
+PATIENT = {"session.intra_op.allow_spinning": "0"}
 
 
 class Probe:
@@ -148,138 +148,76 @@ def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Fee
         yield {name: part_of(plan.layers_by_name[name], tensors[tensor]) for name, tensor in inputs.items()}
 
 
+@dataclass(frozen=True)
+class Switch:
+    """A quantizer that a flag turns on: behind a tensor, for all nodes that read it or for one of them."""
+
+    flag: str
+    tensor: str
+    params: QuantParams
+    reader: str = ""
+
+
 class SwitchableModel:
-    """A model whose layers can be quantized one by one.
+    """A model whose layers can be quantized one by one, in one session.
+
+    Weights of layers are inputs, so that each run may have others; quantizers of activations have switches.
 
     Args:
-        plan: what is quantized.
-        params: of activations, by tensor.
-        samples: the batches on which noise is measured.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''), "w4a8")
-    >>> switches = SwitchableModel(made, {}, [{"x": np.float32([[2.0, 2.0]])}])
-    >>> switches.noise([]), switches.noise(["fc"]) > 0, switches.all_noise() == switches.noise(["fc"])
-    (0.0, True, True)
-    >>> list(switches.worst(0.25))
-    ['fc']
+        model: is not changed.
+        weights: names of layers that share a weight, by the label under which ``run`` takes another weight.
+        switches: the quantizers of activations.
+        target: says which containers hold their codes.
+        clip: whether quantizers below 8 bits saturate, as they do in a file.
     """
 
-    def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
-        self.layers = [line.name for line in plan.quantized]
-        self._of_layer: dict[str, list[str]] = {name: [f"{name}//weight"] for name in self.layers}
-        self._flags = [f"{name}//weight" for name in self.layers]
-        self._session = make_session(self._build(plan, params))
-        self._samples = samples
-        self._names = [name for name in Graph(plan.model).outputs if plan.graph.kind(name) in {0, TensorProto.FLOAT}]
-        self._references = [self._run(feed, ()) for feed in samples]
-        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
+    def __init__(
+        self,
+        model: ModelProto,
+        weights: Mapping[str, Sequence[str]],
+        switches: Sequence[Switch],
+        target: Target,
+        *,
+        clip: bool = True,
+    ) -> None:
+        copy = ModelProto()
+        copy.CopyFrom(model)
+        graph = Graph(copy)
+        nodes = {graph.node_name(node): node for node in graph.nodes}
+        self.weights: dict[str, Array] = {}
+        for label, names in weights.items():
+            for name in names:
+                place = 0 if nodes[name].op_type == "Gather" else 1
+                self.weights.setdefault(label, graph.array(nodes[name].input[place]))
+                graph.set_input(nodes[name], place, _weight_input(label))
+            kind, shape = TensorProto.FLOAT, self.weights[label].shape
+            copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
+        for switch in switches:
+            readers = [nodes[switch.reader]] if switch.reader else list(graph.consumers(switch.tensor))
+            _insert_switch(graph, switch, readers, target, clip=clip)
+            copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
+        graph.drop_unread()
+        self._off = {switch.flag: np.array(False) for switch in switches}
+        self._session = make_session(graph.finish(), config=PATIENT)
 
-    def _build(self, plan: GraphPlan, params: Mapping[str, QuantParams]) -> ModelProto:
-        model = ModelProto()
-        model.CopyFrom(plan.model)
-        graph = Graph(model)
-        by_name = {graph.node_name(node): node for node in graph.nodes}
-        for line in plan.quantized:
-            layer, node = plan.layers_by_name[line.name], by_name[line.name]
-            if line.weight is None:
-                continue
-            place = 0 if layer.node.op_type == "Gather" else 1
-            rounding, rounded = _rounding(graph, layer.weight, plan.weight_params(line))
-            switch, chosen = QdqWriter(graph).switch(f"{line.name}//weight", [rounding], rounded, layer.weight)
-            graph.insert([switch])
-            graph.set_input(node, place, chosen)
-        for tensor, each in params.items():
-            self._quantize(plan, graph, tensor, each)
-        for flag in self._flags:
-            model.graph.input.append(helper.make_tensor_value_info(flag, TensorProto.BOOL, []))
-        return graph.finish()
-
-    def _quantize(self, plan: GraphPlan, graph: Graph, tensor: str, params: QuantParams) -> None:
-        """Put a quantizer with a switch behind a tensor; it belongs to the layers that read or make it."""
-        flag = f"{tensor}//input"
-        owners = [name for name in self.layers if plan.layers_by_name[name].data == tensor]
-        owners = owners or [name for name in self.layers if _makes(plan, name, tensor)]
-        for name in owners:
-            self._of_layer[name].append(flag)
-        self._flags.append(flag)
-        qparams = QdqParams.of(params, plan.target.activation_container(params.spec.format, least=8), 0)
-        writer, readers = QdqWriter(graph), list(graph.consumers(tensor))
-        # Without the Clip that the file has: below 8 bits, layers are compared without saturation.
-        pair = writer.pair(tensor, tensor, writer.parameters(tensor, qparams), qparams, clip=False)
-        switch, chosen = writer.switch(flag, pair.nodes, pair.dequantized, tensor)
-        graph.redirect(tensor, chosen, readers)
-        graph.insert([switch])
-
-    def _run(self, feed: Feed, flags: Iterable[str]) -> list[Array]:
-        on = set(flags)
-        switches = {flag: np.array(flag in on) for flag in self._flags}
-        outputs: list[Array] = self._session.run(self._names, {**feed, **switches})
+    def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
+        """The outputs of these names with some weights replaced, and some quantizers turned on."""
+        given = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
+        on = {flag: np.array(True) for flag in flags}
+        with ort_errors():
+            outputs: list[Array] = self._session.run(names, {**feed, **given, **self._off, **on})
         return outputs
 
-    def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
-        """The noise at the outputs, relative to their power, when these layers are quantized and no others."""
-        return self._noise([flag for name in layers for flag in self._of_layer[name]], samples)
 
-    @property
-    def count(self) -> int:
-        """How many outputs are compared in all."""
-        return len(self._names) * len(self._samples)
-
-    def all_noise(self, but: Iterable[str] = ()) -> float:
-        """The noise at the outputs with every layer quantized except ``but``."""
-        off = {flag for name in but for flag in self._of_layer[name]}
-        return self._noise(flag for flag in self._flags if flag not in off)
-
-    def _noise(self, flags: Iterable[str], samples: int | None = None) -> float:
-        on, total = frozenset(flags), 0.0
-        for i in range(len(self._samples))[:samples]:
-            if (on, i) not in self._ratios:
-                self._ratios[on, i] = list(self._sample_noise(on, i))
-            for ratio in self._ratios[on, i]:
-                total += ratio
-        return total
-
-    def _sample_noise(self, flags: frozenset[str], sample: int) -> Iterator[float]:
-        """The noise at each float output, relative to its power."""
-        for old, new in zip(self._references[sample], self._run(self._samples[sample], flags), strict=True):
-            if old.dtype == np.float32:
-                yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
-
-    def worst(self, share: float) -> dict[str, float]:
-        """Layers that alone cause at least that share of all noise, with their shares; on the first sample only."""
-        total = self._noise(self._flags, SEARCH_SAMPLES)
-        shares: dict[str, float] = {}
-
-        def ask(names: list[str]) -> None:
-            caused = self.noise(names, SEARCH_SAMPLES) / max(total, 1e-30)
-            if caused < share or not names:
-                return
-            if len(names) == 1:
-                shares[names[0]] = caused
-                return
-            half = len(names) // 2
-            ask(names[:half])
-            ask(names[half:])
-
-        ask(self.layers)
-        return shares
+def _weight_input(label: str) -> str:
+    return f"{label}//weight"
 
 
-def _rounding(graph: Graph, name: str, params: QuantParams) -> tuple[NodeProto, str]:
-    """A node that makes the rounded weight of its codes, which take a quarter of its memory; and its result."""
-    writer, weight, result = QdqWriter(graph), graph.array(name), graph.fresh(f"{name}_rounded")
-    qparams = QdqParams.of(params, Container(element_type(params.spec.format, 8)), weight.ndim)
-    names = writer.codes(name, quantize(weight, params).codes, qparams)
-    return writer.dequantized(names, result, name, qparams), result
-
-
-def _makes(plan: GraphPlan, name: str, tensor: str) -> bool:
-    """Whether a tensor is a layer's result, or what a Relu or Clip makes of it."""
-    result = plan.layers_by_name[name].node.output[0]
-    producer = plan.graph.producer(tensor)
-    return tensor == result or (
-        producer is not None and producer.op_type in {"Relu", "Clip"} and producer.input[0] == result
-    )
+def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target, *, clip: bool) -> None:
+    """Let some nodes read a tensor through a quantizer if its flag is set."""
+    qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format, least=8), 0)
+    writer, stem = QdqWriter(graph), switch.reader or switch.tensor
+    pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams, clip=clip)
+    node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)
+    graph.redirect(switch.tensor, chosen, readers)
+    graph.insert([node])

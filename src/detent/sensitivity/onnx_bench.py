@@ -1,9 +1,8 @@
-"""ONNX models as layer runners: one session, whose weights are inputs, and whose activations have switches.
+"""ONNX models as layer runners: one ``SwitchableModel`` for all layers and options.
 
-A weight that is an input can be another one in every run, so that no session is made for a layer or a width, and
-memory holds the float weights and the one weight that is rounded. Where a recipe quantizes activations, the data that
-come to a layer pass a quantizer that a switch turns on: the layer's alone, whoever else reads the same tensor. Its
-parameters are those that the quantizer in a file would have, from the observer of the layer's rule.
+Where a recipe quantizes activations, the data that come to a layer pass a quantizer that a switch turns on: the layer's
+alone, whoever else reads the same tensor. Its parameters are those that the quantizer in a file would have, from the
+observer of the layer's rule.
 """
 
 from collections import defaultdict
@@ -13,18 +12,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper
+from onnx import TensorProto
 
 from detent.errors import UnsupportedError
 from detent.onnx.calibration import Calibration, activation_params, calibrate
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
+from detent.onnx.layer_error import Switch, SwitchableModel
 from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import insert
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
 from detent.onnx_model.sessions import make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
@@ -41,8 +39,6 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 # Weight-only products are computed in float: what is measured is the noise of the weights.
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
-# Threads that wait do not spin: hundreds of short runs would burn a second core for nothing.
-PATIENT = {"session.intra_op.allow_spinning": "0"}
 EXCLUDED = ("excluded", "no rule matches")
 PRODUCTS = ("MatMul", "Gemm")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
@@ -108,34 +104,16 @@ class OnnxLayerRunner:
         self.names: Sequence[str] = [
             each.name for each in prepared.graph.output if whole.graph.kind(each.name) in FLOATS
         ]
-        self._build(prepared, {} if widths is not None else _input_params(whole, self._feeds))
-
-    def _build(self, model: ModelProto, inputs: Mapping[str, QuantParams]) -> None:
-        """Turn weights into inputs, in the prepared model itself: a copy of a large one would be large."""
-        graph = Graph(model)
-        by_name = {graph.node_name(node): node for node in graph.nodes}
-        self._weights: dict[str, Array] = {}
-        self._given: dict[str, str] = {}  # the input that holds a group's weight, by its first layer
-        flags: list[str] = []
-        for group in self.groups:
-            layer = self._found[group.names[0]]
-            given = self._given[group.names[0]] = graph.fresh(f"{layer.weight}//given")
-            self._weights[given] = graph.array(layer.weight).copy()
-            model.graph.input.append(helper.make_tensor_value_info(given, TensorProto.FLOAT, layer.shape))
-            for name in group.names:
-                node = by_name[name]
-                graph.set_input(node, 0 if node.op_type == "Gather" else 1, given)
-                if name in inputs:
-                    flags.append(_add_switch(graph, node, self._found[name], inputs[name]))
-                    model.graph.input.append(helper.make_tensor_value_info(flags[-1], TensorProto.BOOL, []))
-        graph.drop_unread()
+        inputs = {} if widths is not None else _input_params(whole, self._feeds)
+        switches = [Switch(f"{name}//switch", self._found[name].data, each, name) for name, each in inputs.items()]
+        self._flags = {switch.reader: switch.flag for switch in switches}
+        weights = {group.names[0]: group.names for group in self.groups}
+        self._model = SwitchableModel(prepared, weights, switches, get_target("onnxruntime"))
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
-        self._off = {flag: np.array(False) for flag in flags}
-        self._session = make_session(graph.finish(), config=PATIENT)
 
     def reference(self) -> Iterator[Sequence[Array]]:
         """The float outputs of the float model, batch by batch."""
-        return self._run({})
+        return self.outputs({})
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
         """Every group at every option it has."""
@@ -143,44 +121,24 @@ class OnnxLayerRunner:
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
         """The same outputs with some groups quantized."""
-        changed: Feed = {}
+        weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
-            option = options.get(group.names[0], FLOAT)
+            label = group.names[0]
+            option = options.get(label, FLOAT)
             if option == FLOAT:
                 continue
-            changed |= {flag: np.array(True) for name in group.names if (flag := _flag(name)) in self._off}
-            given, spec = self._given[group.names[0]], self._lines[option][group.names[0]].weight
+            flags += [self._flags[name] for name in group.names if name in self._flags]
+            spec = self._lines[option][label].weight
             if spec is not None:
-                changed[given] = self._rounded(given, spec)
-        return self._run(changed)
+                weights[label] = self._rounded(label, spec)
+        return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
-    def _rounded(self, given: str, spec: QuantSpec) -> Array:
+    def _rounded(self, label: str, spec: QuantSpec) -> Array:
         """A weight as its codes say. Its parameters are kept: a search that takes long comes back to them."""
-        weight, key = self._weights[given], (given, spec)
+        weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
             self._params[key] = weight_params(weight, spec)
         return np.asarray(fake_quantize(weight, self._params[key]), np.float32)
-
-    def _run(self, changed: Feed) -> Iterator[Sequence[Array]]:
-        for feed in self._feeds:
-            with ort_errors():
-                yield self._session.run(self.names, {**feed, **self._weights, **self._off, **changed})
-
-
-def _flag(name: str) -> str:
-    return f"{name}//switch"
-
-
-def _add_switch(graph: Graph, node: NodeProto, layer: Layer, params: QuantParams) -> str:
-    """Let a node read its data through a quantizer if its switch is on; returns the switch."""
-    name, writer = layer.name, QdqWriter(graph)
-    container = get_target("onnxruntime").activation_container(params.spec.format, least=8)
-    qparams = QdqParams.of(params, container, 0)
-    pair = writer.pair(layer.data, name, writer.parameters(name, qparams), qparams)
-    switch, chosen = writer.switch(_flag(name), pair.nodes, pair.dequantized, layer.data)
-    graph.set_input(node, 0, chosen)
-    graph.insert([switch])
-    return _flag(name)
 
 
 def _groups(
