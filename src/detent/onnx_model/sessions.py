@@ -56,6 +56,7 @@ MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memo
 _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
+_BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
 SEVERE = 4  # errors are raised; what is logged beside them only repeats it
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
     RuntimeError,
@@ -258,6 +259,7 @@ class Probe:
         kinds: the element types of tensors, as far as they are known; ONNX Runtime hands codes of 4 bits and float8
             over only as float32.
         budget: bytes of tensors in one run.
+        written: a probe of the model before ONNX Runtime optimized it, that runs first; tensors of both are as large.
 
     >>> from onnx import parser
     >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -276,14 +278,17 @@ class Probe:
         *,
         kinds: Mapping[str, int] | None = None,
         budget: int = PROBE_BUDGET,
+        written: "Probe | None" = None,
     ) -> None:
-        self._model, self._readings, self._budget = model, list(readings), budget
+        self._model, self._readings, self._budget, self._written = model, list(readings), budget, written
         made = {name for node in model.graph.node for name in node.output}
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         names = {name for reading in self._readings for name in reading.names}
         self._constants = {name: array_of(constants[name]) for name in names if name in constants}
         self._made = names & made
         self._cast = {name for name in self._made if (kinds or {}).get(name, 0) in _NO_ARRAYS}
+        self._bytes = {name for name in self._made if (kinds or {}).get(name, 0) in _BYTES}
+        self._largest = 0  # elements of the largest tensor, if most shapes follow from the batch's
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> None:
@@ -310,10 +315,9 @@ class Probe:
         return [helper.make_node("Cast", [name], [self._output(name)], to=TensorProto.FLOAT) for name in chosen]
 
     def _grouped(self, feeds: Mapping[str, Array]) -> list[list[Reading]]:
-        names = sorted(self._made)
-        outputs = [self._output(name) for name in names]
-        nbytes = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
-        sizes = dict(zip(names, nbytes.values(), strict=True))
+        sizes = self._sizes(feeds)
+        if sum(sizes.values()) <= self._budget:
+            return [self._readings]
         groups: list[list[Reading]] = []
         held: set[str] = set()
         for reading in self._readings:
@@ -324,6 +328,23 @@ class Probe:
             groups[-1].append(reading)
             held = added
         return groups
+
+    def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
+        """The bytes of each tensor: what follows from the batch's shapes, else a bound, else what the model says."""
+        shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
+        counts = {name: prod(shapes[name]) for name in self._made if name in shapes}
+        if 2 * len(counts) >= len(self._made):
+            self._largest = max(map(prod, shapes.values()), default=0)
+        largest = self._largest if self._written is None else self._written._largest
+        nbytes = {
+            name: counts.get(name, largest) * (1 if name in self._bytes else FLOAT_NBYTES) for name in self._made
+        }
+        if len(counts) == len(self._made) or (largest and sum(nbytes.values()) <= self._budget):
+            return nbytes
+        names = sorted(self._made)
+        outputs = [self._output(name) for name in names]
+        asked = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
+        return dict(zip(names, asked.values(), strict=True))
 
 
 def tensor_nbytes(

@@ -86,6 +86,9 @@ def steps_between(a: Array, b: Array) -> int:
     >>> steps_between(np.uint8([0, 9]), np.uint8([255, 9]))
     255
     """
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu" and max(a.itemsize, b.itemsize) < np.int64().itemsize:
+        distance = np.subtract(a, b, dtype=np.int64 if max(a.itemsize, b.itemsize) > 1 else np.int16)
+        return max(-int(distance.min(initial=0)), int(distance.max(initial=0)))
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
     return int(np.ceil(np.nanmax(distance, initial=0.0)))
 

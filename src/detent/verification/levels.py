@@ -138,7 +138,9 @@ class _Verification:
         # Readings of one quantizer stand side by side, since they share tensors.
         readings = [each for readings in zip_longest(*by_level) for each in readings if each is not None]
         probes = [Probe(self.artifact.model, readings, kinds=self.artifact.kinds)] if readings else []
-        return [*probes, self._optimised_probe(written)] if {2, 3} & set(self.levels) else probes
+        if {2, 3} & set(self.levels):
+            probes.append(self._optimised_probe(written, probes[0] if probes else None))
+        return probes
 
     def _written_check(self) -> GraphCheck:
         codes = {each.node: FusedCodes(each.codes, channels_last=False) for each in self.artifact.quantize_nodes}
@@ -147,7 +149,7 @@ class _Verification:
         self.end_to_end["unoptimised"] = check
         return check
 
-    def _optimised_probe(self, written: GraphCheck | None) -> Probe:
+    def _optimised_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
         model = optimized(self.artifact.model)
         readings: list[Reading] = []
         kinds: dict[str, int] = {}
@@ -166,7 +168,7 @@ class _Verification:
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
             readings += self.kernels.readings()
-        return Probe(model, readings, kinds=kinds)
+        return Probe(model, readings, kinds=kinds, written=written_probe)
 
     def _optimised_causes(self, model: ModelProto) -> list[str]:
         """What may move values in the optimized graph."""
