@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from detent.errors import SpecError, closest
 from detent.onnx_model.batches import Feed, InputInfo
 from detent.onnx_model.files import ModelSource, load_model
-from detent.onnx_model.sessions import make_session, ort_errors
+from detent.onnx_model.sessions import SPINNING, make_session, ort_errors
 
 __all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
@@ -119,7 +119,7 @@ def time_models(
     >>> time_models(model, model, [random_inputs(model)], repeat=4).runs
     4
     """
-    sessions = [make_session(model, threads=threads) for model in (first, second)]
+    sessions = [make_session(model, threads=threads, config={SPINNING: "1"}) for model in (first, second)]
     times: tuple[list[float], list[float]] = [], []
     with ort_errors():
         warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)

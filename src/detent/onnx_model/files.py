@@ -19,10 +19,10 @@ from functools import cached_property
 from math import prod
 from os import PathLike
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO
+from typing import IO, TypeVar
 
 import onnx
-from google.protobuf.message import DecodeError, EncodeError
+from google.protobuf.message import DecodeError, EncodeError, Message
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper
 
 from detent import storage
@@ -36,6 +36,7 @@ __all__ = [
     "ExternalData",
     "LoadedModel",
     "ModelSource",
+    "copy_without",
     "element_count",
     "load",
     "load_model",
@@ -53,8 +54,10 @@ FIELDS_LIMIT = 100_000
 GRAPH_FIELD = 7
 VARINT_LIMIT = 10
 MAX_CHARS_SHOWN = 200  # of a name in a message
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
 _FIXED = {1: 8, 5: 4}  # bytes of a field by its wire type
+_DATA_FIELDS = ("float_data", "int32_data", "int64_data", "uint64_data", "double_data", "string_data")
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
@@ -121,13 +124,12 @@ def load_model(source: ModelSource) -> LoadedModel:
     if isinstance(source, ModelProto):
         check_depth(source.graph)  # before protocol buffers refuse it in words of their own
         model = _copy(source)
-        nbytes = nbytes_of(model)
-        _check(model, ExternalData(None), "the model", nbytes)
-        return LoadedModel(model, None, nbytes)
+        _check(model, ExternalData(None), "the model")
+        return LoadedModel(model, None, nbytes_of(model))
     path = Path(source)
-    model, external, nbytes = _parse(path), ExternalData(path.parent), path.stat().st_size
-    _check(model, external, os.fspath(path), nbytes)
-    return LoadedModel(model, path, nbytes + external.nbytes)
+    model, external = _parse(path), ExternalData(path.parent)
+    _check(model, external, os.fspath(path))
+    return LoadedModel(model, path, path.stat().st_size + external.nbytes)
 
 
 def load(source: ModelSource) -> ModelProto:
@@ -204,7 +206,7 @@ def _varint(data: bytes) -> tuple[int, int]:
     raise FileFormatError("truncated varint")
 
 
-def _check(model: ModelProto, external: "ExternalData", name: str, nbytes: int) -> None:
+def _check(model: ModelProto, external: "ExternalData", name: str) -> None:
     try:
         _check_versions(model)
         for tensor in tensors_of(model):
@@ -214,8 +216,7 @@ def _check(model: ModelProto, external: "ExternalData", name: str, nbytes: int) 
             except FileFormatError as error:
                 raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
         sort_nodes(model.graph)
-        if nbytes + external.nbytes < SAVE_LIMIT:  # onnx.checker takes what fits into one protocol buffer
-            _check_by_onnx(model)
+        _check_by_onnx(model)
     except (FileFormatError, UnsupportedError) as error:
         raise type(error)(f"{name}: {error}") from error
     except (onnx.checker.ValidationError, ValueError, RecursionError) as error:
@@ -239,16 +240,38 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _check_by_onnx(model: ModelProto) -> None:
-    """Run onnx.checker; shapes of inputs and outputs may be missing, as runtimes allow it."""
-    tensors = [value.type.tensor_type for value in (*model.graph.input, *model.graph.output) if value.HasField("type")]
-    bare = [kind for kind in tensors if kind.elem_type and not kind.HasField("shape")]
-    for kind in bare:
-        kind.shape.SetInParent()
-    try:
-        onnx.checker.check_model(model)
-    finally:
-        for kind in bare:
-            kind.ClearField("shape")
+    """Run onnx.checker, without the bytes of large tensors; inputs and outputs may lack shapes, as runtimes allow it."""
+    lean = copy_without(model, "graph")
+    lean.graph.CopyFrom(copy_without(model.graph, "initializer"))
+    lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
+    for value in (*lean.graph.input, *lean.graph.output):
+        kind = value.type.tensor_type
+        if value.HasField("type") and kind.elem_type and not kind.HasField("shape"):
+            kind.shape.SetInParent()
+    onnx.checker.check_model(lean)
+
+
+def copy_without(message: AnyMessage, name: str) -> AnyMessage:
+    """A copy of a protocol buffer without one of its fields."""
+    copy: AnyMessage = type(message)()
+    for field, value in message.ListFields():
+        if field.name == name:
+            continue
+        if isinstance(value, Message):
+            getattr(copy, field.name).CopyFrom(value)
+        elif hasattr(value, "extend"):
+            getattr(copy, field.name).extend(value)
+        else:
+            setattr(copy, field.name, value)
+    return copy
+
+
+def _without_bytes(tensor: TensorProto) -> TensorProto:
+    """The tensor itself, or an empty one of its name and type if it is large; ``_check_tensor`` compared its sizes."""
+    is_large = tensor.data_type in BITS and nbytes_of_tensor(tensor) >= MIN_EXTERNAL_BYTES
+    if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
+        return tensor
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0])
 
 
 def nbytes_of(model: ModelProto) -> int:
@@ -261,6 +284,11 @@ def nbytes_of(model: ModelProto) -> int:
         return int(model.ByteSize())
     except EncodeError:
         return sum(len(tensor.raw_data) for tensor in tensors_of(model))
+
+
+def nbytes_of_tensor(tensor: TensorProto) -> int:
+    """Bytes of the elements, by shape and type; reading ``raw_data`` would copy it."""
+    return prod(tensor.dims) * BITS.get(tensor.data_type, 8) // 8
 
 
 def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
@@ -434,13 +462,11 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     'g'
     """
     target = Path(path)
-    large = [tensor for tensor in tensors_of(model) if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES]
-    total = sum(len(tensor.raw_data) for tensor in large)
-    if total + _rest(model, large) <= limit:
-        whole = model.SerializeToString(deterministic=True)
+    whole = _serialized(model, limit)
+    if whole is not None:
         storage.write_atomic(target, whole)
         return len(whole)
-    chunks = [tensor.raw_data for tensor in large]
+    chunks = [tensor.raw_data for tensor in tensors_of(model) if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES]
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -456,7 +482,18 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
             if not was_there:
                 external.unlink()
         raise
-    return len(lean) + total
+    return len(lean) + sum(map(len, chunks))
+
+
+def _serialized(model: ModelProto, limit: int) -> bytes | None:
+    """The model in one piece; None if that is larger than the limit."""
+    if sum(map(nbytes_of_tensor, model.graph.initializer)) > limit:
+        return None
+    try:
+        whole = model.SerializeToString(deterministic=True)
+    except EncodeError:  # too large for a protocol buffer
+        return None
+    return whole if len(whole) <= limit else None
 
 
 def _lean(model: ModelProto, location: str) -> bytes:
@@ -474,8 +511,3 @@ def _lean(model: ModelProto, location: str) -> bytes:
             tensor.external_data.add(key=key, value=str(value))
         offset += length
     return bytes(lean.SerializeToString(deterministic=True))
-
-
-def _rest(model: ModelProto, large: list[TensorProto]) -> int:
-    """Size of everything outside these tensors; 0 where the model is too large to be counted."""
-    return max(0, nbytes_of(model) - sum(len(tensor.raw_data) for tensor in large))

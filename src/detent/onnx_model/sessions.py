@@ -14,22 +14,23 @@ from contextlib import contextmanager
 from math import prod
 from os import fspath
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from google.protobuf.message import EncodeError, Message
+from google.protobuf.message import EncodeError
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.files import LoadedModel, ModelSource
+from detent.onnx_model.files import LoadedModel, ModelSource, copy_without
 from detent.onnx_model.graph import Graph, array_of, reads
 from detent.onnx_model.provenance import Provenance
 
 __all__ = [
+    "SPINNING",
     "WEIGHT_ONLY",
     "Probe",
     "Reading",
@@ -43,7 +44,6 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-AnyMessage = TypeVar("AnyMessage", bound=Message)
 Feed = dict[str, Array]
 
 PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
@@ -56,7 +56,9 @@ MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memo
 _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
-_BYTES = frozenset({TensorProto.INT8, TensorProto.UINT8})
+_BYTES = (TensorProto.INT8, TensorProto.UINT8)
+_CODE_OPERATORS = ("QuantizeLinear", "QLinear")
+SPINNING = "session.intra_op.allow_spinning"
 SEVERE = 4  # errors are raised; what is logged beside them only repeats it
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
     RuntimeError,
@@ -78,7 +80,8 @@ def make_session(
         model: in memory or in a file.
         optimize: False runs the graph as it is written, node by node.
         threads: 0 for as many as there are processors.
-        config: settings of ONNX Runtime by their keys.
+        config: settings of ONNX Runtime by their keys. Threads do not spin by default, since that takes as much CPU
+            time again as the model itself; where time is measured, ``{SPINNING: "1"}`` is what users have.
         write_to: where the optimized graph is written.
 
     Raises:
@@ -95,7 +98,7 @@ def make_session(
     options.intra_op_num_threads = threads
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    for key, value in (config or {}).items():
+    for key, value in {SPINNING: "0", **(config or {})}.items():
         options.add_session_config_entry(key, value)
     if write_to is not None:
         options.graph_optimization_level = level.ORT_ENABLE_ALL
@@ -119,8 +122,8 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
 
     Large initializers that no node reads are left out: ONNX Runtime drops them, and then misses them.
     """
-    lean, weights = _copy_without(model, "graph"), dict[str, Array]()
-    lean.graph.CopyFrom(_copy_without(model.graph, "initializer"))
+    lean, weights = copy_without(model, "graph"), dict[str, Array]()
+    lean.graph.CopyFrom(copy_without(model.graph, "initializer"))
     kept = {value.name for value in (*model.graph.input, *model.graph.output)}
     read = kept.union(*map(reads, model.graph.node))
     for tensor in model.graph.initializer:
@@ -135,21 +138,6 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
         empty.data_location = TensorProto.EXTERNAL
         empty.external_data.add(key="location", value="memory")
     return lean, weights
-
-
-def _copy_without(message: AnyMessage, name: str) -> AnyMessage:
-    """A copy of a protocol buffer without one of its fields."""
-    copy: AnyMessage = type(message)()
-    for field, value in message.ListFields():
-        if field.name == name:
-            continue
-        if isinstance(value, Message):
-            getattr(copy, field.name).CopyFrom(value)
-        elif hasattr(value, "extend"):
-            getattr(copy, field.name).extend(value)
-        else:
-            setattr(copy, field.name, value)
-    return copy
 
 
 def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
@@ -281,13 +269,13 @@ class Probe:
         written: "Probe | None" = None,
     ) -> None:
         self._model, self._readings, self._budget, self._written = model, list(readings), budget, written
-        made = {name for node in model.graph.node for name in node.output}
+        made = {name: node.op_type for node in model.graph.node for name in node.output}
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
         names = {name for reading in self._readings for name in reading.names}
         self._constants = {name: array_of(constants[name]) for name in names if name in constants}
-        self._made = names & made
+        self._made = names & made.keys()
         self._cast = {name for name in self._made if (kinds or {}).get(name, 0) in _NO_ARRAYS}
-        self._bytes = {name for name in self._made if (kinds or {}).get(name, 0) in _BYTES}
+        self._widths = {name: _code_nbytes((kinds or {}).get(name), made[name]) for name in self._made}
         self._largest = 0  # elements of the largest tensor, if most shapes follow from the batch's
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
@@ -336,15 +324,20 @@ class Probe:
         if 2 * len(counts) >= len(self._made):
             self._largest = max(map(prod, shapes.values()), default=0)
         largest = self._largest if self._written is None else self._written._largest
-        nbytes = {
-            name: counts.get(name, largest) * (1 if name in self._bytes else FLOAT_NBYTES) for name in self._made
-        }
+        nbytes = {name: counts.get(name, largest) * width for name, width in self._widths.items()}
         if len(counts) == len(self._made) or (largest and sum(nbytes.values()) <= self._budget):
             return nbytes
         names = sorted(self._made)
         outputs = [self._output(name) for name in names]
         asked = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
         return dict(zip(names, asked.values(), strict=True))
+
+
+def _code_nbytes(kind: int | None, operator: str) -> int:
+    """Bytes of an element as ONNX Runtime hands it over, at most."""
+    if kind is None:
+        return 2 if operator.startswith(_CODE_OPERATORS) else FLOAT_NBYTES
+    return 1 if kind in _BYTES else FLOAT_NBYTES
 
 
 def tensor_nbytes(
