@@ -240,7 +240,7 @@ def _check_versions(model: ModelProto) -> None:
 
 
 def _check_by_onnx(model: ModelProto) -> None:
-    """Run onnx.checker, without the bytes of large tensors; inputs and outputs may lack shapes, as runtimes allow it."""
+    """Run onnx.checker without the bytes of large tensors; inputs and outputs may lack shapes, as in runtimes."""
     lean = copy_without(model, "graph")
     lean.graph.CopyFrom(copy_without(model.graph, "initializer"))
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
@@ -288,7 +288,7 @@ def nbytes_of(model: ModelProto) -> int:
 
 def nbytes_of_tensor(tensor: TensorProto) -> int:
     """Bytes of the elements, by shape and type; reading ``raw_data`` would copy it."""
-    return prod(tensor.dims) * BITS.get(tensor.data_type, 8) // 8
+    return int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8
 
 
 def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
