@@ -40,7 +40,7 @@ from detent.onnx_model.graph import make_tensor
 from detent.packing import unpack
 from detent.sensitivity.bench import LayerRunner, as_widths
 from detent.sensitivity.measurement import search, starting_points
-from detent.sensitivity.onnx_bench import OnnxLayerRunner
+from detent.sensitivity.onnx_bench import open_recipe
 from detent.tensor import compact, expand
 from zoo import ZOO
 
@@ -258,7 +258,7 @@ def measured(name: str) -> dict:
     print(f"{name}: {costs[0]}; took {seconds:.0f} s", file=sys.stderr, flush=True)
     about = {"layers": len(found.layers), "samples": samples, "runs": costs[0].runs, "seconds": seconds, "files": {}}
     about |= {"widths": list(found.options), "judged": count_samples(judge.feeds), "refine_runs": RUNS}
-    bench = OnnxLayerRunner(
+    bench = open_recipe(
         path, chosen, dt.Recipe.preset("w8a16"), as_widths(subject.widths), samples, "onnxruntime", (), "packed"
     )
     for kind in ("packed", "onnx"):

@@ -14,6 +14,7 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.onnx.graph_plan import weight_params
 from detent.onnx_model import make_session
 from detent.onnx_model.batches import inputs_of, open_batches
+from detent.sensitivity.bench import OutputNoise
 
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
 
@@ -426,3 +427,45 @@ def test_importing_loads_no_framework():
         "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def two_products():
+    nodes = [
+        helper.make_node("MatMul", ["x", "u"], ["t"], name="a"),
+        helper.make_node("MatMul", ["t", "v"], ["y"], name="b"),
+    ]
+    return made(nodes, [tensor("u", 16, 8), tensor("v", 8, 4, seed=1)], [("x", [None, 16])], ["y"])
+
+
+def vectors(count=3, length=64):
+    data = np.random.default_rng(3).normal(size=(count, length, 16)).astype(np.float32)
+    return [{"x": each} for each in data]
+
+
+def test_decisions_measure_the_parameters_of_the_file(tmp_path):
+    model, feeds = two_products(), vectors()
+    options = {"observer": "percentile(5, 95)", "keep_float": "none"}  # clips much, as a min-max range does not
+    report = qo.quantize(model, tmp_path / "q.onnx", feeds, smooth=False, progress=False, **options)
+    by_file = qs.measure(model, feeds, report.decisions, samples=1000, progress=False)
+    by_range = qs.measure(model, feeds, "w8a8", samples=1000, progress=False)
+    assert [layer.name for layer in by_file.layers] == [layer.name for layer in by_range.layers] == ["a", "b"]
+    assert (by_file.options, by_file.target) == (("w8a8",), "onnxruntime")
+    noise = [found.layers[0].noise["w8a8"] for found in (by_file, by_range)]
+    assert noise[0] > 10 * noise[1]
+    alone = report.decisions.with_layers_in_float(["b"], "alone")
+    outputs = [
+        [make_session(each).run(None, feed) for feed in feeds] for each in (qo.prepare(model), qo.rewrite(model, alone))
+    ]
+    assert OutputNoise(["y"], outputs[0]).noise(outputs[1]) == pytest.approx(noise[0], rel=0.05)
+
+
+def test_decisions_refuse_widths_and_unknown_layers():
+    model, feeds = two_products(), vectors()
+    decisions = qo.decide(model, feeds, progress=False)
+    with pytest.raises(SpecError, match="decisions hold the specs of all weights"):
+        qs.measure(model, feeds, decisions, widths=(4,))
+    with pytest.raises(SpecError, match="skip='c' matches no layer"):
+        qs.measure(model, feeds, decisions, skip="c")
+    in_float = decisions.with_layers_in_float(["a", "b"], "no")
+    with pytest.raises(UnsupportedError, match="keep all of them in float"):
+        qs.measure(model, feeds, in_float, progress=False)

@@ -169,7 +169,8 @@ def _run(
     data = None if split is None else split.calibration
     screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {data.count:,} batches"))
     with screen.progress("calibrating") as step:
-        result = qo.quantize(source, output, data, progress=step, **options)
+        compare = split is not None and split.is_held_out  # otherwise the evaluation runs the same batches
+        result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
     try:
         if split is not None:
             screen.note(f"evaluating on {split}")

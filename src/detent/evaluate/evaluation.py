@@ -170,6 +170,8 @@ class Evaluation:
         provenance = Provenance.read(self.quantized.proto)
         document = json.loads(self.result.to_json())
         calibration_sqnr = document.pop("outputs_sqnr_db")
+        if not calibration_sqnr and accuracy is not None and self.split is not None and not self.split.is_held_out:
+            calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # of the same batches
         del document["output_sqnr_db"]  # of calibration batches: sqnr_db is the figure that counts
         return {
             **document,
@@ -246,7 +248,8 @@ def quantize_and_evaluate(
     split = None if data is None else split_batches(source, data, batch_size)
     calibration = None if split is None else split.calibration
     stage = None if progress is None else _stage(progress, "calibrating")
-    result = qo.quantize(source, output, calibration, recipe, progress=stage, **options)
+    compare = split is None or split.is_held_out  # otherwise the evaluation runs the same batches
+    result = qo.quantize(source, output, calibration, recipe, progress=stage, compare=compare, **options)
     return evaluate_result(source, result, split, checks=checks, progress=progress)
 
 
@@ -337,8 +340,10 @@ class _Evaluator:
             return None
 
     def _measure_sensitivity(self, split: Split) -> qs.Sensitivity | None:
-        """Measure the model as it was quantized, equalized and smoothed, without the layers kept in float."""
-        plan, error_text = self.result.plan, ""
+        """Measure the layers with the parameters that they have in the file."""
+        decisions, error_text = self.result.decisions, ""
+        if decisions is None:
+            return None
         limit = max(MIN_RANKING_SECONDS, self.result.seconds)
 
         def check_cost(cost: qs.Cost) -> None:
@@ -348,12 +353,10 @@ class _Evaluator:
         for samples in (RANKING_SAMPLES, 1):
             try:
                 return qs.measure(
-                    plan.model,
+                    self.source,
                     split.calibration.first(samples),
-                    plan.recipe,
+                    decisions,
                     samples=samples,
-                    target=plan.target,
-                    skip=[layer.name for layer in self.result.layers if layer.reason],
                     progress=_stage(self.progress, "measuring sensitivity"),
                     announce=check_cost,
                 )

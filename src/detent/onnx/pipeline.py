@@ -109,6 +109,7 @@ class QuantizeReport:
         seconds: that it took.
         steps: what was tried to keep the accuracy, and what came of it.
         hints: what a user should know.
+        decisions: what ``qo.rewrite`` makes the file's model from.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -130,6 +131,7 @@ class QuantizeReport:
     seconds: float
     steps: tuple[str, ...] = ()
     hints: tuple[str, ...] = field(default=())
+    decisions: Decisions | None = field(default=None, repr=False)
 
     def to_json(self) -> str:
         """The same as JSON."""
@@ -238,6 +240,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     checkpoint: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
+    compare: bool = True,
 ) -> QuantizeReport:
     """Quantize a model file: ``decide``, then ``rewrite``, then compare both models and save.
 
@@ -259,6 +262,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         checkpoint: a file from which an interrupted calibration goes on.
         seed: random seed for the rows that SmoothQuant is compared on.
         force: accept models that are quantized already.
+        compare: run both models on the first calibration batches, for ``output_sqnr_db`` of the report.
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and there are no data.
@@ -280,7 +284,8 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     run = _Run(memory_budget, progress, checkpoint)
     decided = _decide(original, data, recipe, target, options, run, force=force)
     quantized = rewrite(original, decided.decisions)
-    errors = output_sqnr(original, quantized, decided.samples[:EVALUATION_BATCHES]) if decided.samples else {}
+    samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
+    errors = output_sqnr(original, quantized, samples) if samples else {}
     return _finish(Path(output), decided, original.nbytes, quantized, errors, start)
 
 
@@ -490,4 +495,5 @@ def _finish(
         time.perf_counter() - start,
         decided.steps,
         hints,
+        decided.decisions,
     )

@@ -33,7 +33,7 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["insert", "layer_decisions", "placed", "rewrite"]
+__all__ = ["float_form", "insert", "layer_decisions", "placed", "rewrite"]
 
 Array = NDArray[Any]
 
@@ -61,6 +61,11 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
     >>> [node.op_type for node in qo.rewrite(model, decisions).graph.node]
     ['DequantizeLinear', 'MatMul']
     """
+    return _write(float_form(model, decisions), decisions)
+
+
+def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
+    """The float model that decisions quantize: in normal form, equalized and smoothed."""
     if not isinstance(decisions, Decisions):
         raise SpecError(f"decisions are a qo.Decisions, got {type(decisions).__name__}: qo.decide makes them")
     original = load_model(model)
@@ -77,8 +82,7 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
         constants=decisions.constants,
         force=True,
     ).model
-    smoothed = smoothquant.apply(equalization.apply(prepared, decisions.equalized), decisions.smoothed)
-    return _write(smoothed, decisions)
+    return smoothquant.apply(equalization.apply(prepared, decisions.equalized), decisions.smoothed)
 
 
 def _check_opset(model: ModelProto, decisions: Decisions) -> None:

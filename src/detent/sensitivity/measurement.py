@@ -25,6 +25,7 @@ from detent.spec import QuantSpec
 if TYPE_CHECKING:
     from torch import nn
 
+    from detent.onnx.decisions import Decisions
     from detent.onnx_model.files import ModelSource
     from detent.onnx_model.targets import Target
 
@@ -129,7 +130,7 @@ def search(
 def measure(  # noqa: PLR0913 - the options of one job
     model: "nn.Module | ModelSource",
     data: Iterable[Any] | str | PathLike[str],
-    recipe: Recipe | str | PathLike[str] = "w8a8",
+    recipe: "Recipe | Decisions | str | PathLike[str]" = "w8a8",
     *,
     widths: Iterable[int | str] | None = None,
     samples: int = 32,
@@ -150,10 +151,11 @@ def measure(  # noqa: PLR0913 - the options of one job
         data: of an ONNX model as ``qo.quantize`` takes it; of a module batches, each a tensor, a tuple of its
             arguments, or a dict of them by name.
         recipe: which layers are measured; and without widths, how: weight and input of the layer as its rule says.
+            ``qo.Decisions`` measure the layers with the parameters that their file has.
         widths: weights alone are quantized, once per width: a number of bits (symmetric, a scale per output channel)
             or the text of a spec, such as "int4/group32".
         samples: how many, counted along the first axis of the inputs; a batch is cut where the model allows it.
-        target: what an ONNX model is to run on.
+        target: what an ONNX model is to run on; decisions have their own.
         skip: names of layers to leave out, or globs of them.
         storage: how bytes are counted: "onnx" for ONNX files, where codes have 4, 8 or 16 bits, or "packed" for
             detent's safetensors, where they have as many as they need.
@@ -178,9 +180,19 @@ def measure(  # noqa: PLR0913 - the options of one job
     """
     specs, stored = None if widths is None else as_widths(widths), as_storage(storage)
     count, skipped = as_integer("samples", samples, at_least=1), (skip,) if isinstance(skip, str) else tuple(skip)
-    bench = _open(model, data, get_recipe(recipe), specs, count, target, skipped, stored)
-    found = measure_all(bench, announce, progress)
     name = target if isinstance(target, str) else target.name
+    if type(recipe).__name__ == "Decisions":  # by name: onnx is not loaded here
+        decisions = cast("Decisions", recipe)
+        if specs is not None:
+            raise SpecError("decisions hold the specs of all weights: give a recipe to measure other widths")
+        from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - it loads ONNX Runtime
+
+        bench: LayerRunner = open_decisions(_as_source(model), data, decisions, count, skipped, stored)
+        name = decisions.target
+    else:
+        given = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
+        bench = _open(model, data, given, specs, count, target, skipped, stored)
+    found = measure_all(bench, announce, progress)
     return Sensitivity(found, bench.options, bench.recipe, bench.samples, stored, name)
 
 
@@ -291,9 +303,9 @@ def _open(
         from detent.sensitivity.torch_bench import TorchLayerRunner  # noqa: PLC0415 - it loads PyTorch
 
         return TorchLayerRunner(cast("nn.Module", model), data, recipe, widths, samples, skip, storage)
-    from detent.sensitivity.onnx_bench import OnnxLayerRunner  # noqa: PLC0415 - it loads ONNX Runtime
+    from detent.sensitivity.onnx_bench import open_recipe  # noqa: PLC0415 - it loads ONNX Runtime
 
-    return OnnxLayerRunner(_as_source(model), data, recipe, widths, samples, target, skip, storage)
+    return open_recipe(_as_source(model), data, recipe, widths, samples, target, skip, storage)
 
 
 def _is_module(model: object) -> bool:

@@ -2,7 +2,7 @@
 
 Where a recipe quantizes activations, the data that come to a layer pass a quantizer that a switch turns on: the layer's
 alone, whoever else reads the same tensor. Its parameters are those that the quantizer in a file would have, from the
-observer of the layer's rule.
+observer of the layer's rule; or those that the file does have, where its decisions are given.
 """
 
 from collections import defaultdict
@@ -12,28 +12,30 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import ModelProto, TensorProto
 
 from detent.errors import UnsupportedError
 from detent.onnx.calibration import Calibration, activation_params, calibrate
+from detent.onnx.decisions import Decisions, LayerDecision
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel
 from detent.onnx.normal_form import prepare
-from detent.onnx.quantized_graph import insert
+from detent.onnx.quantized_graph import float_form, insert
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
-from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.layers import Layer
+from detent.onnx_model.files import ModelSource, load, load_model
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.sessions import make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.recipe import Recipe, exact_pattern
+from detent.recipe import Recipe, exact_pattern, skipped_names
 from detent.rule import Rule
 from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
 from detent.spec import QuantSpec
 
-__all__ = ["EXACT", "OnnxLayerRunner", "run_recipe"]
+__all__ = ["EXACT", "OnnxLayerRunner", "open_decisions", "open_recipe", "run_recipe"]
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
@@ -45,70 +47,40 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 class OnnxLayerRunner:
-    """A model as a ``LayerRunner``.
+    """A model in normal form as a ``LayerRunner``; ``open_recipe`` and ``open_decisions`` make it.
 
     Args:
-        source: the float model.
-        data: see ``qo.quantize``.
-        recipe: says which layers are measured, and how where there are no widths.
-        widths: specs of weights by label; None for the recipe's own.
-        samples: how many.
-        target: what it is to run on.
-        skip: names or globs of layers to leave out.
+        model: is not changed.
+        layers: all layers of the model, by name.
+        specs: of weights, by option and layer.
+        recipe: what the option gives each layer; None where options are widths of weights.
+        inputs: parameters of the inputs that are quantized with their layers, by layer.
+        feeds: the batches.
+        samples: how many they hold.
         storage: how bytes are counted.
-
-    >>> from onnx import parser
-    >>> from detent.recipe import get_recipe
-    >>> bench = OnnxLayerRunner(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''),
-    ...     [np.float32([[2.0, 2.0]])], get_recipe("w8a8"), None, 32, "onnxruntime", (), "onnx")
-    >>> bench.groups[0].names, bench.options, list(bench.reference()), bench.names
-    (('fc',), ('w8a8',), [[array([[255.2]], dtype=float32)]], ['y'])
-    >>> [list(bench.outputs({group.names[0]: option})) for group, option in bench.tasks()]
-    [[[array([[256.]], dtype=float32)]]]
+        weight_params: of weights, by layer, where they are known; otherwise they follow from the specs.
     """
 
     def __init__(
         self,
-        source: ModelSource,
-        data: BatchSource,
-        recipe: Recipe,
-        widths: Mapping[str, QuantSpec] | None,
+        model: ModelProto,
+        layers: Mapping[str, Layer],
+        specs: Mapping[str, Mapping[str, QuantSpec]],
+        recipe: Recipe | None,
+        inputs: Mapping[str, QuantParams],
+        feeds: Sequence[Feed],
         samples: int,
-        target: Target | str,
-        skip: Iterable[str],
         storage: Storage,
+        weight_params: Mapping[str, QuantParams] | None = None,
     ) -> None:
-        original = load(source)
-        batches = open_batches(data, inputs_of(original))
-        self._feeds, self.samples = batches.first_samples(samples)
-        prepared = prepare(original, low_bits=True, feed=self._feeds[0])
-        del original
-        skipped = (skip,) if isinstance(skip, str) else tuple(skip)
-        whole = plan(prepared, recipe, target=target, skip=skipped)
-        if widths is None:
-            plans = {recipe.name or "recipe": whole}
-        else:
-            left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in EXCLUDED)
-            plans = {
-                label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skipped, *left))
-                for label, spec in widths.items()
-            }
-        self.options = tuple(plans)
-        self._lines = {label: {line.name: line for line in made.quantized} for label, made in plans.items()}
-        self._found = whole.layers_by_name
-        self.groups: Sequence[LayerGroup] = _groups(self._lines, whole.layers_by_name, storage)
-        if not self.groups:
-            raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
-        self.recipe = None if widths is not None else _named(whole)
-        self.names: Sequence[str] = [
-            each.name for each in prepared.graph.output if whole.graph.kind(each.name) in FLOATS
-        ]
-        inputs = {} if widths is not None else _input_params(whole, self._feeds)
-        switches = [Switch(f"{name}//switch", self._found[name].data, each, name) for name, each in inputs.items()]
+        self._feeds, self._specs, self._weight_params = feeds, specs, weight_params or {}
+        self.samples, self.recipe, self.options = samples, recipe, tuple(specs)
+        self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage)
+        self.names: Sequence[str] = _float_outputs(model)
+        switches = [Switch(f"{name}//switch", layers[name].data, each, name) for name, each in inputs.items()]
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
-        self._model = SwitchableModel(prepared, weights, switches, get_target("onnxruntime"))
+        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"))
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:
@@ -128,35 +100,89 @@ class OnnxLayerRunner:
             if option == FLOAT:
                 continue
             flags += [self._flags[name] for name in group.names if name in self._flags]
-            spec = self._lines[option][label].weight
-            if spec is not None:
-                weights[label] = self._rounded(label, spec)
+            weights[label] = self._rounded(label, self._specs[option][label])
         return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
     def _rounded(self, label: str, spec: QuantSpec) -> Array:
         """A weight as its codes say. Its parameters are kept: a search that takes long comes back to them."""
         weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
-            self._params[key] = weight_params(weight, spec)
+            self._params[key] = self._weight_params.get(label) or weight_params(weight, spec)
         return np.asarray(fake_quantize(weight, self._params[key]), np.float32)
 
 
+def open_recipe(
+    source: ModelSource,
+    data: BatchSource,
+    recipe: Recipe,
+    widths: Mapping[str, QuantSpec] | None,
+    samples: int,
+    target: Target | str,
+    skip: Sequence[str],
+    storage: Storage,
+) -> OnnxLayerRunner:
+    """A runner for the layers that a recipe names: as its rules say, or with weights of some widths, by label."""
+    original = load(source)
+    feeds, count = open_batches(data, inputs_of(original)).first_samples(samples)
+    prepared = prepare(original, low_bits=True, feed=feeds[0])
+    del original
+    whole = plan(prepared, recipe, target=target, skip=skip)
+    if widths is None:
+        plans = {recipe.name or "recipe": whole}
+    else:
+        left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in EXCLUDED)
+        plans = {
+            label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *left))
+            for label, spec in widths.items()
+        }
+    specs = {
+        label: {line.name: line.weight for line in each.quantized if line.weight is not None}
+        for label, each in plans.items()
+    }
+    if not any(specs.values()):
+        raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
+    inputs = {} if widths is not None else _input_params(whole, feeds)
+    named = None if widths is not None else _named(whole.quantized, recipe.name)
+    return OnnxLayerRunner(prepared, whole.layers_by_name, specs, named, inputs, feeds, count, storage)
+
+
+def open_decisions(
+    source: ModelSource, data: BatchSource, decisions: Decisions, samples: int, skip: Sequence[str], storage: Storage
+) -> OnnxLayerRunner:
+    """A runner for the layers of a quantized model, with the parameters that its file has."""
+    original = load_model(source)
+    feeds, count = open_batches(data, original.inputs).first_samples(samples)
+    model = float_form(original, decisions)
+    layers, params = {layer.name: layer for layer in layers_of(Graph(model))}, decisions.tensor_params()
+    quantized = [each for each in decisions.layers if each.is_quantized]
+    skipped = skipped_names([each.name for each in quantized], skip, "decisions.layers has")
+    quantized = [each for each in quantized if each.name not in skipped]
+    if not quantized:
+        raise UnsupportedError("no layer of the model can be measured: the decisions keep all of them in float")
+    name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
+    specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
+    inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
+    weights = {each.name: each.weight_params for each in quantized}
+    named = _named(quantized, name)
+    return OnnxLayerRunner(model, layers, specs, named, inputs, feeds, count, storage, weights)
+
+
 def _groups(
-    lines: Mapping[str, Mapping[str, LayerPlan]], found: Mapping[str, Layer], storage: Storage
+    specs: Mapping[str, Mapping[str, QuantSpec]], layers: Mapping[str, Layer], storage: Storage
 ) -> tuple[LayerGroup, ...]:
     """The layers by their weights, in order; those that share one and its specs, and so its codes, are one group."""
     sharing: dict[tuple[str, tuple[QuantSpec | None, ...]], list[str]] = defaultdict(list)
-    for name, layer in found.items():
-        specs = tuple(made[name].weight if name in made else None for made in lines.values())
-        if any(spec is not None for spec in specs):
-            sharing[layer.weight, specs].append(name)
+    for name, layer in layers.items():
+        of_layer = tuple(by_name.get(name) for by_name in specs.values())
+        if any(spec is not None for spec in of_layer):
+            sharing[layer.weight, of_layer].append(name)
     groups = []
-    for (_, specs), names in sharing.items():
-        layer = found[names[0]]
-        is_product = all(found[name].node.op_type in PRODUCTS for name in names)
+    for (_, of_layer), names in sharing.items():
+        layer = layers[names[0]]
+        is_product = all(layers[name].node.op_type in PRODUCTS for name in names)
         nbytes = {
             label: weight_nbytes(spec, layer.shape, storage, is_product=is_product)
-            for label, spec in zip(lines, specs, strict=True)
+            for label, spec in zip(specs, of_layer, strict=True)
             if spec is not None
         }
         elements = int(np.prod(layer.shape))
@@ -164,17 +190,23 @@ def _groups(
     return tuple(groups)
 
 
-def _float_outputs(made: GraphPlan) -> list[str]:
-    return [each.name for each in made.model.graph.output if made.graph.kind(each.name) in FLOATS]
+def _float_outputs(model: ModelProto) -> list[str]:
+    graph = Graph(model)
+    return [name for name in graph.outputs if graph.kind(name) in FLOATS]
 
 
-def _named(whole: GraphPlan) -> Recipe:
-    """What a recipe gives each layer, in a rule of its own."""
-    rules = (
-        Rule(exact_pattern(line.name), weight=line.weight, input=line.input, observer=line.observer)
-        for line in whole.quantized
-    )
-    return Recipe(rules, whole.recipe.name)
+def _named(quantized: Iterable[LayerPlan | LayerDecision], name: str) -> Recipe:
+    """What each layer gets, in a rule of its own."""
+    rules = [
+        Rule(
+            exact_pattern(line.name),
+            weight=line.weight,
+            input=line.input,
+            observer=line.observer if isinstance(line, LayerPlan) else None,
+        )
+        for line in quantized
+    ]
+    return Recipe(rules, name)
 
 
 def _calibrated(made: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
@@ -208,7 +240,7 @@ def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: 
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
     seen = _calibrated(made, feeds)
-    names = _float_outputs(made)
+    names = _float_outputs(made.model)
     sessions = make_session(original), make_session(insert(made, seen), config=EXACT)
 
     def run(at: int) -> Iterator[Sequence[Array]]:
