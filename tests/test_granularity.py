@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import detent as dt
 from detent.granularity import get_granularity, granularity_from_dict
-from detent.kernels.reference.sets import counts, spread
+from detent.kernels.reference.sets import counts
 
 STRINGS = {
     "tensor": dt.PerTensor(),
@@ -72,7 +72,7 @@ def test_tiling_puts_every_element_into_its_set(case):
     assert (tiling.shape, tiling.scale_shape) == (shape, scale_shape)
     assert tiling.sets == prod(scale_shape) == prod(tiling.grid)
     numbers = np.arange(tiling.sets).reshape(scale_shape)
-    elements = np.broadcast_to(spread(np, numbers, tiling), shape)
+    elements = np.broadcast_to(tiling.spread(numbers), shape)
     members = np.zeros(scale_shape, int)
     for index in np.ndindex(shape):
         assert elements[index] == numbers[set_of(index)]

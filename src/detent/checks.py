@@ -34,24 +34,24 @@ def as_integer(
     if at_least is not None and at_most is not None:
         bounds = f" in {at_least}..{at_most if at_most < 1 << 31 else f'2**{at_most.bit_length()}-1'}"
     try:
-        found = operator.index(value)  # type: ignore[arg-type]  # anything else is the error below
+        number = operator.index(value)  # type: ignore[arg-type]  # anything else is the error below
     except TypeError:
-        found = None
-    if found is None or isinstance(value, bool | np.bool_):
+        number = None
+    if number is None or isinstance(value, bool | np.bool_):
         raise error(f"{what} must be an integer{bounds}, got {value!r}")
-    if (at_least is not None and found < at_least) or (at_most is not None and found > at_most):
-        raise error(f"{what} must be an integer{bounds}, got {found}")
-    return found
+    if (at_least is not None and number < at_least) or (at_most is not None and number > at_most):
+        raise error(f"{what} must be an integer{bounds}, got {number}")
+    return number
 
 
 def as_number(what: str, value: object, error: type[DetentError] = SpecError) -> float:
-    """The value as a finite Python float; booleans and strings are no numbers."""
+    """The value as a finite Python float; booleans and strings are not numbers."""
     if isinstance(value, bool | np.bool_ | str) or not isinstance(value, SupportsFloat):
         raise error(f"{what} must be a number, got {value!r}")
-    found = float(value)
-    if not isfinite(found):
+    number = float(value)
+    if not isfinite(number):
         raise error(f"{what} must be a finite number, got {value!r}")
-    return found
+    return number
 
 
 def as_shape(shape: object, what: str = "shape", error: type[DetentError] = ShapeError) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def as_shape(shape: object, what: str = "shape", error: type[DetentError] = Shap
 
 
 def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
-    """The value as a NumPy array; ragged lists and masked arrays are refused."""
+    """The value as a NumPy array; ragged lists and masked arrays are rejected."""
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(
             f"{what} is a masked array, whose mask would be lost: fill it first, for example {what}.filled(0)"
@@ -79,9 +79,8 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 def plain(value: object) -> Any:  # noqa: ANN401 - whatever the array holds
     """A NumPy scalar or 0-d array, which is what files make of numbers and strings, as the Python value it holds."""
-    return (
-        value.item() if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim) else value
-    )
+    is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim)
+    return value.item() if is_scalar else value  # type: ignore[attr-defined]  # as is_scalar says
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:
@@ -124,43 +123,28 @@ FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(
         "float64": np.dtype("float64"),
     }
 )
-_KNOWN = frozenset(FLOATS.values())
-
-
-class _Dtypes:
-    """The compute types as NumPy dtypes, which compare faster than the classes in ``np``."""
-
-    float32, float64 = FLOATS["float32"], FLOATS["float64"]
+_DTYPES = frozenset(FLOATS.values())
 
 
 def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
-    """The dtype if it is one that data may have; ``name`` says whose it is in the error.
-
-    >>> float_dtype("bfloat16").itemsize
-    2
-    """
-    if isinstance(dtype, np.dtype) and dtype in _KNOWN:
+    """The dtype if it is one that data may have; ``name`` says whose it is in the error."""
+    if isinstance(dtype, np.dtype) and dtype in _DTYPES:
         return dtype
-    found = FLOATS.get(dtype) if isinstance(dtype, str) else None
-    if found is None and isinstance(dtype, np.dtype | type) and not isinstance(dtype, str):
+    known = FLOATS.get(dtype) if isinstance(dtype, str) else None
+    if known is None and isinstance(dtype, np.dtype | type):
         with suppress(TypeError):
-            found = np.dtype(dtype)
-    if found is None or found not in _KNOWN:
-        given = dtype if found is None else found
+            known = np.dtype(dtype)
+    if known is None or known not in _DTYPES:
         raise DtypeError(
-            f"{name} has dtype {given}, expected float16, bfloat16, float32 or float64: convert it first, "
-            f"for example {name}.astype('float32')"
+            f"{name} has dtype {dtype if known is None else known}, expected float16, bfloat16, float32 or float64: "
+            f"convert it first, for example {name}.astype('float32')"
         )
-    return found
+    return known
 
 
 def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
-    """The value as a float array in the machine's byte order; arrays of other libraries are refused, not copied.
-
-    >>> float_array([0.5, 1.0])
-    array([0.5, 1. ])
-    """
-    if type(value) is np.ndarray and value.dtype in _KNOWN:
+    """The value as a float array in the machine's byte order; arrays of other libraries are rejected, not copied."""
+    if type(value) is np.ndarray and value.dtype in _DTYPES:
         return value
     if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
         raise DtypeError(f"{name} must be a NumPy array, got {type(value).__name__}: convert it with np.asarray")
@@ -175,10 +159,5 @@ def compute_type(dtype: Any, xp: Any) -> Any:  # noqa: ANN401 - types of the arr
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """``compute_type`` of NumPy dtypes.
-
-    >>> compute_dtype(FLOATS["bfloat16"])
-    dtype('float32')
-    """
-    known: np.dtype[Any] = compute_type(dtype, _Dtypes)
-    return known
+    """``compute_type`` for NumPy dtypes, which compare faster than the classes in ``np``."""
+    return FLOATS["float64"] if dtype == FLOATS["float64"] else FLOATS["float32"]

@@ -1,15 +1,8 @@
 """Codec: JSON and short texts, read as untrusted.
 
-========================= =============================================================================================
-parse, table              a JSON text as an object; its keys and version checked
-reading                   whatever goes wrong with untrusted data, as one error of ours
-encode, decode            frozen dataclasses as JSON and back, where their annotations say what is allowed; a ``Leaf``
-                          says how values of one more type are written and read
-encode_array, decode_array arrays as JSON, without a change of any bit
-parse_call, write_call    texts such as ``name(1, k=2)``
-========================= =============================================================================================
-
-Numbers that are not finite are written as "inf", "-inf" and "nan", for JSON has none of them.
+Frozen dataclasses are written by their fields and read by their annotations; a ``Leaf`` adds a type. Arrays keep every
+bit. Numbers that are not finite are written as "inf", "-inf" and "nan", because JSON has none of them. Calls are short
+texts such as ``name(1, k=2)``.
 """
 
 import json
@@ -18,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from math import inf, isfinite, nan, prod
 from reprlib import repr as brief
 from types import MappingProxyType, NoneType, UnionType
@@ -29,24 +23,12 @@ from numpy.typing import NDArray
 from detent.checks import as_shape, plain
 from detent.errors import DetentError, FileFormatError, SpecError, closest
 
-__all__ = [
-    "Leaf",
-    "decode",
-    "decode_array",
-    "encode",
-    "encode_array",
-    "parse",
-    "parse_call",
-    "reading",
-    "table",
-    "write_call",
-]
+__all__ = []
 
 T = TypeVar("T")
 TEXT_LIMIT = 1 << 26
 INTEGER_LIMIT = 1 << 62
-SHOWN = 60
-_HINTS: dict[type, Mapping[str, Any]] = {}
+MAX_CHARS_SHOWN = 60
 _SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan": nan})
 _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 
@@ -54,21 +36,7 @@ _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 def parse(
     text: str, what: str, *, error: type[DetentError] = FileFormatError, limit: int = TEXT_LIMIT
 ) -> dict[str, Any]:
-    """The object that a JSON text holds.
-
-    Args:
-        text: the JSON.
-        what: what messages call it.
-        error: the type of the error.
-        limit: the largest number of characters.
-
-    Raises:
-        DetentError: of that type: not text, too long, not JSON, keys that come twice, numbers that are not finite, or
-            anything but an object.
-
-    >>> parse('{"a": 1}', "a report")
-    {'a': 1}
-    """
+    """The object that a JSON text holds."""
     if not isinstance(text, str):
         raise error(f"{what} is JSON text, got {type(text).__name__}")
     if len(text) > limit:
@@ -102,18 +70,7 @@ def table(
     error: type[DetentError] = FileFormatError,
     version: int | None = None,
 ) -> dict[str, Any]:
-    """The value if it is an object with exactly these keys; with a version, without that entry.
-
-    Raises:
-        DetentError: of type ``error``.
-
-    >>> table({"version": 1, "size": 3}, "a box", ["size"], version=1)
-    {'size': 3}
-    >>> table({"size": 3, "color": "red"}, "a box", ["size"])
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: a box needs exactly the keys size: unexpected ['color'], missing []
-    """
+    """The value if it is an object with exactly these keys; with a version, without that entry."""
     expected = {*keys} if version is None else {"version", *keys}
     if not isinstance(value, Mapping):
         raise error(f"{what} is an object with the keys {', '.join(sorted(expected))}, got {brief(value)}")
@@ -139,30 +96,10 @@ def check_version(given: object, version: int, what: str, *, error: type[DetentE
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Turn whatever goes wrong with untrusted data inside the block into one error.
-
-    Args:
-        complaint: how its message begins.
-        error: its type.
-        keep: a type of errors that pass as they are.
-
-    >>> with reading("not a size"):
-    ...     int("many")
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: not a size: invalid literal for int() with base 10: 'many'
-    """
+    """Turn whatever goes wrong with untrusted data inside the block into one error."""
     try:
         yield
-    except (
-        DetentError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as fault:
+    except (DetentError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as fault:
         if isinstance(fault, keep):
             raise
         raise error(f"{complaint}: {fault}") from fault
@@ -180,11 +117,7 @@ _NO_LEAVES: Leaves = MappingProxyType({})
 
 
 def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 - any part of a document
-    """A value of dataclasses, mappings, tuples, arrays and plain values as what JSON can say.
-
-    >>> encode({"sqnr_db": (float("inf"), 3.5)})
-    {'sqnr_db': ['inf', 3.5]}
-    """
+    """Dataclasses, mappings, tuples, arrays and plain values as JSON-ready data."""
     if type(value) in leaves:
         return leaves[type(value)].write(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -201,35 +134,16 @@ def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 -
 
 
 def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
-    """The dataclass that ``encode`` wrote.
-
-    Args:
-        cls: a dataclass.
-        value: an object of JSON with the fields of the class, no more and no fewer.
-        where: what messages call the place.
-        leaves: how values of other types are read.
-
-    Raises:
-        FileFormatError: a key, a type or a value that is not allowed; the message says where.
-
-    >>> from detent.report.document import Size
-    >>> decode(Size, {"name": "codes", "nbytes": 8}, "sizes")
-    Size(name='codes', nbytes=8)
-    >>> decode(Size, {"name": "codes", "nbytes": "8"}, "sizes")
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: sizes.nbytes must be an integer, got '8'
-    """
-    hints = _hints(cls)
+    """The dataclass that ``encode`` wrote."""
+    hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
     return cls(**{name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()})
 
 
+@cache
 def _hints(cls: Any) -> Mapping[str, Any]:  # noqa: ANN401 - a dataclass
-    if cls not in _HINTS:
-        hints = get_type_hints(cls)
-        _HINTS[cls] = {field.name: hints[field.name] for field in fields(cls)}
-    return _HINTS[cls]
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def _decoded(kind: Any, value: object, where: str, leaves: Leaves) -> object:  # noqa: ANN401 - an annotation
@@ -248,9 +162,10 @@ def _decoded(kind: Any, value: object, where: str, leaves: Leaves) -> object:  #
     if origin is Mapping:
         if not isinstance(value, dict):
             raise _wrong(where, "an object", value)
-        kept = get_args(kind)[1]
+        item = get_args(kind)[1]
         return {
-            _text(key, where): _decoded(kept, each, f"{where}[{key[:SHOWN]!r}]", leaves) for key, each in value.items()
+            _text(key, where): _decoded(item, each, f"{where}[{key[:MAX_CHARS_SHOWN]!r}]", leaves)
+            for key, each in value.items()
         }
     if kind in leaves:
         with reading(where):
@@ -297,15 +212,11 @@ def _text(value: str, where: str) -> str:
 
 
 def _wrong(where: str, expected: str, value: object) -> FileFormatError:
-    return FileFormatError(f"{where} must be {expected}, got {repr(value)[:SHOWN]}")
+    return FileFormatError(f"{where} must be {expected}, got {repr(value)[:MAX_CHARS_SHOWN]}")
 
 
 def encode_array(values: NDArray[Any]) -> dict[str, object]:
-    """An array of floats or integers as JSON; every float survives the round trip.
-
-    >>> encode_array(np.array([[0.5]], np.float32))
-    {'dtype': 'float32', 'shape': [1, 1], 'values': [0.5]}
-    """
+    """An array of floats or integers as JSON; every float survives the round trip."""
     return {"dtype": str(values.dtype), "shape": list(values.shape), "values": encode(values.ravel().tolist())}
 
 
@@ -379,15 +290,15 @@ def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str
 
 def as_text(what: str, value: object) -> str:
     """The value as a string that is not empty and that every file can hold."""
-    found = plain(value)
-    if not isinstance(found, str) or not found:
+    text = plain(value)
+    if not isinstance(text, str) or not text:
         hint = f": use {value.__name__!r}" if isinstance(value, type) else ""
         raise SpecError(f"{what} is text that is not empty, got {value!r}{hint}")
-    return storable(what, found)
+    return storable(what, text)
 
 
 def storable(what: str, text: str) -> str:
-    """The text, which must be Unicode without lone surrogates."""
+    """The text if it is Unicode without lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -84,12 +84,7 @@ class Format:
 
     @cached_property
     def largest_gap(self) -> float:
-        """The widest distance between neighbouring values at scale 1; half of it bounds the rounding error.
-
-        >>> import detent as dt
-        >>> dt.int8.largest_gap, dt.float8_e4m3fn.largest_gap
-        (1.0, 32.0)
-        """
+        """The widest distance between neighbouring values at scale 1; half of it bounds the rounding error."""
         if self.is_integer:
             return 1.0
         levels = self.finite_levels

@@ -20,6 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any, ClassVar
+
+import numpy as np
 
 from detent.checks import as_integer, as_shape
 from detent.codec import table
@@ -45,10 +48,9 @@ class Tiling:
     """How an array of one shape falls into sets.
 
     Attributes:
-        shape: the array's shape.
-        block: how many indices of each axis a set spans (at least 1; a whole axis spans all of it).
+        block: how many indices of each axis a set spans, at least 1.
         grid: how many sets lie along each axis.
-        scale_shape: the shape scales and zero points have; ``prod(grid) == prod(scale_shape)``.
+        scale_shape: the shape of scales and zero points; ``prod(grid) == prod(scale_shape)``.
 
     >>> PerGroup(4).tiling((2, 10))
     Tiling(shape=(2, 10), block=(1, 4), grid=(2, 3), scale_shape=(2, 3))
@@ -72,10 +74,23 @@ class Tiling:
         """The number of sets, which is the number of scales."""
         return prod(self.grid)
 
+    def spread(self, values: Any, xp: Any = np) -> Any:  # noqa: ANN401 - arrays of any library
+        """Each element's own value, broadcastable to the array, from one value per set; ``xp`` is the array library.
+
+        >>> PerGroup(2).tiling((3,)).spread(np.array([1, 2]))
+        array([1, 1, 2])
+        """
+        values = xp.reshape(values, self.grid)
+        for axis, (size, block, grid) in enumerate(zip(self.shape, self.block, self.grid, strict=True)):
+            if block > 1 and grid != 1:
+                index = xp.arange(size, dtype=xp.int64, device=values.device) // block
+                values = xp.take(values, index, axis=axis)
+        return values
+
     def merged(self) -> "Tiling":
         """The same sets of the same elements in C order, over as few axes as can tell them apart.
 
-        Neighbouring axes become one where a set spans both whole, or where each index of both has its own set.
+        Adjacent axes become one if a set spans both whole, or if each index of both has its own set.
 
         >>> PerAxis(1).tiling((2, 3, 4, 5)).merged().shape
         (2, 3, 20)
@@ -102,13 +117,11 @@ class Tiling:
 class Granularity(ABC):
     """What all granularities can do; make one of the subclasses."""
 
+    kind: ClassVar[str]
+
     @property
     def set_size(self) -> int | None:
-        """How many elements a full set has, or None where the data's shape decides.
-
-        >>> PerBlock(8, 16).set_size, PerTensor().set_size
-        (128, None)
-        """
+        """How many elements a full set has, or None if the data's shape decides."""
         return None
 
     def tiling(self, shape: Shape) -> Tiling:
@@ -116,27 +129,19 @@ class Granularity(ABC):
 
         Raises:
             ShapeError: no shape, or the array has too few axes.
-
-        >>> PerToken().tiling((2, 3, 4)).scale_shape
-        (2, 3)
         """
         return _tiling(self, as_shape(shape))
 
     @abstractmethod
     def _tiling(self, shape: Shape) -> Tiling:
-        """The same for a checked shape."""
+        """``tiling`` of a checked shape, not cached."""
 
-    @abstractmethod
     def __str__(self) -> str:
-        """The short string."""
+        return self.kind
 
-    @abstractmethod
     def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data.
-
-        >>> PerGroup(32).to_dict()
-        {'kind': 'group', 'size': 32, 'axis': -1}
-        """
+        """Kind and fields as JSON-ready data."""
+        return {"kind": self.kind, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
 @lru_cache(maxsize=1024)
@@ -152,16 +157,10 @@ class PerTensor(Granularity):
     ()
     """
 
+    kind = "tensor"
+
     def _tiling(self, shape: Shape) -> Tiling:
-        """One block that spans every axis."""
         return Tiling(shape, _whole(shape), (1,) * len(shape), ())
-
-    def __str__(self) -> str:
-        return "tensor"
-
-    def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
-        return {"kind": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -172,23 +171,19 @@ class PerAxis(Granularity):
     (3,)
     """
 
+    kind = "axis"
     axis: int
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis", as_integer("PerAxis axis", self.axis))
 
     def _tiling(self, shape: Shape) -> Tiling:
-        """Blocks that span every axis but the kept one."""
         axis = _resolve_axis(self, self.axis, shape)
         size = shape[axis]
         return Tiling(shape, _put(_whole(shape), axis, 1), _put((1,) * len(shape), axis, size), (size,))
 
     def __str__(self) -> str:
         return f"axis{self.axis}"
-
-    def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
-        return {"kind": "axis", "axis": self.axis}
 
 
 @dataclass(frozen=True)
@@ -199,18 +194,12 @@ class PerToken(Granularity):
     (2, 3)
     """
 
+    kind = "token"
+
     def _tiling(self, shape: Shape) -> Tiling:
-        """Blocks that span the last axis."""
         _resolve_axis(self, -1, shape)
         kept = shape[:-1]
         return Tiling(shape, (1,) * len(kept) + _whole(shape[-1:]), (*kept, 1), kept)
-
-    def __str__(self) -> str:
-        return "token"
-
-    def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
-        return {"kind": "token"}
 
 
 @dataclass(frozen=True)
@@ -221,6 +210,7 @@ class PerGroup(Granularity):
     (4, 3)
     """
 
+    kind = "group"
     size: int
     axis: int = -1
 
@@ -234,17 +224,12 @@ class PerGroup(Granularity):
         return self.size
 
     def _tiling(self, shape: Shape) -> Tiling:
-        """Blocks of ``size`` along the axis and 1 elsewhere."""
         axis = _resolve_axis(self, self.axis, shape)
         grid = _put(shape, axis, _ceil_div(shape[axis], self.size))
         return Tiling(shape, _put((1,) * len(shape), axis, self.size), grid, grid)
 
     def __str__(self) -> str:
         return f"group{self.size}" if self.axis == -1 else f"group{self.size}@{self.axis}"
-
-    def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
-        return {"kind": "group", "size": self.size, "axis": self.axis}
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -255,13 +240,13 @@ class PerBlock(Granularity):
     (3, 3, 1)
     """
 
+    kind = "block"
     sizes: tuple[int, ...]
 
     def __init__(self, *sizes: int) -> None:
         if not sizes:
             raise SpecError("PerBlock needs at least one size, for example PerBlock(128, 128)")
-        whole = tuple(as_integer("PerBlock size", size, at_least=1) for size in sizes)
-        object.__setattr__(self, "sizes", whole)
+        object.__setattr__(self, "sizes", tuple(as_integer("PerBlock size", size, at_least=1) for size in sizes))
 
     @property
     def set_size(self) -> int:
@@ -269,7 +254,6 @@ class PerBlock(Granularity):
         return prod(self.sizes)
 
     def _tiling(self, shape: Shape) -> Tiling:
-        """Blocks of ``sizes`` on the trailing axes and 1 elsewhere."""
         leading = len(shape) - len(self.sizes)
         if leading < 0:
             raise ShapeError(
@@ -287,8 +271,8 @@ class PerBlock(Granularity):
         return f"PerBlock({', '.join(map(str, self.sizes))})"
 
     def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
-        return {"kind": "block", "sizes": list(self.sizes)}
+        """Kind and sizes as JSON-ready data."""
+        return {"kind": self.kind, "sizes": list(self.sizes)}
 
 
 _INTEGER = r"(-?[0-9]{1,18})"
@@ -326,13 +310,7 @@ def get_granularity(value: Granularity | str) -> Granularity:
     )
 
 
-_KINDS: Mapping[str, type[Granularity]] = {
-    "tensor": PerTensor,
-    "axis": PerAxis,
-    "token": PerToken,
-    "group": PerGroup,
-    "block": PerBlock,
-}
+_KINDS: Mapping[str, type[Granularity]] = {cls.kind: cls for cls in (PerTensor, PerAxis, PerToken, PerGroup, PerBlock)}
 
 
 def granularity_from_dict(data: Mapping[str, object]) -> Granularity:

@@ -78,23 +78,12 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def sqnr_of(noise: float) -> float:
-    """The SQNR in decibels of a noise power relative to that of the signal.
-
-    >>> sqnr_of(0.001), sqnr_of(0.0)
-    (30.0, inf)
-    """
+    """The SQNR in decibels of a noise power relative to that of the signal."""
     return -10 * log10(noise) if noise > 0 else inf
 
 
 class SignalNoise:
-    """Powers of signal and noise, summed over batches.
-
-    >>> powers = SignalNoise()
-    >>> powers.add(np.float32([10.0]), np.float32([9.0]))
-    >>> powers.add(np.float32([0.0]), np.float32([0.0]))
-    >>> powers.sqnr_db
-    20.0
-    """
+    """Powers of signal and noise, summed over batches."""
 
     def __init__(self) -> None:
         self.signal = 0.0
@@ -114,16 +103,7 @@ class SignalNoise:
 
 
 class OutputComparison:
-    """The outputs of two models, batch by batch: SQNR of each float output, and top-1 agreement of the first.
-
-    Args:
-        names: the names of the outputs.
-
-    >>> both = OutputComparison(["y"])
-    >>> both.add([np.float32([[1.0, 2.0]])], [np.float32([[1.0, 3.0]])])
-    >>> round(both.sqnr_db["y"], 2), both.agreement
-    (6.99, 1.0)
-    """
+    """The outputs of two models, batch by batch: SQNR of each float output, and top-1 agreement of the first."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -156,11 +136,7 @@ class OutputComparison:
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:
-    """The output with the lowest SQNR, where NaN is the lowest; "" of none.
-
-    >>> worst_output({"a": 3.0, "b": float("nan"), "c": 1.0}), worst_output({})
-    ('b', '')
-    """
+    """The output with the lowest SQNR, where NaN is the lowest; "" of none."""
     return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 

@@ -96,12 +96,7 @@ def dequantize(
 
 
 def fake_quantize(
-    x: ArrayLike,
-    params: QuantParams,
-    *,
-    out: Array | None = None,
-    nan: NaNPolicy = "propagate",
-    step: int = 0,
+    x: ArrayLike, params: QuantParams, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
     """``dequantize(quantize(x))`` in one go, in x's dtype and bit for bit the same.
 
@@ -152,12 +147,7 @@ def fake_quantize_backward(
 
 
 def fake_quantize_masked(
-    x: ArrayLike,
-    params: QuantParams,
-    *,
-    ste: EstimatorLike = None,
-    out: Array | None = None,
-    step: int = 0,
+    x: ArrayLike, params: QuantParams, *, ste: EstimatorLike = None, out: Array | None = None, step: int = 0
 ) -> tuple[Array, Array]:
     """``fake_quantize(x, params)``, and one bit per element that says where its gradient passes.
 
@@ -311,13 +301,7 @@ def fake_quantize_dynamic(
 
 
 def _backward(
-    operation: str,
-    g: ArrayLike,
-    x: ArrayLike,
-    params: QuantParams,
-    ste: EstimatorLike,
-    out: Array | None,
-    step: int,
+    operation: str, g: ArrayLike, x: ArrayLike, params: QuantParams, ste: EstimatorLike, out: Array | None, step: int
 ) -> Array:
     gradient, data = float_array(g, "g"), float_array(x, "x")
     plan = _plan(operation, data, params, ste=ste)
@@ -326,12 +310,7 @@ def _backward(
 
 
 def _plan(
-    operation: str,
-    data: Array,
-    params: QuantParams,
-    *,
-    ste: EstimatorLike = None,
-    nan: NaNPolicy | None = None,
+    operation: str, data: Array, params: QuantParams, *, ste: EstimatorLike = None, nan: NaNPolicy | None = None
 ) -> Plan:
     check_is_params(params)
     return find_plan(operation, data.shape, data.dtype, params.spec, ste, nan)

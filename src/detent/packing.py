@@ -29,9 +29,6 @@ class Layout:
     """The order of elements in a block: position ``i`` of the packed block holds element ``order[i]``.
 
     ``bits`` names the width the layout belongs to; None means any.
-
-    >>> LAYOUTS["high_first"].order
-    (1, 0)
     """
 
     name: str

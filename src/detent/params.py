@@ -150,12 +150,7 @@ class QuantParams:
 
     @classmethod
     def trusted(cls, spec: QuantSpec, found: Parameters, low: Array, high: Array) -> "QuantParams":
-        """What a scale rule has just made of a range; nothing is checked or copied.
-
-        >>> lo, hi = np.array(-1.0), np.array(1.0)
-        >>> QuantParams.trusted(QuantSpec("int8"), Parameters(np.array(0.5), np.array(0, np.int32)), lo, hi).min_val
-        array(-1.)
-        """
+        """What a scale rule has just made of a range; nothing is checked or copied."""
         made = cls.__new__(cls)
         ends = low.astype(np.float64, "C"), high.astype(np.float64, "C")
         arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
@@ -208,48 +203,28 @@ class QuantParams:
 
     @classmethod
     def int8_symmetric(cls) -> "QuantParams":
-        """A placeholder: int8 per tensor, symmetric, scale 1, zero point 0.
-
-        >>> QuantParams.int8_symmetric().spec.qmin
-        -127
-        """
+        """A placeholder: int8 per tensor, symmetric, scale 1, zero point 0."""
         return cls(QuantSpec(int8), 1.0)
 
     @classmethod
     def uint8_asymmetric(cls) -> "QuantParams":
-        """A placeholder: uint8 per tensor, affine, scale 1, zero point 128.
-
-        >>> int(QuantParams.uint8_asymmetric().zero_point)
-        128
-        """
+        """A placeholder: uint8 per tensor, affine, scale 1, zero point 128."""
         return cls(QuantSpec(uint8), 1.0, 128)
 
     @classmethod
     def int4_symmetric(cls) -> "QuantParams":
-        """A placeholder: int4 per tensor, symmetric, scale 1, zero point 0.
-
-        >>> QuantParams.int4_symmetric().compression_ratio()
-        8.0
-        """
+        """A placeholder: int4 per tensor, symmetric, scale 1, zero point 0."""
         return cls(QuantSpec(int4), 1.0)
 
     @classmethod
     def channel_wise(cls, channels: int, element: Format | str, axis: int = 0) -> "QuantParams":
-        """A placeholder: one set per channel, scale 1.
-
-        >>> QuantParams.channel_wise(64, "int8").num_parameter_sets
-        64
-        """
+        """A placeholder: one set per channel, scale 1."""
         count = as_integer("the number of channels", channels, at_least=1, at_most=(1 << 31) - 1, error=ShapeError)
         return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(count, np.float32))
 
     @classmethod
     def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
-        """A placeholder: groups of ``size`` along the last axis, one set until calibrated, scale 1.
-
-        >>> QuantParams.block_wise(128, "int8").num_parameter_sets
-        1
-        """
+        """A placeholder: groups of ``size`` along the last axis, one set until calibrated, scale 1."""
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
@@ -257,8 +232,6 @@ class QuantParams:
 
         Raises:
             ParamsError, ShapeError: the invariant that is broken, with the values.
-
-        >>> QuantParams.int8_symmetric().validate()
         """
         check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
         check_scale_values("scale", self.scale)
@@ -312,32 +285,19 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """The bits that many sets (default: all) take in a file: scales, affine zero points, the tensor's scale.
-
-        >>> import detent as dt
-        >>> dt.QuantParams.uint8_asymmetric().parameter_bits()
-        40
-        """
+        """The bits that many sets (default: all) take in a file: scales, affine zero points, the tensor's scale."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
-        """Scale and zero point as kernels take them: both in the compute type, made once.
-
-        >>> QuantParams.uint8_asymmetric().compute_arrays("float64")[1]
-        array(128.)
-        """
+        """Scale and zero point as kernels take them: both in the compute type, made once."""
         cache = self.__dict__.setdefault("_cache", {})
         if dtype not in cache:
             cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
         return cast("Pair", cache[dtype])
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays, by field name; float8 block scales as their bits in uint8.
-
-        >>> sorted(QuantParams.int8_symmetric().to_arrays())
-        ['scale', 'zero_point']
-        """
+        """The arrays, by field name; float8 block scales as their bits in uint8."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
         present = {name: value for name, value in arrays.items() if value is not None}
         if self.block_scale is not None:
@@ -346,12 +306,7 @@ class QuantParams:
 
     @classmethod
     def from_arrays(cls, spec: QuantSpec | str, arrays: Mapping[str, ArrayLike]) -> "QuantParams":
-        """The parameters that ``to_arrays`` took apart.
-
-        >>> p = QuantParams.uint8_asymmetric()
-        >>> QuantParams.from_arrays(p.spec, p.to_arrays()) == p
-        True
-        """
+        """The parameters that ``to_arrays`` took apart."""
         known = {f.name for f in fields(cls)} - {"spec"}
         if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= known:
             raise ParamsError(
@@ -381,11 +336,6 @@ class QuantParams:
 
         Raises:
             ParamsError: not such JSON, or numbers that make no parameters.
-
-        >>> QuantParams.from_json("{}")
-        Traceback (most recent call last):
-        ...
-        detent.errors.ParamsError: not the JSON of a QuantParams: 'version'
         """
         with reading("not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
             data = parse(text, "a QuantParams", error=ParamsError)

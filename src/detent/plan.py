@@ -163,13 +163,7 @@ class Plan:
         return (*self._row.inputs, "params", "out")
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
-        """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``.
-
-        >>> import detent as dt, numpy as np
-        >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
-        >>> plan.can_implement(np.zeros(4, np.float32), dt.QuantParams.int8_symmetric())
-        False
-        """
+        """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``."""
         try:
             self.check(*operands, out=out)
         except DetentError:
@@ -216,11 +210,6 @@ class Plan:
         Returns:
             The result, ``out`` where it was given; with the mask for "fake_quantize_masked"; the gradients of x, scale
             and zero point for "fake_quantize_learned_backward".
-
-        >>> import detent as dt, numpy as np
-        >>> plan = dt.Plan.select("fake_quantize_backward", shape=(2,), dtype="float64", spec="int8", ste="clipped")
-        >>> plan.run(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams.int8_symmetric())
-        array([1., 0.])
         """
         *inputs, params = operands
         if not isinstance(params, QuantParams):
@@ -277,13 +266,7 @@ class Plan:
         raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
 
     def check_params(self, params: object) -> None:
-        """Raise unless the parameters fit the plan's spec and shape.
-
-        >>> import detent as dt
-        >>> dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8").check_params(
-        ...     dt.QuantParams.int8_symmetric()
-        ... )
-        """
+        """Raise unless the parameters fit the plan's spec and shape."""
         check_is_params(params)
         params = cast("QuantParams", params)
         if params.spec != self.spec:

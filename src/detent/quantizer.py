@@ -80,10 +80,7 @@ class FakeQuantize:
     """
 
     def __init__(
-        self,
-        spec: QuantSpec | Format | str,
-        mode: ScaleMode | str = EMA_DEFAULT,
-        ste: EstimatorLike = None,
+        self, spec: QuantSpec | Format | str, mode: ScaleMode | str = EMA_DEFAULT, ste: EstimatorLike = None
     ) -> None:
         self._scales = ScaleState.empty(get_spec(spec), get_scale_mode(mode))
         self._ste = get_estimator(ste, self.spec.convention)
@@ -96,20 +93,12 @@ class FakeQuantize:
 
     @classmethod
     def q8(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Symmetric int8 per tensor, to be calibrated once.
-
-        >>> FakeQuantize.q8().quant_range()
-        (-127, 127)
-        """
+        """Symmetric int8 per tensor, to be calibrated once."""
         return cls(QuantSpec(int8, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
     def q4(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Symmetric int4 per tensor, to be calibrated once.
-
-        >>> FakeQuantize.q4().num_levels
-        15
-        """
+        """Symmetric int4 per tensor, to be calibrated once."""
         return cls(QuantSpec(int4, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
@@ -239,11 +228,7 @@ class FakeQuantize:
         return self
 
     def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
-        """Set the parameters by hand. In mode Learned a zero point may be fractional; forward rounds and clamps it.
-
-        >>> int(FakeQuantize.from_bits(8, symmetric=False).update_params(0.1, 7).zero_point)
-        7
-        """
+        """Set the parameters by hand. In mode Learned a zero point may be fractional; forward rounds and clamps it."""
         self._scales = self._scales.updated(scale, zero_point)
         return self
 
@@ -298,11 +283,7 @@ class FakeQuantize:
         return self.spec.num_levels
 
     def quant_range(self) -> tuple[int | float, int | float]:
-        """The lowest and highest code.
-
-        >>> FakeQuantize("uint8").quant_range()
-        (0, 255)
-        """
+        """The lowest and highest code."""
         return self.spec.qmin, self.spec.qmax
 
     def float_range(self) -> tuple[Any, Any]:
@@ -317,28 +298,16 @@ class FakeQuantize:
         return (float(lo), float(hi)) if params.scale.ndim == 0 else (lo, hi)
 
     def train(self, mode: bool = True) -> Self:
-        """Let forward change the state.
-
-        >>> FakeQuantize("int8").eval().train().training
-        True
-        """
+        """Let forward change the state."""
         self.training = mode
         return self
 
     def eval(self) -> Self:
-        """Let forward use the state only.
-
-        >>> FakeQuantize("int8").eval().training
-        False
-        """
+        """Let forward use the state only."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: ``initialized``, ``step``, and where initialized ``scale``, ``zero_point`` and their origin.
-
-        >>> sorted(FakeQuantize.q8().state_dict())
-        ['initialized', 'spec', 'step', 'version']
-        """
+        """The state: ``initialized``, ``step``, and where initialized ``scale``, ``zero_point`` and their origin."""
         params, observer = self._scales.params, self._scales.observer
         flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
         flat |= {"initialized": self.is_initialized, "step": self.step}
@@ -351,10 +320,6 @@ class FakeQuantize:
 
         Raises:
             StateError: missing or unknown keys, another version, or numbers that do not fit the spec.
-
-        >>> trained = FakeQuantize.from_bits(8, scale=0.5)
-        >>> float(FakeQuantize.q8().load_state_dict(trained.state_dict()).scale)
-        0.5
         """
         parts = _split_state(state)
         if parts.spec != self.spec:
@@ -375,13 +340,7 @@ class FakeQuantize:
 
 @dataclass(frozen=True, eq=False)
 class ScaleState:
-    """The parameters of one spec under one scale mode. Its methods return the next state, so errors change nothing.
-
-    Attributes:
-        params: None before there are any.
-        observer: mode EMA, the average of the batches' ranges.
-        learned: mode Learned, the zero points before rounding.
-    """
+    """The parameters of one spec under one scale mode. Its methods return the next state, so errors change nothing."""
 
     spec: QuantSpec
     mode: ScaleMode

@@ -66,17 +66,7 @@ LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a layer gets: the fields of the rules that matched it, merged.
-
-    Attributes:
-        weight, input, output: specs, or None where no rule named one.
-        mode, ste, observer: None leaves the choice to the frontend.
-        skip: the layer is left alone, whatever the other fields say.
-        rules: the indices of the rules that matched; the last of them decides.
-
-    >>> Decision().rules
-    ()
-    """
+    """What a layer gets: the fields of the rules that matched it, merged."""
 
     weight: QuantSpec | None = None
     input: QuantSpec | None = None
@@ -200,9 +190,6 @@ class Recipe:
 
         Raises:
             SpecError: a rule holds a callable.
-
-        >>> Recipe.from_json(Recipe.preset("w8a8").to_json()) == Recipe.preset("w8a8")
-        True
         """
         return recipe_files.to_json(self.name, self.rules)
 
@@ -212,9 +199,6 @@ class Recipe:
 
         Raises:
             SpecError: not JSON, another version, unknown keys, values of other types or that make no rule.
-
-        >>> Recipe.from_json('{"version": 1, "rules": [{"match": "head*", "skip": true}]}')
-        dt.Recipe([dt.Rule('head*', skip=True)])
         """
         name, rules = recipe_files.from_json(text)
         return cls(rules, name)
@@ -257,13 +241,6 @@ class Recipe:
         Raises:
             FileFormatError: another suffix, too large, not UTF-8.
             SpecError: what the text says is no recipe.
-
-        >>> import tempfile, pathlib
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder, "recipe.toml")
-        ...     Recipe.preset("w8a8").save(path)
-        ...     Recipe.load(path) == Recipe.preset("w8a8")
-        True
         """
         name, rules = recipe_files.read(Path(path))
         return cls(rules, name)
@@ -341,11 +318,7 @@ def _as_layer(value: LayerLike) -> Layer:
 
 
 def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
-    """The recipe that a preset's name or the path of a .toml or .json file stands for; a Recipe passes through.
-
-    >>> get_recipe("w8a8") == Recipe.preset("w8a8")
-    True
-    """
+    """The recipe that a preset's name or the path of a .toml or .json file stands for; a Recipe passes through."""
     if isinstance(value, Recipe):
         return value
     if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(recipe_files.SUFFIXES)):
@@ -450,11 +423,7 @@ def _meant(given: Iterable[str], known: Iterable[str]) -> str:
 
 
 def exact_pattern(name: str) -> str:
-    """A pattern that matches this name and no other.
-
-    >>> [exact_pattern(name) for name in ("features.0", "a[0]*", "@first", "re:x", "")]
-    ['features.0', 'a[[]0][*]', '[@]first', '[r]e:x', 're:']
-    """
+    """A pattern that matches this name and no other."""
     if not name:
         return "re:"
     escaped = glob.escape(name)
@@ -464,19 +433,7 @@ def exact_pattern(name: str) -> str:
 
 
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
-    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``.
-
-    Args:
-        names: the names of all layers.
-        patterns: one or several.
-        hint: what shows the names, for messages.
-
-    Raises:
-        SpecError: a pattern that matches no layer.
-
-    >>> sorted(skipped_names(["a.0", "a.1", "head"], ["a.*"], "qt.plan shows"))
-    ['a.0', 'a.1']
-    """
+    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``."""
     skipped: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}

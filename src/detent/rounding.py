@@ -64,20 +64,12 @@ floor = Rounding("floor")
 
 
 def stochastic(seed: int = 0) -> Rounding:
-    """Stochastic rounding with that seed.
-
-    >>> str(stochastic(3))
-    'stochastic(3)'
-    """
+    """Stochastic rounding with that seed."""
     return Rounding("stochastic", seed)
 
 
 def get_rounding(value: Rounding | str) -> Rounding:
-    """The rounding of that name ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through.
-
-    >>> get_rounding("stochastic(7)") == stochastic(7)
-    True
-    """
+    """The rounding of that name ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through."""
     if isinstance(value, Rounding):
         return value
     match = re.fullmatch(r"(\w+?)(?:\(([0-9]{1,20})\))?", value) if isinstance(value, str) else None

@@ -65,16 +65,7 @@ SETTINGS = (*SPECS, "mode", "ste", "observer")
 
 @dataclass(frozen=True, init=False, repr=False)
 class ObserverSpec:
-    """Which observer, with which settings.
-
-    Attributes:
-        kind: "minmax", "percentile", "mse" or "entropy".
-        settings: every setting of that kind with its name and value, defaults included.
-
-    >>> wanted = ObserverSpec("mse", norm=2.4)
-    >>> str(wanted), wanted.make("axis0")
-    ('mse(2.4)', MSE(norm=2.4, granularity=PerAxis(axis=0)))
-    """
+    """Which observer, with which settings."""
 
     kind: str
     settings: tuple[tuple[str, float], ...]
@@ -96,14 +87,7 @@ class ObserverSpec:
 
     @classmethod
     def parse(cls, text: str) -> "ObserverSpec":
-        """The description that a text such as ``"mse(2.4)"`` names; ``str`` gives such a text.
-
-        Raises:
-            SpecError: unknown, or settings that make no observer; the message holds the closest name.
-
-        >>> ObserverSpec.parse("percentile(0.1, 99.9)") == ObserverSpec.parse("percentile")
-        True
-        """
+        """The description that a text such as ``"mse(2.4)"`` names; ``str`` gives such a text."""
         if not isinstance(text, str):
             raise SpecError(f"an observer's text looks like 'mse(2.4)', got {text!r}")
         if text.partition("(")[0].lower() in _AVERAGES:
@@ -113,12 +97,7 @@ class ObserverSpec:
 
     @classmethod
     def of(cls, observer: Observer) -> "ObserverSpec":
-        """The description of an observer that has seen nothing and has no granularity of its own.
-
-        >>> from detent.observers import Percentile
-        >>> ObserverSpec.of(Percentile(1, 99))
-        ObserverSpec('percentile', lower=1.0, upper=99.0)
-        """
+        """The description of an observer that has seen nothing and has no granularity of its own."""
         for kind, known in _CLASSES.items():
             if type(observer) is known:
                 _check_bare(observer)
@@ -129,11 +108,7 @@ class ObserverSpec:
         raise SpecError(f"a recipe's observer is one of {names}, got {observer!r}")
 
     def make(self, granularity: Granularity | str = PerTensor()) -> Observer:
-        """A fresh observer with that granularity.
-
-        >>> ObserverSpec("minmax").make("token")
-        MinMax(granularity=PerToken())
-        """
+        """A fresh observer with that granularity."""
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
 
     def _defaults(self) -> dict[str, Setting]:
@@ -153,12 +128,7 @@ ObserverLike = ObserverSpec | Observer | type[Observer] | str
 
 
 def get_observer_spec(value: ObserverLike) -> ObserverSpec:
-    """The description that a text, an observer class or a fresh observer stands for; an ObserverSpec passes through.
-
-    >>> from detent.observers import MSE
-    >>> get_observer_spec("mse") == get_observer_spec(MSE) == get_observer_spec(MSE())
-    True
-    """
+    """The description that a text, an observer class or a fresh observer stands for; an ObserverSpec passes through."""
     if isinstance(value, ObserverSpec):
         return value
     if isinstance(value, str):
@@ -189,16 +159,7 @@ def _no_average(value: object) -> SpecError:
 
 
 class Layer(NamedTuple):
-    """What rules see of a layer.
-
-    Attributes:
-        name: the full dotted name.
-        types: the names of its classes, or of its operation.
-        first, last: whether it is the first or the last layer with weights.
-
-    >>> Layer("features.0", ("Conv2d",), first=True).last
-    False
-    """
+    """What rules see of a layer."""
 
     name: str
     types: tuple[str, ...]
@@ -279,42 +240,27 @@ class Rule:
         return self.matches_name(layer) and self.matches_types(layer)
 
     def matches_name(self, layer: Layer) -> bool:
-        """Whether the layer's name, or its place, is one that the rule names.
-
-        >>> Rule("@last").matches_name(Layer("head", (), last=True))
-        True
-        """
+        """Whether the layer's name, or its place, is one that the rule names."""
         pattern = _pattern(self.match)
         if pattern is None:
             return layer.first if self.match == "@first" else layer.last
         return pattern.fullmatch(layer.name) is not None
 
     def matches_types(self, layer: Layer) -> bool:
-        """Whether the layer has one of the rule's types, or the rule has none.
-
-        >>> Rule(types="Linear").matches_types(Layer("head", ("NonDynamicallyQuantizableLinear", "Linear")))
-        True
-        """
+        """Whether the layer has one of the rule's types, or the rule has none."""
         return not self.types or not set(self.types).isdisjoint(layer.types)
 
     def texts(self) -> dict[str, str]:
-        """What the rule sets, as short texts by field; those of specs and callables without one are for reading only.
-
-        >>> Rule(weight="int8/axis0", observer="mse", skip=False).texts()
-        {'weight': 'int8/axis0', 'observer': 'mse'}
-        """
-        found: dict[str, str] = {}
-        for name in SPECS:
-            spec = getattr(self, name)
-            if spec is not None:
-                found[name] = spec_text(spec) or str(spec)
+        """What the rule sets, as short texts by field; those of special specs and of callables are only for reading."""
+        specs = {name: getattr(self, name) for name in SPECS}
+        texts = {name: spec_text(spec) or str(spec) for name, spec in specs.items() if spec is not None}
         if self.mode is not None:
-            found["mode"] = mode_text(self.mode)
+            texts["mode"] = mode_text(self.mode)
         if isinstance(self.ste, Custom):
-            found["ste"] = getattr(self.ste.function, "__qualname__", repr(self.ste.function))
+            texts["ste"] = getattr(self.ste.function, "__qualname__", repr(self.ste.function))
         elif self.ste is not None:
-            found["ste"] = estimator_text(self.ste)
-        return found if self.observer is None else {**found, "observer": str(self.observer)}
+            texts["ste"] = estimator_text(self.ste)
+        return texts if self.observer is None else {**texts, "observer": str(self.observer)}
 
     def __repr__(self) -> str:
         parts = [] if self.match == "*" else [repr(self.match)]

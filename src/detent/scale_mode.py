@@ -27,11 +27,7 @@ class ScaleMode:
     """
 
     def to_json(self) -> str:
-        """The mode as one line of JSON.
-
-        >>> EMA(0.9).to_json()
-        '{"kind": "EMA", "decay": 0.9}'
-        """
+        """The mode as one line of JSON."""
         return json.dumps({"kind": type(self).__name__, **asdict(self)})
 
     @staticmethod
@@ -40,9 +36,6 @@ class ScaleMode:
 
         Raises:
             SpecError: not the JSON of a mode.
-
-        >>> ScaleMode.from_json(Fixed().to_json())
-        Fixed()
         """
         complaint = f"not the JSON of a scale mode, for example {EMA().to_json()!r}"
         with reading(complaint, error=SpecError):
@@ -52,11 +45,7 @@ class ScaleMode:
 
 @dataclass(frozen=True)
 class PerBatch(ScaleMode):
-    """Parameters from the batch at hand.
-
-    >>> PerBatch()
-    PerBatch()
-    """
+    """Parameters from the batch at hand."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +54,6 @@ class EMA(ScaleMode):
 
     ``state = decay * state + (1 - decay) * batch``; the first batch is copied. Systems that speak of an
     averaging constant, or of the momentum of the *new* batch, mean ``1 - decay``.
-
-    >>> EMA(decay=0.9)
-    EMA(decay=0.9)
     """
 
     decay: float = 0.99
@@ -80,20 +66,12 @@ class EMA(ScaleMode):
 
 @dataclass(frozen=True)
 class Fixed(ScaleMode):
-    """Parameters set once, by calibration or by hand.
-
-    >>> Fixed()
-    Fixed()
-    """
+    """Parameters set once, by calibration or by hand."""
 
 
 @dataclass(frozen=True)
 class Learned(ScaleMode):
-    """A scale and zero point changed by gradients.
-
-    >>> Learned()
-    Learned()
-    """
+    """A scale and zero point changed by gradients."""
 
 
 _MODES: dict[str, type[ScaleMode]] = {"PerBatch": PerBatch, "EMA": EMA, "Fixed": Fixed, "Learned": Learned}
@@ -101,11 +79,7 @@ _NAMES: dict[str, ScaleMode] = {"per_batch": PerBatch(), "ema": EMA(), "fixed": 
 
 
 def get_scale_mode(value: ScaleMode | str) -> ScaleMode:
-    """The mode of that name ("per_batch", "ema", "fixed", "learned"); a mode passes through.
-
-    >>> get_scale_mode("ema")
-    EMA(decay=0.99)
-    """
+    """The mode of that name ("per_batch", "ema", "fixed", "learned"); a mode passes through."""
     if isinstance(value, ScaleMode):
         return value
     if isinstance(value, str) and value in _NAMES:

@@ -36,12 +36,7 @@ MX_EXPONENTS = (-126, 127)
 
 @dataclass(frozen=True)
 class Parameters:
-    """The numbers a range gives: arrays of the range's shape, and the two levels of NVFP4 where they exist.
-
-    >>> from detent.spec import QuantSpec
-    >>> derive(QuantSpec("int8"), np.float64(-2.0), np.float64(2.0), np.dtype("float32")).zero_point
-    array(0, dtype=int32)
-    """
+    """The numbers a range gives: arrays of the range's shape, and the two levels of NVFP4 where they exist."""
 
     scale: NDArray[np.floating]
     zero_point: NDArray[np.int32]
@@ -50,15 +45,7 @@ class Parameters:
 
 
 def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
-    """Scale and zero point of each range; lo and hi are finite float64 arrays of one shape with lo <= hi.
-
-    Raises:
-        RangeError: a scale beyond the dtype, or a zero range under the convention "error".
-
-    >>> from detent.spec import QuantSpec
-    >>> derive(QuantSpec("uint8"), np.float64(-1.0), np.float64(4.0), np.dtype("float32")).zero_point
-    array(51, dtype=int32)
-    """
+    """Scale and zero point of each range; lo and hi are finite float64 arrays of one shape with lo <= hi."""
     found = kernels.derive(spec, lo, hi, dtype)
     if found is not None:
         return Parameters(found[0], found[1].astype(np.int32))
@@ -98,9 +85,6 @@ def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype
 
     Over any array namespace ``xp``, and without checks: a scale may be infinite, and a range without width gets scale
     1 where the convention would refuse it.
-
-    >>> float_parameters(numpy, QuantSpec("uint8"), np.array([0.0]), np.array([510.0]), np.dtype("float32"))
-    (array([2.], dtype=float32), array([0], dtype=int32), array([False]))
     """
     exact, divisor = _symmetric(xp, spec, lo, hi) if spec.symmetric else _affine(xp, spec, lo, hi)
     exact, empty = _zero_range(xp, spec, exact, divisor)
@@ -150,11 +134,7 @@ def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: 
 
 
 def whole_zero_point(xp: Namespace, spec: QuantSpec, learned: Array) -> Array:
-    """The zero points that forward uses of learned ones: rounded half to even and clamped, as int32.
-
-    >>> whole_zero_point(numpy, QuantSpec("uint8"), np.array([2.5, -7.0]))
-    array([2, 0], dtype=int32)
-    """
+    """The zero points that forward uses of learned ones: rounded half to even and clamped, as int32."""
     return xp.astype(xp.clip(xp.round(learned), spec.qmin, spec.qmax), xp.int32)
 
 

@@ -232,21 +232,11 @@ class QuantSpec:
         return cls(head, **changes)  # type: ignore[arg-type]  # values made by _parse_part
 
     def to_json(self) -> str:
-        """All fields as one line of JSON, with a version.
-
-        >>> import detent as dt
-        >>> '"version": 1' in dt.QuantSpec(dt.int8).to_json()
-        True
-        """
+        """All fields as one line of JSON, with a version."""
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as JSON-ready data, with a version.
-
-        >>> import detent as dt
-        >>> dt.QuantSpec(dt.int8).to_dict()["qmin"]
-        -127
-        """
+        """All fields as JSON-ready data, with a version."""
         return {
             "version": JSON_VERSION,
             "format": self.format.name,
@@ -275,12 +265,7 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
-        """The spec that ``to_dict`` described.
-
-        >>> import detent as dt
-        >>> dt.QuantSpec.from_dict(dt.nvfp4.to_dict())
-        dt.nvfp4
-        """
+        """The spec that ``to_dict`` described."""
         names = [field.name for field in fields(cls)]
         entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
         if None in entries.values() or not isinstance(entries["format"], str):
@@ -370,31 +355,18 @@ mxfp4 = QuantSpec(float4_e2m1fn, PerGroup(32), scale_format="e8m0")
 mxfp8 = QuantSpec(float8_e4m3fn, PerGroup(32), scale_format="e8m0")
 mxfp8_e5m2 = QuantSpec(float8_e5m2, PerGroup(32), scale_format="e8m0")
 nvfp4 = QuantSpec(float4_e2m1fn, PerGroup(16), scale_format="e4m3")
-NAMED_SPECS = {
-    "mxfp4": mxfp4,
-    "mxfp8": mxfp8,
-    "mxfp8_e5m2": mxfp8_e5m2,
-    "nvfp4": nvfp4,
-}
+NAMED_SPECS = {"mxfp4": mxfp4, "mxfp8": mxfp8, "mxfp8_e5m2": mxfp8_e5m2, "nvfp4": nvfp4}
 
 
 def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
-    """The spec that a short string or a format stands for; a QuantSpec passes through.
-
-    >>> get_spec("int8/axis0") == QuantSpec("int8", "axis0")
-    True
-    """
+    """The spec that a short string or a format stands for; a QuantSpec passes through."""
     if isinstance(value, QuantSpec):
         return value
     return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)
 
 
 def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
-    """The dtype of an unpacked code.
-
-    >>> code_dtype(QuantSpec("int4")), code_dtype(QuantSpec("float8_e5m2"))
-    (dtype('int8'), dtype(float8_e5m2))
-    """
+    """The dtype of an unpacked code."""
     if spec.format.kind == "float":
         small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, spec.format.storage))
         return small
@@ -402,29 +374,14 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """The bits of that many scales, of the zero points of affine specs, and of the tensor's scale of NVFP4.
-
-    >>> parameter_bits(QuantSpec("uint8"), 1)
-    40
-    """
+    """The bits of that many scales, of the zero points of affine specs, and of the tensor's scale of NVFP4."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
-    """The bytes of a tensor's codes, scales and zero points.
-
-    Args:
-        spec: how it is quantized.
-        shape: the shape of the tensor.
-        widths: the bits that a code may have in the file, rising. Codes and zero points, which then are always stored,
-            take the first width that holds them. Without widths they are packed at ``spec.bits`` each.
-
-    >>> spec = QuantSpec("int3", "axis0")
-    >>> stored_nbytes(spec, (8, 64)), stored_nbytes(spec, (8, 64), widths=(4, 8, 16))
-    (224, 292)
-    """
+    """The bytes of a tensor's codes, scales and zero points."""
     count, sets = prod(shape), spec.granularity.tiling(shape).sets
     if not widths:
         return _whole_bytes(count * spec.bits) + _whole_bytes(parameter_bits(spec, sets))

@@ -32,20 +32,12 @@ def _check(owner: str, field: str, value: str, choices: tuple[str, ...]) -> None
 
 @dataclass(frozen=True)
 class Identity:
-    """The gradient passes unchanged.
-
-    >>> Identity()
-    Identity()
-    """
+    """The gradient passes unchanged."""
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """The gradient passes where nothing was clipped.
-
-    >>> Clipped(on="value")
-    Clipped(on='value', bounds='inclusive')
-    """
+    """The gradient passes where nothing was clipped."""
 
     on: Literal["code", "value"] = "code"
     bounds: Literal["inclusive", "exclusive"] = "inclusive"
@@ -57,20 +49,12 @@ class Clipped:
 
 @dataclass(frozen=True)
 class HardTanh:
-    """The gradient falls linearly from the middle of the range to its ends.
-
-    >>> HardTanh()
-    HardTanh()
-    """
+    """The gradient falls linearly from the middle of the range to its ends."""
 
 
 @dataclass(frozen=True)
 class Tanh:
-    """The gradient falls like the derivative of tanh, measured in the range's half width or in steps.
-
-    >>> Tanh()
-    Tanh(unit='range')
-    """
+    """The gradient falls like the derivative of tanh, measured in the range's half width or in steps."""
 
     unit: Literal["range", "step"] = "range"
 
@@ -94,12 +78,7 @@ EstimatorLike: TypeAlias = (
     Estimator | Literal["identity", "clipped", "hard_tanh", "tanh"] | Callable[..., object] | None
 )
 
-_NAMES: dict[str, Estimator] = {
-    "identity": Identity(),
-    "clipped": Clipped(),
-    "hard_tanh": HardTanh(),
-    "tanh": Tanh(),
-}
+_NAMES: dict[str, Estimator] = {"identity": Identity(), "clipped": Clipped(), "hard_tanh": HardTanh(), "tanh": Tanh()}
 _MASKS: dict[str, Estimator] = {
     "identity": Identity(),
     "code_inclusive": Clipped(),
@@ -110,13 +89,7 @@ _MASKS: dict[str, Estimator] = {
 
 
 def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
-    """The estimator a value stands for: None is the convention's mask, strings are names, callables are wrapped.
-
-    >>> get_estimator(None, Convention.oxicuda)
-    Clipped(on='value', bounds='inclusive')
-    >>> get_estimator("tanh", Convention.onnx)
-    Tanh(unit='range')
-    """
+    """The estimator a value stands for: None is the convention's mask, strings are names, callables are wrapped."""
     if value is None:
         return _MASKS[convention.mask]
     if isinstance(value, Estimator):

@@ -34,12 +34,7 @@ _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """The arrays and metadata as safetensors bytes; equal input gives equal bytes.
-
-    >>> import numpy as np
-    >>> loads(dumps({"a": np.zeros(2, np.float32)}, {"k": "v"}))[1]
-    {'k': 'v'}
-    """
+    """The arrays and metadata as safetensors bytes; equal input gives equal bytes."""
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     parts, position = [], 0
@@ -55,16 +50,7 @@ def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> by
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
-    """The arrays (read-only) and metadata of safetensors bytes.
-
-    Raises:
-        FileFormatError: anything but a complete, consistent file; the message says what is wrong.
-
-    >>> loads(bytes(3))
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: not a safetensors file: 3 bytes are fewer than the 8 of its length field
-    """
+    """The arrays (read-only) and metadata of safetensors bytes."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise DtypeError(f"expected the bytes of a safetensors file, got {type(data).__name__}: use read for a path")
     header, body = _split(bytes(data))
@@ -87,14 +73,7 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
-    """The arrays and metadata of a safetensors file.
-
-    >>> import tempfile, pathlib, numpy as np
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomic(pathlib.Path(folder, "a"), dumps({"a": np.arange(3)}, {}))
-    ...     read(pathlib.Path(folder, "a"))[0]["a"]
-    array([0, 1, 2])
-    """
+    """The arrays and metadata of a safetensors file."""
     try:
         return loads(Path(path).read_bytes())
     except FileFormatError as error:
@@ -102,18 +81,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
-    """Write to a temporary file beside the target, sync it and rename it: readers see the old file or the new one.
-
-    Args:
-        path: the target.
-        data: all of it, or its parts.
-
-    >>> import tempfile, pathlib
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_atomic(pathlib.Path(folder, "a"), b"x")
-    ...     sorted(p.name for p in pathlib.Path(folder).iterdir())
-    ['a']
-    """
+    """Write to a temporary file beside the target, sync it and rename it: readers see the old file or the new one."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
@@ -135,16 +103,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 def check_directory(
     path: str | os.PathLike[str], *, writable: bool = True, error: type[DetentError] = FileFormatError
 ) -> Path:
-    """The directory if it exists and, where asked for, can be written to: better now than after minutes of work.
-
-    Raises:
-        DetentError: of type ``error``.
-
-    >>> check_directory("nowhere")
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: nowhere is not a directory: create it, or choose another one
-    """
+    """The directory if it exists and, where asked for, can be written to: better now than after minutes of work."""
     directory = Path(path)
     if not directory.is_dir():
         raise error(f"{directory} is not a directory: create it, or choose another one")

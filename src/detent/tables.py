@@ -12,11 +12,7 @@ __all__ = ["bytes_text", "of_whole", "parse_bytes", "table_lines"]
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """The lines of a table; columns are flush left, but for those in ``right``.
-
-    >>> table_lines([("name", "n"), ("a", "10")], right=(1,))
-    ['name   n', 'a     10']
-    """
+    """The lines of a table; columns are flush left, but for those in ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -32,18 +28,7 @@ _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that "1500000", "1.5MB" or "512 KiB" stand for.
-
-    Raises:
-        SpecError: no such amount.
-
-    >>> parse_bytes("1.5MB"), parse_bytes("2 KiB"), parse_bytes("300")
-    (1500000, 2048, 300)
-    >>> parse_bytes("many")
-    Traceback (most recent call last):
-    ...
-    detent.errors.SpecError: 'many' is no number of bytes: expected one such as 1500000, 1.5MB or 512KiB
-    """
+    """The bytes that "1500000", "1.5MB" or "512 KiB" stand for."""
     found = _AMOUNT.fullmatch(text.strip())
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or not (count := int(float(found[1]) * unit)):
@@ -52,11 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def of_whole(text: str, whole: int) -> int:
-    """The same, or a part of the whole such as "50%".
-
-    >>> of_whole("50%", 3000), of_whole("1KB", 3000)
-    (1500, 1000)
-    """
+    """The same, or a part of the whole such as "50%"."""
     if not text.strip().endswith("%"):
         return parse_bytes(text)
     try:
@@ -69,11 +50,7 @@ def of_whole(text: str, whole: int) -> int:
 
 
 def bytes_text(count: float) -> str:
-    """The number of bytes with three digits and a unit.
-
-    >>> bytes_text(999), bytes_text(1234567), bytes_text(45e9)
-    ('999 B', '1.23 MB', '45.0 GB')
-    """
+    """The number of bytes with three digits and a unit."""
     for unit in ("B", "kB", "MB"):
         if count < 999.5:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"

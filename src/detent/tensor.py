@@ -95,11 +95,6 @@ class QuantizedTensor:
         """A tensor of codes (or packed codes) that a plan has just made; nothing is checked or copied.
 
         ``shared`` memory may change: nothing derived from it is kept, and such a tensor has no hash.
-
-        >>> import detent as dt, numpy as np
-        >>> params, dtype = dt.QuantParams.int8_symmetric(), np.dtype("float32")
-        >>> QuantizedTensor.trusted(np.zeros(2, np.int8), params, (2,), dtype).size
-        2
         """
         tensor = cls.__new__(cls)
         view = _read_only_view(data)
@@ -182,12 +177,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes to store the tensor: packed codes, scales and zero points.
-
-        >>> import detent as dt, numpy as np
-        >>> dt.quantize(np.zeros(64, np.float32), dt.QuantParams.int8_symmetric()).nbytes
-        68
-        """
+        """The bytes it takes to store the tensor: packed codes, scales and zero points."""
         return packed_size(self.size, self.spec.bits) + -(-self._params.parameter_bits() // 8)
 
     def dequantize(self, dtype: DTypeLike | None = None, out: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -204,14 +194,7 @@ class QuantizedTensor:
         return cast("NDArray[Any]", plan.run(codes, self._params, out=out))
 
     def __getitem__(self, index: Index) -> "QuantizedTensor":
-        """A part of the tensor, by slices; no group or block may be cut.
-
-        >>> import detent as dt, numpy as np
-        >>> x = np.arange(12, dtype=np.float32).reshape(3, 4)
-        >>> q = dt.quantize(x, dt.QuantParams.from_data("int8/axis0", x))
-        >>> np.array_equal(q[1:, ::2].dequantize(), q.dequantize()[1:, ::2])
-        True
-        """
+        """A part of the tensor, by slices; no group or block may be cut."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
         codes = self.codes[slices].copy()
@@ -259,13 +242,6 @@ class QuantizedTensor:
         """Write a safetensors file: ``nbytes`` of packed codes and parameters, with the spec in the header.
 
         The file appears whole or not at all. The range the parameters came from is not kept.
-
-        >>> import detent as dt, numpy as np, tempfile, pathlib
-        >>> q = dt.quantize(np.zeros(3, np.float32), dt.QuantParams.int8_symmetric())
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     q.save(pathlib.Path(folder, "q.safetensors"))
-        ...     QuantizedTensor.load(pathlib.Path(folder, "q.safetensors")) == q
-        True
         """
         about = {
             "version": FILE_VERSION,
@@ -349,14 +325,7 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
 
 
 def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
-    """One slice per axis; an ellipsis or the end stands for whole axes.
-
-    Raises:
-        ShapeError: not slices, or too many of them.
-
-    >>> complete_slices((..., slice(1, 3)), (5, 4))
-    (slice(None, None, None), slice(1, 3, None))
-    """
+    """One slice per axis; an ellipsis or the end stands for whole axes."""
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
     missing = len(shape) - (len(parts) - len(ellipses))
@@ -376,14 +345,7 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
 
 
 def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
-    """The parameters that belong to those slices of data of that shape.
-
-    Raises:
-        ShapeError: a slice would cut a group or block.
-
-    >>> slice_params(QuantParams.channel_wise(4, "int8"), (4, 2), (slice(1, 3), slice(None))).scale.shape
-    (2,)
-    """
+    """The parameters that belong to those slices of data of that shape."""
     before = params.spec.granularity.tiling(shape)
     sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
     after = params.spec.granularity.tiling(tuple(sizes))
@@ -416,12 +378,7 @@ def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
 
 
 def compact(params: QuantParams) -> Arrays:
-    """The arrays that ``expand`` makes equal parameters of; together they have ``parameter_bits()``, in whole bytes.
-
-    >>> import detent as dt
-    >>> sorted(compact(dt.QuantParams.uint8_asymmetric()))
-    ['scale', 'zero_point']
-    """
+    """The arrays that ``expand`` makes equal parameters of; together they have ``parameter_bits()``, in whole bytes."""
     spec = params.spec
     arrays: Arrays = {}
     if params.block_scale is not None and params.tensor_scale is not None:
@@ -436,16 +393,7 @@ def compact(params: QuantParams) -> Arrays:
 
 
 def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tuple[int, ...]) -> QuantParams:
-    """The parameters that ``compact`` took apart.
-
-    Raises:
-        FileFormatError: missing, extra or misshapen arrays.
-
-    >>> import detent as dt
-    >>> params = dt.QuantParams.uint8_asymmetric()
-    >>> expand(params.spec, compact(params), ()) == params
-    True
-    """
+    """The parameters that ``compact`` took apart."""
     _check_names(spec, arrays)
     two_level = spec.scale_format == "e4m3"
     stored = arrays["block_scale" if two_level else "scale"]

@@ -1,9 +1,9 @@
-"""The native backend: C++ kernels, compiled once per CPU level, behind ``detent._native``.
+"""The native backend: C++ kernels, compiled once per instruction set, behind ``detent._native``.
 
 The extension's ``Runner`` holds the kernels for data of one tiling by one set of rules: numbers, field by field as in
 ``native/.../call.hpp``. Rules and layout are decided here once and runners are cached, so that a run passes pointers.
 Arrays that are not C-contiguous are copied first; results equal the reference's bit for bit. Functions that reduce or
-pack return None where there is no native kernel for their arguments.
+pack return None if there is no native kernel for their arguments.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -26,35 +26,7 @@ from detent.kernels.reference.elements import boundaries
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
 
-__all__ = [
-    "ROUNDINGS",
-    "TERMS",
-    "checksum",
-    "current_level",
-    "derive",
-    "derive_rules",
-    "dtype_name",
-    "error_sum",
-    "grid_errors",
-    "histogram",
-    "is_ready",
-    "join_team",
-    "largest_error",
-    "layout_of",
-    "levels",
-    "make_runner",
-    "minmax",
-    "observe",
-    "observe_rules",
-    "pack",
-    "plain_rules",
-    "problem_rules",
-    "ready",
-    "refusal",
-    "set_level",
-    "set_num_threads",
-    "unpack",
-]
+__all__ = ["dtype_name", "join_team"]
 
 DTYPES: Mapping[str, int] = MappingProxyType({name: number for number, name in enumerate(FLOATS)})
 ROUNDINGS: Mapping[str, int] = MappingProxyType({"half_even": 0, "half_away": 1, "floor": 2})
@@ -81,22 +53,12 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
-    """The rules of an operation that knows no format; ``bits`` are those of the mantissa that tell histogram bins.
-
-    >>> plain_rules("float64")["dtype"]
-    3
-    """
+    """The rules of an operation without a format; ``bits`` of the mantissa distinguish the bins of a histogram."""
     return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 
 def problem_rules(problem: Problem, codes: int = BYTES) -> dict[str, Any]:
-    """The rules of a problem, with codes as bytes, words or packed bits.
-
-    >>> from detent.granularity import PerTensor
-    >>> problem = Problem("quantize", PerTensor().tiling((4,)), "float32", QuantSpec("int4"), None, "qmin")
-    >>> problem_rules(problem)["fill"], problem_rules(problem)["qmin"]
-    (2, -7.0)
-    """
+    """The rules of a problem, with codes as bytes, words or packed bits."""
     spec, ste, form = problem.spec, problem.ste, problem.spec.format
     mask = _IDENTITY
     if isinstance(ste, Clipped):
@@ -134,12 +96,10 @@ def _format_rules(form: Format, compute: str) -> dict[str, Any]:
 
 
 def derive_rules(dtype: str, spec: QuantSpec) -> dict[str, Any]:
-    """The rules from ranges to parameters of that dtype."""
     return plain_rules(dtype) | _scale_rules(spec)
 
 
 def observe_rules(problem: Problem) -> dict[str, Any]:
-    """The rules of a problem whose parameters come from the range of its own data."""
     return problem_rules(problem) | _scale_rules(problem.spec)
 
 
@@ -159,12 +119,7 @@ def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
 
 
 def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int]:
-    """Columns, their block, every other axis as (size, block, stride in sets), and the number of sets.
-
-    >>> from detent.granularity import PerAxis
-    >>> layout_of(PerAxis(0).tiling((2, 3, 4)))
-    (12, 12, [(2, 1, 1)], 2)
-    """
+    """Columns, their block, every other axis as (size, block, stride in sets), and the number of sets."""
     few = tiling.merged()
     cols, block = (few.shape[-1], few.block[-1]) if few.shape else (1, 1)
     lead = [
@@ -191,7 +146,7 @@ MAX_SIZE = 1 << 57  # elements, so that bytes and bits can be counted in 64 bits
 
 
 def levels() -> dict[str, bool]:
-    """The CPU levels that were compiled, and whether this machine can run them; the last that can is used."""
+    """The compiled instruction sets, and whether this machine can run them; the last that it can run is used."""
     return {} if _native is None else dict(_native.levels())
 
 
@@ -200,53 +155,31 @@ class _Level:
 
 
 def set_level(name: str) -> None:
-    """Run the kernels of another CPU level from the next plan on; for tests, since results do not depend on it.
-
-    >>> set_level(list(levels())[-1]) if all(levels().values()) and levels() else None
-    """
+    """Use another instruction set from the next plan on; for tests, since results do not depend on it."""
     _Level.index = list(levels()).index(name)
 
 
 def current_level() -> str:
-    """The CPU level that new kernels run at; "none" without native kernels.
-
-    >>> current_level() in (*levels(), "none")
-    True
-    """
+    """The instruction set of new kernels; "none" without native kernels."""
     return list(levels())[_Level.index] if levels() else "none"
 
 
 def set_num_threads(count: int) -> None:
-    """Let native kernels use that many threads.
-
-    >>> from detent.kernels import get_num_threads
-    >>> set_num_threads(get_num_threads())
-    """
     if _native is not None:
         _native.set_num_threads(count)
 
 
 def join_team(address: int, size: int = 0) -> None:
-    """Run on the threads of the OpenMP runtime whose ``GOMP_parallel`` is at that address; 0 is our own threads again.
+    """Run on the threads of the OpenMP runtime with ``GOMP_parallel`` at that address; 0 returns to our own threads.
 
-    Args:
-        address: of ``GOMP_parallel``.
-        size: the address of ``omp_get_max_threads``, which says how many threads the caller wants; 0 for all of ours.
-
-    >>> join_team(0)
+    ``size`` is the address of its ``omp_get_max_threads``, which limits the threads; 0 for all of ours.
     """
     if _native is not None:
         _native.join_team(address, size)
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why there is no native kernel for the problem, or None where there is one.
-
-    >>> from detent.granularity import PerTensor
-    >>> spec = QuantSpec("int8", rounding="stochastic(1)")
-    >>> "stochastic" in refusal(Problem("quantize", PerTensor().tiling((4,)), "float32", spec, None, "raise"))
-    True
-    """
+    """Why there is no native kernel for the problem; None if there is one."""
     if WHY_NOT is not None:
         return WHY_NOT
     if OPERATIONS[problem.operation].needs_format:
@@ -282,40 +215,25 @@ def make_runner(problem: Problem, codes: int) -> Any:
 
 @lru_cache(maxsize=MAX_RUNNERS)
 def _runner(level: int, tiling: Tiling, rules: Callable[..., dict[str, Any]], *arguments: Hashable) -> Any:
-    """The extension's kernels of a CPU level for data of that tiling, by the rules that ``rules(*arguments)`` gives."""
+    """The extension's kernels of an instruction set for data of that tiling, by the rules ``rules(*arguments)``."""
     make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
     return make(level, *layout_of(tiling), rules(*arguments))
 
 
 def ready(array: Array) -> Array:
-    """The array as the extension takes it: C-contiguous, aligned, and of a type that every array library knows.
-
-    >>> import ml_dtypes
-    >>> ready(np.zeros((2, 2), ml_dtypes.bfloat16).T).dtype
-    dtype('uint16')
-    """
-    known = array if array.flags.c_contiguous and array.flags.aligned else np.array(array, order="C")
-    if known.dtype.isbuiltin == 1:
-        return known
-    return known.view(f"u{known.dtype.itemsize}")  # one of ml_dtypes
+    """The array as the extension takes it: C-contiguous, aligned, and of a type that every array library knows."""
+    plain = array if is_ready(array) else np.array(array, order="C")
+    return plain if plain.dtype.isbuiltin == 1 else plain.view(f"u{plain.dtype.itemsize}")  # a type of ml_dtypes
 
 
 def is_ready(array: Array) -> bool:
-    """Whether the extension can write into the array.
-
-    >>> is_ready(np.zeros((2, 2))), is_ready(np.zeros((2, 2)).T)
-    (True, False)
-    """
+    """Whether the extension can write into the array."""
     flags = array.flags
     return bool(flags.c_contiguous and flags.aligned)
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
-    """The smallest and largest finite element of each set and the number of other elements.
-
-    >>> minmax(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ())) is None
-    True
-    """
+    """The smallest and largest finite element of each set and the number of other elements."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling):
         return None
@@ -328,11 +246,7 @@ def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype, which NumPy takes a while to make.
-
-    >>> dtype_name(np.dtype("<f4"))
-    'float32'
-    """
+    """The name of a dtype, which NumPy takes a while to make."""
     return dtype.name
 
 
@@ -344,11 +258,7 @@ def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]] | None:
-    """The reference's ``histogram``, and what ``minmax`` returns.
-
-    >>> histogram(np.zeros(2, np.complex64), Tiling((2,), (2,), (1,), ()), 5, np.zeros(512), None, np.zeros(0)) is None
-    True
-    """
+    """The reference's ``histogram``, and the result of ``minmax``."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling) or not (is_ready(counts) and is_ready(rows)):
         return None
@@ -365,11 +275,6 @@ def histogram(
 def grid_errors(
     norm: float, ends: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
 ) -> Array | None:
-    """The reference's ``grid_errors``.
-
-    >>> grid_errors(2.4, (0, 1), np.empty(0), (), np.empty(0), np.empty(0)) is None
-    True
-    """
     if _native is None or norm not in {1, 2}:
         return None
     errors = np.empty(scale.shape)
@@ -380,11 +285,7 @@ def grid_errors(
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range of float64 bounds, both in that dtype; None also where a range gives none.
-
-    >>> derive(QuantSpec("int8"), np.array(1.0), np.array(-1.0), np.dtype("float32")) is None
-    True
-    """
+    """Scale and zero point of each range of float64 bounds, both in that dtype; None also if a range gives none."""
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
@@ -396,13 +297,7 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
     """Fake quantize x into ``out`` by its own range: lo, hi, scale, zero point, and how many elements are not finite.
 
-    None where there is no kernel, and where the range of a set gives no parameters.
-
-    >>> from detent.granularity import PerTensor
-    >>> from detent.spec import mxfp8
-    >>> problem = Problem("fake_quantize", PerTensor().tiling((2,)), "float32", mxfp8, None, "propagate")
-    >>> observe(problem, np.zeros(2, np.float32), np.zeros(2, np.float32)) is None
-    True
+    None also if the range of a set gives no parameters.
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):
         return None
@@ -417,11 +312,6 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor, second_factor: Factor) -> float | None:
-    """The reference's ``error_sum``.
-
-    >>> error_sum("value", np.zeros(2, np.complex64), np.zeros(2), (1.0, 1.0), (1.0, 1.0)) is None
-    True
-    """
     if _native is None or x.dtype.name not in DTYPES or y.dtype.name not in DTYPES:
         return None
     pair = (ready(x), DTYPES[x.dtype.name], ready(y), DTYPES[y.dtype.name])
@@ -429,11 +319,6 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor, second_factor: Fac
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float | None:
-    """The reference's ``largest_error``.
-
-    >>> largest_error("value", np.zeros(2, np.complex64), np.zeros(2)) is None
-    True
-    """
     if _native is None or x.dtype.name not in DTYPES or y.dtype.name not in DTYPES:
         return None
     pair = (ready(x), DTYPES[x.dtype.name], ready(y), DTYPES[y.dtype.name])
@@ -441,22 +326,13 @@ def largest_error(term: Term, x: Array, y: Array) -> float | None:
 
 
 def checksum(x: Array) -> int | None:
-    """The ``checksum`` of a C-contiguous array.
-
-    >>> checksum(np.zeros((2, 2)).T[::-1]) is None
-    True
-    """
     if _native is None or not x.flags.c_contiguous:
         return None
     return int(_native.checksum(_Level.index, ready(x)))
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
-    """One-byte codes at ``bits`` each.
-
-    >>> pack(np.zeros(2, np.uint16), 9) is None
-    True
-    """
+    """One-byte codes at ``bits`` each."""
     if _native is None or codes.dtype.itemsize != 1:
         return None
     packed = np.empty(-(-codes.size * bits // 8), np.uint8)
@@ -465,11 +341,7 @@ def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, count: int, *, signed: bool) -> Array | None:
-    """The codes of up to 8 bits of a byte string.
-
-    >>> unpack(np.zeros(2, np.uint8), 9, 1, signed=False) is None
-    True
-    """
+    """The codes of up to 8 bits of a byte string."""
     if _native is None or bits > 8:  # a byte
         return None
     codes = np.empty(count, np.int8 if signed else np.uint8)

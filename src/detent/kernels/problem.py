@@ -1,4 +1,4 @@
-"""Operations and problems: what kernels compute. Vocabulary and numbers only, decided before any data is seen.
+"""Operations and problems: what kernels compute, decided before any data is seen.
 
 ``OPERATIONS`` is the one table of operations. A new one is a row here, a function in ``reference`` and, to be fast, a
 method of the extension's ``Runner``.
@@ -28,23 +28,13 @@ NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: what it reads and returns, and what computes it.
+    """One operation: what it reads and returns, and what computes it."""
 
-    Attributes:
-        inputs: the arrays it reads beside scale and zero point: "x" and "g" (data and gradient), "codes", "mask".
-        outputs: the arrays it returns.
-        reference: the reference function; its keyword arguments are named like the fields of a problem.
-        native: the method of the extension's ``Runner``, which takes the inputs, scale, zero point and outputs.
-        nan: its policies for NaN, the default first.
-        has_estimator: whether a straight-through estimator decides where the gradient passes.
-        needs_format: whether its result depends on the format of the codes.
-    """
-
-    inputs: tuple[str, ...]
+    inputs: tuple[str, ...]  # beside scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
     outputs: tuple[str, ...]
-    reference: Callable[..., Any]
-    native: str
-    nan: tuple[NaNPolicy, ...] = ("propagate",)
+    reference: Callable[..., Any]  # its keyword arguments are named like the fields of a problem
+    native: str  # the method of the extension's Runner, of inputs, scale, zero point and outputs
+    nan: tuple[NaNPolicy, ...] = ("propagate",)  # the default first
     has_estimator: bool = False
     needs_format: bool = True
 
@@ -59,11 +49,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "quantize": Operation(("x",), ("codes",), reference.quantize, "quantize", nan=("raise", "zero_point", "qmin")),
         "dequantize": Operation(("codes",), ("y",), reference.dequantize, "dequantize"),
         "fake_quantize": Operation(
-            ("x",),
-            ("y",),
-            reference.fake_quantize,
-            "fake_quantize",
-            nan=("propagate", "raise", "zero_point", "qmin"),
+            ("x",), ("y",), reference.fake_quantize, "fake_quantize", nan=("propagate", "raise", "zero_point", "qmin")
         ),
         "fake_quantize_masked": Operation(
             ("x",), ("y", "mask"), reference.fake_quantize_masked, "fake_quantize_masked", has_estimator=True
@@ -88,11 +74,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 
 
 def find_operation(name: str) -> Operation:
-    """The operation of that name.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """The operation of that name."""
     operation = OPERATIONS.get(name)
     if operation is None:
         raise UnsupportedError(f"no kernel for operation {name!r}: expected one of {', '.join(sorted(OPERATIONS))}")
@@ -101,20 +83,11 @@ def find_operation(name: str) -> Operation:
 
 @dataclass(frozen=True)
 class Problem:
-    """One operation on arrays of one shape, dtype and spec.
-
-    Attributes:
-        operation: the name of the public function.
-        tiling: which elements share a scale.
-        dtype: the name of the data's float type ("dequantize": of the result).
-        spec: format, granularity and convention.
-        ste: the straight-through estimator of a gradient; None for operations without one.
-        nan: the policy for NaN.
-    """
+    """One operation on arrays of one shape, dtype and spec."""
 
     operation: str
     tiling: Tiling
-    dtype: str
+    dtype: str  # of the data; "dequantize": of the result
     spec: QuantSpec
     ste: Estimator | None
     nan: NaNPolicy

@@ -39,12 +39,7 @@ CHUNK = 1 << 18  # codes at a time, which bounds the scratch memory
 
 
 def pack_bits(codes: Codes, bits: int) -> Bytes:
-    """The low ``bits`` of each of a 1-D array of one- or two-byte integers.
-
-    >>> import numpy as np
-    >>> pack_bits(np.array([1, -2, 3], np.int8), 4).tobytes().hex()
-    'e103'
-    """
+    """The low ``bits`` of each of a 1-D array of one- or two-byte integers."""
     if codes.dtype.itemsize == 1 and current_kernels() != "reference":
         packed = native.pack(codes, bits)
         if packed is not None:
@@ -62,12 +57,7 @@ def _pack_part(words: NDArray[np.uint16], bits: int) -> Bytes:
 
 
 def unpack_bits(packed: Bytes, bits: int, count: int, *, signed: bool) -> Codes:
-    """The ``count`` codes of a byte string of the right size: int8 or uint8 up to 8 bits, int16 or uint16 above.
-
-    >>> import numpy as np
-    >>> unpack_bits(np.array([0xE1, 0x03], np.uint8), 4, 3, signed=True)
-    array([ 1, -2,  3], dtype=int8)
-    """
+    """The ``count`` codes of a byte string of the right size: int8 or uint8 up to 8 bits, int16 or uint16 above."""
     if bits <= BYTE and current_kernels() != "reference":
         found = native.unpack(packed, bits, count, signed=signed)
         if found is not None:
@@ -89,13 +79,7 @@ Array = NDArray[Any]
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
-    """The smallest and largest finite element of each set in the compute type, and how many elements are not finite.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerTensor
-    >>> minmax(np.array([1.0, -2.0, np.nan]), PerTensor().tiling((3,)))
-    (array(-2.), array(1.), 1)
-    """
+    """The smallest and largest finite element of each set in the compute type, and how many elements are not finite."""
     choice = current_kernels()
     found = None if choice == "reference" else native.minmax(x, tiling)
     if found is not None:
@@ -114,14 +98,6 @@ def histogram(
     A row is a sign and an exponent, ``rows`` gives the place of each of the 512 or -1, a bin is the leading ``bits`` of
     the mantissa. Returns which of the other rows occur, whether all finite elements are in the range of a float32, and
     what ``minmax`` returns.
-
-    >>> from detent.granularity import PerTensor
-    >>> counts, rows = np.zeros((1, 1, 2), np.int64), np.full(512, -1, np.int16)
-    >>> rows[127] = 0
-    >>> histogram(np.array([1.0, 1.5, 1.6]), PerTensor().tiling((3,)), 1, rows, counts)[2]
-    (array(1.), array(1.6), 0)
-    >>> counts.tolist()
-    [[[1, 2]]]
     """
     choice = current_kernels()
     found = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
@@ -138,10 +114,6 @@ def grid_errors(
     """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
 
     Native for the norms 1 and 2; others differ in the last places between libraries of mathematics.
-
-    >>> bins = tuple(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0]))
-    >>> grid_errors(2, (0, 1), np.empty(0), bins, np.array([[1.0]]), np.array([[0.0]]))
-    array([[1.]])
     """
     found = None
     if current_kernels() != "reference":
@@ -153,10 +125,6 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
     """The sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements, in float64.
 
     Squares and products are of values times their factor: of x or the error, and of y.
-
-    >>> import numpy as np
-    >>> error_sum("squared_error", np.array([1.0, 2.0]), np.array([1.0, 4.0]))
-    4.0
     """
     choice = current_kernels()
     found = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)
@@ -168,12 +136,7 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing.
-
-    >>> import numpy as np
-    >>> largest_error("absolute_error", np.array([1.0, 2.0]), np.array([1.0, 4.0]))
-    2.0
-    """
+    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing."""
     choice = current_kernels()
     found = None if choice == "reference" else native.largest_error(term, x, y)
     if found is not None:
@@ -184,12 +147,7 @@ def largest_error(term: Term, x: Array, y: Array) -> float:
 
 
 def tree_sum(terms: NDArray[np.float64]) -> float:
-    """The sum of all elements in the contract's order.
-
-    >>> import numpy as np
-    >>> tree_sum(np.ones(3))
-    3.0
-    """
+    """The sum of all elements in the contract's order."""
     return error_sum("value", terms, terms)
 
 
@@ -198,36 +156,17 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
 
     None where only the steps one by one can do it: on the reference kernels, for scales of a special format, and where
     a range gives no parameters.
-
-    >>> from detent.granularity import PerTensor
-    >>> problem = Problem("fake_quantize", PerTensor().tiling((2,)), "float32", QuantSpec("int8"), None, "propagate")
-    >>> x, y = np.array([0.6, 127.0], np.float32), np.empty(2, np.float32)
-    >>> observe(problem, x, y) is None or y.tolist() == [1.0, 127.0]
-    True
     """
     return None if current_kernels() == "reference" else native.observe(problem, x, out)
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range of float64 bounds by a native kernel; None where only the scale rule can.
-
-    >>> found = derive(QuantSpec("uint8"), np.array(-1.0), np.array(4.0), np.dtype("float32"))
-    >>> found is None or float(found[1]) == 51.0
-    True
-    """
+    """Scale and zero point of each range of float64 bounds by a native kernel; None where only the scale rule can."""
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 
 def checksum(x: Array) -> int:
-    """A number that tells whether any bit of x has changed since it was last computed, in this process.
-
-    >>> import numpy as np
-    >>> x = np.zeros(3)
-    >>> before = checksum(x)
-    >>> x[1] = -0.0
-    >>> checksum(x) == before
-    False
-    """
+    """A number that tells whether any bit of x has changed since it was last computed, in this process."""
     found = None if current_kernels() == "reference" else native.checksum(x)
     if found is not None:
         return found

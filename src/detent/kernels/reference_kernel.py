@@ -18,15 +18,7 @@ Array = NDArray[Any]
 
 
 class ReferenceKernel:
-    """The slow and obvious implementation of a problem.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerTensor
-    >>> from detent.spec import QuantSpec
-    >>> problem = Problem("fake_quantize", PerTensor().tiling((2,)), "float64", QuantSpec("int8"), None, "propagate")
-    >>> ReferenceKernel(problem).run([np.array([0.4, 1.6])], np.array(1.0), np.array(0.0), None, 0, None)
-    array([0., 2.])
-    """
+    """The slow and obvious implementation of a problem."""
 
     backend = "reference"
 

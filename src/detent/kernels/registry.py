@@ -1,7 +1,7 @@
 """The registry: which kernel runs a problem, and why.
 
-Native kernels run where they exist, reference kernels elsewhere; ``capabilities`` says which and why. Both give the
-same bits, so that the choice is a matter of speed alone.
+Native kernels run where they exist, reference kernels elsewhere. Both give the same bits, so the choice only affects
+speed.
 """
 
 import platform
@@ -24,21 +24,15 @@ from detent.ste import Clipped, HardTanh, Identity, Tanh
 
 __all__ = ["Capabilities", "capabilities", "find_kernel"]
 
+# What is not an operation of a plan: reductions and packing run on data of any convention.
+PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
+NATIVE_NAME, REFERENCE_NAME = "native", "reference"
+
 
 def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
-    """The kernel that runs the problem.
-
-    Raises:
-        UnsupportedError: there is no such operation, or no native kernel where one is asked for.
-
-    >>> from detent.granularity import PerTensor
-    >>> from detent.spec import QuantSpec
-    >>> problem = Problem("quantize", PerTensor().tiling((4,)), "float32", QuantSpec("int8"), None, "raise")
-    >>> find_kernel(problem, "reference").backend
-    'reference'
-    """
+    """The kernel that runs the problem."""
     find_operation(problem.operation)
-    why_not = "the reference kernels were asked for" if choice == "reference" else native.refusal(problem)
+    why_not = _why_not(problem, choice)
     if why_not is None:
         return NativeKernel(problem)
     if choice == "native":
@@ -46,9 +40,8 @@ def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
     return ReferenceKernel(problem)
 
 
-# What is not an operation of a plan: reductions and packing run on data of any convention.
-PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
-NATIVE_NAME, REFERENCE_NAME = "native", "reference"
+def _why_not(problem: Problem, choice: str) -> str | None:
+    return "the reference kernels were asked for" if choice == REFERENCE_NAME else native.refusal(problem)
 
 
 @dataclass(frozen=True)
@@ -56,12 +49,10 @@ class Capabilities:
     """What this installation can do.
 
     Attributes:
-        machine: the processor family.
-        level: the CPU level of the native kernels, "none" without them.
-        threads: how many threads kernels may use.
+        level: the instruction set of the native kernels, "none" without them.
         kernels: the backend that runs each operation on float32 data as int8 with the onnx convention.
         table: for (operation, dtype, convention) "native", or why the reference runs it.
-        limits: what has no native kernel whatever the operation's data, and why.
+        limits: what never has a native kernel, and why.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...
@@ -76,31 +67,25 @@ class Capabilities:
 
     def __str__(self) -> str:
         lines = [f"machine  {self.machine}", f"level    {self.level}", f"threads  {self.threads}", ""]
-        widths = (34, *(11 for _ in FLOATS))
-        lines.append(_columns(("operation", *FLOATS), widths))
+        lines.append(_columns("operation", *FLOATS))
         reasons: dict[str, None] = {}
         for operation in sorted(OPERATIONS):
             cells = []
             for dtype in FLOATS:
-                found = {name: self.table[operation, dtype, name] for name in PRESETS}
-                fast = [name for name, why in found.items() if why == NATIVE_NAME]
-                reasons.update(dict.fromkeys(why for why in found.values() if why != NATIVE_NAME))
-                cells.append(
-                    NATIVE_NAME
-                    if len(fast) == len(found)
-                    else f"{len(fast)} of {len(found)}"
-                    if fast
-                    else REFERENCE_NAME
-                )
-            lines.append(_columns((operation, *cells), widths))
-        lines += [_columns((name, *(self.kernels[name] for _ in FLOATS)), widths) for name in PARTS]
+                answers = [self.table[operation, dtype, name] for name in PRESETS]
+                native_count = answers.count(NATIVE_NAME)
+                reasons.update(dict.fromkeys(why for why in answers if why != NATIVE_NAME))
+                some = f"{native_count} of {len(answers)}"
+                cells.append({0: REFERENCE_NAME, len(answers): NATIVE_NAME}.get(native_count, some))
+            lines.append(_columns(operation, *cells))
+        lines += [_columns(name, *(self.kernels[name] for _ in FLOATS)) for name in PARTS]
         lines += ["", f"by the rules of: {', '.join(PRESETS)}"]
         lines += [f"on the reference kernels: {why}" for why in (*reasons, *self.limits.values())]
         return "\n".join(lines)
 
 
-def _columns(cells: tuple[str, ...], widths: tuple[int, ...]) -> str:
-    return "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+def _columns(name: str, *cells: str) -> str:
+    return "".join((name.ljust(34), *(cell.ljust(11) for cell in cells))).rstrip()
 
 
 def capabilities() -> Capabilities:
@@ -109,16 +94,18 @@ def capabilities() -> Capabilities:
     >>> capabilities().kernels["quantize"] in ("native", "reference")
     True
     """
+    choice = current_kernels()
     table = {
-        (operation, dtype, name): _why_not(_sample(operation, dtype, QuantSpec("int8", convention=name))) or NATIVE_NAME
+        (operation, dtype, name): _why_not(_sample(operation, dtype, QuantSpec("int8", convention=name)), choice)
+        or NATIVE_NAME
         for operation, dtype, name in product(sorted(OPERATIONS), FLOATS, PRESETS)
     }
     kernels = {
         name: NATIVE_NAME if table[name, "float32", "onnx"] == NATIVE_NAME else REFERENCE_NAME
         for name in sorted(OPERATIONS)
     }
-    asked = current_kernels() == REFERENCE_NAME
-    kernels |= dict.fromkeys(PARTS, REFERENCE_NAME if asked or native.WHY_NOT is not None else NATIVE_NAME)
+    is_native = choice != REFERENCE_NAME and native.WHY_NOT is None
+    kernels |= dict.fromkeys(PARTS, NATIVE_NAME if is_native else REFERENCE_NAME)
     samples = {
         **{
             name: _sample("quantize", "float32", QuantSpec(form, symmetric=None if form.signed else False))
@@ -131,9 +118,9 @@ def capabilities() -> Capabilities:
             for ste in (Identity(), Clipped(), HardTanh(), Tanh())
         },
     }
-    limits = {name: why for name, problem in samples.items() if (why := _why_not(problem)) is not None}
-    if kernels["quantize"] == REFERENCE_NAME:
-        limits = {}  # the table says it all
+    limits = {}
+    if kernels["quantize"] == NATIVE_NAME:  # else the table says it all
+        limits = {name: why for name, problem in samples.items() if (why := _why_not(problem, choice)) is not None}
     return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits)
 
 
@@ -144,9 +131,3 @@ def _sample(operation: str, dtype: str, spec: QuantSpec) -> Problem:
     return Problem(
         operation, _ONE, dtype, spec, Clipped() if OPERATIONS[operation].has_estimator else None, "propagate"
     )
-
-
-def _why_not(problem: Problem) -> str | None:
-    if current_kernels() == REFERENCE_NAME:
-        return "the reference kernels were asked for"
-    return native.refusal(problem)

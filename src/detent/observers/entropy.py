@@ -78,16 +78,7 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
 
 
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
-    """The part of the bins on either side of zero whose divergence is least.
-
-    Args:
-        counts: the mass in even bins.
-        codes: into how many parts a window is merged.
-        zero: how many bins are below zero; half of them by default.
-
-    >>> least_divergence(np.ones(64), 16)
-    1.0
-    """
+    """The part of the bins on either side of zero whose divergence is least."""
     bins = counts.size
     left = bins // 2 if zero is None else zero
     right = bins - left

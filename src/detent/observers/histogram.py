@@ -36,11 +36,7 @@ BEYOND = 2.0**128
 
 
 class Bins(NamedTuple):
-    """The histogram as numbers: ends of the bins in ascending order, mass of each set and bin, bounds of each set.
-
-    >>> Bins(*(np.zeros(1) for _ in range(5))).mass
-    array([0.])
-    """
+    """The histogram as numbers: ends of the bins in ascending order, mass of each set and bin, bounds of each set."""
 
     lower: Float64
     upper: Float64
@@ -65,12 +61,7 @@ class HistogramObserver(Observer):
         super().__init__(granularity)
 
     def reset(self) -> Self:
-        """Forget everything.
-
-        >>> from detent.observers import Percentile
-        >>> Percentile().observe([1.0]).reset().count
-        0
-        """
+        """Forget everything."""
         self.weighted = False
         self._rows = np.empty(0, np.int64)
         self._counts: Counts = np.zeros((0, 0, 2**self.precision), np.int64)
@@ -132,12 +123,7 @@ class HistogramObserver(Observer):
         return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
 
     def merge(self, other: Self) -> Self:
-        """Take in what another observer of the same kind has seen; commutative and associative.
-
-        >>> from detent.observers import Percentile
-        >>> Percentile().observe([1.0]).merge(Percentile().observe([2.0])).count
-        2
-        """
+        """Take in what another observer of the same kind has seen; commutative and associative."""
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
             counts = other._counts
@@ -176,12 +162,7 @@ class HistogramObserver(Observer):
         return Bins(lower[occur][order], upper[occur][order], held, lo, hi)
 
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
-        """How much memory the state of data of that shape can take at most: 128 KiB per set with precision 5.
-
-        >>> from detent.observers import Percentile
-        >>> Percentile().max_nbytes((32, 128)) / 1024
-        127.578125
-        """
+        """How much memory the state of data of that shape can take at most: 128 KiB per set with precision 5."""
         sets = self.granularity.tiling(shape).sets
         return super().max_nbytes(shape) + USED_ROWS * sets * (8 << self.precision) + ROWS // 8
 
@@ -237,19 +218,7 @@ class SearchObserver(HistogramObserver):
     """An observer that searches its histogram for the range that is best for a spec."""
 
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
-        """The range of each set that is best for the spec.
-
-        Args:
-            spec: how values will be quantized; the granularity is the observer's own.
-
-        Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
-
-        >>> import numpy as np
-        >>> from detent.observers import MSE
-        >>> MSE().observe(np.array([-1.0, 1.0])).range("int2").hi
-        array(1.)
-        """
+        """The range of each set that is best for the spec."""
         return self._range_for(replace(get_spec(spec), granularity=self.granularity))
 
     def _range_for(self, spec: QuantSpec) -> Range:

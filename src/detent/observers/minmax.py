@@ -34,12 +34,7 @@ class MinMax(Observer):
         return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
 
     def merge(self, other: Self) -> Self:
-        """Take in what another MinMax has seen; commutative and associative.
-
-        >>> import numpy as np
-        >>> MinMax().merge(MinMax().observe(np.array([1.0]))).count
-        1
-        """
+        """Take in what another MinMax has seen; commutative and associative."""
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
             self._lo, self._hi = self._blended(other._lo, other._hi)
@@ -67,20 +62,12 @@ class EMAMinMax(Observer):
         super().__init__(granularity)
 
     def reset(self) -> Self:
-        """Forget everything.
-
-        >>> EMAMinMax().observe([1.0]).reset().batches
-        0
-        """
+        """Forget everything."""
         self.batches = 0
         return super().reset()
 
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Take in one batch; a batch without elements counts for nothing.
-
-        >>> EMAMinMax().observe([1.0]).observe([2.0]).batches
-        2
-        """
+        """Take in one batch; a batch without elements counts for nothing."""
         if np.size(x) or weight is not None:
             super().observe(x, weight)
             self.batches += 1
@@ -126,12 +113,7 @@ class EMAMinMax(Observer):
 
 
 def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
-    """The kept part of the old range plus the new part; sets that one side has not seen take the other's range.
-
-    >>> old, new = (np.zeros(1, np.float32), np.ones(1, np.float32)), (np.zeros(1), np.full(1, 3.0))
-    >>> mix_ranges(old, new, 0.5)[1]
-    array([2.], dtype=float32)
-    """
+    """The kept part of the old range plus the new part; sets that one side has not seen take the other's range."""
     kept, added = np.float32(decay), np.float32(1.0 - decay)
     if (old[0] <= old[1]).all() and (new[0] <= new[1]).all():
         lo, hi = (kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True))

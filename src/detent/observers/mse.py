@@ -39,12 +39,7 @@ FINEST = 2.0**15
 
 @dataclass(frozen=True)
 class Grid:
-    """The levels that a spec has at scale 1, and how far values are from them.
-
-    >>> from detent.spec import QuantSpec
-    >>> Grid(QuantSpec("int4"), 2.0, np.dtype("float32")).ends
-    (-7.0, 7.0)
-    """
+    """The levels that a spec has at scale 1, and how far values are from them."""
 
     spec: QuantSpec
     norm: float
@@ -56,14 +51,7 @@ class Grid:
         return float(self.spec.qmin), float(self.spec.qmax)
 
     def errors(self, bins: Bins, scale: Float64, zero: Float64) -> Float64:
-        """The error of each set with each of its candidates.
-
-        >>> from detent.spec import QuantSpec
-        >>> bins = Bins(*(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0])))
-        >>> grid = Grid(QuantSpec("int4"), 2.0, np.dtype("float32"))
-        >>> grid.errors(bins, np.array([[1.0]]), np.array([[0.0]]))
-        array([[1.]])
-        """
+        """The error of each set with each of its candidates."""
         levels = np.empty(0)
         if not self.spec.format.is_integer:
             low, high = self.ends
@@ -71,41 +59,19 @@ class Grid:
         return grid_errors(self.norm, self.ends, levels, tuple(bins), scale, zero)
 
     def of_ranges(self, bins: Bins, lo: Float64, hi: Float64) -> tuple[Float64, Float64, Float64]:
-        """The error of each range with the parameters that it gives, and those.
-
-        >>> from detent.spec import QuantSpec
-        >>> bins = Bins(*(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0])))
-        >>> grid = Grid(QuantSpec("uint1", symmetric=False), 2.0, np.dtype("float32"))
-        >>> grid.of_ranges(bins, np.array([[0.0]]), np.array([[1.0]]))
-        (array([[1.]]), array([[1.]]), array([[0.]]))
-        """
+        """The error of each range with the parameters that it gives, and those."""
         found = derive(self.spec, lo, hi, self.dtype)
         scale, zero = found.scale.astype(np.float64), found.zero_point.astype(np.float64)
         return self.errors(bins, scale, zero), scale, zero
 
     def least_clipping(self, bins: Bins, reach: Float64) -> Float64:
-        """What clipping at ``-reach`` and ``reach`` costs, however fine the levels between are.
-
-        >>> from detent.spec import QuantSpec
-        >>> bins = Bins(*(np.array(part) for part in ([0.0], [1.0], [[24.0]], [0.0], [1.0])))
-        >>> Grid(QuantSpec("int4"), 2.0, np.dtype("float32")).least_clipping(bins, np.array([[0.5]])).round(6)
-        array([[1.]])
-        """
+        """What clipping at ``-reach`` and ``reach`` costs, however fine the levels between are."""
         zero = np.zeros_like(reach)
         return grid_errors(self.norm, (-FINEST, FINEST), np.empty(0), tuple(bins), reach / FINEST, zero)
 
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
-    """The range of each set with the least error.
-
-    Raises:
-        UnsupportedError: the scales of the spec depend on one another (NVFP4).
-
-    >>> from detent.spec import QuantSpec
-    >>> bins = Bins(*(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0])))
-    >>> [float(end[0].round(2)) for end in least_error(QuantSpec("uint1"), bins, 2.0, "float32")]
-    [0.0, 0.67]
-    """
+    """The range of each set with the least error."""
     if spec.scale_format == "e4m3":
         raise UnsupportedError(f"the scales of {spec} share a scale of their own and cannot be searched: use MinMax")
     grid = Grid(spec, norm, np.dtype(dtype))

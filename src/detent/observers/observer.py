@@ -38,11 +38,7 @@ Array = NDArray[Any]
 
 
 class Range(NamedTuple):
-    """The bounds of each set, in the granularity's scale shape.
-
-    >>> Range(np.float32(-1.0), np.float32(1.0)).hi
-    np.float32(1.0)
-    """
+    """The bounds of each set, in the granularity's scale shape."""
 
     lo: Bounds
     hi: Bounds
@@ -65,12 +61,7 @@ class Observer(ABC):
         self.reset()
 
     def reset(self) -> Self:
-        """Forget everything.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().observe([1.0]).reset().count
-        0
-        """
+        """Forget everything."""
         self.count = 0
         self.nonfinite = 0
         self._double = False
@@ -134,20 +125,10 @@ class Observer(ABC):
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Take in what another observer of the same kind has seen.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().observe([1.0]).merge(MinMax().observe([2.0])).count
-        2
-        """
+        """Take in what another observer of the same kind has seen."""
 
     def is_like(self, other: object) -> bool:
-        """Whether the other is of the same kind and has the same settings, as observers that merge do.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().is_like(MinMax()), MinMax().is_like(MinMax("axis0"))
-        (True, False)
-        """
+        """Whether the other is of the same kind and has the same settings, as observers that merge do."""
         return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
 
     def _check_same_kind(self, other: Self) -> None:
@@ -209,21 +190,11 @@ class Observer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """How much memory the state takes.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().observe([1.0]).nbytes
-        16
-        """
+        """How much memory the state takes."""
         return sum(array.nbytes for array in self._arrays().values())
 
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
-        """How much memory the state of data of that shape can take at most.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax("axis0").max_nbytes((64, 3, 3, 3))
-        1024
-        """
+        """How much memory the state of data of that shape can take at most."""
         return 2 * self.granularity.tiling(shape).sets * np.dtype(self.state_type).itemsize
 
     def _settings(self) -> dict[str, object]:
@@ -234,12 +205,7 @@ class Observer(ABC):
         return {"count": self.count, "nonfinite": self.nonfinite, "double": int(self._double)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything observed: counters as integers, ranges as arrays (absent where nothing was observed).
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().observe([1.0]).state_dict()["hi"]
-        array(1.)
-        """
+        """Everything observed: counters as integers, ranges as arrays (absent where nothing was observed)."""
         return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
 
     def _arrays(self) -> dict[str, Array]:
@@ -252,10 +218,6 @@ class Observer(ABC):
 
         Raises:
             StateError: other keys, another version, or values that no observer could hold.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax().load_state_dict(MinMax().observe([1.0]).state_dict()).count
-        1
         """
         wanted = {"version", *self._counters()}
         if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | set(self.array_names)):
@@ -319,10 +281,6 @@ class Observer(ABC):
 
         Raises:
             FileFormatError: not such bytes.
-
-        >>> from detent.observers import MinMax
-        >>> MinMax.from_bytes(MinMax().observe([1.0, 3.0]).to_bytes()).range().hi
-        array(3.)
         """
         arrays, metadata = storage.loads(data)
         with reading(f"not the bytes of a {cls.__name__}"):

@@ -160,14 +160,7 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
 def reporter(
     progress: Callable[[int, int], object] | Progress | None, verb: str, unit: str, done: int = 0
 ) -> Callable[[int, int | None], object]:
-    """The function of what is done and of the total that a caller's ``progress`` stands for.
-
-    Args:
-        progress: a function; True or None for a bar on a terminal; False for nothing.
-        verb: what goes on, such as "calibrating".
-        unit: what is counted, such as "batches".
-        done: how much was done before.
-    """
+    """The function of what is done and of the total that a caller's ``progress`` stands for."""
     if callable(progress):
         return progress  # type: ignore[return-value]  # callers that know the total always give it
     shown = (progress is None or progress) and sys.stderr.isatty()

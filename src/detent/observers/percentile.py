@@ -29,11 +29,7 @@ class Percentile(HistogramObserver):
     """
 
     def __init__(
-        self,
-        lower: float = 0.1,
-        upper: float = 99.9,
-        granularity: Granularity | str = PerTensor(),
-        precision: int = 5,
+        self, lower: float = 0.1, upper: float = 99.9, granularity: Granularity | str = PerTensor(), precision: int = 5
     ) -> None:
         self.lower, self.upper = as_number("lower", lower), as_number("upper", upper)
         if not 0 <= self.lower < self.upper <= WHOLE:
@@ -45,9 +41,6 @@ class Percentile(HistogramObserver):
 
         Raises:
             NotCalibratedError: nothing observed, or a set without finite values.
-
-        >>> Percentile(0, 100).observe([1.0, -2.0]).range()
-        Range(lo=array(-2.), hi=array(1.))
         """
         bins, shape = self.bins(), Observer.range(self).lo.shape
         find = _weighted_percentiles if self.weighted else _percentiles

@@ -12,7 +12,6 @@ from detent.checks import compute_dtype
 from detent.convention import PRESETS, Convention, ZeroRange
 from detent.errors import DetentError, OutError, RangeError, UnsupportedError
 from detent.kernels import Problem, minmax, observe
-from detent.kernels.reference.sets import spread
 
 from .layouts import LAYOUTS
 from .pairwise import pairwise
@@ -48,7 +47,7 @@ SOME = (*PRESETS, *list(CONVENTIONS)[len(PRESETS) :: 5])  # every zero range is 
 
 
 def normal(rng, tiling, info):
-    return rng.normal(size=tiling.shape) * spread(np, rng.choice([1e-3, 1.0, 50.0], size=tiling.scale_shape), tiling)
+    return rng.normal(size=tiling.shape) * tiling.spread(rng.choice([1e-3, 1.0, 50.0], size=tiling.scale_shape))
 
 
 def not_finite(rng, tiling, info):
@@ -62,11 +61,11 @@ DATA = {
     "normal": normal,
     "not finite here and there": not_finite,
     "some sets zero": lambda rng, tiling, info: (
-        normal(rng, tiling, info) * spread(np, rng.integers(0, 2, size=tiling.scale_shape), tiling)
+        normal(rng, tiling, info) * tiling.spread(rng.integers(0, 2, size=tiling.scale_shape))
     ),
     "zeros of both signs": lambda rng, tiling, info: rng.choice([0.0, -0.0], size=tiling.shape),
     "constant sets": lambda rng, tiling, info: np.broadcast_to(
-        spread(np, rng.normal(size=tiling.scale_shape), tiling), tiling.shape
+        tiling.spread(rng.normal(size=tiling.scale_shape)), tiling.shape
     ),
     "tiny": lambda rng, tiling, info: rng.integers(-40, 41, size=tiling.shape) * float(info.smallest_subnormal),
     "small": lambda rng, tiling, info: rng.normal(size=tiling.shape) * float(info.smallest_normal),

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.granularity import Tiling
-from detent.kernels.reference.sets import spread
 
-__all__ = ["LANES", "NONFINITE", "ROWS", "bin_edges", "find_keys", "grid_errors", "histogram", "whole_cells"]
+__all__ = ["bin_edges", "grid_errors", "histogram"]
 
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
@@ -26,11 +25,7 @@ _BIAS, _SMALLEST = 127, -126
 
 
 def find_keys(x: Array, bits: int) -> tuple[NDArray[np.int64], bool]:
-    """The bin of each element, and whether all finite ones are in the range of a float32.
-
-    >>> find_keys(np.array([1.0, -2.0, 0.0]), 5)[0].tolist()
-    [4064, 12288, 0]
-    """
+    """The bin of each element, and whether all finite ones are in the range of a float32."""
     wide = np.asarray(x, np.float64) + 0.0  # no negative zero
     size = np.abs(wide)
     mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, mantissa in [0.5, 1)
@@ -53,16 +48,9 @@ def histogram(
 
     ``rows`` gives the row of each sign and exponent, or -1. Returns which of the others occur, and whether all finite
     elements are in the range of a float32.
-
-    >>> from detent.granularity import PerTensor
-    >>> counts, rows = np.zeros((1, 1, 2), np.int64), np.full(512, -1, np.int16)
-    >>> rows[127] = 0
-    >>> missed, _ = histogram(np.array([1.0, 1.5, 1.6, 2.0]), PerTensor().tiling((4,)), 1, rows, None, counts)
-    >>> counts.tolist(), np.flatnonzero(missed)
-    ([[[1, 2]]], array([128]))
     """
     keys, good = find_keys(x, bits)
-    sets = np.broadcast_to(spread(np, np.arange(counts.shape[1]).reshape(tiling.scale_shape), tiling), tiling.shape)
+    sets = np.broadcast_to(tiling.spread(np.arange(counts.shape[1])), tiling.shape)
     row = rows[keys >> bits]
     known = row >= 0
     place = (row[known], sets[known], keys[known] & ((1 << bits) - 1))
@@ -74,11 +62,7 @@ def histogram(
 
 
 def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
-    """The lower and upper ends of the bins of each row, in the order of their keys.
-
-    >>> bin_edges(np.array([127]), 1)
-    (array([[1. , 1.5]]), array([[1.5, 2. ]]))
-    """
+    """The lower and upper ends of the bins of each row, in the order of their keys."""
     exponent = (rows % 256)[:, None]
     steps = np.arange(2**bits + 1) / 2**bits
     unit = np.ldexp(1.0, np.maximum(exponent - _BIAS, _SMALLEST))
@@ -88,26 +72,16 @@ def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 
+@np.errstate(all="ignore")  # subnormal widths and scales
 def grid_errors(
     norm: float, ends: tuple[float, float], levels: Float64, bins: tuple[Float64, ...], scale: Float64, zero: Float64
 ) -> Float64:
     """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
 
-    ``bins`` are lower and upper ends, mass of each set and bin, and the bounds of each set, at which bins are cut;
+    ``bins`` are lower and upper edges, mass of each set and bin, and the bounds of each set, at which bins are cut;
     scale and zero have one row of candidates per set. Without levels, those are whole numbers from ``ends[0] - zero``
     to ``ends[1] - zero``.
-
-    >>> bins = tuple(np.array(part) for part in ([0.0], [1.0], [[12.0]], [0.0], [1.0]))
-    >>> grid_errors(2, (0, 1), np.empty(0), bins, np.array([[1.0]]), np.array([[0.0]]))
-    array([[1.]])
     """
-    with np.errstate(all="ignore"):  # subnormal widths and scales
-        return _grid_errors(norm, ends, levels, bins, scale, zero)
-
-
-def _grid_errors(
-    norm: float, ends: tuple[float, float], levels: Float64, bins: tuple[Float64, ...], scale: Float64, zero: Float64
-) -> Float64:
     lower, upper, mass, lo, hi = bins
     errors = np.empty(scale.shape)
     whole = whole_cells(levels, norm)
@@ -146,11 +120,7 @@ def _nearest(ends: tuple[float, float], levels: Float64, zero: float) -> Any:
 
 
 def whole_cells(levels: Float64, norm: float) -> Float64:
-    """The integral of the error from the first level up to each, where levels are uneven.
-
-    >>> whole_cells(np.array([0.0, 1.0]), 2).round(4)
-    array([0.    , 0.0833])
-    """
+    """The integral of the error from the first level up to each, where levels are uneven."""
     halves = np.diff(levels) / 2
     return np.concatenate(([0.0], np.cumsum(2 * _beyond(halves, norm)))) if levels.size else levels
 

@@ -16,6 +16,7 @@ bits.
 """
 
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,7 @@ from detent.formats import FORMATS, Format
 from detent.rounding import Rounding
 from detent.spec import QuantSpec
 
-__all__ = [
-    "boundaries",
-    "code_values",
-    "encode",
-    "in_range",
-    "level_values",
-    "random_words",
-    "ratio",
-    "round_with",
-    "unclamped",
-]
+__all__ = []
 
 _WORD = 0xFFFFFFFF
 _HALF = 0xFFFF
@@ -44,12 +35,7 @@ _ROUNDS = 10
 
 
 def random_words(xp: Any, index: Any, seed: int, step: int) -> Any:
-    """The first output word for each int64 ``index``, with key = seed and counter = (index low, index high, step, 0).
-
-    >>> import numpy as np
-    >>> hex(int(random_words(np, np.asarray([0]), seed=0, step=0)[0]))
-    '0x6627e8d5'
-    """
+    """The first output word for each int64 ``index``; key = seed, counter = (index low, index high, step, 0)."""
     zero = xp.zeros_like(index)
     counter = (index & _WORD, index >> 32, zero + step, zero)
     key = (seed & _WORD, seed >> 32)
@@ -69,24 +55,14 @@ def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
 
 
 def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:
-    """``t``: x in units of the scale. Only integer formats know the reciprocal.
-
-    >>> ratio(QuantSpec("int8"), np.array([1.0]), np.array([0.25]))
-    array([4.])
-    """
+    """``t``: x in units of the scale. Only integer formats know the reciprocal."""
     if spec.format.is_integer and spec.convention.division == "reciprocal":
         return x * (1.0 / s)
     return x / s
 
 
 def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
-    """Round to integers, kept as floats; infinities and NaN stay what they are.
-
-    >>> import numpy as np
-    >>> from detent import rounding
-    >>> round_with(np, rounding.half_away, np.array([0.5, -2.5, 0.49999999999999994]), 0)
-    array([ 1., -3.,  0.])
-    """
+    """Round to integers, kept as floats; infinities and NaN stay what they are."""
     if rounding.kind == "half_even":
         return xp.round(t)
     if rounding.kind == "floor":
@@ -106,20 +82,13 @@ def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
 
 def _thresholds(xp: Any, t: Any, seed: int, step: int) -> Any:
     """The 24-bit random fraction in [0, 1) of each element, by its position in C order."""
-    size = 1
-    for length in t.shape:
-        size *= length
-    index = xp.arange(size, dtype=xp.int64, device=t.device)
+    index = xp.arange(prod(t.shape), dtype=xp.int64, device=t.device)
     words = random_words(xp, index, seed, step) >> 8
     return xp.astype(words, t.dtype) * 2.0**-24
 
 
 def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
-    """``u``: the integer code before clamping, as a float.
-
-    >>> unclamped(np, QuantSpec("uint8"), np.array([0.5, 300.0]), np.array(1.0), np.array(1.0), step=0)
-    array([  1., 301.])
-    """
+    """``u``: the integer code before clamping, as a float."""
     t = ratio(spec, x, s)
     if spec.convention.zero_point == "before_round":
         return round_with(xp, spec.rounding, t + z, step)
@@ -127,11 +96,7 @@ def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> An
 
 
 def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
-    """Where an unclamped code (integers) or ratio (other formats) lies inside the range; NaN does not.
-
-    >>> in_range(QuantSpec("uint8"), np.array([-1.0, 0.0, np.nan]))
-    array([False,  True, False])
-    """
+    """Where an unclamped code (integers) or ratio (other formats) lies inside the range; NaN does not."""
     if exclusive:
         return (value > spec.qmin) & (value < spec.qmax)
     return (value >= spec.qmin) & (value <= spec.qmax)
@@ -142,10 +107,6 @@ def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
 
     A codebook's midpoint goes down; a float's midpoint goes to the even code, so that above an odd code the bound is
     the number just below the midpoint. Midpoints that are no number of the dtype are replaced by the next one below.
-
-    >>> from detent.formats import float4_e2m1fn
-    >>> boundaries(float4_e2m1fn, "float32")[0]
-    0.25
     """
     known = _BOUNDARIES.get((form.name, dtype))
     return _find_boundaries(form, dtype) if known is None else known
@@ -171,13 +132,7 @@ _LEVELS = {form.name: form.levels for form in _TABULATED}
 
 
 def encode(xp: Any, form: Format, t: Any) -> Any:
-    """The int64 code of each ratio, its sign bit included; the ends saturate, NaN gives an unspecified code.
-
-    >>> import numpy as np
-    >>> from detent.formats import float4_e2m1fn
-    >>> encode(np, float4_e2m1fn, np.array([0.25, 0.75, -100.0], np.float32))
-    array([ 0,  2, 15])
-    """
+    """The int64 code of each ratio, its sign bit included; the ends saturate, NaN gives an unspecified code."""
     is_float = form.kind == "float"
     bounds = boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
     flat = xp.reshape(xp.abs(t) if is_float else t, (-1,))
@@ -189,23 +144,14 @@ def encode(xp: Any, form: Format, t: Any) -> Any:
 
 
 def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
-    """The value at scale 1 of each code of a float or codebook format.
-
-    >>> from detent.formats import float4_e2m1fn
-    >>> level_values(np, float4_e2m1fn, np.array([7, 15]), np.float32)
-    array([ 6., -6.], dtype=float32)
-    """
+    """The value at scale 1 of each code of a float or codebook format."""
     levels = xp.asarray(_LEVELS.get(form.name) or form.levels, dtype=dtype, device=code.device)
     flat = xp.reshape(xp.astype(code, xp.int64), (-1,))
     return xp.reshape(xp.take(levels, flat, axis=0), code.shape)
 
 
 def code_values(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
-    """The value at scale 1, zero point taken off, that each element is quantized to; NaN stays NaN.
-
-    >>> code_values(np, QuantSpec("uint8"), np.array([-9.0, np.nan]), np.array(1.0), np.array(3.0), step=0)
-    array([-3., nan])
-    """
+    """The value at scale 1, zero point taken off, that each element is quantized to; NaN stays NaN."""
     if spec.format.is_integer:
         u = unclamped(xp, spec, x, s, z, step)
         return xp.minimum(xp.maximum(u, xp.full_like(u, spec.qmin)), xp.full_like(u, spec.qmax)) - z

@@ -1,12 +1,10 @@
 """Operators: quantize, dequantize, fake quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
 ``scale`` and ``zero_point`` have the tiling's scale shape; codes of small floats are their bit patterns in uint8.
-``fill`` says which code NaN gets; None means that the caller has excluded NaN (quantize) or that NaN stays (fake
-quantize).
+``fill`` is the code that NaN gets; None if there is no NaN (quantize) or NaN stays NaN (fake quantize).
 
-Gradients are those of straight-through estimators and of learned parameters. Masks select and never multiply, because a
-gradient may be infinite. NaN in x gets gradient 0 from every estimator but Identity. Nothing here computes a scale:
-backward uses the forward's.
+Masks select gradients and never multiply, because a gradient may be infinite. NaN in x gets gradient 0 from every
+estimator except Identity.
 """
 
 from math import sqrt
@@ -17,15 +15,8 @@ from array_api_compat import array_namespace
 from detent.checks import compute_type
 from detent.errors import UnsupportedError
 from detent.granularity import Tiling
-from detent.kernels.reference.elements import (
-    code_values,
-    encode,
-    in_range,
-    level_values,
-    ratio,
-    unclamped,
-)
-from detent.kernels.reference.sets import counts, spread, sum_sets
+from detent.kernels.reference.elements import code_values, encode, in_range, level_values, ratio, unclamped
+from detent.kernels.reference.sets import counts, sum_sets
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Estimator, HardTanh, Identity, Tanh
 
@@ -40,46 +31,23 @@ __all__ = [
     "masked_backward",
     "quantize",
     "quantize_backward",
-    "spread_params",
 ]
 
 NaNFill = Literal["zero_point", "qmin"]
 
 
-def spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling) -> tuple[Any, Any]:
-    """Scale and zero point as compute-type arrays that broadcast against x.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerAxis
-    >>> x, tiling = np.zeros((2, 3), np.float16), PerAxis(0).tiling((2, 3))
-    >>> spread_params(np, x, np.array([1.0, 2.0]), np.array([0, 0]), tiling)[0]
-    array([[1.],
-           [2.]], dtype=float32)
-    """
+def _spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling) -> tuple[Any, Any]:
+    """Scale and zero point as compute-type arrays that broadcast against x."""
     dtype = compute_type(x.dtype, xp)
-    s = spread(xp, xp.astype(scale, dtype), tiling)
-    return s, spread(xp, xp.astype(zero_point, dtype), tiling)
+    return tiling.spread(xp.astype(scale, dtype), xp), tiling.spread(xp.astype(zero_point, dtype), xp)
 
 
 def quantize(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    *,
-    spec: QuantSpec,
-    tiling: Tiling,
-    fill: NaNFill | None = None,
-    step: int = 0,
+    x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, fill: NaNFill | None = None, step: int = 0
 ) -> Any:
-    """The code of every element, in the format's storage type (uint8 bit patterns for small floats).
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> quantize(np.array([0.5, 1.5, 9e9]), np.array(1.0), np.array(0), spec=spec, tiling=spec.granularity.tiling((3,)))
-    array([  0,   2, 127], dtype=int8)
-    """
+    """The code of every element, in the format's storage type (uint8 bit patterns for small floats)."""
     xp = array_namespace(x)
-    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    s, z = _spread_params(xp, x, scale, zero_point, tiling)
     x = xp.astype(x, s.dtype)
     if not spec.format.is_integer:
         end = spec.qmin if fill == "qmin" else 0.0
@@ -94,19 +62,12 @@ def quantize(
 
 
 def dequantize(codes: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, dtype: Any) -> Any:
-    """The value of every code in ``dtype``: ``fl((q - z) * s)``, then one more rounding where dtype is narrower.
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> tiling = spec.granularity.tiling((2,))
-    >>> dequantize(np.array([3, -4], np.int8), np.array(0.5), np.array(0), spec=spec, tiling=tiling, dtype=np.float32)
-    array([ 1.5, -2. ], dtype=float32)
-    """
+    """The value of every code in ``dtype``: ``fl((q - z) * s)``, then one more rounding where dtype is narrower."""
     xp = array_namespace(codes)
     compute = compute_type(dtype, xp)
-    s = spread(xp, xp.astype(scale, compute), tiling)
+    s = tiling.spread(xp.astype(scale, compute), xp)
     if spec.format.is_integer:
-        z = spread(xp, xp.astype(zero_point, compute), tiling)
+        z = tiling.spread(xp.astype(zero_point, compute), xp)
         return _finish(xp, spec, (xp.astype(codes, compute) - z) * s, dtype)
     return _finish(xp, spec, level_values(xp, spec.format, codes, compute) * s, dtype)
 
@@ -122,16 +83,9 @@ def fake_quantize(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """``dequantize(quantize(x))`` in x's dtype, bit for bit; NaN stays NaN unless ``fill`` says otherwise.
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> tiling = spec.granularity.tiling((2,))
-    >>> fake_quantize(np.array([0.3, -0.3]), np.array(0.5), np.array(0), spec=spec, tiling=tiling)
-    array([ 0.5, -0.5])
-    """
+    """``dequantize(quantize(x))`` in x's dtype, bit for bit; NaN stays NaN unless ``fill`` says otherwise."""
     xp = array_namespace(x) if xp is None else xp
-    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    s, z = _spread_params(xp, x, scale, zero_point, tiling)
     value = code_values(xp, spec, xp.astype(x, s.dtype), s, z, step)
     if fill is not None:
         end = xp.full_like(value, spec.qmin) - z if fill == "qmin" else xp.zeros_like(value)
@@ -157,92 +111,52 @@ def fake_quantize_backward(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """The gradient of x, in x's dtype.
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> x, one = np.array([1.0, 127.4, 127.5, np.nan]), np.ones(4)
-    >>> tiling = spec.granularity.tiling((4,))
-    >>> fake_quantize_backward(one, x, one[0], one[0] * 0, spec=spec, tiling=tiling, ste=Clipped())
-    array([1., 1., 0., 0.])
-    """
+    """The gradient of x, in x's dtype."""
     xp = array_namespace(g, x) if xp is None else xp
     if isinstance(ste, Identity):
         return xp.asarray(g, copy=True)
-    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    s, z = _spread_params(xp, x, scale, zero_point, tiling)
     wide = xp.astype(x, s.dtype)
     if isinstance(ste, Clipped):
         return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
-    factor = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
-    return xp.astype(_weigh(xp, g, factor), x.dtype)
+    slope = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
+    # A slope of 0 selects 0 even if g is infinite.
+    return xp.astype(xp.where(slope == 0, xp.zeros_like(slope), xp.astype(g, slope.dtype) * slope), x.dtype)
 
 
 def fake_quantize_masked(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> tuple[Any, Any]:
-    """Fake quantized x, and where its gradient will pass, as booleans; for estimators that select.
-
-    >>> import numpy as np
-    >>> spec, x = QuantSpec("int8"), np.array([1.0, 127.5, np.nan])
-    >>> tiling = spec.granularity.tiling((3,))
-    >>> fake_quantize_masked(x, np.array(1.0), np.array(0.0), spec=spec, tiling=tiling, ste=Clipped())
-    (array([  1., 127.,  nan]), array([ True, False, False]))
-    """
+    """Fake quantized x, and where its gradient will pass, as booleans; for estimators that select."""
     xp = array_namespace(x)
     y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
     if not isinstance(ste, Clipped):
         return y, xp.ones(x.shape, dtype=xp.bool, device=x.device)
-    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    s, z = _spread_params(xp, x, scale, zero_point, tiling)
     return y, _clip_mask(xp, spec, ste, xp.astype(x, s.dtype), s, z, step)
 
 
 def masked_backward(g: Any, mask: Any) -> Any:
-    """The gradient of x by a mask that was made in the forward pass.
-
-    >>> import numpy as np
-    >>> masked_backward(np.array([1.0, np.inf]), np.array([True, False]))
-    array([1., 0.])
-    """
+    """The gradient of x by a mask that was made in the forward pass."""
     xp = array_namespace(g)
     return xp.where(mask, g, xp.zeros_like(g))
 
 
 def quantize_backward(
-    g: Any,
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    *,
-    spec: QuantSpec,
-    tiling: Tiling,
-    ste: Estimator,
-    step: int = 0,
+    g: Any, x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> Any:
-    """The gradient of x where g belongs to the codes: the estimator's gradient over the scale.
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> x, g, s = np.array([1.0, 300.0]), np.ones(2), np.array(0.5)
-    >>> quantize_backward(g, x, s, s * 0, spec=spec, tiling=spec.granularity.tiling((2,)), ste=Clipped())
-    array([2., 0.])
-    """
+    """The gradient of x where g belongs to the codes: the estimator's gradient over the scale."""
     xp = array_namespace(g, x)
     compute = compute_type(x.dtype, xp)
-    wide_g = xp.astype(g, compute)
-    wide_x = xp.astype(x, compute)
-    through = fake_quantize_backward(wide_g, wide_x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
-    return xp.astype(through / spread(xp, xp.astype(scale, compute), tiling), x.dtype)
+    wide = xp.astype(g, compute), xp.astype(x, compute)
+    through = fake_quantize_backward(*wide, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step)
+    return xp.astype(through / tiling.spread(xp.astype(scale, compute), xp), x.dtype)
 
 
 def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
-    """The gradient of the codes, ``g * s``, in g's dtype.
-
-    >>> import numpy as np
-    >>> dequantize_backward(np.ones(2), np.array(0.5), tiling=QuantSpec("int8").granularity.tiling((2,)))
-    array([0.5, 0.5])
-    """
+    """The gradient of the codes, ``g * s``, in g's dtype."""
     xp = array_namespace(g)
-    s = spread(xp, xp.astype(scale, compute_type(g.dtype, xp)), tiling)
+    s = tiling.spread(xp.astype(scale, compute_type(g.dtype, xp)), xp)
     return xp.astype(xp.astype(g, s.dtype) * s, g.dtype)
 
 
@@ -259,19 +173,10 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
     step: int = 0,
     xp: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale.
-
-    >>> import numpy as np
-    >>> spec = QuantSpec("int8")
-    >>> x, g, s, z = np.array([1.25, 200.0]), np.ones(2), np.array(1.0), np.array(0)
-    >>> tiling = spec.granularity.tiling((2,))
-    >>> gx, gs, gz = fake_quantize_learned_backward(g, x, s, z, spec=spec, tiling=tiling, ste=Clipped(), grad_scale=1.0)
-    >>> gx, float(gs), float(gz)
-    (array([1., 0.]), 126.75, -1.0)
-    """
+    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale."""
     xp = array_namespace(g, x) if xp is None else xp
     gx = fake_quantize_backward(g, x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step, xp=xp)
-    s, z = spread_params(xp, x, scale, zero_point, tiling)
+    s, z = _spread_params(xp, x, scale, zero_point, tiling)
     wide = xp.astype(x, s.dtype)
     inside = _clip_mask(xp, spec, Clipped(), wide, s, z, step)
     value = xp.astype(code_values(xp, spec, wide, s, z, step), xp.float64)
@@ -311,10 +216,10 @@ def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, s
 def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero_point: Any, tiling: Tiling) -> Any:
     """The factor of a smooth estimator, 0 where x is NaN or the range is beyond the compute type."""
     if isinstance(ste, Tanh) and ste.unit == "step":
-        v = wide / spread(xp, xp.astype(scale, wide.dtype), tiling)
+        v = wide / tiling.spread(xp.astype(scale, wide.dtype), xp)
     else:
-        s64 = spread(xp, xp.astype(scale, xp.float64), tiling)
-        z64 = spread(xp, xp.astype(zero_point, xp.float64), tiling)
+        s64 = tiling.spread(xp.astype(scale, xp.float64), xp)
+        z64 = tiling.spread(xp.astype(zero_point, xp.float64), xp)
         center = xp.astype(((spec.qmin + spec.qmax) / 2 - z64) * s64, wide.dtype)
         half = xp.astype((spec.qmax - spec.qmin) / 2 * s64, wide.dtype)
         v = (wide - center) / half
@@ -326,8 +231,3 @@ def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero
     else:
         raise UnsupportedError(f"the kernels have no estimator {ste!r}: callables are applied by the plan")
     return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)
-
-
-def _weigh(xp: Any, g: Any, factor: Any) -> Any:
-    """``g * factor`` in the compute type; a factor of 0 selects 0 even where g is infinite."""
-    return xp.where(factor == 0, xp.zeros_like(factor), xp.astype(g, factor.dtype) * factor)

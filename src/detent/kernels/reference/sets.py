@@ -1,4 +1,4 @@
-"""Sets: spreading one value per set over the elements, and reducing the elements of each set to one value.
+"""Sets: the elements of each set reduced to one value.
 
 Sums have one order on every backend: terms in float64, the elements of a set in C order, padded with +0.0 to a
 multiple of 1024; inside each block of 1024 the halves are added until one value is left; the block sums are padded to a
@@ -14,50 +14,13 @@ from array_api_compat import array_namespace
 from detent.checks import compute_type
 from detent.granularity import Tiling
 
-__all__ = [
-    "ONE",
-    "Factor",
-    "Term",
-    "counts",
-    "error_sum",
-    "largest_error",
-    "minmax",
-    "power_of_two",
-    "reduce_sets",
-    "spread",
-    "sum_sets",
-    "tree_sum",
-]
+__all__ = ["ONE", "Factor", "Term", "error_sum", "largest_error", "minmax", "power_of_two", "tree_sum"]
 
 BLOCK = 1024
 
 
-def spread(xp: Any, values: Any, tiling: Tiling) -> Any:
-    """``values`` (of ``tiling.scale_shape``) broadcastable against the array: each element's own value.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerGroup
-    >>> spread(np, np.array([1, 2]), PerGroup(2).tiling((3,)))
-    array([1, 1, 2])
-    """
-    values = xp.reshape(values, tiling.grid)
-    for axis, (size, block, grid) in enumerate(zip(tiling.shape, tiling.block, tiling.grid, strict=True)):
-        if block > 1 and grid != 1:
-            index = xp.arange(size, dtype=xp.int64, device=values.device) // block
-            values = xp.take(values, index, axis=axis)
-    return values
-
-
 def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], Any]) -> Any:
-    """Reduce each set with ``reduce``, which maps (sets..., elements in C order) to (sets...).
-
-    The result has ``tiling.scale_shape``.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerGroup
-    >>> reduce_sets(np, np.arange(5), PerGroup(2).tiling((5,)), lambda part: part.max(axis=-1))
-    array([1, 3, 4])
-    """
+    """One value per set, in the scale's shape; ``reduce`` maps (sets..., elements in C order) to (sets...)."""
     if 0 in tiling.shape:
         nothing = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
         return xp.reshape(reduce(nothing), tiling.scale_shape)
@@ -86,12 +49,7 @@ def _reduce_equal(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable
 
 
 def counts(tiling: Tiling) -> list[int]:
-    """How many elements each set has, in C order of the sets.
-
-    >>> from detent.granularity import PerGroup
-    >>> counts(PerGroup(4).tiling((2, 10)))
-    [4, 4, 2, 4, 4, 2]
-    """
+    """How many elements each set has, in C order of the sets."""
     sizes = [1]
     for size, block, grid in zip(tiling.shape, tiling.block, tiling.grid, strict=True):
         along = [min(block, size - index * block) for index in range(grid)]
@@ -100,12 +58,7 @@ def counts(tiling: Tiling) -> list[int]:
 
 
 def tree_sum(terms: Any, xp: Any = None) -> Any:
-    """Sum the last axis of a float64 array in the contract's order.
-
-    >>> import numpy as np
-    >>> float(tree_sum(np.ones(3000)))
-    3000.0
-    """
+    """Sum the last axis of a float64 array in the contract's order."""
     xp = array_namespace(terms) if xp is None else xp
     lead = tuple(terms.shape[:-1])
     blocks = -(-terms.shape[-1] // BLOCK)
@@ -117,39 +70,26 @@ def tree_sum(terms: Any, xp: Any = None) -> Any:
 
 
 def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
-    """The sum of each set's float64 terms in the contract's order.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerGroup
-    >>> sum_sets(np, np.ones(5), PerGroup(2).tiling((5,)))
-    array([2., 2., 1.])
-    """
+    """The sum of each set's float64 terms in the contract's order."""
     return reduce_sets(xp, terms, tiling, lambda part: tree_sum(part, xp))
 
 
 def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
-    """The smallest and largest finite element of each set, with zeros as +0.0; (inf, -inf) for sets without any.
-
-    >>> import numpy as np
-    >>> from detent.granularity import PerAxis
-    >>> minmax(np.array([[1.0, -2.0], [np.nan, 3.0]]), PerAxis(0).tiling((2, 2)))
-    (array([-2.,  3.]), array([1., 3.]))
-    """
+    """The smallest and largest finite element of each set, with zeros as +0.0; (inf, -inf) for sets without any."""
     xp = array_namespace(x) if xp is None else xp
-    infinity = float("inf")
     x = xp.astype(x, compute_type(x.dtype, xp))
-    ends = []
-    for reduce, empty in ((xp.min, infinity), (xp.max, -infinity)):
-        filled = xp.where(xp.isfinite(x), x, xp.asarray(empty, dtype=x.dtype, device=x.device))
 
-        def one(part: Any, reduce: Any = reduce, empty: float = empty) -> Any:
+    def bound(reduce: Any, empty: float) -> Any:
+        def reduce_part(part: Any) -> Any:
             if part.shape[-1] == 0:
                 return xp.full(part.shape[:-1], empty, dtype=part.dtype, device=part.device)
             return reduce(part, axis=-1)
 
-        end = reduce_sets(xp, filled, tiling, one)
-        ends.append(xp.where(end == 0, xp.zeros_like(end), end))
-    return ends[0], ends[1]
+        filled = xp.where(xp.isfinite(x), x, xp.asarray(empty, dtype=x.dtype, device=x.device))
+        values = reduce_sets(xp, filled, tiling, reduce_part)
+        return xp.where(values == 0, xp.zeros_like(values), values)
+
+    return bound(xp.min, float("inf")), bound(xp.max, float("-inf"))
 
 
 def _pad(xp: Any, terms: Any, size: int) -> Any:
@@ -174,24 +114,13 @@ SAFE_EXPONENT = 1000
 
 
 def power_of_two(exponent: int) -> Factor:
-    """``2**exponent``; multiplying by one part after the other rounds at most once.
-
-    >>> power_of_two(-3), power_of_two(1002)[1]
-    ((0.125, 1.0), 4.0)
-    """
+    """``2**exponent``; multiplying by one part after the other rounds at most once."""
     first = min(exponent, SAFE_EXPONENT)
     return ldexp(1.0, first), ldexp(1.0, exponent - first)
 
 
 def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: Factor = ONE) -> Any:
-    """The sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements.
-
-    Squares and products are of values times their factor, a power of two: of x or the error, and of y.
-
-    >>> import numpy as np
-    >>> float(error_sum("squared_error", np.array([1.0, 2.0]), np.array([1.0, 4.0]), (0.5, 1.0)))
-    1.0
-    """
+    """The sum of a term over all elements: x or the error times ``factor``, in products y times ``second_factor``."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     if term == "value":
@@ -207,12 +136,7 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing.
-
-    >>> import numpy as np
-    >>> float(largest_error("absolute_error", np.array([1.0, 2.0]), np.array([1.0, 4.0])))
-    2.0
-    """
+    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
