@@ -293,9 +293,9 @@ def test_matched_rules_are_silent():
         (dt.Rule("Blocks.0.FC1"), "did you mean 'blocks.0.fc1' or 'blocks.1.fc1'"),
         (dt.Rule(r"re:blocks\.3\.fc1"), "did you mean 'blocks.1.fc1' or 'blocks.0.fc1'"),
         (dt.Rule("zzz"), "no name matches 'zzz': there is 'blocks.0.fc1', 'blocks.1.fc1', 'classifier.head', ..."),
-        (dt.Rule(types="linear"), r"'\*' matches 4 layers, of which none has a type in .*did you mean 'Linear'"),
-        (dt.Rule("stem.*", types="Linear"), r"'stem.\*' matches 1 layer, of which none has a type in \('Linear',\)"),
-        (dt.Rule("zzz", types="Linaer"), "no name matches 'zzz'.* and no layer has a type in .*did you mean 'Linear'"),
+        (dt.Rule(types="linear"), r"'\*' matches 4 layers, but none of type linear.*did you mean 'Linear'"),
+        (dt.Rule("stem.*", types="Linear"), r"'stem.\*' matches 1 layer, but none of type Linear"),
+        (dt.Rule("zzz", types="Linaer"), "no name matches 'zzz'.* and no layer has the type .*did you mean 'Linear'"),
     ],
     ids=repr,
 )

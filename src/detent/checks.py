@@ -102,17 +102,15 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 
 
 def refuse_nan(
-    name: str, x: NDArray[Any], repair: str = "mend the data or choose nan='zero_point' or nan='qmin'"
+    name: str, x: NDArray[Any], repair: str = "clean the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if there is any NaN, with its count, its first index and what can be done."""
+    """Raise if there is any NaN, with its count, its first index and ``repair``."""
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
     if count:
         first = first_index(missing)
-        raise NaNError(
-            f"{name} holds {count} NaN of {x.size} elements, the first at index {first}: {repair}", count, first
-        )
+        raise NaNError(f"{name} contains {count} NaN in {x.size} elements, first at {first}: {repair}", count, first)
 
 
 FLOATS: Mapping[str, np.dtype[Any]] = MappingProxyType(

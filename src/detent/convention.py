@@ -1,12 +1,12 @@
-"""Conventions: which of the field's rival rules applies, as plain data.
+"""Conventions: the rules of one quantization system, as plain data.
 
-Systems that claim the same formula ``q = round(x / s) + z`` differ in eight places: whether they divide or multiply by
-the reciprocal, how they round, whether the zero point is added before or after rounding, how a symmetric scale comes
-from a range, whether the lowest code is used, whether the range must hold zero, what a zero range gives, and where
-gradients pass. A Convention is one row of that table; the presets are the rows of the systems themselves.
+Systems with the formula ``q = round(x / s) + z`` differ in eight places: whether they divide or multiply by the
+reciprocal, how they round, whether the zero point is added before or after rounding, how a symmetric scale comes from a
+range, whether the lowest code is used, whether the range must hold zero, what a zero range gives, and where gradients
+pass. A Convention is one row of that table.
 
-Presets follow a system's documented formula. Where its code contradicts it, the difference stands beside the preset.
-A scale may differ from the system's own by one unit in the last place, because ours is computed in float64.
+Presets follow a system's documented formula; a comment says where its code contradicts it. A scale may differ from the
+system's own by one unit in the last place, because ours is computed in float64.
 """
 
 import sys
@@ -42,7 +42,7 @@ _PRESETS: dict[str, "Convention"] = {}
 
 @dataclass(frozen=True)
 class ZeroRange:
-    """What happens where a range has no width.
+    """What a range without width gives.
 
     ============ ==========================================================================
     unit         scale 1, zero point the code nearest 0 (a symmetric spec keeps its own)
@@ -65,10 +65,9 @@ class ZeroRange:
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
             raise SpecError(f"the value of a zero range is a number, got {self.value!r}")
         needs_value = self.kind in {"eps", "width"}
-        largest = sys.float_info.max
-        if not (0.0 < self.value <= largest if needs_value else self.value == 0):
-            wanted = "a positive finite value" if needs_value else "no value"
-            raise SpecError(f"zero range {self.kind!r} takes {wanted}, got {self.value!r}")
+        if not (0.0 < self.value <= sys.float_info.max if needs_value else self.value == 0):
+            expected = "a positive finite value" if needs_value else "no value"
+            raise SpecError(f"zero range {self.kind!r} takes {expected}, got {self.value!r}")
         object.__setattr__(self, "value", float(self.value))
 
 
@@ -77,22 +76,17 @@ class Convention:
     """One system's answers to the eight questions.
 
     Attributes:
-        name: what it is called; two conventions of different names are different.
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
         rounding: how codes are rounded; half_away rounds zero points so, too.
         zero_point: added "after_round" or "before_round".
         symmetric_scale: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.
         include_zero: whether an affine range is widened to hold zero.
-        zero_range: what a range without width gives.
-        mask: where the gradient passes when no estimator is named.
+        mask: where the gradient passes if no estimator is named.
 
     >>> import detent as dt
     >>> dt.Convention.torch.division, dt.Convention.onnx.division
     ('reciprocal', 'divide')
-    >>> import dataclasses
-    >>> dataclasses.replace(dt.Convention.onnx, name="mine", division="reciprocal").division
-    'reciprocal'
     """
 
     name: str

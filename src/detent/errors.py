@@ -78,18 +78,14 @@ class OutError(DetentError, ValueError):
 
 
 class NaNError(DetentError, ValueError):
-    """NaN in data that must not hold any.
-
-    Attributes:
-        count: how many elements are NaN.
-        first_index: the index of the first one in C order.
+    """NaN in data that must not hold any: ``count`` elements, of which ``first_index`` is the first in C order.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize(np.array([1.0, np.nan], np.float32), dt.QuantParams.int8_symmetric())
     Traceback (most recent call last):
     ...
-    detent.errors.NaNError: x holds 1 NaN of 2 elements, the first at index (1,): mend the data or choose \
-nan='zero_point' or nan='qmin'
+    detent.errors.NaNError: x contains 1 NaN in 2 elements, first at (1,): clean the data, or pass nan='zero_point' \
+or nan='qmin'
     """
 
     def __init__(self, message: str, count: int, first_index: tuple[int, ...]) -> None:
@@ -118,11 +114,7 @@ class UnsupportedError(DetentError, NotImplementedError):
 
 
 class VerificationError(DetentError, AssertionError):
-    """A file that does not compute what its source computes.
-
-    Attributes:
-        report: the ``VerifyReport`` that says where.
-    """
+    """A file that does not compute what its source computes; ``report`` is the ``VerifyReport``."""
 
     def __init__(self, message: str, report: object) -> None:
         super().__init__(message)
@@ -133,7 +125,7 @@ class VerificationError(DetentError, AssertionError):
 
 
 def closest(given: str, known: Iterable[str]) -> str:
-    """The words ``: did you mean 'x'?`` for the nearest known name, or a colon where nothing is near."""
+    """``: did you mean 'x'?`` for the closest known name, or a colon if none is close."""
     matches = get_close_matches(given, list(known), n=1, cutoff=0.5)
     return f": did you mean {matches[0]!r}?" if matches else ":"
 

@@ -1,11 +1,7 @@
-"""Formats: the element type of a code. One table, one row per format.
+"""Formats: the element type of a code, with the values it stands for at scale 1. One table, one row per format.
 
-A format says how many bits a code has, which values it stands for at scale 1, and what others call it. Integer
-formats count from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Nothing here knows
-about scales, shapes or rounding.
-
-Names follow ml_dtypes (``float8_e4m3fn``); ``onnx`` holds the TensorProto name where ONNX has the type.
-Deliberately absent: the ``fnuz`` variants and 6-bit floats, which no CPU runtime consumes today.
+Integer formats count from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Names follow
+ml_dtypes (``float8_e4m3fn``). Absent: the ``fnuz`` variants and 6-bit floats, which no CPU runtime consumes today.
 """
 
 from dataclasses import dataclass, field
@@ -29,21 +25,16 @@ class Format:
     """The element type of a code.
 
     Attributes:
-        name: the name in ml_dtypes spelling.
         kind: "integer" (counts), "float" (sign, exponent, mantissa) or "codebook" (an index into levels).
-        bits: the width of one code.
-        signed: whether negative values exist.
-        qmin, qmax: the ends of the representable values at scale 1.
+        qmin, qmax: the lowest and highest value at scale 1.
         storage: the NumPy or ml_dtypes dtype of an unpacked code.
-        onnx: the TensorProto name, or None where ONNX has no such type.
+        onnx: the TensorProto name, or None if ONNX has no such type.
         magnitudes: for floats, the value of each code without its sign bit; for codebooks, of each code.
-        mantissa: for floats, how many of the bits are the fraction's.
+        mantissa: for floats, the bits of the fraction.
 
     >>> import detent as dt
     >>> dt.int4, dt.int4.qmin, dt.int4.qmax, dt.int4.storage, dt.int4.onnx
     (dt.int4, -8, 7, 'int8', 'INT4')
-    >>> dt.float8_e4m3fn.qmax
-    448.0
     """
 
     name: str
@@ -84,11 +75,8 @@ class Format:
 
     @cached_property
     def largest_gap(self) -> float:
-        """The widest distance between neighbouring values at scale 1; half of it bounds the rounding error."""
-        if self.is_integer:
-            return 1.0
-        levels = self.finite_levels
-        return max(high - low for low, high in pairwise(levels))
+        """The widest distance between adjacent values at scale 1; half of it bounds the rounding error."""
+        return 1.0 if self.is_integer else max(high - low for low, high in pairwise(self.finite_levels))
 
 
 def _integer(bits: int, *, signed: bool) -> Format:
@@ -125,24 +113,13 @@ float8_e5m2 = _small_float("float8_e5m2", exponent=5, mantissa=2, specials=(inf,
 float4_e2m1fn = _small_float("float4_e2m1fn", exponent=2, mantissa=1, specials=(), onnx="FLOAT4E2M1")
 
 # The 16 quantiles of QLoRA (Dettmers et al. 2023, appendix E), each the nearest float32.
+# fmt: off
 _NF4_LEVELS = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )
+# fmt: on
 nf4 = Format("nf4", "codebook", 4, True, -1.0, 1.0, "uint8", None, _NF4_LEVELS)
 
 _OTHERS = (float8_e4m3fn, float8_e5m2, float4_e2m1fn, nf4)

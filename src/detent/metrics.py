@@ -1,8 +1,8 @@
 """Metrics: how far quantized data are from the original, and how well the codes are used.
 
-Sums have the contract's one order in float64 (docs/numerics.md, section 5), so that a figure is the same on every
-machine. Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` take
-data batch by batch: their sums go over batches in order.
+Sums have the contract's one order in float64 (docs/numerics.md, section 5), so a metric is the same on every machine.
+Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` take data batch
+by batch: their sums go over batches in order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     """The signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - y)^2)`` in decibels.
 
-    inf without noise, -inf without signal or with infinite noise, NaN where either holds NaN or both are infinite.
+    inf without noise, -inf without signal or with infinite noise, NaN if either holds NaN or both are infinite.
 
     >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
     20.0
@@ -90,7 +90,6 @@ class SignalNoise:
         self.noise = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add a batch: the data, and what quantization made of it."""
         if not x.size:
             return
         self.signal += mse(x, np.zeros_like(x)) * x.size
@@ -98,7 +97,6 @@ class SignalNoise:
 
     @property
     def sqnr_db(self) -> float:
-        """The signal-to-quantization-noise ratio in decibels."""
         return _decibels(self.signal, self.noise)
 
 
@@ -126,22 +124,21 @@ class OutputComparison:
 
     @property
     def sqnr_db(self) -> dict[str, float]:
-        """The SQNR of each output that was compared."""
         return {name: powers.sqnr_db for name, powers in self._powers.items()}
 
     @property
     def agreement(self) -> float | None:
-        """The share of samples with the same top-1 class; None where the first output holds no scores of classes."""
+        """The share of samples with the same top-1 class; None if the first output holds no class scores."""
         return self._agreeing / self._samples if self._samples else None
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:
-    """The output with the lowest SQNR, where NaN is the lowest; "" of none."""
+    """The output with the lowest SQNR, where NaN is the lowest; "" if there is none."""
     return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:
-    """The cosine of the angle between x and y; 1 where both are zero, 0 where one is.
+    """The cosine of the angle between x and y; 1 if both are zero, 0 if one is.
 
     >>> round(cosine([1.0, 1.0], [2.0, 2.0]), 6)
     1.0
@@ -193,7 +190,7 @@ def entropy_bits(q: QuantizedTensor) -> float:
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """How often each code that occurs does, in the order of the codes' bits; NaN and infinite codes are left out."""
+    """How often each code occurs, in the order of the codes' bits; NaN and infinite codes are left out."""
     if not isinstance(q, QuantizedTensor):
         raise DtypeError(f"expected a QuantizedTensor, got {type(q).__name__}: make one with dt.quantize")
     if q.spec.format.kind != "float":
@@ -211,5 +208,5 @@ def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
 
 
 def _to_one(largest: float) -> tuple[float, float]:
-    """The power of two that brings the largest magnitude near 1, so that squares keep every bit of a ratio."""
+    """The power of two that brings the largest magnitude near 1, so squares keep every bit of a ratio."""
     return power_of_two(-frexp(largest)[1] if 0.0 < largest < inf else 0)

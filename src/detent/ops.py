@@ -1,8 +1,7 @@
 """The operators: quantize, dequantize, fake quantize and their gradients, on NumPy arrays.
 
 Each finds a plan for its arguments, checks and runs it. Data are float16, bfloat16, float32 or float64 arrays of any
-shape and strides; ``params`` come from ``QuantParams``, or from the data's own range (dynamic quantization); ``out``
-avoids the allocation of the result. Formulas and guarantees: docs/numerics.md.
+shape and strides; ``out`` avoids the allocation of the result. Formulas and guarantees: docs/numerics.md.
 """
 
 from typing import Any, cast
@@ -45,8 +44,8 @@ def quantize(
     Args:
         x: float data.
         params: scales and zero points that fit x's shape.
-        out: where the codes go: an array of x's shape and the format's storage type, or else a 1-D uint8 buffer of
-            the packed size. The returned tensor shares its memory and changes with it.
+        out: where the codes go: an array of x's shape and the format's storage type, or a 1-D uint8 buffer of the
+            packed size. The returned tensor shares its memory and changes with it.
         nan: "raise", or the code NaN gets: "zero_point" or "qmin". Infinities saturate.
         step: the counter of stochastic rounding.
 
@@ -77,9 +76,7 @@ def dequantize(
 
     Args:
         q: a QuantizedTensor, or codes together with ``params``.
-        params: needed for codes, refused for a QuantizedTensor.
         dtype: the result's type; by default the type of the data the tensor was made from, float32 for codes.
-        out: where the values go.
 
     >>> import detent as dt
     >>> dt.dequantize([3, -4], dt.QuantParams.int8_symmetric())
@@ -98,7 +95,7 @@ def dequantize(
 def fake_quantize(
     x: ArrayLike, params: QuantParams, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
-    """``dequantize(quantize(x))`` in one go, in x's dtype and bit for bit the same.
+    """``dequantize(quantize(x))`` in one call, in x's dtype and bit for bit the same.
 
     Args:
         x: float data.
@@ -128,20 +125,12 @@ def fake_quantize_backward(
 ) -> Array:
     """The gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
-    Args:
-        g: the gradient of the result, of x's shape and dtype.
-        x: float data.
-        params: the very parameters of the forward pass.
-        ste: the estimator; None is the mask of the params' convention.
-        out: where the result goes.
-        step: the forward's counter of stochastic rounding.
+    ``params`` and ``step`` are those of the forward pass, ``ste`` is the straight-through estimator; None is the mask
+    of the params' convention.
 
     >>> import detent as dt, numpy as np
-    >>> x, g = np.array([1.0, 127.4, 127.6]), np.ones(3)
-    >>> dt.fake_quantize_backward(g, x, dt.QuantParams.int8_symmetric())
+    >>> dt.fake_quantize_backward(np.ones(3), np.array([1.0, 127.4, 127.6]), dt.QuantParams.int8_symmetric())
     array([1., 1., 0.])
-    >>> dt.fake_quantize_backward(g, x, dt.QuantParams.int8_symmetric(), ste=dt.ste.Clipped(on="value"))
-    array([1., 0., 0.])
     """
     return _backward("fake_quantize_backward", g, x, params, ste, out, step)
 
@@ -149,9 +138,7 @@ def fake_quantize_backward(
 def fake_quantize_masked(
     x: ArrayLike, params: QuantParams, *, ste: EstimatorLike = None, out: Array | None = None, step: int = 0
 ) -> tuple[Array, Array]:
-    """``fake_quantize(x, params)``, and one bit per element that says where its gradient passes.
-
-    What backward needs is then 32 times smaller than x in float32.
+    """``fake_quantize(x, params)``, and the mask of where its gradient passes, 32 times smaller than x in float32.
 
     Args:
         x: float data.
@@ -164,11 +151,8 @@ def fake_quantize_masked(
         The values, and the mask as bytes: element 0 in the lowest bit of byte 0.
 
     >>> import detent as dt, numpy as np
-    >>> y, mask = dt.fake_quantize_masked(np.array([1.2, 900.0, -3.0]), dt.QuantParams.int8_symmetric())
-    >>> y, mask
+    >>> dt.fake_quantize_masked(np.array([1.2, 900.0, -3.0]), dt.QuantParams.int8_symmetric())
     (array([  1., 127.,  -3.]), array([5], dtype=uint8))
-    >>> dt.fake_quantize_masked_backward(np.ones(3), mask, dt.QuantParams.int8_symmetric())
-    array([1., 0., 1.])
     """
     data = float_array(x, "x")
     plan = _plan("fake_quantize_masked", data, params, ste=ste)
@@ -239,9 +223,6 @@ def fake_quantize_learned_backward(
         grad_scale: the factor of the latter two; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N elements in the set.
         step: the forward's counter of stochastic rounding.
 
-    Returns:
-        gx in x's dtype; gs and gz in the scale's shape.
-
     >>> import detent as dt, numpy as np
     >>> params = dt.QuantParams.int8_symmetric()
     >>> gx, gs, gz = dt.fake_quantize_learned_backward(np.ones(2), np.array([1.25, 200.0]), params, grad_scale=1.0)
@@ -260,13 +241,8 @@ def fake_quantize_dynamic(
 ) -> tuple[Array, QuantParams]:
     """Fake quantize x with the parameters of its own range, and return both.
 
-    The same bits as ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)``, but that values
-    which are not finite are left out of the range; x is read once where its sets fit a cache.
-
-    Args:
-        x: float data.
-        spec: how.
-        out: where the values go.
+    The same bits as ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)``, except that values
+    which are not finite do not count for the range. x is read once if its sets fit a cache.
 
     Raises:
         RangeError: x is empty, or a set has no finite value; what is in ``out`` is then undefined.
@@ -293,7 +269,7 @@ def fake_quantize_dynamic(
     if (low > high).any():
         raise RangeError(
             f"{int((low > high).sum())} of {low.size} sets of x have no finite value, {nonfinite} non-finite values in "
-            "all: mend the data"
+            "all: clean the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

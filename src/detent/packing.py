@@ -26,14 +26,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of elements in a block: position ``i`` of the packed block holds element ``order[i]``.
-
-    ``bits`` names the width the layout belongs to; None means any.
-    """
+    """The order of elements in a block: position ``i`` of the packed block holds element ``order[i]``."""
 
     name: str
     order: tuple[int, ...] = (0,)
-    bits: int | None = None
+    bits: int | None = None  # None: any
 
 
 LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType(
@@ -91,8 +88,8 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
         raise ParamsError(f"codes in [{flat.min()}, {flat.max()}] do not fit {bits} bits: use more bits or clamp them")
-    wanted = 1 if bits <= BYTE else 2
-    return flat if flat.dtype.itemsize == wanted else flat.astype(np.int64).astype(f"u{wanted}")
+    itemsize = 1 if bits <= BYTE else 2
+    return flat if flat.dtype.itemsize == itemsize else flat.astype(np.int64).astype(f"u{itemsize}")
 
 
 def unpack(
@@ -107,11 +104,8 @@ def unpack(
     >>> unpack(np.array([0xE1, 0x03], np.uint8), bits=4, count=3, signed=True)
     array([ 1, -2,  3], dtype=int8)
     """
-    order, bits, count = (
-        _get_layout(layout, bits).order,
-        int(bits),
-        as_integer("the number of codes", count, at_least=0),
-    )
+    order, bits = _get_layout(layout, bits).order, int(bits)
+    count = as_integer("the number of codes", count, at_least=0)
     expected = packed_size(count, bits, layout)
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):
@@ -132,9 +126,9 @@ def unpack(
 
 def _get_layout(layout: str | Layout, bits: int) -> Layout:
     as_integer("the bits of a code", bits, at_least=1, at_most=MAX_BITS)
-    found = LAYOUTS.get(layout) if isinstance(layout, str) else layout
-    if not isinstance(found, Layout):
+    row = LAYOUTS.get(layout) if isinstance(layout, str) else layout
+    if not isinstance(row, Layout):
         raise SpecError(f"unknown layout {layout!r}{closest(str(layout), LAYOUTS)} expected {', '.join(LAYOUTS)}")
-    if found.bits not in {None, bits}:
-        raise ShapeError(f"layout {found.name!r} is for {found.bits}-bit codes, got {bits} bits: use 'low_first'")
-    return found
+    if row.bits not in {None, bits}:
+        raise ShapeError(f"layout {row.name!r} is for {row.bits}-bit codes, got {bits} bits: use 'low_first'")
+    return row

@@ -1,4 +1,4 @@
-"""QuantParams: the numbers of a spec. Scale and zero point, one pair per set; the only place where a scale is born.
+"""QuantParams: the quantization parameters of a spec. Scale and zero point, one pair per set.
 
 ::
 
@@ -43,9 +43,7 @@ __all__ = ["QuantParams"]
 
 JSON_VERSION = 1
 INT32_LIMIT = 1 << 31
-POWER_OF_TWO = 0.5  # the mantissa that frexp gives one
-
-
+POWER_OF_TWO = 0.5  # the mantissa that frexp gives a power of two
 Array: TypeAlias = NDArray[Any]
 Pair: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -53,19 +51,16 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class QuantParams:
-    """A spec with its numbers.
+    """A spec with its scales and zero points.
 
     Args:
-        spec: how; a QuantSpec or its short string.
+        spec: a QuantSpec or its short string.
         scale: positive, finite, normal numbers in the granularity's scale shape. float64 arrays stay float64,
             everything else becomes float32.
-        zero_point: integers inside the range of codes, broadcast to the scale's shape. None means the symmetric zero
-            point, or the code nearest 0 for affine specs.
-        min_val, max_val: the range the parameters came from, where known; no part of what makes params equal.
-        block_scale, tensor_scale: the two levels of NVFP4; their product is the scale.
-
-    Invariants: ``zero_point.shape == scale.shape``; every scale is a positive normal number;
-    ``qmin <= zero_point <= qmax``; symmetric specs hold their own zero point only.
+        zero_point: integers in ``[qmin, qmax]``, broadcast to the scale's shape. None means the symmetric zero point,
+            the only one that symmetric specs may have, or the code nearest 0 for affine specs.
+        min_val, max_val: the range the parameters came from, if known; ``==`` ignores it.
+        block_scale, tensor_scale: the two-level scales of NVFP4; their product is the scale.
 
     >>> import detent as dt
     >>> dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
@@ -121,10 +116,9 @@ class QuantParams:
         """Parameters that represent the range ``[lo, hi]`` of each set.
 
         Args:
-            spec: how.
-            lo: lower bounds in the scale's shape, or broadcastable to it.
-            hi: upper bounds, likewise.
-            shape: the shape of the data; needed only where lo and hi are scalars and the spec has many sets.
+            spec: a QuantSpec or its short string.
+            lo, hi: bounds in the scale's shape, or broadcastable to it.
+            shape: the shape of the data; needed only if lo and hi are scalars and the spec has many sets.
             dtype: the scale's dtype.
 
         Raises:
@@ -145,20 +139,19 @@ class QuantParams:
         if not low.size:
             raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
         check_scale_shape(spec.granularity, low.shape, "lo and hi")
-        found = derive(spec, low, high, scale_dtype(dtype))
-        return cls.trusted(spec, found, low, high)
+        return cls.trusted(spec, derive(spec, low, high, scale_dtype(dtype)), low, high)
 
     @classmethod
-    def trusted(cls, spec: QuantSpec, found: Parameters, low: Array, high: Array) -> "QuantParams":
-        """What a scale rule has just made of a range; nothing is checked or copied."""
-        made = cls.__new__(cls)
-        ends = low.astype(np.float64, "C"), high.astype(np.float64, "C")
-        arrays = (found.scale, found.zero_point, *ends, found.block_scale, found.tensor_scale)
+    def trusted(cls, spec: QuantSpec, derived: Parameters, low: Array, high: Array) -> "QuantParams":
+        """The parameters that a scale rule has just derived from a range; nothing is checked or copied."""
+        params = cls.__new__(cls)
+        bounds = low.astype(np.float64, "C"), high.astype(np.float64, "C")
+        arrays = (derived.scale, derived.zero_point, *bounds, derived.block_scale, derived.tensor_scale)
         ordered = [None if array is None else np.asarray(array, order="C") for array in arrays]
         for value in ordered:
             forbid_writing(value)
-        made.__dict__.update(zip(cls.__dataclass_fields__, (spec, *ordered), strict=True))
-        return made
+        params.__dict__.update(zip(cls.__dataclass_fields__, (spec, *ordered), strict=True))
+        return params
 
     @classmethod
     def from_data(cls, spec: QuantSpec | Format | str, x: ArrayLike) -> "QuantParams":
@@ -180,7 +173,7 @@ class QuantParams:
         if nonfinite:
             raise RangeError(
                 f"x holds {nonfinite} non-finite values of {data.size}, the first at index "
-                f"{first_nonfinite(data)}: mend the data, or use detent.observers.MinMax, which skips them"
+                f"{first_nonfinite(data)}: clean the data, or use detent.observers.MinMax, which skips them"
             )
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
@@ -236,9 +229,9 @@ class QuantParams:
         check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
         check_scale_values("scale", self.scale)
         check_zero_points(self.spec, self.zero_point)
-        if self.min_val is not None or self.max_val is not None:
-            ends = [end for end in (self.min_val, self.max_val) if end is not None]
-            check_bounds(ends[0], ends[-1])
+        bounds = [bound for bound in (self.min_val, self.max_val) if bound is not None]
+        if bounds:
+            check_bounds(bounds[0], bounds[-1])
         check_levels(self.spec, self.scale, self.block_scale, self.tensor_scale)
 
     @property
@@ -254,8 +247,8 @@ class QuantParams:
     def quantization_error_bound(self) -> float:
         """The largest ``|x - dequantize(quantize(x))|`` of a value inside the representable range.
 
-        Half of the largest scale for integers that round to the nearest, a whole one for floor and stochastic; half of
-        the widest gap between neighbouring values for other formats. Up to the rounding of ``x / s`` and the result.
+        Half of the largest scale for integers that round to the nearest, the whole scale for floor and stochastic; half
+        of the widest gap between adjacent values for other formats. Up to the rounding of ``x / s`` and the result.
 
         >>> import detent as dt
         >>> dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5).quantization_error_bound()
@@ -285,12 +278,12 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """The bits that many sets (default: all) take in a file: scales, affine zero points, the tensor's scale."""
+        """The bits of that many sets (default: all) in a file: scales, affine zero points, the tensor's scale."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
-        """Scale and zero point as kernels take them: both in the compute type, made once."""
+        """Scale and zero point for kernels: both in the compute type, computed once."""
         cache = self.__dict__.setdefault("_cache", {})
         if dtype not in cache:
             cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
@@ -307,10 +300,10 @@ class QuantParams:
     @classmethod
     def from_arrays(cls, spec: QuantSpec | str, arrays: Mapping[str, ArrayLike]) -> "QuantParams":
         """The parameters that ``to_arrays`` took apart."""
-        known = {f.name for f in fields(cls)} - {"spec"}
-        if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= known:
+        names = {f.name for f in fields(cls)} - {"spec"}
+        if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= names:
             raise ParamsError(
-                f"expected the arrays 'scale', 'zero_point' and any of {sorted(known)}, got {list(arrays)!r}"
+                f"expected the arrays 'scale', 'zero_point' and any of {sorted(names)}, got {list(arrays)!r}"
             )
         values: dict[str, Any] = dict(arrays)
         if "block_scale" in values:
@@ -321,7 +314,7 @@ class QuantParams:
         return cls(get_spec(spec), **values)
 
     def to_json(self) -> str:
-        """Spec and numbers as one line of JSON; every float survives the round trip.
+        """Spec and parameters as one line of JSON; every float survives the round trip.
 
         >>> p = QuantParams.uint8_asymmetric()
         >>> QuantParams.from_json(p.to_json()) == p
@@ -335,7 +328,7 @@ class QuantParams:
         """The parameters that ``to_json`` wrote.
 
         Raises:
-            ParamsError: not such JSON, or numbers that make no parameters.
+            ParamsError: not such JSON, or invalid parameters.
         """
         with reading("not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
             data = parse(text, "a QuantParams", error=ParamsError)
@@ -365,7 +358,6 @@ class QuantParams:
 
 
 def numbers(name: str, value: ArrayLike) -> NDArray[Any]:
-    """The value as an array of real numbers."""
     array = as_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():
         raise DtypeError(f"{name} must hold numbers, got {value!r}")
@@ -434,18 +426,18 @@ def _where(bad: NDArray[np.bool_]) -> str:
 
 def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: str) -> None:
     """Raise unless the granularity can have scales of that shape."""
-    fits, wanted = True, ""
+    fits, expected = True, ""
     if isinstance(granularity, PerTensor):
-        fits, wanted = shape == (), "()"
+        fits, expected = shape == (), "()"
     elif isinstance(granularity, PerAxis):
-        fits, wanted = len(shape) == 1, "(n,), one value per index of the axis"
+        fits, expected = len(shape) == 1, "(n,), one value per index of the axis"
     elif isinstance(granularity, PerGroup):
-        fits, wanted = len(shape) >= 1, "the data's shape with the grouped axis divided by the group size"
+        fits, expected = len(shape) >= 1, "the data's shape with the grouped axis divided by the group size"
     elif isinstance(granularity, PerBlock):
-        fits, wanted = len(shape) >= len(granularity.sizes), f"at least {len(granularity.sizes)} axes"
+        fits, expected = len(shape) >= len(granularity.sizes), f"at least {len(granularity.sizes)} axes"
     if not fits:
         raise ShapeError(
-            f"{name} of granularity {granularity} must have shape {wanted}, got {shape}"
+            f"{name} of granularity {granularity} must have shape {expected}, got {shape}"
             + ("" if shape else "; give an array, or from_range(..., shape=x.shape)")
         )
 
@@ -453,14 +445,14 @@ def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: st
 def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
     """Raise unless every scale is a positive normal number."""
     normal = np.finfo(scale.dtype).smallest_normal
-    for bad, wanted in (
+    for bad, expected in (
         (np.isnan(scale), "a number"),
         (np.isinf(scale), "finite"),
         (scale <= 0, "positive"),
         (scale < normal, f"a normal number of at least {normal}"),
     ):
         if bad.any():
-            raise ParamsError(f"{name} must be {wanted}, got {scale.flat[int(np.argmax(bad))]}{_where(bad)}")
+            raise ParamsError(f"{name} must be {expected}, got {scale.flat[int(np.argmax(bad))]}{_where(bad)}")
 
 
 def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
@@ -470,15 +462,14 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
         low = high = spec.symmetric_zero_point
     outside = (zero_point < low) | (zero_point > high)
     if outside.any():
-        wanted = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
+        expected = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
         raise ParamsError(
-            f"a zero point of {spec} must be {wanted}, got {int(zero_point[outside].flat[0])} in "
+            f"a zero point of {spec} must be {expected}, got {int(zero_point[outside].flat[0])} in "
             f"{int(outside.sum())} of {outside.size} sets"
         )
 
 
 def brief(values: NDArray[Any]) -> str:
-    """The values in a few words, for a repr."""
     if values.ndim == 0:
         return str(values.item()) if values.dtype == np.int32 else str(values)
     if values.size and (values == values.flat[0]).all():
@@ -492,7 +483,7 @@ def check_levels(
     block_scale: NDArray[np.generic] | None,
     tensor_scale: NDArray[np.floating] | None,
 ) -> None:
-    """Raise unless the scale is made the way its scale format says."""
+    """Raise unless the scale has its scale format."""
     two_level = spec.scale_format == "e4m3"
     given = block_scale is not None, tensor_scale is not None
     if given != (two_level, two_level):
@@ -510,15 +501,14 @@ def check_levels(
 
 
 def scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """The dtype if scales may have it."""
-    found = float_dtype(dtype, "the scale")
-    if found.itemsize < np.dtype(np.float32).itemsize:
-        raise DtypeError(f"a scale's dtype is float32 or float64, got {found}")
-    return found
+    checked = float_dtype(dtype, "the scale")
+    if checked.itemsize < np.dtype(np.float32).itemsize:
+        raise DtypeError(f"a scale's dtype is float32 or float64, got {checked}")
+    return checked
 
 
 def forbid_writing(array: NDArray[Any] | None) -> None:
-    """Make an array read-only, and the arrays that it is a view of."""
+    """Make an array read-only, and the arrays it is a view of."""
     part: object = array
     while isinstance(part, np.ndarray):
         part.setflags(write=False)

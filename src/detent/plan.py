@@ -4,9 +4,9 @@
 
     select(operation, shape, dtype, spec)  ->  Plan     cached, immutable, safe to share between threads
     plan.can_implement(x, params, out)                  would it run?
-    plan.run(x, params, out=out)                        run; only NaN is looked at, under the policy "raise"
+    plan.run(x, params, out=out)                        run; checks only for NaN, under the policy "raise"
 
-The public operators of ``detent.ops`` are ``find_plan``, ``check`` and ``run``. ``check`` refuses arrays of another
+The public operators of ``detent.ops`` are ``find_plan``, ``check`` and ``run``. ``check`` rejects arrays of another
 shape or type, params of another spec, and outputs that cannot take the result.
 """
 
@@ -50,13 +50,9 @@ MAX_PLANS = 4096
 
 @dataclass(frozen=True)
 class PrecisionGuarantee:
-    """What a plan promises about its arithmetic.
+    """What a plan promises: the type each operation rounds to, the type of sums, and the same bits in every run.
 
-    Attributes:
-        math: the type each operation rounds to.
-        accumulator: the type of sums.
-        deterministic: the same input gives the same bits in every run.
-        bit_stable: and on every machine, thread count and memory layout.
+    ``bit_stable`` adds: on every machine, thread count and memory layout.
 
     >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
     'float32'
@@ -72,15 +68,7 @@ class PrecisionGuarantee:
 class Plan:
     """One operation on arrays of one shape, dtype and spec; make it with ``select``.
 
-    Attributes:
-        operation: the name of the public function.
-        shape: the shape of the data.
-        dtype: the float type of the data ("dequantize": of the result).
-        spec: how.
-        ste: the estimator of a gradient; None for operations without one.
-        nan: the policy for NaN.
-        tiling: how the data falls into sets.
-        kernel: what runs.
+    ``dtype`` is the float type of the data ("dequantize": of the result), ``nan`` the policy for NaN.
 
     >>> import detent as dt, numpy as np
     >>> plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
@@ -130,9 +118,9 @@ class Plan:
                 f"{operation} has no NaN policy {nan!r}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
             )
         name = float_dtype(dtype, "the data").name
-        if isinstance(estimator, Custom):  # a callable may hold on to large arrays: its plan is not kept
-            return _make_plan(operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
         key = (operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
+        if isinstance(estimator, Custom):  # a callable may hold on to large arrays: its plan is not kept
+            return _make_plan(*key)
         return _PLANS.get(key) or _remember(key, _make_plan(*key))
 
     @property
@@ -142,7 +130,7 @@ class Plan:
 
     @property
     def workspace_size(self) -> int:
-        """How many bytes of scratch memory the caller must provide: none."""
+        """The bytes of scratch memory that the caller must provide: none."""
         return 0
 
     @property
@@ -163,7 +151,7 @@ class Plan:
         return (*self._row.inputs, "params", "out")
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
-        """Whether ``run`` would accept these operands: the inputs, the parameters and, if wanted, ``out``."""
+        """Whether ``check`` accepts these operands: the inputs, the parameters and optionally ``out``."""
         try:
             self.check(*operands, out=out)
         except DetentError:
@@ -171,7 +159,7 @@ class Plan:
         return True
 
     def check(self, *operands: Array | QuantParams | None, out: Array | None = None) -> None:
-        """Raise what ``can_implement`` would say no to.
+        """Raise an error unless ``run`` can take these operands.
 
         >>> import detent as dt, numpy as np
         >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
@@ -197,19 +185,15 @@ class Plan:
     def run(
         self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
     ) -> Result:
-        """Run on operands that ``check`` accepts; only NaN is looked at, under the policy "raise".
+        """Run on operands that ``check`` accepts: the inputs and the parameters.
 
-        What ``check`` refuses may raise anything or give any result here, but never touches memory beyond the arrays.
+        Other operands may raise anything or give any result, but memory beyond the arrays is never touched.
 
         Args:
             *operands: the inputs and the parameters.
             out: where the result goes; None allocates it.
             step: the counter of stochastic rounding.
             grad_scale: the factor of learned gradients.
-
-        Returns:
-            The result, ``out`` where it was given; with the mask for "fake_quantize_masked"; the gradients of x, scale
-            and zero point for "fake_quantize_learned_backward".
         """
         *inputs, params = operands
         if not isinstance(params, QuantParams):
@@ -231,7 +215,7 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """A callable's gradient of x, beside the kernel's gradients of scale and zero point where asked for."""
+        """A callable's gradient of x, with the kernel's gradients of scale and zero point if the operation has them."""
         g, x = inputs
         gx = as_array("the estimator's result", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
@@ -291,7 +275,7 @@ class Plan:
         return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
 
 
-# All plans but those of callables: by the arguments of ``find_plan``, and by what ``select`` makes of them.
+# All plans except those of callables: by the arguments of ``find_plan``, and by what ``select`` makes of them.
 _PLANS: dict[tuple[object, ...], Plan] = {}
 
 
@@ -303,11 +287,11 @@ def find_plan(
     ste: EstimatorLike = None,
     nan: NaNPolicy | None = None,
 ) -> Plan:
-    """``Plan.select``, with one look into the cache where the same arguments were given before."""
+    """``Plan.select``, with one look into the cache if the same arguments were given before."""
     key = (operation, shape, dtype, spec, ste, nan, current_kernels())
     try:
         plan = _PLANS.get(key)
-    except TypeError:  # an argument that has no hash, about which select knows what to say
+    except TypeError:  # an argument without a hash
         return Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
     if plan is None:
         plan = Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
@@ -339,12 +323,10 @@ def _remember(key: tuple[object, ...], plan: Plan) -> Plan:
 
 
 def check_step(step: int) -> int:
-    """The step if it is a counter of stochastic rounding."""
     return as_integer("step", step, at_least=0, at_most=STEP_LIMIT - 1)
 
 
 def check_is_params(params: object) -> None:
-    """Raise unless it is a QuantParams."""
     if not isinstance(params, QuantParams):
         raise DtypeError(
             f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
@@ -380,8 +362,8 @@ def check_out(
     if not isinstance(out, np.ndarray):
         raise OutError(f"out must be a NumPy array, got {type(out).__name__}")
     if (out.dtype, out.shape) not in accepted:
-        wanted = " or ".join(f"{dtype} of shape {shape}" for dtype, shape in accepted)
-        raise OutError(f"out has dtype {out.dtype} and shape {out.shape}, expected {wanted}")
+        expected = " or ".join(f"{dtype} of shape {shape}" for dtype, shape in accepted)
+        raise OutError(f"out has dtype {out.dtype} and shape {out.shape}, expected {expected}")
     if not out.flags.writeable:
         raise OutError("out is read-only: give it an array that can be written")
     if _overlaps_itself(out):
@@ -395,13 +377,12 @@ def _overlaps_itself(out: Array) -> bool:
     """Whether two elements may share memory; arrays that only a solver could clear count as overlapping."""
     if out.flags.c_contiguous or not out.size:
         return False
-    reach = out.itemsize
-    for stride, size in sorted(
-        (abs(stride), size) for stride, size in zip(out.strides, out.shape, strict=True) if size > 1
-    ):
-        if stride < reach:
+    span = out.itemsize
+    axes = zip(out.strides, out.shape, strict=True)
+    for stride, size in sorted((abs(stride), size) for stride, size in axes if size > 1):
+        if stride < span:
             return True
-        reach += stride * (size - 1)
+        span += stride * (size - 1)
     return False
 
 

@@ -1,4 +1,4 @@
-"""FakeQuantize: the stateful operator on arrays. A spec, a scale mode, an estimator and their state.
+"""FakeQuantize: fake quantization of arrays with state. A spec, a scale mode, an estimator and their state.
 
 =========== ============================== ============================== ======================
 mode        training forward               evaluation forward             before any data
@@ -9,11 +9,9 @@ Fixed       parameters used                parameters used                NotCal
 Learned     parameters used                parameters used                first batch sets them
 =========== ============================== ============================== ======================
 
-Backward uses the very parameters of the last forward; it never recomputes a scale. The operator keeps a reference to
-the data of the last forward, not a copy.
-
-``ScaleState`` is the one place that knows what each mode does. A state dict is flat: ``version``, ``spec`` as JSON,
-``initialized`` and ``step``; the arrays of the parameters where there are any; ``observer.*`` in mode EMA.
+Backward uses the parameters of the last forward; it never recomputes a scale. The operator keeps a reference to the
+data of the last forward, not a copy. A state dict is flat: ``version``, ``spec`` as JSON, ``initialized`` and ``step``;
+the arrays of the parameters if there are any; ``observer.*`` in mode EMA.
 """
 
 from collections.abc import Mapping
@@ -27,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from detent import metrics
 from detent.checks import as_integer, float_array, plain, read_only
-from detent.codec import check_version
+from detent.codec import check_version, reading
 from detent.convention import Convention, get_convention
 from detent.errors import NotCalibratedError, ParamsError, ShapeError, SpecError, StateError
 from detent.formats import MAX_BITS, Format, get_format, int4, int8
@@ -49,8 +47,6 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Forward:
-    """What backward needs of the last forward."""
-
     x: Array
     params: QuantParams
     step: int
@@ -60,14 +56,13 @@ class FakeQuantize:
     """Fake quantization with state; starts in training mode.
 
     Args:
-        spec: how; a QuantSpec, a format or a short string.
-        mode: where the parameters come from; by default ``EMA(0.99)``.
+        spec: a QuantSpec, a format or a short string.
+        mode: where the parameters come from.
         ste: the estimator of backward; None is the mask of the spec's convention.
 
     Attributes:
-        enabled: False makes forward return a copy of x, backward a copy of g, and leaves the state alone.
-        training: set by ``train()`` and ``eval()``; only training changes the state, but for mode PerBatch,
-            whose parameters are those of the last batch.
+        enabled: if False, forward returns a copy of x and backward a copy of g, and the state does not change.
+        training: set by ``train()`` and ``eval()``; only training changes the state, except in mode PerBatch.
         step: the counter of stochastic rounding, one per forward.
         scale_grad, zero_point_grad: mode Learned, the gradients of the last backward; symmetric specs have no second.
 
@@ -162,13 +157,7 @@ class FakeQuantize:
     def backward(self, g: ArrayLike, x: ArrayLike | None = None) -> Array:
         """The gradient of x with the operator's estimator and the last forward's parameters.
 
-        Args:
-            g: the gradient of the result.
-            x: the data; None is the last forward's. Without a forward, the current parameters are used.
-
-        >>> import numpy as np
-        >>> FakeQuantize.from_bits(8).backward(np.ones(2), np.array([1.0, 999.0]))
-        array([1., 0.])
+        x is the data; None is the last forward's. Without a forward, the current parameters are used.
         """
         gradient = float_array(g, "g")
         if not self.enabled or not gradient.size:
@@ -183,7 +172,7 @@ class FakeQuantize:
         return gx
 
     def backward_clamped(self, g: ArrayLike, x: ArrayLike) -> Array:
-        """The gradient of x, passed where x lies in ``float_range()``, whatever the operator's own estimator.
+        """The gradient of x if x lies in ``float_range()``, else 0, whatever the operator's own estimator.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8).backward_clamped(np.ones(2), np.array([127.0, 127.25]))
@@ -307,7 +296,7 @@ class FakeQuantize:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: ``initialized``, ``step``, and where initialized ``scale``, ``zero_point`` and their origin."""
+        """The state: version, spec, ``initialized`` and ``step``; if initialized the parameters and their range."""
         params, observer = self._scales.params, self._scales.observer
         flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
         flat |= {"initialized": self.is_initialized, "step": self.step}
@@ -327,10 +316,8 @@ class FakeQuantize:
         if bool(parts.observed) != (self._scales.observer is not None):
             has = "has" if parts.observed else "lacks"
             raise StateError(f"the state {has} an observer, mode {self.mode} expects the opposite: use the same mode")
-        try:
+        with reading(f"the state does not fit {self.spec}", error=StateError):
             scales = ScaleState.empty(self.spec, self.mode).loaded(parts.arrays, parts.observed)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"the state does not fit {self.spec}: {error}") from error
         self._scales, self.step, self._last = scales, parts.step, None
         return self
 
@@ -340,7 +327,10 @@ class FakeQuantize:
 
 @dataclass(frozen=True, eq=False)
 class ScaleState:
-    """The parameters of one spec under one scale mode. Its methods return the next state, so errors change nothing."""
+    """The parameters of one spec under one scale mode; only this class knows what each mode does.
+
+    Its methods return the next state, so errors change nothing.
+    """
 
     spec: QuantSpec
     mode: ScaleMode
@@ -350,7 +340,6 @@ class ScaleState:
 
     @classmethod
     def empty(cls, spec: QuantSpec, mode: ScaleMode) -> "ScaleState":
-        """The state before any data."""
         if isinstance(mode, Learned) and spec.scale_format != "float":
             raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
         return cls(spec, mode, observer=EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None)
@@ -364,7 +353,7 @@ class ScaleState:
         return fake_quantize(x, after.require(), step=step), after
 
     def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
-        """The state in which x is quantized. Values that are not finite are left out of ranges."""
+        """The state in which x is quantized. Values that are not finite do not count for ranges."""
         if isinstance(self.mode, PerBatch):
             return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
         if self.observer is not None and training:
@@ -374,11 +363,9 @@ class ScaleState:
         return self
 
     def starts_by_itself(self, *, training: bool) -> bool:
-        """Whether a forward finds its parameters without calibration."""
         return isinstance(self.mode, PerBatch) or (training and not isinstance(self.mode, Fixed))
 
     def calibrated(self, x: ArrayLike) -> "ScaleState":
-        """The state with the parameters of x alone."""
         if self.observer is None:
             return self.with_params(QuantParams.from_data(self.spec, x))
         return self._with_observer(copy(self.observer).reset().observe(x))
@@ -392,7 +379,6 @@ class ScaleState:
         return self.with_params(params, broadcast("zero_point", learned, params.scale.shape))
 
     def loaded(self, arrays: Mapping[str, Any], observed: Mapping[str, Any]) -> "ScaleState":
-        """The state that was saved as the arrays of its parameters and the state of its observer."""
         state = self
         if arrays:
             learned = numbers("zero_point", arrays["zero_point"]) if isinstance(self.mode, Learned) else None
@@ -401,13 +387,13 @@ class ScaleState:
         if self.observer is None:
             return state
         observer = copy(self.observer).load_state_dict(observed)
-        seen = observer.state_dict().get("lo")
-        if state.params is not None and seen is not None and seen.shape != state.params.scale.shape:
-            raise ShapeError(f"the observer has ranges of shape {seen.shape}, the scales {state.params.scale.shape}")
+        lo = observer.state_dict().get("lo")
+        if state.params is not None and lo is not None and lo.shape != state.params.scale.shape:
+            raise ShapeError(f"the observer has ranges of shape {lo.shape}, the scales {state.params.scale.shape}")
         return replace(state, observer=observer)
 
     def with_params(self, params: QuantParams, learned: Array | None = None) -> "ScaleState":
-        """The state with these parameters; ``learned`` are the zero points of mode Learned before rounding."""
+        """``learned`` are the zero points of mode Learned before rounding."""
         if isinstance(self.mode, Learned):
             learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
         return replace(self, params=params, learned=learned)
@@ -431,7 +417,6 @@ class ScaleState:
 
     @property
     def zero_point(self) -> Array:
-        """The zero points; in mode Learned the floats before rounding."""
         params = self.require()
         return params.zero_point if self.learned is None else self.learned
 
@@ -441,16 +426,13 @@ _SCALARS = frozenset({"version", "spec", "initialized", "step"})
 
 
 class _SavedState(NamedTuple):
-    """A state dict taken apart; ``arrays`` is empty before calibration, ``observed`` without an observer."""
-
     spec: QuantSpec
     step: int
-    arrays: dict[str, Any]
-    observed: dict[str, Any]
+    arrays: dict[str, Any]  # empty before calibration
+    observed: dict[str, Any]  # empty without an observer
 
 
 def _split_state(flat: Mapping[str, Any]) -> _SavedState:
-    """The parts of a state dict, which must belong together."""
     if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat) or not set(flat) >= _SCALARS:
         given = list(flat) if isinstance(flat, Mapping) else []
         missing = sorted(_SCALARS - set(given))
@@ -464,8 +446,6 @@ def _split_state(flat: Mapping[str, Any]) -> _SavedState:
     arrays = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
     if scalars["initialized"] != bool(arrays):
         raise StateError(f"initialized is {scalars['initialized']} but the state holds the arrays {sorted(arrays)}")
-    try:
+    with reading("the state's spec cannot be read", error=StateError):
         spec = QuantSpec.from_json(scalars["spec"])
-    except SpecError as error:
-        raise StateError(f"the state's spec cannot be read: {error}") from error
     return _SavedState(spec, step, arrays, observed)

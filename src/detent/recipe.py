@@ -1,20 +1,15 @@
 """Recipe: ordered rules that say which layers get which specs. Both frontends read it, and it knows neither.
 
-Later rules refine earlier ones: of all rules that match a layer, each field is that of the last rule that sets it. A
-rule with ``skip=True`` leaves the layer alone, and a later one that names a weight, input or output spec takes it up
-again. Layers that no rule matches are left alone; rules that match no layer are errors (``check_matched``), whose
-messages say what was probably meant.
+Later rules refine earlier ones: each field of a layer is that of the last matching rule that sets it. A rule with
+``skip=True`` keeps the layer in float, unless a later rule gives it a weight, input or output spec. Layers that no rule
+matches stay float; rules that match no layer are errors (``check_matched``), whose messages suggest what was meant.
 
-What a rule leaves open is the frontend's to decide: without a mode, activations follow a moving average (``EMA(0.99)``)
-and weights their current range.
+The frontends choose what no rule sets: without a mode, activations follow a moving average (``EMA(0.99)``) and weights
+their current range.
 
-Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, one scale per index of axis 0,
-or per group; inputs are unsigned and affine, one scale per tensor. ``a16`` leaves activations as they are: only weights
-are quantized, below 8 bits in groups of 128. Where bits are below 8, the first and the last layer keep 8, after the
-habit of leaving those two in more bits than the rest (DoReFa-Net, Zhou et al. 2016). Weight-only presets treat all
-layers alike.
-
-``PlanTotals`` is what the plans of all frontends have in common: a recipe and a line per layer.
+Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
+per-group; inputs are unsigned and affine, per-tensor. ``a16`` is weight-only, below 8 bits in groups of 128. Below 8
+bits the first and the last layer keep 8 (DoReFa-Net, Zhou et al. 2016), except in weight-only presets.
 """
 
 import glob
@@ -80,17 +75,11 @@ class Decision:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """Ordered rules, of which later ones refine earlier ones.
-
-    Args:
-        rules: in order.
-        name: a label, which recipes that are equal share.
+    """Ordered rules, of which later ones refine earlier ones, and a name.
 
     >>> import detent as dt
     >>> recipe = dt.Recipe([dt.Rule(types="Linear", weight="int4/axis0"), dt.Rule("head*", skip=True)])
     >>> recipe.resolve("body.0", ["Linear"]).weight == dt.QuantSpec.parse("int4/axis0")
-    True
-    >>> recipe.resolve("head", ["Linear"]).skip
     True
     """
 
@@ -117,14 +106,11 @@ class Recipe:
         ste: EstimatorLike | str = None,
         observer: ObserverLike | None = None,
     ) -> "Recipe":
-        """The recipe of that name: ``PRESETS`` lists the common ones.
+        """The recipe of that name; every rule gets ``mode``, ``ste`` and ``observer``.
 
-        The grammar is ``w<bits>a<bits>[-g<group>]`` with 2 to 8 bits for weights, 2 to 8 or 16 for activations, where
-        16 leaves them alone, and ``fp8``. Where bits are below 8 and activations are quantized, the first and the last
-        layer keep 8. Without a group, weight-only presets below 8 bits have groups of 128.
-
-        Args:
-            mode, ste, observer: what every rule gets.
+        The grammar is ``w<bits>a<bits>[-g<group>]`` with 2 to 8 bits for weights and 2 to 8 or 16 (weight-only) for
+        activations, and ``fp8``. Below 8 bits the first and the last layer keep 8, except in weight-only presets, which
+        have groups of 128 by default.
 
         Raises:
             SpecError: no such preset; the message holds the closest.
@@ -136,7 +122,9 @@ class Recipe:
         1  @first  int8/axis0  uint8/tensor/affine  learned
         2  @last   int8/axis0  uint8/tensor/affine  learned
         """
-        full, rules = preset(name, mode, ste, observer)
+        full, rows = _rows(name)
+        settings = {"mode": mode, "ste": ste, "observer": observer}
+        rules = [Rule(match, weight=weight, input=input_spec, **settings) for match, weight, input_spec in rows]  # type: ignore[arg-type]  # as annotated above
         return cls(rules, full)
 
     def resolve(self, name: str, types: Iterable[str], *, first: bool = False, last: bool = False) -> Decision:
@@ -147,27 +135,21 @@ class Recipe:
             types: the names of its classes (of the whole MRO), or of its operation.
             first, last: whether it is the first or the last layer with weights.
 
-        >>> recipe = Recipe.preset("w4a8")
-        >>> recipe.resolve("conv1", ["Conv2d"], first=True).weight.bits
+        >>> Recipe.preset("w4a8").resolve("conv1", ["Conv2d"], first=True).weight.bits
         8
-        >>> recipe.resolve("body.0", ["Conv2d"]).rules
-        (0,)
         """
         layer = _as_layer((name, types, first, last))
         matched = tuple(i for i, rule in enumerate(self.rules) if rule.matches(layer))
-        found: dict[str, object] = {}
+        settings: dict[str, object] = {}
         skip = False
         for rule in (self.rules[i] for i in matched):
             own = {key: getattr(rule, key) for key in SETTINGS if getattr(rule, key) is not None}
-            found |= own
+            settings |= own
             skip = rule.skip or (skip and own.keys().isdisjoint(SPECS))
-        return Decision(**found, skip=skip, rules=matched)  # type: ignore[arg-type]  # the fields of rules
+        return Decision(**settings, skip=skip, rules=matched)  # type: ignore[arg-type]  # the fields of rules
 
     def check_matched(self, layers: Iterable[LayerLike]) -> None:
-        """Raise if a rule matches none of the layers.
-
-        Args:
-            layers: ``(name, types, first, last)`` of every layer; ``Layer`` is such a tuple.
+        """Raise if a rule matches none of the layers, given as ``(name, types, first, last)``.
 
         Raises:
             SpecError: names every such rule, whether its pattern or its types failed, and what is closest.
@@ -260,7 +242,7 @@ class Recipe:
         storage.write_atomic(path, recipe_files.to_bytes(Path(path), self.name, self.rules))
 
     def diff(self, other: "Recipe | str | PathLike[str]") -> str:
-        """What turns this recipe into the other, a line per rule; empty where they are equal.
+        """What turns this recipe into the other, a line per rule; empty if they are equal.
 
         >>> print(Recipe.preset("w4a8").diff("w2a8"))
         - name 'w4a8'
@@ -288,21 +270,15 @@ class Recipe:
     def __str__(self) -> str:
         """A table with a line per rule and a column per field that is set."""
         rows = [{"": str(i), **_cells(rule)} for i, rule in enumerate(self.rules)]
-        count = len(rows)
+        used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
+        table = table_lines([used, *([row.get(key, "-") for key in used] for row in rows)]) if rows else []
         title = f"Recipe {self.name!r}, " if self.name else "Recipe, "
-        lines = [f"{title}{count} rule{'' if count == 1 else 's'}"]
-        return "\n".join([*lines, *_table(rows)])
+        return "\n".join([f"{title}{len(rows)} rule{'' if len(rows) == 1 else 's'}", *table])
 
 
 def _cells(rule: Rule) -> dict[str, str]:
     texts = {"match": rule.match, "types": ", ".join(rule.types), **rule.texts(), "skip": "yes" if rule.skip else ""}
     return {key: text if text.isprintable() else ascii(text)[1:-1] for key, text in texts.items() if text}
-
-
-def _table(rows: list[dict[str, str]]) -> list[str]:
-    """The lines of a table, the first of them its head; none where there are no rows."""
-    used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
-    return table_lines([used, *([row.get(key, "-") for key in used] for row in rows)]) if rows else []
 
 
 def _as_layer(value: LayerLike) -> Layer:
@@ -330,72 +306,58 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
     )
 
 
-def preset(
-    name: str, mode: ScaleMode | str | None, ste: EstimatorLike | str, observer: ObserverLike | None
-) -> tuple[str, tuple[Rule, ...]]:
-    """The full name of a preset, and its rules; mode, ste and observer go into every rule."""
-    full, rows = _rows(name)
-    return full, tuple(
-        Rule(match, weight=weight, input=given, mode=mode, ste=ste, observer=observer) for match, weight, given in rows
-    )
-
-
 def _rows(name: str) -> tuple[str, list[_PresetRow]]:
-    """The full name; what each rule matches, and its specs of weight and input."""
+    """The full name of a preset; what each rule matches, and its specs of weight and input."""
     if name == "fp8":
         return name, [("*", *_FP8)]
-    found = _NAME.fullmatch(name) if isinstance(name, str) else None
-    if found is None:
+    parts = _NAME.fullmatch(name) if isinstance(name, str) else None
+    if parts is None:
         hint = closest(str(name).lower(), PRESETS)
         raise SpecError(
             f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
             "to 8 bits for weights, and 2 to 8 or 16 for activations"
         )
-    weight_bits, input_bits = int(found[1]), int(found[2])
-    group = int(found[3]) if found[3] else None
+    weight_bits, input_bits = int(parts[1]), int(parts[2])
+    group = int(parts[3]) if parts[3] else None
+    if input_bits == FLOAT_BITS and weight_bits < FULL_BITS and group is None:
+        group = COMMON_GROUP
+    weight = f"int{weight_bits}/axis0" if group is None else f"int{weight_bits}/group{group}"
     if input_bits == FLOAT_BITS:
-        if group is None and weight_bits < FULL_BITS:
-            group = COMMON_GROUP
         full = f"w{weight_bits}a16" if group is None else f"w{weight_bits}a16-g{group}"
-        return full, [("*", _weight(weight_bits, group), None)]
-    rows: list[_PresetRow] = [("*", _weight(weight_bits, group), f"uint{input_bits}/tensor/affine")]
+        return full, [("*", weight, None)]
+    rows: list[_PresetRow] = [("*", weight, f"uint{input_bits}/tensor/affine")]
     if min(weight_bits, input_bits) < FULL_BITS:
         rows += [("@first", *_FULL), ("@last", *_FULL)]
     return name, rows
-
-
-def _weight(bits: int, group: int | None) -> str:
-    return f"int{bits}/axis0" if group is None else f"int{bits}/group{group}"
 
 
 def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
     """What failed, and the closest names or types; the rule matches none of the layers."""
     named = [layer for layer in layers if rule.matches_name(layer)]
     if named:
-        seen = {kind for layer in named for kind in layer.types}
+        types = {kind for layer in named for kind in layer.types}
         count = f"{len(named)} layer{'' if len(named) == 1 else 's'}"
-        return f"{rule.match!r} matches {count}, of which none has a type in {rule.types}{_meant(rule.types, seen)}"
-    words = _no_name(rule, layers)
-    typed = any(map(rule.matches_types, layers))
-    if not layers or typed:
-        return words
-    seen = {kind for layer in layers for kind in layer.types}
-    return f"{words} and no layer has a type in {rule.types}{_meant(rule.types, seen)}"
+        return f"{rule.match!r} matches {count}, but none of type {' or '.join(rule.types)}{_meant(rule.types, types)}"
+    message = _no_name(rule, layers)
+    if not layers or any(map(rule.matches_types, layers)):
+        return message
+    types = {kind for layer in layers for kind in layer.types}
+    return f"{message} and no layer has the type {' or '.join(rule.types)}{_meant(rule.types, types)}"
 
 
 def _no_name(rule: Rule, layers: list[Layer]) -> str:
     if rule.match in PLACES:
         return f"no layer is the {rule.match[1:]} one with weights"
-    words = f"no name matches {rule.match!r}"
+    message = f"no name matches {rule.match!r}"
     wider = _wider(rule, layers)
     if wider:
-        return f"{words}: did you mean {wider!r}?"
-    wanted = _WILD.sub("", rule.match.removeprefix("re:"))
-    return words + _meant([wanted], {layer.name for layer in layers})
+        return f"{message}: did you mean {wider!r}?"
+    name = _WILD.sub("", rule.match.removeprefix("re:"))
+    return message + _meant([name], {layer.name for layer in layers})
 
 
 def _wider(rule: Rule, layers: list[Layer]) -> str | None:
-    """The same glob with a star before, after or around it, where that matches a layer."""
+    """The glob with a star before, after or around it, if that matches a layer."""
     if rule.match.startswith("re:"):
         return None
     for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
@@ -408,16 +370,16 @@ def _wider(rule: Rule, layers: list[Layer]) -> str | None:
 
 
 def _meant(given: Iterable[str], known: Iterable[str]) -> str:
-    """The words ``: did you mean 'a' or 'b'?`` for what is near, or what there is where nothing is."""
+    """``: did you mean 'a' or 'b'?`` for close matches, else the first of the known names."""
     names = sorted(known)
     by_lower = {name.lower(): name for name in names}
-    near = dict.fromkeys(
-        by_lower[found]
-        for one in given
-        for found in get_close_matches(one.lower(), by_lower, n=MAX_NAMES_SHOWN, cutoff=0.5)
+    close = dict.fromkeys(
+        by_lower[match]
+        for each in given
+        for match in get_close_matches(each.lower(), by_lower, n=MAX_NAMES_SHOWN, cutoff=0.5)
     )
-    if near:
-        return f": did you mean {' or '.join(map(repr, list(near)[:MAX_NAMES_SHOWN]))}?"
+    if close:
+        return f": did you mean {' or '.join(map(repr, list(close)[:MAX_NAMES_SHOWN]))}?"
     some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
     return f": there is {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
 
@@ -433,7 +395,7 @@ def exact_pattern(name: str) -> str:
 
 
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
-    """The names of layers that the argument ``skip`` of a frontend leaves in float: names, or patterns with ``*``."""
+    """The layers that ``skip`` keeps in float, by names or patterns with ``*``; ``hint`` says what lists the names."""
     skipped: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
@@ -444,8 +406,6 @@ def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str
 
 
 class PlanLine(Protocol):
-    """What totals need of a line."""
-
     @property
     def is_quantized(self) -> bool: ...
 
@@ -460,14 +420,14 @@ Line = TypeVar("Line", bound=PlanLine)
 
 
 class PlanTotals(Generic[Line]):
-    """The sums over the lines of a plan."""
+    """What the plans of all frontends have in common: a recipe, a line per layer, and sums over them."""
 
     recipe: Recipe
     layers: tuple[Line, ...]
 
     @property
     def quantized(self) -> tuple[Line, ...]:
-        """The layers that something happens to."""
+        """The layers that are quantized."""
         return tuple(layer for layer in self.layers if layer.is_quantized)
 
     @property
@@ -477,7 +437,7 @@ class PlanTotals(Generic[Line]):
 
     @property
     def nbytes_after(self) -> int:
-        """The same when quantized, with their scales."""
+        """The bytes of all weights after quantization, with their scales."""
         return sum(layer.nbytes_after for layer in self.layers)
 
     def _summary(self, target: str = "") -> str:

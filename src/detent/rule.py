@@ -1,13 +1,12 @@
 """Rule: what some of a model's layers get. A recipe is a list of them.
 
-A rule names layers by their full dotted name and by their types, and holds what they get; what it leaves at None is
-not its business. Rules know nothing of any framework: a layer is a name, the names of its types, and whether it is the
-first or the last one with weights.
+A rule selects layers by their full dotted name and their types; fields that are None leave those layers as earlier
+rules have them. Rules know no framework: a layer is a name, the names of its types, and whether it is the first or the
+last one with weights.
 
 Whatever a rule sets has a short text. A spec has its own grammar, ``format/granularity/...``. Scale modes, estimators
 and observers are calls: ``name``, ``name(1)``, ``name(1, key=2)``, with the settings in the order of their class. A
-text leaves out what is the default, so that equal values have equal texts; the defaults belong to the version of the
-recipe files that hold them.
+text leaves out defaults, so equal values have equal texts; the defaults belong to the version of the recipe files.
 
 Observers are described without data, and fresh ones are made from the description:
 
@@ -18,7 +17,7 @@ Observers are described without data, and fresh ones are made from the descripti
 ``entropy(precision)``                    the least divergence of distributions
 ========================================= ====================================================
 
-Their granularity is that of the spec they serve. A moving average is not among them: it is the scale mode ``EMA``.
+Their granularity is that of the spec. A moving average is not an observer here: it is the scale mode ``EMA``.
 """
 
 import fnmatch
@@ -29,9 +28,9 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from detent.checks import plain
-from detent.codec import Setting, as_text, parse_call, write_call
+from detent.codec import Setting, as_text, parse_call, reading, write_call
 from detent.convention import Convention
-from detent.errors import DetentError, SpecError, closest
+from detent.errors import SpecError, closest
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
@@ -77,13 +76,11 @@ class ObserverSpec:
         if unknown:
             takes = ", ".join(_SETTINGS[kind]) or "no settings"
             raise SpecError(f"observer {kind!r} has no setting {unknown[0]!r}: it takes {takes}")
-        try:
-            made = _CLASSES[kind](**settings)  # type: ignore[arg-type]  # checks its settings
-        except (DetentError, OverflowError) as error:
-            raise SpecError(f"observer {kind!r}: {error}") from error
+        with reading(f"observer {kind!r}", error=SpecError):
+            observer = _CLASSES[kind](**settings)  # type: ignore[arg-type]  # checks its settings
         object.__setattr__(self, "kind", kind)
         # Adding zero makes -0.0 the 0.0 that it equals.
-        object.__setattr__(self, "settings", tuple((name, getattr(made, name) + 0) for name in _SETTINGS[kind]))
+        object.__setattr__(self, "settings", tuple((name, getattr(observer, name) + 0) for name in _SETTINGS[kind]))
 
     @classmethod
     def parse(cls, text: str) -> "ObserverSpec":
@@ -187,8 +184,6 @@ class Rule:
     >>> import detent as dt
     >>> dt.Rule(types="Linear", weight="int4/axis0", mode=dt.EMA(0.9))
     dt.Rule(types=('Linear',), weight='int4/axis0', mode='ema(0.9)')
-    >>> dt.Rule("head*", skip=True).skip
-    True
     """
 
     match: str
@@ -231,7 +226,7 @@ class Rule:
             raise SpecError(f"a rule that skips layers gives them no {' or '.join(named)}: leave out one or the other")
 
     def matches(self, layer: Layer) -> bool:
-        """Whether the layer is one of those that the rule names.
+        """Whether the rule selects the layer.
 
         >>> rule = Rule("features.*", types=("Conv2d", "Linear"))
         >>> rule.matches(Layer("features.0", ("Conv2d",))), rule.matches(Layer("features.1", ("ReLU",)))
@@ -240,7 +235,7 @@ class Rule:
         return self.matches_name(layer) and self.matches_types(layer)
 
     def matches_name(self, layer: Layer) -> bool:
-        """Whether the layer's name, or its place, is one that the rule names."""
+        """Whether the rule selects the layer's name, or its place."""
         pattern = _pattern(self.match)
         if pattern is None:
             return layer.first if self.match == "@first" else layer.last
@@ -274,7 +269,6 @@ class Rule:
 
 
 def _as_types(types: Iterable[str] | str) -> tuple[str, ...]:
-    """The names, each once."""
     if isinstance(types, str | type):
         return (as_text("a type", types),)
     if not isinstance(types, Iterable):
@@ -303,26 +297,24 @@ def as_mode(value: ScaleMode | str) -> ScaleMode:
     """The mode that a call text names; a mode passes through."""
     if not isinstance(value, str):
         return _of_known_type("scale mode", get_scale_mode(value), _MODES)
-    name, settings = parse_call("scale mode", value, {key: _names(made) for key, made in _MODES.items()})
+    name, settings = parse_call("scale mode", value, {key: _names(cls) for key, cls in _MODES.items()})
     return _MODES[name](**settings)
 
 
 def mode_text(mode: ScaleMode) -> str:
-    """The call text of a mode."""
     return _text(mode, _MODES)
 
 
 def as_estimator(value: EstimatorLike | str) -> Estimator:
     """The estimator that a call text names; callables are wrapped, an estimator passes through."""
     if not isinstance(value, str):
-        found = get_estimator(value, Convention.onnx)
-        return found if isinstance(found, Custom) else _of_known_type("estimator", found, _ESTIMATORS)
-    name, settings = parse_call("estimator", value, {key: _names(made) for key, made in _ESTIMATORS.items()})
+        estimator = get_estimator(value, Convention.onnx)
+        return estimator if isinstance(estimator, Custom) else _of_known_type("estimator", estimator, _ESTIMATORS)
+    name, settings = parse_call("estimator", value, {key: _names(cls) for key, cls in _ESTIMATORS.items()})
     return _ESTIMATORS[name](**settings)
 
 
 def estimator_text(estimator: Estimator) -> str:
-    """The call text of an estimator that is no callable."""
     if isinstance(estimator, Custom):
         raise SpecError(
             f"the estimator {estimator.function!r} is a callable, which no text can hold: name one of "
@@ -331,8 +323,8 @@ def estimator_text(estimator: Estimator) -> str:
     return _text(estimator, _ESTIMATORS)
 
 
-def _names(made: object) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(made))  # type: ignore[arg-type]  # of dataclasses
+def _names(cls: object) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]  # of dataclasses
 
 
 def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., object]]) -> Value:
@@ -342,7 +334,7 @@ def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., ob
 
 
 def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
-    made = type(value)
-    name = next(name for name, one in known.items() if one is made)
-    own, default = ({key: getattr(of, key) for key in _names(made)} for of in (value, made()))
+    cls = type(value)
+    name = next(name for name, each in known.items() if each is cls)
+    own, default = ({key: getattr(of, key) for key in _names(cls)} for of in (value, cls()))
     return write_call(name, own, default)

@@ -36,7 +36,7 @@ MX_EXPONENTS = (-126, 127)
 
 @dataclass(frozen=True)
 class Parameters:
-    """The numbers a range gives: arrays of the range's shape, and the two levels of NVFP4 where they exist."""
+    """Scale and zero point of ranges, in the shape of the bounds, and the two-level scales of NVFP4."""
 
     scale: NDArray[np.floating]
     zero_point: NDArray[np.int32]
@@ -46,13 +46,13 @@ class Parameters:
 
 def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
     """Scale and zero point of each range; lo and hi are finite float64 arrays of one shape with lo <= hi."""
-    found = kernels.derive(spec, lo, hi, dtype)
-    if found is not None:
-        return Parameters(found[0], found[1].astype(np.int32))
-    with np.errstate(all="ignore"):  # other scale formats, and whatever raises
-        return _derive(spec, lo, hi, dtype)
+    derived = kernels.derive(spec, lo, hi, dtype)
+    if derived is not None:
+        return Parameters(derived[0], derived[1].astype(np.int32))
+    return _derive(spec, lo, hi, dtype)  # other scale formats, and whatever raises
 
 
+@np.errstate(all="ignore")
 def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
     if spec.scale_format == "e8m0":
         return _symmetric_parameters(spec, _power_of_two(spec, lo, hi))

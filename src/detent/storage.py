@@ -1,8 +1,8 @@
-"""Storage: safetensors bytes and files, written atomically and read as if they were hostile.
+"""Storage: safetensors bytes and files, written atomically and read as untrusted.
 
-The format is small enough to be written and checked here to the letter: the same input gives the same bytes (the
-library orders metadata at random), and a file's claims are checked before anything is allocated: no duplicated keys,
-no holes, no overlap, no trailing bytes.
+The format is small enough to be written and checked here: the same input gives the same bytes (the library orders
+metadata at random), and headers are checked before anything is allocated: no duplicated keys, no holes, no overlap, no
+trailing bytes.
 """
 
 import json
@@ -28,7 +28,6 @@ Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24
 RANK_LIMIT = 64
 _LENGTH = 8
-ENDS = 2  # begin and end
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
 _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
 
@@ -81,7 +80,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
-    """Write to a temporary file beside the target, sync it and rename it: readers see the old file or the new one."""
+    """Write a temporary file in the same directory, sync and rename it: readers see the old file or the new one."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
@@ -97,13 +96,13 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
         with suppress(OSError):
             temporary.unlink()
         raise
-    _sync_folder(target.parent)
+    _sync_directory(target.parent)
 
 
 def check_directory(
     path: str | os.PathLike[str], *, writable: bool = True, error: type[DetentError] = FileFormatError
 ) -> Path:
-    """The directory if it exists and, where asked for, can be written to: better now than after minutes of work."""
+    """The directory if it exists and can be written to: fail now rather than after minutes of work."""
     directory = Path(path)
     if not directory.is_dir():
         raise error(f"{directory} is not a directory: create it, or choose another one")
@@ -118,9 +117,9 @@ def check_directory(
     return directory
 
 
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # some systems cannot sync a folder; the file itself is synced
-        handle = os.open(folder, os.O_RDONLY)
+def _sync_directory(directory: Path) -> None:
+    with suppress(OSError):  # some systems cannot sync a directory; the file itself is synced
+        handle = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
@@ -154,7 +153,7 @@ def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int,
         raise FileFormatError(f"tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(_DTYPES)}")
     if not _are_sizes(shape) or len(shape) > RANK_LIMIT or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
         raise FileFormatError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != ENDS:
+    if not _are_sizes(offsets) or len(offsets) != 2:
         raise FileFormatError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]")
     begin, end = offsets
     expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize

@@ -1,7 +1,4 @@
-"""Tables of text: columns as wide as their widest cell.
-
-Amounts: numbers of bytes, as people write and read them.
-"""
+"""Text for people: tables with aligned columns, and numbers of bytes."""
 
 import re
 from collections.abc import Container, Sequence
@@ -12,7 +9,7 @@ __all__ = ["bytes_text", "of_whole", "parse_bytes", "table_lines"]
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """The lines of a table; columns are flush left, but for those in ``right``."""
+    """The lines of a table; columns are flush left, except those in ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -29,15 +26,15 @@ _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re
 
 def parse_bytes(text: str) -> int:
     """The bytes that "1500000", "1.5MB" or "512 KiB" stand for."""
-    found = _AMOUNT.fullmatch(text.strip())
-    unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or not (count := int(float(found[1]) * unit)):
-        raise SpecError(f"{text!r} is no number of bytes: expected one such as 1500000, 1.5MB or 512KiB")
+    match = _AMOUNT.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or not (count := int(float(match[1]) * unit)):
+        raise SpecError(f"invalid size {text!r}: expected e.g. 1500000, 1.5MB or 512KiB")
     return count
 
 
 def of_whole(text: str, whole: int) -> int:
-    """The same, or a part of the whole such as "50%"."""
+    """Parse a byte count, or a percentage of ``whole`` such as "50%"."""
     if not text.strip().endswith("%"):
         return parse_bytes(text)
     try:
@@ -45,7 +42,7 @@ def of_whole(text: str, whole: int) -> int:
     except ValueError:
         share = 0.0
     if not 0 < share <= 100:
-        raise SpecError(f"{text!r} is no part of a whole: expected one such as 50%")
+        raise SpecError(f"invalid percentage {text!r}: expected e.g. 50%")
     return int(whole * share / 100)
 
 

@@ -1,10 +1,10 @@
 """QuantizedTensor: codes and the parameters that give them meaning.
 
 ``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only, comparable, and saved as a safetensors file whose
-metadata hold the spec. It remembers the float type of the data it was made from and dequantizes to it.
+metadata hold the spec. It dequantizes to the float type of the data it was made from.
 
-An axis may be sliced freely where one set spans all of it or each index has its own set; along a grouped or blocked
-axis a slice has step 1 and starts and ends at a boundary.
+An axis may be sliced freely if one set spans all of it or each index has its own set; along a grouped or blocked axis a
+slice has step 1 and starts and ends at a boundary.
 
 A file holds the packed codes and the parameters, and nothing that can be derived:
 
@@ -15,7 +15,7 @@ tensor_scale "e4m3" only: float32
 zero_point   affine specs only: packed at the format's bits
 ============ ======================================================================
 
-The range that parameters came from is not kept: it takes no part in what they compute.
+The range that the parameters came from is not saved.
 """
 
 import json
@@ -40,7 +40,7 @@ from detent.params import QuantParams
 from detent.plan import Plan, check_is_params
 from detent.spec import QuantSpec, code_dtype
 
-__all__ = ["QuantizedTensor", "compact", "complete_slices", "expand", "slice_params"]
+__all__ = ["QuantizedTensor"]
 
 Slices = tuple[slice, ...]
 Index: TypeAlias = slice | EllipsisType | tuple[slice | EllipsisType, ...]
@@ -54,10 +54,7 @@ _KEYS = frozenset({"spec", "shape", "dtype"})
 class QuantizedTensor:
     """Codes of one shape with their parameters; made by ``dt.quantize``, from codes or ``from_packed``.
 
-    A tensor is a value, but for one that ``dt.quantize(..., out=...)`` returned: it shares memory with ``out``.
-
-    Invariants: ``codes.shape == shape``; ``params.scale.shape`` is what the granularity makes of ``shape``; every
-    integer code lies in the spec's range; ``packed`` holds the codes at ``spec.bits`` each.
+    A tensor that ``dt.quantize(..., out=...)`` returned shares memory with ``out``; all others are immutable.
 
     >>> import detent as dt, numpy as np
     >>> q = dt.quantize(np.array([0.5, -1.0, 0.25], np.float32), dt.QuantParams(dt.QuantSpec(dt.int4), scale=0.25))
@@ -72,14 +69,11 @@ class QuantizedTensor:
     def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
         """The same as ``from_codes``."""
         array = as_array("codes", codes)
-        found = float_dtype(dtype, "the tensor")
-        _check_fit(params, array.shape, found)
+        self._dtype = float_dtype(dtype, "the tensor")
+        _check_fit(params, array.shape, self._dtype)
         self._codes: NDArray[Any] | None = _read_only_view(_checked_codes(array, params.spec))
         self._packed: NDArray[np.uint8] | None = None
-        self._params = params
-        self._shape = array.shape
-        self._dtype = found
-        self._shared = False
+        self._params, self._shape, self._shared = params, array.shape, False
 
     @classmethod
     def trusted(
@@ -94,7 +88,7 @@ class QuantizedTensor:
     ) -> "QuantizedTensor":
         """A tensor of codes (or packed codes) that a plan has just made; nothing is checked or copied.
 
-        ``shared`` memory may change: nothing derived from it is kept, and such a tensor has no hash.
+        ``shared`` memory may change: nothing derived from it is cached, and the tensor has no hash.
         """
         tensor = cls.__new__(cls)
         view = _read_only_view(data)
@@ -187,8 +181,8 @@ class QuantizedTensor:
         >>> dt.quantize(np.array([0.4, 1.6]), dt.QuantParams.int8_symmetric()).dequantize()
         array([0., 2.])
         """
-        wanted = self._dtype if dtype is None else float_dtype(dtype, "the result")
-        plan = Plan.select("dequantize", shape=self._shape, dtype=wanted, spec=self.spec)
+        result = self._dtype if dtype is None else float_dtype(dtype, "the result")
+        plan = Plan.select("dequantize", shape=self._shape, dtype=result, spec=self.spec)
         codes = self.packed if self._codes is None else self._codes
         plan.check(codes, self._params, out)
         return cast("NDArray[Any]", plan.run(codes, self._params, out=out))
@@ -223,7 +217,7 @@ class QuantizedTensor:
     def __array__(self, *args: object, **options: object) -> NDArray[Any]:
         """Refused: an array of what, codes or values?"""
         raise DtypeError(
-            "a QuantizedTensor is no plain array: use q.dequantize() for its values, q.codes for its codes"
+            "a QuantizedTensor is not a plain array: use q.dequantize() for its values, q.codes for its codes"
         )
 
     def __len__(self) -> int:
@@ -239,18 +233,15 @@ class QuantizedTensor:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file: ``nbytes`` of packed codes and parameters, with the spec in the header.
-
-        The file appears whole or not at all. The range the parameters came from is not kept.
-        """
-        about = {
+        """Write a safetensors file atomically: ``nbytes`` of codes and parameters, with the spec in the header."""
+        metadata = {
             "version": FILE_VERSION,
             "spec": self.spec.to_dict(),
             "shape": list(self._shape),
             "dtype": self._dtype.name,
         }
         arrays = {"packed": self.packed, **compact(self._params)}
-        storage.write_atomic(path, storage.dumps(arrays, {_METADATA: json.dumps(about)}))
+        storage.write_atomic(path, storage.dumps(arrays, {_METADATA: json.dumps(metadata)}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "QuantizedTensor":
@@ -259,33 +250,27 @@ class QuantizedTensor:
         Raises:
             FileFormatError: truncated, oversized, duplicated, foreign or contradictory content.
 
-        >>> import pathlib, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     foreign = pathlib.Path(folder, "x")
-        ...     _ = foreign.write_bytes(b"12345678")
-        ...     QuantizedTensor.load(foreign)  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        detent.errors.FileFormatError: ...: a header of ... bytes is announced, 0 follow ...
+        >>> import detent as dt, pathlib, tempfile
+        >>> q = QuantizedTensor.from_codes([1, -2], dt.QuantParams.int8_symmetric())
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = pathlib.Path(directory, "q.safetensors")
+        ...     q.save(path)
+        ...     QuantizedTensor.load(path) == q
+        True
         """
         arrays, metadata = storage.read(path)
         with reading(f"{os.fspath(path)} holds no QuantizedTensor"):
-            return cls._from_file(arrays, metadata)
-
-    @classmethod
-    def _from_file(cls, arrays: dict[str, NDArray[Any]], metadata: dict[str, str]) -> "QuantizedTensor":
-        text = table(metadata, "the metadata", (_METADATA,))[_METADATA]
-        about = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
-        if not isinstance(about["dtype"], str) or "packed" not in arrays:
-            raise FileFormatError(
-                f"expected a named dtype and the array 'packed', got {about['dtype']!r}, {sorted(arrays)}"
-            )
-        packed, spec, shape = arrays.pop("packed"), QuantSpec.from_dict(about["spec"]), as_shape(about["shape"])
-        needed = packed_size(prod(shape), spec.bits)
-        if packed.shape != (needed,):
-            raise FileFormatError(f"codes of shape {shape} take {needed} bytes, the file holds {packed.shape}")
-        params = expand(spec, arrays, spec.granularity.tiling(shape).scale_shape)
-        return cls.from_packed(packed, params, shape, about["dtype"])
+            text = table(metadata, "the metadata", (_METADATA,))[_METADATA]
+            entries = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
+            dtype, spec, shape = entries["dtype"], QuantSpec.from_dict(entries["spec"]), as_shape(entries["shape"])
+            if not isinstance(dtype, str) or "packed" not in arrays:
+                raise FileFormatError(f"expected a named dtype and the array 'packed', got {dtype!r}, {sorted(arrays)}")
+            packed = arrays.pop("packed")
+            needed = packed_size(prod(shape), spec.bits)
+            if packed.shape != (needed,):
+                raise FileFormatError(f"codes of shape {shape} take {needed} bytes, the file holds {packed.shape}")
+            params = expand(spec, arrays, spec.granularity.tiling(shape).scale_shape)
+            return cls.from_packed(packed, params, shape, dtype)
 
 
 def _read_only_view(array: NDArray[Any]) -> NDArray[Any]:
@@ -305,11 +290,13 @@ def _unpacked(packed: NDArray[np.uint8], spec: QuantSpec, shape: tuple[int, ...]
 
 
 def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
-    """A copy in the format's storage type, every integer code of which the spec could have made."""
-    wanted = code_dtype(spec)
+    """A copy in the format's storage type; every integer code must lie in the spec's range."""
+    storage_type = code_dtype(spec)
     if spec.format.kind == "float":
-        if codes.dtype != wanted:
-            raise DtypeError(f"codes of {spec.format.name} have dtype {wanted}, got {codes.dtype}: use astype or view")
+        if codes.dtype != storage_type:
+            raise DtypeError(
+                f"codes of {spec.format.name} have dtype {storage_type}, got {codes.dtype}: use astype or view"
+            )
         if codes.size and int(codes.view(np.uint8).max()) >> spec.bits:
             raise ParamsError(f"codes of {spec.format.name} have {spec.bits} bits, some here have more set: mask them")
         return codes.copy()
@@ -321,7 +308,7 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
             f"codes of {spec} lie in [{low}, {high}], got [{codes.min()}, {codes.max()}]: clamp them, or give the spec "
             "another qmin and qmax"
         )
-    return codes.astype(wanted)
+    return codes.astype(storage_type)
 
 
 def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
@@ -340,7 +327,7 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
         for part in slices:
             part.indices(1)
     except (TypeError, ValueError) as fault:
-        raise ShapeError(f"{index!r} is no slice of an array: {fault}") from fault
+        raise ShapeError(f"{index!r} is not a slice of an array: {fault}") from fault
     return slices
 
 
@@ -378,45 +365,37 @@ def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
 
 
 def compact(params: QuantParams) -> Arrays:
-    """The arrays that ``expand`` makes equal parameters of; together they have ``parameter_bits()``, in whole bytes."""
+    """The arrays from which ``expand`` makes the parameters again; together ``parameter_bits()``, in whole bytes."""
     spec = params.spec
-    arrays: Arrays = {}
+    arrays: Arrays = {"scale": params.scale}
     if params.block_scale is not None and params.tensor_scale is not None:
         arrays = {"block_scale": params.block_scale.view(np.uint8), "tensor_scale": params.tensor_scale}
     elif spec.scale_format == "e8m0":
         arrays = {"scale": (np.frexp(params.scale)[1] - 1 + E8M0_BIAS).astype(np.uint8)}
-    else:
-        arrays = {"scale": params.scale}
     if not spec.symmetric:
         arrays["zero_point"] = pack(params.zero_point, spec.bits)
     return arrays
 
 
 def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tuple[int, ...]) -> QuantParams:
-    """The parameters that ``compact`` took apart."""
-    _check_names(spec, arrays)
     two_level = spec.scale_format == "e4m3"
+    names = {"block_scale", "tensor_scale"} if two_level else {"scale"}
+    table(arrays, f"the parameters of {spec}", names if spec.symmetric else names | {"zero_point"})
     stored = arrays["block_scale" if two_level else "scale"]
     _check_array("scales", stored, ("uint8",) if spec.scale_format != "float" else ("float32", "float64"), scale_shape)
     if two_level:
         _check_array("tensor_scale", arrays["tensor_scale"], ("float32",), ())
         block = stored.view(ml_dtypes.float8_e4m3fn)
-        with np.errstate(all="ignore"):  # QuantParams refuses what overflows
+        with np.errstate(all="ignore"):  # QuantParams rejects what overflows
             scale = block.astype(np.float32) * arrays["tensor_scale"]
         return QuantParams(spec, scale, block_scale=block, tensor_scale=arrays["tensor_scale"])
     if spec.scale_format == "e8m0":
-        with np.errstate(all="ignore"):  # QuantParams refuses the exponents of no normal number
+        with np.errstate(all="ignore"):  # QuantParams rejects exponents of subnormal numbers
             return QuantParams(spec, np.ldexp(np.float32(1.0), stored.astype(np.int32) - E8M0_BIAS))
     if spec.symmetric:
         return QuantParams(spec, stored)
     zero_point = unpack(arrays["zero_point"], spec.bits, prod(scale_shape), signed=spec.format.signed)
     return QuantParams(spec, stored, zero_point.reshape(scale_shape).astype(np.int32))
-
-
-def _check_names(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]]) -> None:
-    wanted = {"block_scale", "tensor_scale"} if spec.scale_format == "e4m3" else {"scale"}
-    wanted |= set() if spec.symmetric else {"zero_point"}
-    table(arrays, f"the parameters of {spec}", wanted)
 
 
 def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:

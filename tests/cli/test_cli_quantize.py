@@ -243,7 +243,7 @@ def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
         (["model.onnx", "-d", "few.npz", "--observer", "maxmin"], "did you mean 'minmax'"),
         (["model.onnx", "-d", "few.npz", "--target", "onnxruntime-vni"], "did you mean 'onnxruntime-vnni'"),
         (["model.onnx", "-d", "few.npz", "--skip", "haed"], "did you mean 'head'"),
-        (["model.onnx", "-d", "few.npz", "--memory-budget", "much"], "'much' is no number of bytes"),
+        (["model.onnx", "-d", "few.npz", "--memory-budget", "much"], "invalid size 'much'"),
         (["model.onnx", "-d", "few.npz", "--report", "report.pdf"], "report.pdf: expected a name that ends in .html"),
         (["model.onnx", "-d", "few.npz", "-o", "model.onnx", "--force"], "model.onnx is the model itself"),
         (["model.onnx", "-d", "few.npz", "-o", "few.npz/a.onnx"], "few.npz is not a directory"),

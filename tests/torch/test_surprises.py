@@ -214,5 +214,5 @@ def test_nan_is_named():
     model = calibrated(mlp())
     bad = X.clone()
     bad[2, 3] = np.nan
-    with pytest.raises(dt.NaNError, match=r"0\.input_quantizer: x holds 1 NaN of .*, the first at index \(2, 3\)"):
+    with pytest.raises(dt.NaNError, match=r"0\.input_quantizer: x contains 1 NaN in .*, first at \(2, 3\)"):
         model(bad)

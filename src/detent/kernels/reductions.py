@@ -59,9 +59,9 @@ def _pack_part(words: NDArray[np.uint16], bits: int) -> Bytes:
 def unpack_bits(packed: Bytes, bits: int, count: int, *, signed: bool) -> Codes:
     """The ``count`` codes of a byte string of the right size: int8 or uint8 up to 8 bits, int16 or uint16 above."""
     if bits <= BYTE and current_kernels() != "reference":
-        found = native.unpack(packed, bits, count, signed=signed)
-        if found is not None:
-            return found
+        result = native.unpack(packed, bits, count, signed=signed)
+        if result is not None:
+            return result
     starts = range(0, count, CHUNK)
     parts = [_unpack_part(packed[start * bits // BYTE :], min(CHUNK, count - start), bits) for start in starts]
     codes = (np.concatenate(parts) if parts else np.zeros(0, np.uint16)).astype(np.int32)
@@ -81,9 +81,9 @@ Array = NDArray[Any]
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
     """The smallest and largest finite element of each set in the compute type, and how many elements are not finite."""
     choice = current_kernels()
-    found = None if choice == "reference" else native.minmax(x, tiling)
-    if found is not None:
-        return found
+    result = None if choice == "reference" else native.minmax(x, tiling)
+    if result is not None:
+        return result
     _refuse_if(choice == "native", f"minmax of {x.dtype} data")
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         lo, hi = reference.minmax(x, tiling)
@@ -100,9 +100,9 @@ def histogram(
     what ``minmax`` returns.
     """
     choice = current_kernels()
-    found = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
-    if found is not None:
-        return found
+    result = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
+    if result is not None:
+        return result
     _refuse_if(choice == "native", f"a histogram of {x.dtype} data")
     with np.errstate(all="ignore"):
         return *reference.histogram(x, tiling, bits, rows, weights, counts), minmax(x, tiling)
@@ -115,10 +115,10 @@ def grid_errors(
 
     Native for the norms 1 and 2; others differ in the last places between libraries of mathematics.
     """
-    found = None
+    result = None
     if current_kernels() != "reference":
-        found = native.grid_errors(norm, ends, levels, bins, scale, zero)
-    return reference.grid_errors(norm, ends, levels, bins, scale, zero) if found is None else found
+        result = native.grid_errors(norm, ends, levels, bins, scale, zero)
+    return reference.grid_errors(norm, ends, levels, bins, scale, zero) if result is None else result
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:
@@ -127,9 +127,9 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
     Squares and products are of values times their factor: of x or the error, and of y.
     """
     choice = current_kernels()
-    found = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)
-    if found is not None:
-        return found
+    result = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)
+    if result is not None:
+        return result
     _refuse_if(choice == "native", f"the {term} sum of {x.dtype} and {y.dtype} data")
     with np.errstate(all="ignore"):
         return float(reference.error_sum(term, x, y, factor, second_factor))
@@ -138,9 +138,9 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 def largest_error(term: Term, x: Array, y: Array) -> float:
     """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing."""
     choice = current_kernels()
-    found = None if choice == "reference" else native.largest_error(term, x, y)
-    if found is not None:
-        return found
+    result = None if choice == "reference" else native.largest_error(term, x, y)
+    if result is not None:
+        return result
     _refuse_if(choice == "native", f"the largest error of {x.dtype} and {y.dtype} data")
     with np.errstate(all="ignore"):
         return float(reference.largest_error(term, x, y))
@@ -167,9 +167,9 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 
 def checksum(x: Array) -> int:
     """A number that tells whether any bit of x has changed since it was last computed, in this process."""
-    found = None if current_kernels() == "reference" else native.checksum(x)
-    if found is not None:
-        return found
+    result = None if current_kernels() == "reference" else native.checksum(x)
+    if result is not None:
+        return result
     return int.from_bytes(blake2b(np.ascontiguousarray(x).view(np.uint8).data, digest_size=8).digest())
 
 
