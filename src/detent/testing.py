@@ -1,20 +1,20 @@
 """Helpers for users' own tests: an assertion about exported files, and arrays on which quantizers go wrong.
 
-``assert_same_codes`` verifies an exported file against its model. ``nasty_arrays`` gives inputs by name:
+``assert_same_codes`` verifies an exported file against its model. ``nasty_arrays`` returns inputs by name:
 
-============================ ==============================================================================
-what                         what it finds
-============================ ==============================================================================
-ties, and one ulp beside     rules of rounding, ``x / s`` against ``x * (1 / s)``, sums of zero points too early
+============================ ================================================================================
+arrays                       bugs they reveal
+============================ ================================================================================
+ties, and one ulp off        rounding rules, ``x / s`` instead of ``x * (1 / s)``, zero point added too early
 empty, 0-d, one, odd lengths shapes that loops and vector code forget
-NaN, infinities              casts that are undefined, ranges that never recover
+NaN, infinities              undefined casts, ranges that never recover
 zeros of both signs          ``-0.0`` that becomes a code of its own; scales of 0
 subnormal, tiny, huge        scales that underflow, quotients that overflow
-constant, one-sided, outlier ranges without width, without zero, and with one element that eats all codes
+constant, one-sided, outlier ranges without width, without zero, and stretched by one outlier
 memory                       strides, order, offset, byte order and write protection
-============================ ==============================================================================
+============================ ================================================================================
 
-What depends on a spec (every code of a format, groups that do not divide an axis) is for tests of that spec.
+Left out: arrays that depend on a spec, such as every code of a format or groups that do not divide an axis.
 """
 
 from collections.abc import Iterable
@@ -37,41 +37,32 @@ if TYPE_CHECKING:
 __all__ = ["assert_same_codes", "nasty_arrays"]
 
 Array = NDArray[Any]
-REACH, WIDEST = 300, 17  # ties: all of those of 8 bits, and those beside powers of two up to 16 bits
-ODD = (3, 7, 5)
+MAX_TIE, MAX_POWER = 300, 17  # ties: all of 8 bits, and those next to powers of two up to 16 bits
+ODD_SHAPE = (3, 7, 5)
 
 
 def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_only: bool = False) -> dict[str, Array]:
-    """Arrays that break quantizers, by names that fit into the ids of tests.
-
-    They are made anew by each call and always the same. Some cannot be written to, as their ``flags`` say.
+    """Arrays that break quantizers, by names for test ids; new with each call, and always the same.
 
     Args:
         dtype: float16, bfloat16, float32 or float64.
-        scale: that of the quantizer under test; ties are at (k + 1/2) * scale.
+        scale: the scale of the quantizer under test; ties are at (k + 1/2) * scale.
         finite_only: leave out arrays with NaN and infinities, which have no range.
 
     Raises:
         DtypeError: another dtype.
-        ParamsError: a scale that is not finite and positive.
+        ParamsError: the scale is not finite and positive.
 
     >>> import detent as dt
-    >>> arrays = nasty_arrays(scale=0.1)
-    >>> arrays["empty"].size, arrays["0-d"].shape, arrays["misaligned"].flags.aligned
-    (0, (), False)
     >>> params = dt.QuantParams(dt.QuantSpec("int8"), 0.1)
-    >>> all(dt.fake_quantize(x, params).shape == x.shape for x in arrays.values())
+    >>> all(dt.fake_quantize(x, params).shape == x.shape for x in nasty_arrays(scale=0.1).values())
     True
-    >>> sorted(set(arrays) - set(nasty_arrays(finite_only=True)))
-    ['inf', 'nan', 'nan among numbers']
     """
     kind = float_dtype(dtype, "dtype")
     if not (isinstance(scale, float | int) and isfinite(scale) and scale > 0):
         raise ParamsError(f"scale is {scale!r}, expected a finite number above 0")
-    made = _shapes(kind) | _ties(kind, float(scale)) | _magnitudes(kind) | _ranges(kind) | _memory(kind)
-    if not finite_only:
-        made |= _not_finite(kind)
-    return made
+    finite = _shapes(kind) | _ties(kind, float(scale)) | _magnitudes(kind) | _ranges(kind) | _memory(kind)
+    return finite if finite_only else finite | _not_finite(kind)
 
 
 def _normal(kind: np.dtype[Any], *shape: int) -> Array:
@@ -86,23 +77,23 @@ def _shapes(kind: np.dtype[Any]) -> dict[str, Array]:
         "0-d": np.array(-1.7).astype(kind),
         "one": np.array([0.3]).astype(kind),
         "odd length": _normal(kind, 1021),
-        "odd shape": _normal(kind, *ODD),
+        "odd shape": _normal(kind, *ODD_SHAPE),
         "many axes": _normal(kind, 2, 1, 3, 1, 2, 1, 3),
     }
 
 
 def _ties(kind: np.dtype[Any], scale: float) -> dict[str, Array]:
-    powers = np.exp2(np.arange(WIDEST))
-    k = np.unique(np.concatenate([np.arange(-REACH, REACH), powers - 1, -powers]))
+    powers = np.exp2(np.arange(MAX_POWER))
+    k = np.unique(np.concatenate([np.arange(-MAX_TIE, MAX_TIE), powers - 1, -powers]))
     with np.errstate(over="ignore", under="ignore"):
         ties = ((k + 0.5) * scale).astype(kind)
         ties = ties[np.isfinite(ties)]
-        made = {
+        arrays = {
             "ties": ties,
             "just below ties": np.nextafter(ties, kind.type(-np.inf)),
             "just above ties": np.nextafter(ties, kind.type(np.inf)),
         }
-    return {name: each[np.isfinite(each)] for name, each in made.items()}
+    return {name: each[np.isfinite(each)] for name, each in arrays.items()}
 
 
 def _both_signs(values: list[Any], kind: np.dtype[Any]) -> Array:
@@ -143,19 +134,19 @@ def _memory(kind: np.dtype[Any]) -> dict[str, Array]:
     raw = np.zeros(wide.nbytes + 1, np.uint8)
     misaligned = raw[1:].view(kind).reshape(wide.shape)
     misaligned[...] = wide
-    made = {
+    arrays = {
         "every other": wide.copy()[::2, ::2],
         "reversed": wide.copy()[::-1, ::-1],
         "Fortran order": np.asfortranarray(wide),
-        "transposed": _normal(kind, *ODD).transpose(2, 0, 1),
+        "transposed": _normal(kind, *ODD_SHAPE).transpose(2, 0, 1),
         "inner part": wide.copy()[1:-1, 2:-3],
         "one element repeated": np.broadcast_to(wide[0, 0], (6, 7)),
         "read-only": fixed,
         "misaligned": misaligned,
     }
     if kind.isbuiltin == 1:  # bfloat16, of ml_dtypes, has no byte order
-        made["other byte order"] = wide.astype(kind.newbyteorder())
-    return made
+        arrays["other byte order"] = wide.astype(kind.newbyteorder())
+    return arrays
 
 
 def _not_finite(kind: np.dtype[Any]) -> dict[str, Array]:
@@ -173,23 +164,20 @@ def assert_same_codes(
     artifact: "ModelProto | str | PathLike[str]",
     data: Iterable[Any] | str | PathLike[str],
 ) -> VerifyReport:
-    """Fail where a quantized ONNX file has another code, scale or zero point than what it was made from.
+    """Fail if a code, scale or zero point of a quantized ONNX file differs from its source model.
 
-    The same as ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: weights are compared code
-    by code, and every quantizer is fed what ONNX Runtime saw. The order of sums has no part in it, so that the
+    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: weights are compared code by
+    code, and every quantizer gets the input it had in ONNX Runtime. The accumulation order has no effect, so the
     assertion needs no tolerance and holds on every machine.
 
     Args:
-        model: a prepared ``detent.torch`` model, or the ONNX model that the file was made from.
+        model: a prepared ``detent.torch`` model, or the source ONNX model.
         artifact: the quantized model, a path or in memory.
-        data: batches, or a file or folder of them, as ``dt.verify`` takes them; a few are enough.
-
-    Returns:
-        The report, whose ``compared_codes`` says on how much the assertion rests.
+        data: batches, or a file or directory of them, as for ``dt.verify``; a few are enough.
 
     Raises:
         VerificationError: an AssertionError that names the first difference, with node, index, value and scale.
-        DetentError: what cannot be compared: damaged files, files without quantizers, data that do not fit.
+        DetentError: damaged files, files without quantizers, or data that do not fit.
 
     >>> import numpy as np
     >>> from onnx import parser

@@ -261,8 +261,8 @@ def test_text():
     schedule.load_state_dict({"steps": 5})
     assert str(schedule).splitlines() == [
         "  step 0   float, ranges are gathered",
-        "> step 2   quantized; ranges of mode EMA stay",
-        "  step 10  batch-norm statistics stay",
+        "> step 2   quantized; EMA ranges frozen",
+        "  step 10  batch norm statistics frozen",
     ]
     assert repr(qt.Schedule(schedule.model)) == "Schedule() at step 0"
 

@@ -1,7 +1,6 @@
-"""The demo: a small network for digits, trained, quantized in several ways, exported and proven, in a minute.
+"""The demo: train a small network for digits, quantize it in several ways, export and verify, in a minute.
 
-``run`` does all of it with data that are part of the package, and writes a page about it. ``import detent.demo`` loads
-nothing heavy; PyTorch, ONNX and ONNX Runtime come with ``run``.
+``import detent.demo`` loads nothing heavy; ``run`` imports PyTorch, ONNX and ONNX Runtime.
 """
 
 from detent.demo.result import DemoResult, DemoRow

@@ -2,8 +2,7 @@
 
 The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8. With 45,434
 parameters it trains in seconds, and is deep and narrow enough for 2-bit weights to cost accuracy. The digits are part
-of the package; their source and licence are in ``digits/README.md``. While the demo runs, PyTorch is set up so that a
-machine computes the same numbers each time.
+of the package; their source and license are in ``digits/README.md``.
 """
 
 import io
@@ -32,21 +31,10 @@ FILE = "digits/digits.npz"
 
 @dataclass(frozen=True)
 class Pictures:
-    """Images and what they show.
+    """Images and their labels."""
 
-    Attributes:
-        images: (n, 1, 8, 8), float32 from 0 to 1.
-        labels: (n,), int64 from 0 to 9.
-
-    >>> train, test = read_digits()
-    >>> train.images.shape, test.images.shape, len(train)
-    ((1297, 1, 8, 8), (500, 1, 8, 8), 1297)
-    >>> [batch.shape for batch in test.first(150).batches(100)]
-    [(100, 1, 8, 8), (50, 1, 8, 8)]
-    """
-
-    images: NDArray[np.float32]
-    labels: NDArray[np.int64]
+    images: NDArray[np.float32]  # (n, 1, 8, 8), from 0 to 1
+    labels: NDArray[np.int64]  # (n,), from 0 to 9
 
     def __post_init__(self) -> None:
         if self.images.shape != (len(self.labels), 1, SIDE, SIDE):
@@ -58,23 +46,16 @@ class Pictures:
         return len(self.labels)
 
     def first(self, count: int) -> "Pictures":
-        """The first few of them."""
+        """The first images and labels."""
         return Pictures(self.images[:count], self.labels[:count])
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """The images in parts; the last one may be smaller."""
+        """The images in batches; the last may be smaller."""
         return [self.images[i : i + size] for i in range(0, len(self), size)]
 
 
 def read_digits() -> tuple[Pictures, Pictures]:
-    """Those to train on and those to test on; the latter have 50 of each class.
-
-    Raises:
-        FileFormatError: the package's file is damaged.
-
-    >>> [int(count) for count in np.bincount(read_digits()[1].labels)]
-    [50, 50, 50, 50, 50, 50, 50, 50, 50, 50]
-    """
+    """The training and the test images; the latter have 50 per class."""
     try:
         with np.load(io.BytesIO(files("detent.demo").joinpath(FILE).read_bytes()), allow_pickle=False) as stored:
             images, labels, test = (np.asarray(stored[name]) for name in ("images", "labels", "test"))
@@ -90,18 +71,7 @@ def _part(images: NDArray[Any], labels: NDArray[Any], chosen: NDArray[Any]) -> P
 
 @contextmanager
 def repeatable(seed: int) -> Iterator[None]:
-    """One thread, deterministic algorithms, float32 on the CPU, gradients, and random numbers from the seed.
-
-    One thread is no sacrifice for a small network, and the number of cores then has no part in the numbers.
-
-    >>> before = torch.get_rng_state()
-    >>> draws = []
-    >>> for _ in range(2):
-    ...     with repeatable(7):
-    ...         draws.append((torch.rand(1).item(), torch.get_num_threads()))
-    >>> draws[0] == draws[1], draws[0][1], torch.equal(before, torch.get_rng_state())
-    (True, 1, True)
-    """
+    """Set PyTorch up for reproducible numbers: one thread, deterministic algorithms, float32 on the CPU, the seed."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
@@ -110,32 +80,25 @@ def repeatable(seed: int) -> Iterator[None]:
         stack.callback(torch.set_default_dtype, dtype)
         stack.callback(torch.set_num_threads, threads)
         stack.callback(set_num_threads, get_num_threads())
-        if torch.get_default_device().type != "cpu":  # such a context slows every operation down
+        if torch.get_default_device().type != "cpu":  # a device context slows every operation down
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         torch.set_num_threads(1)
-        set_num_threads(1)  # for speed alone: two would wait for each other
+        set_num_threads(1)  # for speed only
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(True)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices, which are not given back
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices, which fork_rng skips here
         yield
 
 
-WIDTHS = (16, 32, 64, 32)
-AREA = 4 * 4  # of what the classifier sees
+CHANNELS = (16, 32, 64, 32)
+AREA = 4 * 4  # of the classifier's input
 
 
 def make_network() -> nn.Sequential:
-    """A new network with random weights; it takes (n, 1, 8, 8) and gives logits (n, 10).
-
-    >>> import torch
-    >>> make_network()(torch.zeros(2, 1, 8, 8)).shape
-    torch.Size([2, 10])
-    >>> sum(parameter.numel() for parameter in make_network().parameters())
-    45434
-    """
-    first, second, third, hidden = WIDTHS
+    """A new network with random weights: (n, 1, 8, 8) to logits (n, 10)."""
+    first, second, third, hidden = CHANNELS
     layers: list[tuple[str, nn.Module]] = [
         *_norm_and_relu("conv1", nn.Conv2d(1, first, 3, padding=1, bias=False)),
         *_norm_and_relu("conv2", nn.Conv2d(first, second, 3, padding=1, bias=False)),
@@ -156,27 +119,13 @@ def _norm_and_relu(name: str, layer: nn.Conv2d) -> list[tuple[str, nn.Module]]:
 
 
 BATCH = 64
-CONTRAST, NOISE = 0.5, 0.2  # how much a training image is varied
-DECAY, SMOOTHING = 0.05, 0.1  # of weights and of labels: 1,297 images are few
+CONTRAST, NOISE = 0.5, 0.2  # variation of training images
+WEIGHT_DECAY, LABEL_SMOOTHING = 0.05, 0.1  # 1,297 images are few
 
 
 @dataclass(frozen=True)
 class Course:
-    """How long to train, on what; AdamW with a cosine to zero.
-
-    Attributes:
-        pictures: to train on.
-        epochs: how often each of them is seen.
-        rate: of AdamW.
-        seed: of their order and of how they are varied.
-
-    >>> from detent.demo.network import read_digits
-    >>> course = Course(read_digits()[0].first(128), 2, 1e-3, 0)
-    >>> steps = []
-    >>> _ = course.train(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), lambda: steps.append(1))
-    >>> len(steps) == course.steps == 4
-    True
-    """
+    """A training run with AdamW and a cosine schedule to zero."""
 
     pictures: Pictures
     epochs: int
@@ -185,17 +134,17 @@ class Course:
 
     @property
     def steps(self) -> int:
-        """How many there are in all; the incomplete batch of an epoch is left out."""
+        """All optimizer steps; the incomplete batch of an epoch is left out."""
         return self.epochs * (len(self.pictures) // BATCH)
 
     def train(self, model: nn.Sequential, after_step: Callable[[], object]) -> nn.Sequential:
-        """The model, trained in place and left in evaluation mode."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate, weight_decay=DECAY)
+        """Train the model in place and return it in evaluation mode."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=self.rate, weight_decay=WEIGHT_DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(self.steps, 1))
         model.train()
         for images, labels in self._batches():
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=SMOOTHING)
+            loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
             loss.backward()  # type: ignore[no-untyped-call]  # of torch
             optimizer.step()
             schedule.step()
@@ -203,7 +152,7 @@ class Course:
         return model.eval()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images of another contrast each time, with noise: the same ones for everybody."""
+        """Images with random contrast and noise, the same for all networks."""
         numbers = torch.Generator().manual_seed(self.seed)
         images, labels = torch.from_numpy(self.pictures.images), torch.from_numpy(self.pictures.labels)
         for _ in range(self.epochs):
@@ -216,14 +165,7 @@ class Course:
 
 
 def calibrated(model: nn.Sequential, recipe: Recipe, pictures: Pictures) -> nn.Sequential:
-    """The model prepared in place, with ranges from all pictures.
-
-    >>> from detent.demo.network import read_digits
-    >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    >>> ready = calibrated(model, Recipe.preset("w8a8"), read_digits()[0].first(64))
-    >>> bool(ready[1].input_quantizer.is_initialized)
-    True
-    """
+    """Prepare the model in place, and calibrate it with all pictures."""
     qt.prepare(model, recipe)
     with qt.calibrating(model):
         for images in pictures.batches(BATCH):
@@ -232,13 +174,8 @@ def calibrated(model: nn.Sequential, recipe: Recipe, pictures: Pictures) -> nn.S
 
 
 def logits_of(model: nn.Sequential, pictures: Pictures) -> Tensor:
-    """What the model says of the pictures.
-
-    >>> from detent.demo.network import read_digits
-    >>> logits_of(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), read_digits()[1]).shape
-    torch.Size([500, 10])
-    """
+    """The outputs of the model in evaluation mode."""
     model.eval()
     with torch.no_grad():
-        said: Tensor = model(torch.from_numpy(pictures.images))
-    return said
+        logits: Tensor = model(torch.from_numpy(pictures.images))
+    return logits

@@ -1,4 +1,4 @@
-"""DemoResult: what the demo found, as a table, in numbers and as JSON."""
+"""DemoResult: the results of the demo as a table, as numbers and as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -16,15 +16,14 @@ __all__ = ["COLUMNS", "DemoResult", "DemoRow"]
 COLUMNS = ("", "PyTorch", "ONNX Runtime", "same class", "bytes", "ratio", "SQNR", "codes differ")
 WIDTH = 80
 NOTES = (
-    "W8, W4 and W2 say how many bits weights have; their inputs have 8. At 4 and 2 bits the first and the last layer "
-    "keep 8.",
+    "W8, W4 and W2 are the bits of weights; their inputs have 8. At 4 and 2 bits the first and the last layer keep 8.",
     "Accuracies are on images that no network was trained on; SQNR is that of the logits against float's.",
     "PTQ quantizes the float network. QAT trains the last epochs quantized, as many as float gets; its weights are its "
     "own, so that its SQNR says little: judge it by its accuracy.",
-    "Codes are those of all weights, and of every quantizer for what it was given in ONNX Runtime. Sums have another "
-    "order there, so that logits differ a little.",
+    "Codes are those of all weights, and of every quantizer for its input in ONNX Runtime. The accumulation order "
+    "differs there, so logits differ a little.",
 )
-TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integers before operator set 25."
+TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integers before opset 25."
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,10 @@ class DemoRow:
     Attributes:
         label: "float", or the bits of its weights and how it was quantized, "W4 QAT".
         recipe: the preset; None for float.
-        accuracy_torch, accuracy_onnxruntime: shares of the test images that are told right.
-        samples: how many images that is of.
-        equal_predictions: how many of them both tell alike, right or wrong.
-        nbytes: of the ONNX file.
-        nbytes_float: of the float network's.
+        accuracy_torch, accuracy_onnxruntime: shares of the test images that are classified right.
+        samples: the number of test images.
+        equal_predictions: images for which both predict the same class, right or wrong.
+        nbytes, nbytes_float: sizes of this ONNX file and of the float network's.
         sqnr_db: of the logits in ONNX Runtime, against those of the float network; None for float itself.
         compared_codes, differing_codes: of level 1 of ``dt.verify``.
 
@@ -72,7 +70,7 @@ class DemoRow:
         return self.nbytes_float / self.nbytes
 
     def cells(self) -> tuple[str, ...]:
-        """The row of the table, as text."""
+        """The cells of the table row."""
         return (
             self.label,
             f"{100 * self.accuracy_torch:.1f} %",
@@ -87,26 +85,21 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo found; ``print`` shows the table.
+    """The results of the demo; ``print`` shows the table.
 
     Attributes:
         rows: float first.
-        verifications: a report for each quantized row, by its label.
-        report_path: the page.
-        files: everything that was written, the page first.
-        shown: the label of the row whose file was kept and whose layers are on the page.
-        seed, quick: as they were given.
+        verifications: a report for each quantized row, by label.
+        report_path: the HTML report.
+        files: all files that were written, the report first.
+        shown: the label of the row whose file was written and whose layers are in the report.
 
     >>> rows = (DemoRow("float", None, 0.99, 0.99, 500, 500, 180_000, 180_000),
     ...         DemoRow("W8 QAT", "w8a8", 0.99, 0.99, 500, 500, 60_000, 180_000, 31.0, 1000, 0))
-    >>> proven = {"W8 QAT": VerifyReport((1,), 5, 1000, 0)}
-    >>> result = DemoResult(rows, proven, Path("demo-report.html"), (), "W8 QAT")
-    >>> print(result.codes_line())
-    codes that differ: 0 of 1000
-    >>> result.ok, result["W8 QAT"].ratio, result.verification.batches, result.to_json()[:26]
-    (True, 3.0, 5, '{"version": 1, "ok": true,')
-    >>> result.notes()[-1][:17]
-    'Codes are those o'
+    >>> verifications = {"W8 QAT": VerifyReport((1,), 5, 1000, 0)}
+    >>> result = DemoResult(rows, verifications, Path("demo-report.html"), (), "W8 QAT")
+    >>> result.ok, result["W8 QAT"].ratio, result.verification.batches, result.codes_line()
+    (True, 3.0, 5, 'codes that differ: 0 of 1000')
     """
 
     rows: tuple[DemoRow, ...]
@@ -124,44 +117,44 @@ class DemoResult:
             raise SpecError(f"each of {sorted(quantized)} has a verification, got {sorted(self.verifications)}")
 
     def __getitem__(self, label: str) -> DemoRow:
-        found = {row.label: row for row in self.rows}
-        if label not in found:
-            raise SpecError(f"no row is named {label!r}: {', '.join(found)}")
-        return found[label]
+        rows = {row.label: row for row in self.rows}
+        if label not in rows:
+            raise SpecError(f"no row is named {label!r}: {', '.join(rows)}")
+        return rows[label]
 
     @property
     def verification(self) -> VerifyReport:
-        """Of the file that was kept, at all three levels; at the first where the run was quick."""
+        """The verification of the written file, at all three levels; at the first if the run was quick."""
         return self.verifications[self.shown]
 
     @property
     def ok(self) -> bool:
-        """Whether every file holds its network's codes, and integer kernels compute what they should."""
+        """Whether the verification of every file passed."""
         return all(report.ok for report in self.verifications.values())
 
     @property
     def compared_codes(self) -> int:
-        """The codes of all files that were compared."""
+        """The number of compared codes in all files."""
         return sum(row.compared_codes for row in self.rows)
 
     @property
     def differing_codes(self) -> int:
-        """How many of them differ."""
+        """The number of codes that differ."""
         return sum(row.differing_codes for row in self.rows)
 
     def codes_line(self) -> str:
-        """The line that it is all about."""
+        """One line: how many codes differ."""
         return f"codes that differ: {self.differing_codes} of {self.compared_codes}"
 
     def notes(self) -> tuple[str, ...]:
-        """What should be known when reading the table."""
+        """Notes below the table."""
         has_two = any(row.label.startswith("W2") for row in self.rows)
         return (*NOTES[:1], *((TWO_BITS,) if has_two else ()), *NOTES[1:])
 
     def to_json(self) -> str:
-        """Everything but the verifications' details, as JSON; SQNRs that are not finite are written as text."""
+        """Everything except the verifications' details as JSON; SQNRs that are not finite are text."""
         rows = [asdict(row) | {"ratio": row.ratio, "sqnr_db": encode(row.sqnr_db)} for row in self.rows]
-        about = {
+        content = {
             "version": 1,
             "ok": self.ok,
             "seed": self.seed,
@@ -173,7 +166,7 @@ class DemoResult:
             "files": [str(path) for path in self.files],
             "facts": dict(self.facts),
         }
-        return json.dumps(about, allow_nan=False)
+        return json.dumps(content, allow_nan=False)
 
     def __str__(self) -> str:
         rows = [COLUMNS, *(row.cells() for row in self.rows)]

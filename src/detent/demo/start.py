@@ -1,4 +1,4 @@
-"""Entry of the demo: ``run``. What it needs is loaded when it is called."""
+"""Entry of the demo: ``run``, which imports what it needs when it is called."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -23,26 +23,26 @@ def run(
     say: Callable[[str], object] | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> DemoResult:
-    """Train a small network, quantize it in six ways, export and prove each, and write a page about it.
+    """Train a small network, quantize it in six ways, export and verify each, and write a report.
 
-    The network tells handwritten digits apart. It is trained in float; quantized after training (PTQ) and trained on
+    The network classifies handwritten digits. It is trained in float; quantized after training (PTQ) and trained
     quantized (QAT), with weights of 8, 4 and 2 bits; exported to ONNX; run in ONNX Runtime; and compared code by code.
-    It computes on one thread and with seeds, so that the same machine gives the same numbers each time. PyTorch's own
-    random numbers, threads and settings are as before when it returns. It takes about a minute.
+    It runs on one thread with seeds, so the same machine gives the same numbers each time; PyTorch's random state,
+    threads and settings are restored. It takes about a minute.
 
     Args:
-        folder: where ``demo-report.html``, ``demo-float.onnx``, ``demo-w4-qat.onnx`` and ``demo-calibration.npz`` go;
-            files of these names are replaced. ``detent quantize demo-float.onnx --data demo-calibration.npz`` goes on
-            from there. Nothing is written before everything is done.
-        seed: of the network's first weights and of the order of images.
+        folder: the output directory. Files named ``demo-report.html``, ``demo-float.onnx``, ``demo-w4-qat.onnx`` and
+            ``demo-calibration.npz`` are replaced, at the end. To go on from there:
+            ``detent quantize demo-float.onnx --data demo-calibration.npz``.
+        seed: seed for weight initialization and image order.
         quick: 4 bits only and few epochs, in seconds; for tests.
-        say: is called with a line of text when there is something to say.
-        progress: is called with a stage, the steps done in it, and all of its steps.
+        say: called with each line of progress text.
+        progress: called with a stage, its steps done, and its total steps.
 
     Raises:
         UnsupportedError: a package is missing; the message has the command that installs it.
-        FileFormatError: the folder does not exist or cannot be written to.
-        SpecError: a seed that is no integer from 0 to 2**31-1.
+        FileFormatError: the directory does not exist or cannot be written to.
+        SpecError: the seed is not an integer from 0 to 2**31-1.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,11 +52,11 @@ def run(
     >>> result.differing_codes, result["W4 QAT"].ratio > 4
     (0, True)
     """
-    number = as_integer("seed", seed, at_least=0, at_most=LARGEST_SEED)
-    goal = check_directory(folder)
+    seed = as_integer("seed", seed, at_least=0, at_most=LARGEST_SEED)
+    output_directory = check_directory(folder)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"the demo needs {', '.join(missing)}: {install_hint('all')}")
-    from detent.demo.contest import hold  # noqa: PLC0415 - it loads PyTorch, ONNX and ONNX Runtime
+    from detent.demo.contest import run_comparison  # noqa: PLC0415 - it loads PyTorch, ONNX and ONNX Runtime
 
-    return hold(goal, number, quick=bool(quick), say=say, progress=progress)
+    return run_comparison(output_directory, seed, quick=bool(quick), say=say, progress=progress)

@@ -1,16 +1,16 @@
-"""Batch norm folding: quantize the weight that will be exported, which has the batch norm's gain in it.
+"""Batch norm folding: quantize the weight that will be exported, which includes the batch norm's gain.
 
 ::
 
-    g = gamma / sqrt(running_var + eps)               the gain, one per output channel
-    f = g, and 1 where g is 0                         the factor: a channel without gain has no weights to quantize
+    g = gamma / sqrt(running_var + eps)                   the gain, one per output channel
+    f = g, and 1 where g is 0                             the factor: a channel without gain has no weights to quantize
 
-    y = norm(product(x, fq(w * f) / f))               running weight: training and evaluation
+    y = norm(product(x, fq(w * f) / f))                   running weight: training and evaluation
     y = product(x, fq(w * g)) + (b - mean) * g + beta     exported weight: after qt.freeze, and in exported files
 
-Both have the same codes, and differ by rounding only. In training the batch norm works on the result as always, with
-the statistics of the batch, and nothing of the size of an activation is computed beside what the float model does.
-Scales that stay, one per channel and symmetric, can absorb the gain: then the running weight is ``fq(w)``.
+Both have the same codes and differ by rounding only. Training costs no extra work on activations: the batch norm runs
+on the layer's output with the statistics of the batch, as in float. Constant symmetric scales, one per channel, can
+absorb the gain: then the running weight is ``fq(w)``.
 """
 
 from collections import Counter
@@ -35,17 +35,7 @@ __all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
 def running_weight(
     weight: Tensor, factor: Tensor | None, quantize: Callable[[Tensor], Tensor], *, in_place: bool = False
 ) -> Tensor:
-    """The weight that a forward multiplies with before its batch norm: ``fq(w * f) / f``, or ``fq(w)`` without one.
-
-    Args:
-        weight: the float weight.
-        factor: ``Fold.factor``; None without a batch norm, and where the scales absorb its gain.
-        quantize: makes the fake-quantized values.
-        in_place: divide in the memory that ``quantize`` returned.
-
-    >>> running_weight(torch.tensor([0.5, 0.4]), torch.tensor(4.0), torch.round)
-    tensor([0.5000, 0.5000])
-    """
+    """``fq(w * f) / f``, or ``fq(w)`` without a factor; ``in_place`` divides in the memory ``quantize`` returned."""
     if factor is None:
         return quantize(weight)
     quantized = quantize(weight * factor)
@@ -53,25 +43,18 @@ def running_weight(
 
 
 class Fold:
-    """The batch norm of a layer; no module itself, so that the model's own tree stays as it is.
-
-    >>> fold = Fold(nn.BatchNorm1d(3, eps=0.0))
-    >>> fold.norm.running_var.fill_(0.25)
-    tensor([0.2500, 0.2500, 0.2500])
-    >>> fold.gain().tolist(), fold.bias(torch.ones(3)).tolist(), fold.with_gain(torch.ones(3, 2))[0].tolist()
-    ([2.0, 2.0, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0])
-    """
+    """The batch norm of a layer; not a module, so that the model's tree stays as it is."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self.norm = norm
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layer computes the batch norm, too."""
+        """Whether the layer computes the batch norm."""
         return bool(getattr(self.norm, "fused", False))
 
     def fuse(self) -> None:
-        """Let the layer compute the batch norm, which then lets data pass."""
+        """Let the layer compute the batch norm, which then passes data through."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
 
@@ -81,14 +64,14 @@ class Fold:
             self.norm.fused = False
 
     def gain(self) -> Tensor:
-        """The gain g of each channel, ``gamma / sqrt(running_var + eps)``."""
+        """Per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
         norm = self.norm
         variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds takes none without statistics
         gain = torch.rsqrt(variance + norm.eps)
         return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
-        """The factor f of each output channel, broadcastable to the weight: the gain, and 1 where that is 0."""
+        """Per-channel factor f, broadcastable to the weight: the gain, and 1 where that is 0."""
         gain = self.gain().to(weight.dtype)
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
@@ -97,7 +80,7 @@ class Fold:
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Quantized weights, symmetric with one scale per channel, times g: the scale takes |g|, the codes its sign."""
+        """Multiply symmetric per-channel weights by g: the scale takes |g|, the codes its sign."""
         gain = to_array(on_cpu(self.gain())).astype(quantized.params.scale.dtype)
         scale = np.where(gain == 0, quantized.params.scale, quantized.params.scale * np.abs(gain))
         floor = np.finfo(scale.dtype).smallest_normal
@@ -113,10 +96,8 @@ class Fold:
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def version(self) -> object:
-        """A key that changes when the gain changes: statistics are written without any trace."""
-        norm = self.norm
-        parts = (norm.running_var, norm.weight)
-        return fingerprint(*(part for part in parts if part is not None))
+        """A key that changes with the gain: PyTorch does not count writes to the statistics."""
+        return fingerprint(*(part for part in (self.norm.running_var, self.norm.weight) if part is not None))
 
 
 def _per_channel(values: Tensor, weight: Tensor) -> Tensor:
@@ -124,21 +105,11 @@ def _per_channel(values: Tensor, weight: Tensor) -> Tensor:
 
 
 class QuantizedNorm(nn.Module):
-    """What every batch norm of a prepared model is, beside its own class.
-
-    Attributes:
-        fused: the layer before it computes it.
-        frozen: training uses the running statistics and leaves them alone.
-
-    >>> import detent.torch as qt
-    >>> model = qt.prepare(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "w8a8")
-    >>> isinstance(model[1], QuantizedNorm), model[1].fused
-    (True, False)
-    """
+    """Mixin of every batch norm in a prepared model."""
 
     float_class: ClassVar[type[nn.Module]]
-    fused: bool
-    frozen: bool
+    fused: bool  # the layer before it computes it
+    frozen: bool  # training uses the running statistics and does not update them
 
     def forward(self, x: Tensor) -> Tensor:
         """The batch norm, unless the layer before has computed it."""
@@ -152,14 +123,7 @@ class QuantizedNorm(nn.Module):
 
 
 def find_folds(model: nn.Module) -> dict[str, str]:
-    """The names of layers and of the batch norms that alone take their output.
-
-    By a symbolic trace where the model has one, else by the order in Sequentials.
-
-    >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
-    >>> find_folds(model)
-    {'0': '1'}
-    """
+    """Map each layer whose only reader is a batch norm to that norm: by a symbolic trace, else by Sequential order."""
     try:
         pairs = _traced_pairs(model)
     except Exception:  # noqa: BLE001 - a trace runs the model's own code, which may raise anything
@@ -177,7 +141,7 @@ def _pairs_in_order(model: nn.Module) -> dict[str, str]:
 
 
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
-    """Pairs by name that are pairs in training and in evaluation, found on a copy that shares the parameters."""
+    """Pairs that occur in training and in evaluation, traced on a copy that shares the parameters."""
     double = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):
         training, evaluation = (_pairs_of(fx.Tracer().trace(double.train(mode))) for mode in (True, False))

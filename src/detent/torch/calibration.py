@@ -1,7 +1,6 @@
 """Calibration: ranges from data, by forward passes that only observe.
 
-Quantizers of activations observe batches; those of weights take the range of the weight as it is exported. By default
-the range is min-max for 8 bits and more, and MSE-optimal below.
+Quantizers of activations observe batches; those of weights take the range of the exported weight.
 """
 
 import warnings
@@ -27,20 +26,20 @@ BYTE = 8
 
 @contextmanager
 def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None = None) -> Iterator[nn.Module]:
-    """Let forward passes only observe; on leaving, quantizers take the ranges they have seen.
+    """Let forward passes only observe; on exit, quantizers take the observed ranges.
 
-    Inside, the model computes in float, in evaluation mode and without gradients. Where ``torch.distributed`` runs,
-    what all processes have seen is merged on leaving, once: every process has to get there. An exception leaves the
-    model as it was.
+    Inside, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``, the
+    observations of all processes are merged once, on exit, which every process must reach. An exception leaves the
+    model unchanged.
 
     Args:
         model: a prepared model.
-        observer: the observer of quantizers whose rule names none: "minmax", "mse", "percentile(0.1, 99.9)",
-            "entropy". By default minmax for 8 bits and more, mse below.
+        observer: for quantizers whose rule names none: "minmax", "mse", "percentile(0.1, 99.9)" or "entropy"; None is
+            minmax for 8 bits and more, mse below.
 
     Raises:
         StateError: the model is not prepared.
-        NaNError: data with NaN reached a quantizer.
+        NaNError: a quantizer got NaN.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -62,10 +61,9 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
             quantizer.start_calibration(_observer_for(quantizer, default) if needs_data else None)
         with torch.no_grad(), evaluating(model), without_collectives(model):
             yield model
-        observers = {
-            name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None
-        }
-        merged = merge_observers(observers, model)
+        merged = merge_observers(
+            {name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None}, model
+        )
     finally:
         for quantizer in quantizers.values():
             quantizer.stop_calibration()
@@ -92,20 +90,13 @@ def _observer_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> Obse
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -> None:
-    """Give every weight's quantizer the parameters of the weight as it is now.
-
-    >>> import detent.torch as qt
-    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
-    >>> initialize_weights(model)
-    >>> model[0].weight_quantizer.is_initialized
-    True
-    """
+    """Set the parameters of every weight's quantizer from the current weight."""
     for _, layer, name, quantizer in weight_layers(model):
         if not quantizer.enabled:
             continue
-        weight = to_array(on_cpu(layer.float_weight(name)))
         if isinstance(quantizer.mode, PerBatch):
             weight_observer = get_observer_spec("minmax").make(quantizer.spec.granularity)
         else:
             weight_observer = _observer_for(quantizer, observer)
-        quantizer.set_params(weight_observer.observe(weight).params(quantizer.spec))
+        weight_observer.observe(to_array(on_cpu(layer.float_weight(name))))
+        quantizer.set_params(weight_observer.params(quantizer.spec))

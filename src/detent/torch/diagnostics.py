@@ -1,26 +1,23 @@
-"""Diagnostics: is quantization-aware training going well, quantizer by quantizer, and what to do where it is not.
-
-``qt.health`` measures what each quantizer does to its data, and warns with advice:
+"""Diagnostics: health of each quantizer in quantization-aware training, with advice.
 
 =============  =====================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that occur
-drift          the scale now over the first one, calibrated or observed; of many, the one that has moved most
+drift          current scale over the first one, calibrated or observed; of several, the one that has moved most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the estimator stops
 =============  =====================================================================================================
 
-Weights are examined in full, as they are exported; activations in the batches given, or in what ``qt.watch`` has
-sampled lately. A watched forward looks at no more than ``SAMPLE`` elements, at equal distances that touch every index
-of every axis: weights whenever they have changed, activations every few calls. A model that is not watched pays
-nothing, and nothing of its state is changed beyond what an evaluation changes.
+Exported weights are measured in full; activations on the batches given, or on the latest samples of ``qt.watch``. A
+watched forward samples at most ``SAMPLE`` elements, at equal distances that touch every index of every axis: weights
+whenever they have changed, activations every few calls. A model that is not watched pays nothing.
 
-A weight *oscillates* where its code changes against the direction of its last change. How often it does is an average
-over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
+A weight *oscillates* if its code changes against the direction of its last change. The frequency is an average over
+steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
 
     f = MOMENTUM * reversed + (1 - MOMENTUM) * f              oscillating: f > FREQUENCY
 
-Left out: compiled forwards, which no Python code sees; pass batches to ``qt.health`` for these.
+Left out: compiled forwards, which run no Python code; pass batches to ``qt.health`` instead.
 """
 
 import json
@@ -65,19 +62,19 @@ __all__ = [
     "watch",
 ]
 
-SAMPLE = 4096  # elements of a tensor that a watched forward looks at, at most
-RECENT = 16  # samples of an activation that count: the latest ones
-MOMENTUM = 0.01  # weight of a new step in the average of how often a code turns back
-FREQUENCY = 0.005  # turns per step above which a weight oscillates
-SATURATED = 0.01  # a gradient is saturated where the estimator lets less than this share of it pass
+SAMPLE = 4096  # maximum elements that a watched forward samples from a tensor
+RECENT = 16  # latest samples of an activation that count
+MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals
+FREQUENCY = 0.005  # reversals per step above which a weight oscillates
+SATURATED = 0.01  # a gradient is saturated if the estimator passes less than this share of it
 
-# Limits above or below which there is a warning.
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction, by the least number of bits: fewer are better clipped more
+# limits of the warnings
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction, by the least number of bits: few bits should clip more
 USAGE_LIMIT = 0.5  # code usage, given enough data
-ELEMENTS_PER_CODE = 16  # elements for each code, before unused ones mean anything
+ELEMENTS_PER_CODE = 16  # with fewer elements, unused codes mean nothing
 DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
 OSCILLATION_LIMIT = 0.1  # share of weights that oscillate
-SATURATION_LIMIT = 0.2  # share of saturated gradients, where clipping has not drawn a warning
+SATURATION_LIMIT = 0.2  # share of saturated gradients, unless clipping has drawn a warning
 
 HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
 Array = NDArray[Any]
@@ -86,26 +83,16 @@ Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """What quantization does to some data.
-
-    Attributes:
-        size: how many elements there are.
-        clipped: how many codes were clamped.
-        saturated: how many gradients the estimator stops; None where it is a callable.
-        codes: the codes that occur, each once, in the format's storage type.
-
-    >>> Measure.merge([Measure(4, 1, 1, np.array([0, 2])), Measure(4, 0, 0, np.array([2, 3]))])
-    Measure(size=8, clipped=1, saturated=1, codes=array([0, 2, 3]))
-    """
+    """Counts of what quantization does to some data."""
 
     size: int
     clipped: int
-    saturated: int | None
-    codes: Array
+    saturated: int | None  # None for a callable estimator
+    codes: Array  # the distinct codes, in the format's storage type
 
     @staticmethod
     def merge(parts: Sequence["Measure"]) -> "Measure":
-        """All of the data as one."""
+        """The measure of all data together."""
         stopped = [part.saturated for part in parts if part.saturated is not None]
         return Measure(
             sum(part.size for part in parts),
@@ -116,19 +103,14 @@ class Measure:
 
 
 def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
-    """What quantization by these parameters does to x, and its estimator to the gradient.
-
-    >>> result = measure(np.array([0.2, 1.0, 400.0], np.float32), QuantParams.int8_symmetric(), Clipped())
-    >>> result.clipped, result.saturated, result.codes.tolist()
-    (1, 1, [0, 1, 127])
-    """
+    """Measure quantization of x by these parameters, and what the estimator does to the gradient."""
     clipped = round(clip_fraction(x, params) * x.size)
     saturated: int | None
     if isinstance(ste, Custom):
         saturated = None
     elif isinstance(ste, Identity):
         saturated = 0
-    elif ste == Clipped():  # the very mask that counts as clipped
+    elif ste == Clipped():  # the mask of clipped elements
         saturated = clipped
     else:
         passed = fake_quantize_backward(np.ones_like(x), x, params, ste=ste)
@@ -137,23 +119,15 @@ def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
 
 
 def _distinct(codes: Array) -> Array:
-    """The codes that occur, each once."""
     if codes.dtype.kind in "iu":
         return np.unique(codes)
     return np.unique(codes.view(np.uint8)).view(codes.dtype)  # small floats, by their bits
 
 
 def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
-    """At most about ``SAMPLE`` elements of x in a row, and the parameters of each.
-
-    >>> x = torch.arange(12.0).reshape(2, 6)
-    >>> params = QuantParams("int8/axis0", scale=[1.0, 0.5])
-    >>> some, own = sample(x, params)
-    >>> some.shape, own.scale.tolist() == [1.0] * 6 + [0.5] * 6
-    ((12,), True)
-    """
+    """About ``SAMPLE`` elements of x at most, flat, and parameters for them."""
     step = _distance(x.numel())
-    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # a copy, for it may be kept
+    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # it may be kept
     if isinstance(params.spec.granularity, PerTensor):
         return data, params
     sets = _sets(params.spec.granularity, tuple(x.shape))
@@ -163,7 +137,7 @@ def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
 
 @lru_cache(maxsize=1024)
 def _distance(size: int) -> int:
-    """The distance of sampled elements: without a common factor with the size, so that no axis is seen in part only."""
+    """The distance of sampled elements; it shares no factor with the size, so every index of every axis is sampled."""
     step = max(1, -(-size // SAMPLE))
     while gcd(step, size) > 1:
         step += 1
@@ -172,7 +146,7 @@ def _distance(size: int) -> int:
 
 @lru_cache(maxsize=256)
 def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """The set of each sampled element."""
+    """The parameter set of each sampled element."""
     tiling = granularity.tiling(shape)
     size = int(np.prod(shape))
     places = np.unravel_index(np.arange(0, size, _distance(size)), shape)
@@ -182,19 +156,12 @@ def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
 
 @lru_cache(maxsize=256)
 def _each(spec: QuantSpec) -> QuantSpec:
-    """The same codes with a plain scale for each element of a row."""
+    """The spec with a plain scale for each element of a row."""
     return spec.replace(granularity=PerAxis(0), scale_format="float")
 
 
 class Oscillation:
-    """How often the codes of a weight turn back, as an average over steps.
-
-    >>> turning, params = Oscillation(), QuantParams.int8_symmetric()
-    >>> for weights in ([0.4, 0.0], [0.6, 1.0], [0.4, 2.0]):
-    ...     turning.update(np.array(weights), params)
-    >>> turning.steps, turning.rate
-    (2, 0.5)
-    """
+    """Average frequency at which the codes of a weight reverse their direction."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -205,16 +172,16 @@ class Oscillation:
 
     @property
     def rate(self) -> float | None:
-        """The share of weights that oscillate; None before there were two steps to compare."""
+        """The share of weights that oscillate; None before the second step."""
         return float(np.mean(self._frequency > FREQUENCY)) if self.steps else None
 
     def update(self, data: Array, params: QuantParams) -> None:
-        """Look at the weights after a step; the same weights once more are no step."""
+        """Add the weights after a step; unchanged weights do not count as a step."""
         if self._data is not None and np.array_equal(self._data, data):
             return
         levels = _levels(quantize(data, params, nan="zero_point"))
         if self._levels is None or self._levels.shape != levels.shape:
-            self.__init__()  # type: ignore[misc]  # another weight: start anew
+            self.__init__()  # type: ignore[misc]  # a different weight: start anew
             self._direction, self._frequency = np.zeros((2, *levels.shape), np.float32)
         else:
             moved = np.sign(levels - self._levels)
@@ -226,35 +193,24 @@ class Oscillation:
 
 
 def _levels(q: QuantizedTensor) -> Array:
-    """Numbers in the order of what the codes stand for."""
+    """Numbers in the order of the codes' values."""
     if q.spec.format.kind == "float":
         return np.asarray(q.spec.format.levels, np.float32)[q.codes.view(np.uint8)]
     return q.codes.astype(np.float32)
 
 
 class Watcher:
-    """What one quantizer calls in each forward that quantizes; samples in training only.
-
-    Attributes:
-        first: the first scale, against which drift is measured.
-        oscillation: of a weight; None for an activation.
-
-    >>> quantizer = FakeQuantize("int8", "per_batch")
-    >>> quantizer.watcher = Watcher(quantizer, is_weight=False)
-    >>> _ = quantizer(torch.tensor([1.0, 0.5, -1.0]))
-    >>> quantizer.watcher.measured().codes.tolist()
-    [-127, 64, 127]
-    """
+    """Called by one quantizer in each forward that quantizes; samples in training only."""
 
     def __init__(self, quantizer: FakeQuantize, *, is_weight: bool, every: int = 1) -> None:
         has_scale = quantizer.is_initialized and not isinstance(quantizer.mode, PerBatch)
-        self.first: Array | None = quantizer.params.scale if has_scale else None
+        self.first: Array | None = quantizer.params.scale if has_scale else None  # the scale that drift refers to
         self.oscillation = Oscillation() if is_weight else None
         self._recent: deque[Measure] = deque(maxlen=RECENT)
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Take a sample of x, if it is the turn of one; without parameters, those of the quantizer's state count."""
+        """Sample x every few calls; params None stands for the quantizer's state."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1
@@ -269,12 +225,12 @@ class Watcher:
             self.oscillation.update(data, own)
 
     def measured(self) -> Measure | None:
-        """What was seen of an activation lately; None where nothing was."""
+        """The latest samples of an activation together; None without any."""
         return Measure.merge(self._recent) if self._recent else None
 
 
 class Watch:
-    """A model being watched; made by ``qt.watch``, and a context that ends it on leaving.
+    """A watched model, from ``qt.watch``; as a context manager it stops on exit.
 
     >>> import detent.torch as qt
     >>> with qt.watch(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")) as watched:
@@ -291,14 +247,7 @@ class Watch:
             self._watched[quantizer] = watcher
 
     def stop(self) -> None:
-        """Watch no more; what was seen is forgotten.
-
-        >>> import detent.torch as qt
-        >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
-        >>> qt.watch(model).stop()
-        >>> model[0].weight_quantizer.watcher is None
-        True
-        """
+        """Stop watching and forget all samples."""
         for quantizer, watcher in self._watched.items():
             if quantizer.watcher is watcher:
                 quantizer.watcher = None
@@ -315,21 +264,18 @@ class Watch:
 
 
 def watch(model: nn.Module, *, every: int = 16) -> Watch:
-    """Watch a model while it trains, for ``qt.health``; call it after calibration, from which drift is measured.
+    """Watch a model while it trains, for ``qt.health``; call it after calibration, the reference of drift.
 
-    Weights are sampled after each optimizer step, activations in every 16th call of their quantizer, in training only.
-    Compiled forwards are not seen. Watching once more starts anew.
+    Weights are sampled after each optimizer step, activations every few calls, in training only. Compiled forwards are
+    not sampled. Watching again starts anew.
 
     Args:
         model: a prepared model.
-        every: how many calls of an activation's quantizer there are to one sample.
-
-    Returns:
-        The watch, to ``stop()`` or to use as a context.
+        every: sample every n-th call of an activation's quantizer.
 
     Raises:
         StateError: the model is not prepared.
-        SpecError: ``every`` is no positive integer.
+        SpecError: ``every`` is not a positive integer.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -346,16 +292,14 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
 
 @dataclass(frozen=True)
 class QuantizerHealth:
-    """The health of one quantizer; metrics are None where there is nothing to measure them on.
+    """The health of one quantizer; a metric is None without data for it.
 
     Attributes:
-        name: its full name.
-        spec, mode: as short text.
-        source: what was examined: "weight", "batches", "watch", or "" for nothing.
-        elements: how many elements were examined.
+        source: the data that were measured: "weight", "batches", "watch", or "" for none.
+        elements: the number of measured elements.
         clip_fraction, code_usage, drift, oscillation, saturated: the metrics, see ``detent.torch.diagnostics``.
-        note: why there is nothing, or "".
-        warnings: what a user should know, and can do.
+        note: why there are no metrics, or "".
+        warnings: problems, each with advice.
     """
 
     name: str
@@ -405,11 +349,7 @@ class HealthReport:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Every metric, and the warnings, as JSON.
-
-        >>> HealthReport(()).to_json()
-        '{"version": 1, "quantizers": []}'
-        """
+        """All metrics and warnings as JSON."""
         return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
 
 
@@ -425,17 +365,17 @@ def _share(value: float | None, digits: int = 0) -> str:
 
 @torch.no_grad()
 def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthReport:
-    """Measure what the quantizers of a model do: clipping, unused codes, drift, oscillation, stopped gradients.
+    """Measure each quantizer: clipping, unused codes, drift, oscillation, stopped gradients.
 
     Args:
         model: a prepared model, calibrated or in training.
-        batches: inputs to run through the model, in evaluation mode: tensors, tuples of arguments, or dicts of named
-            ones. Without any, activations are known only where ``qt.watch(model)`` is on.
+        batches: inputs to run through the model in evaluation mode: tensors, tuples of arguments, or dicts by name.
+            Without batches, activations are measured only if ``qt.watch(model)`` is on.
 
     Raises:
         StateError: the model is not prepared.
-        DtypeError: batches that are no inputs.
-        SpecError: no batch in ``batches``.
+        DtypeError: batches are not inputs.
+        SpecError: ``batches`` is empty.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -483,9 +423,9 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
 def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batches: Measure | None) -> QuantizerHealth:
     """The health of a quantizer: of this weight, or of an activation, measured on batches or watched."""
     row = QuantizerHealth(name, str(quantizer.spec), str(quantizer.mode))
-    unfit = _unfit(row, quantizer, weight)
-    if unfit is not None:
-        return unfit
+    unmeasured = _unmeasured(row, quantizer, weight)
+    if unmeasured is not None:
+        return unmeasured
     watcher = quantizer.watcher if isinstance(quantizer.watcher, Watcher) else None
     dynamic = isinstance(quantizer.mode, PerBatch)
     params = quantizer.params_for(weight) if weight is not None else None if dynamic else quantizer.params
@@ -508,8 +448,8 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
     return replace(row, warnings=tuple(_warnings(row, quantizer, result, is_weight=weight is not None)))
 
 
-def _unfit(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
-    """The row of a quantizer that cannot be measured; None where it can."""
+def _unmeasured(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
+    """The row of a quantizer that cannot be measured; None if it can."""
     if not quantizer.enabled:
         return replace(row, note="disabled")
     if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
@@ -528,7 +468,7 @@ def _measured(
     on_batches: Measure | None,
     watcher: Watcher | None,
 ) -> tuple[Measure | None, str]:
-    """What is known of a quantizer's data, and where it comes from."""
+    """The measure of a quantizer's data, and its source."""
     if weight is not None and params is not None:
         return (measure(to_array(on_cpu(weight)), params, quantizer.ste), "weight") if weight.numel() else (None, "")
     if on_batches is not None:
@@ -549,7 +489,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """The ratio of the scale that has moved most; None where the sets are not the same ones."""
+    """The ratio of the scale that has moved most; None if the shapes differ."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)
@@ -601,12 +541,8 @@ def _against_clipping(quantizer: FakeQuantize, *, is_weight: bool) -> str:
 
 def _against_waste(quantizer: FakeQuantize, result: Measure, *, is_weight: bool) -> str:
     spec = quantizer.spec
-    if (
-        spec.symmetric
-        and spec.format.is_integer
-        and spec.qmin < 0
-        and (result.codes.min() >= 0 or result.codes.max() <= 0)
-    ):
+    one_sign = spec.format.is_integer and (result.codes.min() >= 0 or result.codes.max() <= 0)
+    if spec.symmetric and spec.qmin < 0 and one_sign:
         return "all of it has one sign; use an unsigned or asymmetric spec"
     if is_weight:
         return "a few large weights stretch the range; use a finer granularity, or calibrate with observer='mse'"

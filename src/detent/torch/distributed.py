@@ -1,16 +1,14 @@
-"""Distributed: what several processes have seen, merged exactly, each time in one exchange that all of them reach.
+"""Distributed: merge the ranges of several processes exactly, in collectives that all processes reach.
 
 ::
 
     calibration   every process -> all: its plan and its observers, as bytes      once, on leaving qt.calibrating
     training      MAX over all processes of (-lo, hi), one flat tensor            once per step, in qt.sync
 
-Observers merge in the order of ranks, ranges by MAX, which no order changes: every process computes the same bits.
-Nothing is pickled. A collective that some process skips is a hang; so processes that fail in calibration say so in the
-place where the others send their observers, and processes without data send ranges that do not count.
-
-The exchange goes through the default process group, by tensors on the CPU where its backend takes them, as gloo does,
-else on the quantizers' device.
+Observers merge in the order of ranks, ranges by MAX, so every process computes the same bits. Nothing is pickled. A
+collective that one process skips hangs the others, so a process that fails in calibration sends ``FAILED`` in place of
+its observers, and processes without data send ranges that do not count. Tensors go through the default process group,
+on the CPU if its backend supports that, as gloo does, else on the quantizers' device.
 """
 
 import json
@@ -40,35 +38,21 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["merge_observers", "sync", "without_collectives"]
 
 FAILED = -1
-DESCRIPTION = "detent.calibration"  # the key of what observers belong to
+DESCRIPTION = "detent.calibration"  # metadata key of the quantizers' settings
 MAX_DIFFERENCES_SHOWN = 10
 _compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()
 
 
-def merge_observers(seen: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
-    """The observers with what all processes have seen, merged in the order of their ranks.
-
-    Args:
-        seen: the observers of this process, by their quantizers' names; those without data among them.
-        model: the prepared model they belong to.
-
-    Raises:
-        StateError: the processes' models are prepared differently, or another process has failed.
-
-    >>> from detent.observers import MinMax
-    >>> import detent.torch as qt
-    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
-    >>> list(merge_observers({"0.input_quantizer": MinMax()}, model))
-    ['0.input_quantizer']
-    """
+def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
+    """Merge the observers of all processes, by quantizer name; those without data must be included."""
     if process_count() == 1:
-        return dict(seen)
-    description = json.dumps(_describe(model, seen))
-    states = {name: np.frombuffer(each.to_bytes(), np.uint8) for name, each in seen.items()}
+        return dict(observers)
+    description = json.dumps(_describe(model, observers))
+    states = {name: np.frombuffer(each.to_bytes(), np.uint8) for name, each in observers.items()}
     parts = [storage.loads(part) for part in _exchange(storage.dumps(states, {DESCRIPTION: description}), model)]
     _check_same([json.loads(metadata[DESCRIPTION]) for _, metadata in parts])
     merged = {}
-    for name, mine in seen.items():
+    for name, mine in observers.items():
         first, *others = (type(mine).from_bytes(arrays[name].tobytes()) for arrays, _ in parts)
         for other in others:
             first.merge(other)
@@ -78,45 +62,42 @@ def merge_observers(seen: Mapping[str, Observer], model: nn.Module) -> dict[str,
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Let every process run as many forwards as it has data for, until all meet in ``merge_observers``.
+    """Let every process run as many forwards as it has data for: DDP sends no buffers in the block.
 
-    DDP sends no buffers meanwhile. If the block raises, the others are told, and raise where they meet. A process that
-    ends, or fails while others wait in the collectives of a sharded model's forward, cannot tell: there the backend
-    notices, or its timeout.
-
+    If the block raises, the other processes raise in ``merge_observers``. They cannot learn of a process that was
+    killed, or that failed while they wait in the forward of a sharded model: there the backend's timeout ends them.
     """
-    wrappers = [each for each in model.modules() if isinstance(each, DistributedDataParallel)]
-    were = [each.require_forward_param_sync for each in wrappers]
+    wrappers = {
+        each: each.require_forward_param_sync for each in model.modules() if isinstance(each, DistributedDataParallel)
+    }
     for each in wrappers:
         each.require_forward_param_sync = False
     try:
         yield
     except Exception:
         if process_count() > 1:
-            with suppress(RuntimeError):  # of a broken group: what broke it is the better message
+            with suppress(RuntimeError):  # if the group is broken, the first error is the better message
                 _gather(torch.tensor([FAILED]), model)
         raise
     finally:
-        for each, was in zip(wrappers, were, strict=True):
-            each.require_forward_param_sync = was
+        for each, before in wrappers.items():
+            each.require_forward_param_sync = before
 
 
 def sync(model: nn.Module) -> None:
-    """Merge what the quantizers of all processes have seen since the last call, and move their averages by it.
+    """Merge the ranges that all processes have seen since the last call into the EMA ranges.
 
-    Call it once per optimizer step, on every process, where all of them get to whatever their data: after
-    ``optimizer.step()``, as ``qt.Schedule.step()`` does. Forwards until the next call use the result, which has the
-    same bits on every process. A single process whose model was prepared with ``sync=True`` follows the same rule.
-
-    Batch norms that are folded into quantized weights take the running statistics of rank 0, as DDP lets them
-    before each forward; otherwise each process would quantize, and ship, other weights.
+    Call it once per optimizer step on every process, after ``optimizer.step()``; ``qt.Schedule.step()`` does it.
+    Forwards use the result until the next call, with the same bits on every process. A single process whose model was
+    prepared with ``sync=True`` follows the same rule. Folded batch norms take the running statistics of rank 0, as
+    under DDP; otherwise each process would quantize different weights.
 
     Args:
         model: a prepared model, or a wrapper around one.
 
     Raises:
-        StateError: the model is not prepared, its ranges move in forward (``sync=False``) although there are several
-            processes, or the processes' models are prepared differently.
+        StateError: the model is not prepared, was prepared with ``sync=False`` although there are several processes,
+            or differs between processes.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(1, 1)), "w8a8", sync=True)
@@ -137,7 +118,9 @@ def sync(model: nn.Module) -> None:
         _compare_once(model)
     waiting = [each for each in averaged if each.sync]
     norms = _folded_statistics(model) if several else []
-    parts = [each.pending for each in waiting] + [_from_first(each) for each in norms]
+    # of the other ranks -inf, so that MAX is the value on rank 0
+    firsts = [each if dist.get_rank() == 0 else torch.full_like(each, -torch.inf) for each in norms]
+    parts = [each.pending for each in waiting] + firsts
     if not parts:
         return
     flat = torch.cat([each.flatten().to(_device(model)) for each in parts])
@@ -152,16 +135,10 @@ def sync(model: nn.Module) -> None:
 
 
 def _folded_statistics(model: nn.Module) -> list[Tensor]:
-    """The running statistics in the factors of quantized weights: where they differ, so do the weights."""
+    """The running statistics of folded batch norms."""
     folds = (each.fold for each in model.modules() if isinstance(each, QuantizedProduct))
     norms = [fold.norm for fold in folds if fold is not None]
-    statistics = (part for norm in norms for part in (norm.running_mean, norm.running_var))
-    return [part for part in statistics if part is not None]
-
-
-def _from_first(statistic: Tensor) -> Tensor:
-    """What MAX over all processes makes the values of rank 0."""
-    return statistic if dist.get_rank() == 0 else torch.full_like(statistic, -torch.inf)
+    return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
 
 
 def _refuse_alone(averaged: list[FakeQuantize]) -> None:
@@ -174,7 +151,7 @@ def _refuse_alone(averaged: list[FakeQuantize]) -> None:
 
 
 def _compare_once(model: nn.Module) -> None:
-    """Refuse models that differ: their ranges would be mixed up, or the collective would never end."""
+    """Reject models that differ: their ranges would be mixed up, or the collective would never end."""
     if _compared.get(model) is plan_of(model):
         return
     mine = json.dumps(_describe(model, {}))
@@ -182,20 +159,19 @@ def _compare_once(model: nn.Module) -> None:
     digests = {part.cpu().numpy().tobytes() for part in _gather(to_tensor(digest), model)}
     if len(digests) > 1:
         _check_same([json.loads(part) for part in _exchange(mine.encode(), model)])
-    if all(each.scale.numel() for each in quantizers_of(model).values()):  # else shapes are still to come
+    if all(each.scale.numel() for each in quantizers_of(model).values()):  # else shapes are not known yet
         _compared[model] = plan_of(model)
 
 
-def _describe(model: nn.Module, seen: Mapping[str, Observer]) -> dict[str, str]:
-    """What must be the same on all processes: each quantizer's settings, by its name, and the state's shape."""
+def _describe(model: nn.Module, observers: Mapping[str, Observer]) -> dict[str, str]:
+    """The settings of each quantizer, which must be the same on all processes."""
     lines = {}
     for name, each in quantizers_of(model).items():
         ste = "custom" if isinstance(each.ste, Custom) else repr(each.ste)
-        observer = f", {seen[name]!r}" if name in seen else ""
+        observer = f", {observers[name]!r}" if name in observers else ""
         synced = ", sync" if each.sync and isinstance(each.mode, EMA) else ""
-        lines[name] = f"{each.spec}, {each.mode}, {ste}{synced}{observer}"
-        if not seen:
-            lines[name] += f", scale shape {tuple(each.scale.shape)}"
+        shape = "" if observers else f", scale shape {tuple(each.scale.shape)}"
+        lines[name] = f"{each.spec}, {each.mode}, {ste}{synced}{observer}{shape}"
     return lines
 
 
@@ -218,7 +194,7 @@ def _check_same(described: list[dict[str, str]]) -> None:
 
 
 def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
-    """The bytes of every process, in the order of ranks: first their lengths, then themselves, padded to one length."""
+    """The bytes of every process, in the order of ranks; lengths go first, then bytes padded to one length."""
     sizes = [int(size) for size in _gather(torch.tensor([len(data)]), model)]
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:
@@ -239,8 +215,8 @@ def _gather(mine: Tensor, model: nn.Module) -> list[Tensor]:
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Where tensors must be for the default group to take them."""
+    """The device that the backend of the default group needs."""
     if process_count() == 1 or any(name in dist.get_backend() for name in ("gloo", "mpi", "cpu")):
         return torch.device("cpu")
-    places = (each.scale.device for each in quantizers_of(model).values())
-    return next((place for place in places if place.type != "cpu"), torch.device("cuda"))
+    devices = (each.scale.device for each in quantizers_of(model).values())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cuda"))

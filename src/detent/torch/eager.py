@@ -1,6 +1,6 @@
-"""Eager: the operations of ``detent.ops`` on plain tensors in the CPU's memory, by native kernels and without copies.
+"""Eager: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
 
-Results lie in memory as x does. Nothing here knows of autograd, and nothing is checked that ``check`` has not seen.
+Results have x's memory order. Left out: autograd, and all checks but ``check``.
 """
 
 from typing import Any, cast
@@ -32,19 +32,12 @@ Array = NDArray[Any]
 
 
 def check(x: Tensor, params: QuantParams) -> None:
-    """Raise unless the parameters fit x.
-
-    >>> check(torch.zeros(3), QuantParams.int8_symmetric())
-    """
+    """Raise unless the parameters fit x."""
     _plan("fake_quantize", x, params.spec).check_params(params)
 
 
 def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
-    """Fake quantized x, in memory of its own or borrowed.
-
-    >>> fake_quantize(torch.tensor([0.4, 0.6]), QuantParams.int8_symmetric())
-    tensor([0., 1.])
-    """
+    """Fake-quantize x, into new memory or a scratch slot."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = borrow(slot, data)
@@ -53,12 +46,7 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
 
 
 def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:
-    """The same, one bit per element that says where its gradient passes, and the order of both in memory.
-
-    >>> from detent.ste import Clipped
-    >>> fake_quantize_masked(torch.tensor([0.4, 900.0]), QuantParams.int8_symmetric(), Clipped())[1]
-    tensor([1], dtype=torch.uint8)
-    """
+    """Fake-quantized x, one bit per element that says where its gradient passes, and the memory order of both."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = torch.empty_like(data)
@@ -68,12 +56,7 @@ def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: i
 
 
 def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) -> Tensor:
-    """The gradient of x by its mask.
-
-    >>> mask, order = torch.tensor([2], dtype=torch.uint8), Order(None, QuantSpec("int8"))
-    >>> masked_backward(torch.ones(2), mask, order, QuantParams.int8_symmetric())
-    tensor([0., 1.])
-    """
+    """The gradient of x, by the mask of ``fake_quantize_masked``."""
     gradient = order.lay(g)
     gx = torch.empty_like(gradient)
     plan = _plan("fake_quantize_masked_backward", gradient, order.spec)
@@ -84,12 +67,7 @@ def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) 
 def backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0, *, reuse: bool = False
 ) -> Tensor:
-    """The gradient of x; ``reuse`` lets it take the memory of g.
-
-    >>> from detent.ste import Clipped
-    >>> backward(torch.ones(2), torch.tensor([1.0, 900.0]), QuantParams.int8_symmetric(), Clipped())
-    tensor([1., 0.])
-    """
+    """The gradient of x; ``reuse`` overwrites g."""
     order = order_of(x, params.spec)
     data, gradient = order.lay(x), order.lay(g)
     gx = gradient if reuse else torch.empty_like(gradient)
@@ -101,13 +79,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; their sums go in C order, whatever the order in memory.
-
-    >>> from detent.ste import Clipped
-    >>> x = torch.tensor([1.25, 200.0])
-    >>> [part.numel() for part in learned_backward(torch.ones(2), x, QuantParams.int8_symmetric(), Clipped())]
-    [2, 1, 1]
-    """
+    """The gradients of x, scale and zero point; sums run in C order, whatever the memory order."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
@@ -116,11 +88,7 @@ def learned_backward(
 
 
 def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
-    """The smallest and largest finite element of each set, and how many elements are not finite.
-
-    >>> bounds(torch.tensor([1.0, -2.0, float("nan")]), QuantSpec("int8"))
-    (array(-2., dtype=float32), array(1., dtype=float32), 1)
-    """
+    """The smallest and largest finite element of each parameter set, and the number of elements that are not finite."""
     order = order_of(x, spec)
     data = order.lay(x)
     return minmax(to_array(data), order.spec.granularity.tiling(tuple(data.shape)))
@@ -129,13 +97,9 @@ def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
 def fake_quantize_dynamic(
     x: Tensor, spec: QuantSpec, slot: Slot | None = None
 ) -> tuple[Tensor, QuantParams, int] | None:
-    """Fake quantized x by its own range, the parameters, and how many elements are not finite.
+    """Fake-quantized x by its own range, the parameters, and the number of non-finite elements, in one pass.
 
-    None where only the steps one by one can do it.
-
-    >>> result = fake_quantize_dynamic(torch.tensor([127.0, 0.6]), QuantSpec("int8"))
-    >>> [127.0, 1.0] if result is None else result[0].tolist()
-    [127.0, 1.0]
+    None if no kernel does it in one pass.
     """
     order = order_of(x, spec)
     data = order.lay(x)

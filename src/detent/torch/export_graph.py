@@ -1,17 +1,17 @@
-"""Exported graphs: marks become codes, scales, QuantizeLinear and DequantizeLinear, and the exporter's traces go.
+"""Exported graphs: marks become codes, scales and Q/DQ nodes.
 
 =========================================== =====================================================================
-mark                                        what takes its place
+mark                                        replaced by
 =========================================== =====================================================================
 an activation                               [Clip ->] QuantizeLinear -> DequantizeLinear
 a weight                                    codes -> DequantizeLinear
-a weight of Linear whose input stays float  the same, transposed: [in, out], as kernels for such weights want it
+a weight of Linear whose input stays float  the same, transposed to [in, out], as weight-only kernels need it
 a weight that Gather reads                  codes -> Gather -> DequantizeLinear, or times the gathered scales
-the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the scale of the products
+the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the product of both scales
 =========================================== =====================================================================
 
-What stands where is decided here, the nodes are ``QdqWriter``'s. Before, ``clean`` removes what only the exporter
-needs; after, ``finalize`` sets what runtimes and readers expect.
+This module decides the placement, ``QdqWriter`` writes the nodes. ``clean`` removes what only the exporter needs;
+``finalize`` sets what runtimes and readers expect.
 """
 
 import re
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, inliner
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, inliner
 
 from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
@@ -38,19 +38,11 @@ __all__ = ["Lowering", "clean", "finalize"]
 
 IR_VERSION = 10
 BATCH = "batch"
-_TORCHS_OWN = re.compile(r"s\d+")  # the name of a size that nobody has named
+_TORCHS_OWN = re.compile(r"s\d+")  # torch's name for a symbolic size that the user has not named
 
 
 def clean(model: ModelProto) -> ModelProto:
-    """The model without functions, and without notes, which hold paths of source files.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 10, opset_import: ["" : 21]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
-    >>> made.graph.node[0].doc_string = "line 3 of /home/me/model.py"
-    >>> clean(made).graph.node[0].doc_string
-    ''
-    """
+    """The model without functions and doc strings, which contain paths of source files."""
     if model.functions:
         model = inliner.inline_local_functions(model)
     del model.metadata_props[:]
@@ -69,18 +61,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def finalize(model: ModelProto, version: str) -> ModelProto:
-    """The model with versions that runtimes take, a name for axis 0, and no shapes of tensors that are gone.
-
-    Args:
-        model: is changed in place.
-        version: detent's.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 12, opset_import: ["" : 21, "detent" : 1]>
-    ...     g (float[s77] x) => (float[s77] y) { y = Abs(x) }''')
-    >>> finalize(made, "1.0").ir_version, len(made.opset_import), _sizes(made.graph.output[0])
-    (10, 1, ['batch'])
-    """
+    """Set versions that runtimes support and a name for axis 0, and drop shapes of removed tensors, in place."""
     graph = model.graph
     kept = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain != DOMAIN]
     del model.opset_import[:], graph.value_info[:]
@@ -88,7 +69,8 @@ def finalize(model: ModelProto, version: str) -> ModelProto:
         model.opset_import.add(domain=domain, version=number)
     model.ir_version = min(model.ir_version, IR_VERSION)
     model.producer_name, model.producer_version = "detent", version
-    symbols = {size for value in graph.input for size in _sizes(value)[:1] if _TORCHS_OWN.fullmatch(size)}
+    first_sizes = (size.dim_param for value in graph.input for size in value.type.tensor_type.shape.dim[:1])
+    symbols = {size for size in first_sizes if _TORCHS_OWN.fullmatch(size)}
     if len(symbols) == 1:
         word = re.compile(rf"\b{re.escape(symbols.pop())}\b")
         for value in (*graph.input, *graph.output):
@@ -98,47 +80,29 @@ def finalize(model: ModelProto, version: str) -> ModelProto:
     return model
 
 
-def _sizes(value: ValueInfoProto) -> list[str]:
-    """The names of the sizes that vary, "" for those that do not."""
-    return [size.dim_param for size in value.type.tensor_type.shape.dim]
-
-
 BIAS_LIMIT = 2**31 - 1
 BYTE = 8
-FIRST_WIDE = 21  # the operator set with codes of 4 and 16 bits, and with scales of blocks
+FIRST_WIDE = 21  # first opset with codes of 4 and 16 bits, and with per-block scales
 FIRST_FLOAT8 = 19
 
 
 class Lowering:
-    """One pass over an exported model, which is changed in place.
+    """One pass over an exported model, which is changed in place; weights take types of at least ``min_bits``."""
 
-    Attributes:
-        weights: initializers of codes, and the weight that each of them holds.
-        activations: QuantizeLinear nodes, and the quantizer that each of them is.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model import get_target
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[1] x) => (float[1] y) { y = Relu(x) }''')
-    >>> lowering = Lowering(made, Marked(None, {}, {}), get_target("onnxruntime"), least=4)
-    >>> lowering.run().graph.node[0].op_type, lowering.weights
-    ('Relu', {})
-    """
-
-    def __init__(self, model: ModelProto, marked: Marked, target: Target, *, least: int) -> None:
+    def __init__(self, model: ModelProto, marked: Marked, target: Target, *, min_bits: int) -> None:
         self.graph = Graph(model)
         self.marked = marked
         self.target = target
-        self.least = least
-        self.weights: dict[str, str] = {}
-        self.activations: dict[str, str] = {}
+        self.min_bits = min_bits
+        self.weights: dict[str, str] = {}  # weight key by the initializer of its codes
+        self.activations: dict[str, str] = {}  # quantizer name by QuantizeLinear node
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
         self._nodes: list[NodeProto] = []  # to be inserted
         self._gone: list[NodeProto] = []  # to be removed
-        self._qparams: dict[str, QdqParams] = {}  # of the results of DequantizeLinear
+        self._qparams: dict[str, QdqParams] = {}  # by output of DequantizeLinear
 
     def run(self) -> ModelProto:
-        """The model without marks."""
+        """Replace all marks and return the model."""
         graph = self.graph
         for node in graph.nodes:
             for body in subgraphs(node):
@@ -187,7 +151,7 @@ class Lowering:
         spec, convention = quantizer.spec, quantizer.spec.convention
         if isinstance(quantizer.mode, PerBatch):
             raise UnsupportedError(
-                f"{key} takes its scale from each batch, and ONNX's DynamicQuantizeLinear makes other scales than "
+                f"{key} takes its scale from each batch, and ONNX's DynamicQuantizeLinear computes other scales than "
                 "those it was trained with: use mode EMA, Fixed or Learned for activations"
             )
         if not isinstance(spec.granularity, PerTensor | PerAxis):
@@ -196,8 +160,8 @@ class Lowering:
             )
         if not spec.format.is_integer and self.target.runtime == "onnxruntime":
             raise UnsupportedError(
-                f"{key} has codes of {spec.format.name}, of which ONNX Runtime makes integer kernels that it then "
-                "refuses: use integers for activations, or keep them float"
+                f"{key}: ONNX Runtime cannot run {spec.format.name} activations: use an integer format or keep them in "
+                "float"
             )
         rules = (convention.division, str(spec.rounding), convention.zero_point)
         if spec.format.is_integer and rules != ("divide", "half_even", "after_round"):
@@ -208,13 +172,13 @@ class Lowering:
         return self._quantization(key, quantizer.params, rank, of_weight=False)
 
     def _quantization(
-        self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, least: int = 4
+        self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, min_bits: int = 4
     ) -> QdqParams:
-        """How a file holds the parameters, if the operator set can."""
+        """The parameters as the file stores them; UnsupportedError if target or opset cannot."""
         target, format = self.target, params.spec.format
         try:
             if of_weight:
-                container = target.weight_container(format, depthwise=depthwise, least=least)
+                container = target.weight_container(format, depthwise=depthwise, least=min_bits)
             else:
                 container = target.activation_container(format)
             qparams = QdqParams.of(params, container, rank)
@@ -224,25 +188,23 @@ class Lowering:
         needed = FIRST_WIDE if wide else FIRST_FLOAT8 if not format.is_integer else 0
         if self.graph.opset < needed:
             raise UnsupportedError(
-                f"{key} is {params.spec}, which needs operator set {needed}, got opset={self.graph.opset}: export "
-                f"with opset={needed}"
+                f"{key} is {params.spec}, which needs opset {needed}, got opset={self.graph.opset}: export with "
+                f"opset={needed}"
             )
         return qparams
 
     def _weight(self, marks: list[NodeProto], key: str) -> None:
-        """The codes of a weight, once, and what each of its marks becomes."""
+        """Write the codes of a weight once, and replace each of its marks."""
         weight, graph = self.marked.weights[key], self.graph
-        readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
-        gathers = [node for node in readers if _gathers(node)]
-        if isinstance(weight.tensor.spec.granularity, PerGroup) and any(
-            graph.shape(g.input[1]) is None for g in gathers
-        ):
-            gathers = []  # groups become an axis, and how many there are before it is not known
-        turned = not gathers and all(self._wants_transposed(mark.output[0]) for mark in marks)
-        signed = weight.depthwise or len(gathers) == len(readers)
-        least = BYTE if gathers else self.least  # ONNX gathers no codes of 4 bits
         tensor, rank = weight.tensor, len(weight.tensor.shape)
-        qparams = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, least=least)
+        readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
+        gathers = [node for node in readers if node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0]
+        if isinstance(tensor.spec.granularity, PerGroup) and any(graph.shape(g.input[1]) is None for g in gathers):
+            gathers = []  # groups become an axis after those of the indices, whose rank is unknown
+        turned = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
+        signed = weight.depthwise or len(gathers) == len(readers)
+        min_bits = BYTE if gathers else self.min_bits  # Gather does not support 4-bit types
+        qparams = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, min_bits=min_bits)
         if not (signed or turned):
             self._check_limit(key, tensor.codes)
         codes = stored_codes(tensor.codes, tensor.params, qparams)
@@ -271,12 +233,12 @@ class Lowering:
                 f"model with qmin=-{limit} and qmax={limit}, or export for another target"
             )
 
-    def _wants_transposed(self, name: str) -> bool:
-        """Whether all that reads a weight multiplies float data by its transpose."""
+    def _is_read_transposed(self, name: str) -> bool:
+        """Whether all readers of a weight multiply float data by its transpose."""
         readers = self.graph.consumers(name)
-        return bool(readers) and all(self._float_input(node, name) for node in readers)
+        return bool(readers) and all(self._has_float_input(node, name) for node in readers)
 
-    def _float_input(self, node: NodeProto, name: str) -> bool:
+    def _has_float_input(self, node: NodeProto, name: str) -> bool:
         if node.op_type == "Gemm":
             as_linear = attribute_of(node, "transB", 0) and not attribute_of(node, "transA", 0) and not _scales(node)
             return bool(as_linear) and node.input[1] == name and not self._is_marked(node.input[0])
@@ -292,7 +254,7 @@ class Lowering:
         return node is not None and node.domain == DOMAIN
 
     def _turn(self, name: str) -> None:
-        """Let what reads a weight read it as it lies now."""
+        """Let the readers of a weight use its transposed codes."""
         for node in list(self.graph.consumers(name)):
             if node.op_type == "Gemm":
                 next(each for each in node.attribute if each.name == "transB").i = 0
@@ -309,7 +271,7 @@ class Lowering:
                     self._bias(node, x, weight)
 
     def _bias(self, node: NodeProto, x: QdqParams, weight: QdqParams) -> None:
-        """The bias in the unit of the products; as it is where it does not fit, or where products stay float."""
+        """Quantize the bias by the product of both scales; it stays float if it does not fit, or the layer is float."""
         bytes_only = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
         if not bytes_only or x.scale.ndim or weight.block or (weight.scale.ndim and weight.axis) or _scales(node):
             return
@@ -335,11 +297,6 @@ def _transposed(qparams: QdqParams) -> QdqParams:
 
 def _scales(node: NodeProto) -> bool:
     return any(attribute_of(node, name, 1.0) != 1.0 for name in ("alpha", "beta"))
-
-
-def _gathers(node: NodeProto) -> bool:
-    """Whether a node that reads a weight picks rows of it; weights are no indices."""
-    return node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0
 
 
 def _refuse_inner(nodes: list[NodeProto]) -> None:

@@ -1,14 +1,14 @@
-"""Layers: which types of module have weights, and the product that each of them computes.
+"""Layers: which module types have weights, and the product (matmul or convolution) that each computes.
 
-A product of fake-quantized tensors, written with autograd, would keep the quantized copies for backward, next to the
-originals that their neighbors keep alive. ``product`` keeps the originals alone and quantizes once more in backward,
-which is one pass over memory::
+A product of fake-quantized tensors in plain autograd would save the quantized copies for backward, next to the
+originals that their neighbors keep alive. ``product`` saves the originals only and quantizes again in backward, which
+is one pass over memory::
 
-    forward   y  = product(fq(x), fq(w))                                    kept: x and w, as in the float model
+    forward   y  = product(fq(x), fq(w))                                    saved: x and w, as in the float model
     backward  gx = estimate(product_x(g, fq(w)), x),   gw = estimate(product_w(g, fq(x)), w)
 
-where ``estimate`` is the straight-through estimator. Left out: layers that are no product, which run their own forward
-on quantized weights, and tensors that native kernels cannot read (see ``quantized_layer`` for both).
+where ``estimate`` is the straight-through estimator. Other layers, which run their own forward on quantized weights,
+and tensors that native kernels cannot read are handled in ``quantized_layer``.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,19 +52,13 @@ class Product(Protocol):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
-        ...
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
         """The gradients of x, weight and bias, where needed."""
-        ...
 
 
 class Linear:
-    """``x @ weight.T + bias``.
-
-    >>> Linear().forward(torch.ones(1, 2), torch.ones(3, 2), None)
-    tensor([[2., 2., 2.]])
-    """
+    """``x @ weight.T + bias``."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
@@ -80,11 +74,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution with zeros around its input.
-
-    >>> Convolution((1,), (0,), (1,)).forward(torch.ones(1, 1, 3), torch.ones(1, 1, 2), None)
-    tensor([[[2., 2.]]])
-    """
+    """A convolution with zero padding."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -93,7 +83,7 @@ class Convolution:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The product."""
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # which autocast knows
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # the functions that autocast handles
         return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
@@ -105,9 +95,9 @@ class Convolution:
 
 
 class Quantizer(nn.Module):
-    """A place where data are quantized, for operations that are no layers: matmul, add, cat.
+    """Quantizes data at a place of your choice, for operations that are not layers: matmul, add, cat.
 
-    It lets data pass until ``qt.prepare`` gives it the ``input`` spec of the rule that matches it.
+    Data pass unchanged until ``qt.prepare`` gives it the ``input`` spec of the rule that matches it.
 
     >>> import torch
     >>> Quantizer()(torch.tensor([0.3]))
@@ -115,47 +105,31 @@ class Quantizer(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Data as they are; quantized once prepared."""
+        """Return x; quantized once prepared."""
         return x
 
 
 @dataclass(frozen=True, eq=False)
 class LayerKind:
-    """What preparation needs to know of a type of layer.
+    """What preparation needs to know of a type of layer."""
 
-    Attributes:
-        weights: the names of its weights, and for each the axis that rules call 0: the output channels.
-        inputs: how many leading arguments of forward are float data.
-        shares_input: all inputs have one quantizer, because they are often one tensor.
-        product: makes the product that the layer is, from the module; None runs the module's own forward.
-        names: for layers with a varying number of weights, their names.
-    """
-
-    weights: Mapping[str, int]
-    inputs: int = 1
-    shares_input: bool = False
-    product: Callable[[Any], Product] | None = None
-    names: Callable[[Any], Iterator[str]] | None = None
+    weights: Mapping[str, int]  # names, each with the axis of its output channels, which rules call 0
+    inputs: int = 1  # leading arguments of forward that are float data
+    shares_input: bool = False  # one quantizer for all inputs, which often are one tensor
+    product: Callable[[Any], Product] | None = None  # None runs the module's own forward
+    names: Callable[[Any], Iterator[str]] | None = None  # for a varying number of weights
 
     def weight_names(self, module: nn.Module) -> list[str]:
-        """The names of this module's weights; recurrent layers have as many as they have levels."""
+        """The names of this module's weights."""
         names = self.weights if self.names is None else self.names(module)
         return [name for name in names if isinstance(module._parameters.get(name), nn.Parameter)]
 
     def axis(self, name: str) -> int:
-        """The axis of a weight's output channels.
-
-        >>> kind_of(nn.ConvTranspose2d(2, 3, 1)).axis("weight")
-        1
-        """
+        """The output-channel axis of a weight."""
         return self.weights.get(name, 0)
 
     def input_names(self) -> list[str]:
-        """The names of the quantizers of its inputs.
-
-        >>> LayerKind({}, inputs=2).input_names()
-        ['input_quantizer', 'input2_quantizer']
-        """
+        """The names of its input quantizers."""
         count = min(self.inputs, 1) if self.shares_input else self.inputs
         return [f"input{'' if i == 0 else i + 1}_quantizer" for i in range(count)]
 
@@ -163,7 +137,7 @@ class LayerKind:
 def _convolution(module: Any) -> Product:
     padding = module.padding
     if module.padding_mode != "zeros" or isinstance(padding, str):
-        padding = (0,) * len(module.stride)  # the input is padded before
+        padding = (0,) * len(module.stride)  # the layer pads its input before
     return Convolution(module.stride, padding, module.dilation, groups=module.groups)
 
 
@@ -191,8 +165,8 @@ def register_layer(
     """Let ``qt.prepare`` quantize a layer of your own.
 
     Args:
-        layer: the class; its subclasses count, too, unless they are registered themselves.
-        weights: the attributes that are weights, with the axis of their output channels (0 for a plain tuple).
+        layer: the class; its subclasses count too, unless they are registered themselves.
+        weights: the attributes that are weights, with their output-channel axis (0 for a plain tuple).
         inputs: how many leading arguments of forward are float data to quantize.
 
     >>> import torch
@@ -215,30 +189,18 @@ def register_layer(
 
 
 def float_class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before it was prepared.
-
-    >>> float_class_of(nn.ReLU())
-    <class 'torch.nn.modules.activation.ReLU'>
-    """
+    """The class of a module before preparation."""
     return getattr(type(module), "float_class", type(module))
 
 
 def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:
-    """What is known of a type of module, by its nearest registered class.
-
-    >>> kind_of(nn.ReLU()) is None
-    True
-    """
+    """The kind of the nearest registered class, or None."""
     bases = (layer if isinstance(layer, type) else type(layer)).__mro__
     return next((_KINDS[base] for base in bases if base in _KINDS), None)
 
 
 def runs_as_product(layer: type[nn.Module]) -> bool:
-    """Whether a class computes the product of its registered class and nothing else: a forward of its own has to run.
-
-    >>> runs_as_product(nn.Linear), runs_as_product(nn.Embedding)
-    (True, False)
-    """
+    """Whether a class computes exactly the product of its registered class: no forward of its own."""
     base = next((each for each in layer.__mro__ if each in _KINDS), None)
     if base is None or _KINDS[base].product is None:
         return False
@@ -246,73 +208,44 @@ def runs_as_product(layer: type[nn.Module]) -> bool:
 
 
 class Operand(NamedTuple):
-    """How an operand of a product is quantized: by which parameters, estimator, and rounding counter.
+    """How one operand of a product is quantized."""
 
-    ``values`` None leaves it as it is.
-    """
-
-    values: Values | None
+    values: Values | None  # None: stays float
     ste: Estimator
-    step: int = 0
+    step: int = 0  # the counter of stochastic rounding
 
     def quantize(self, x: Tensor, slot: Slot) -> Tensor:
-        """Fake quantize x into scratch memory."""
+        """Fake-quantize x into scratch memory."""
         return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
 
     def for_backward(self) -> "Operand":
-        """The operand as backward may keep it, without tensors of a graph."""
+        """The operand without tensors of a graph, which backward may keep."""
         return self if self.values is None else self._replace(values=values_for_backward(self.values))
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
-        """The scale and zero point that are trained."""
+        """The trained scale and zero point."""
         return (None, None) if self.values is None else (self.values.scale, self.values.zero_point)
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight as it enters a product.
-
-    Attributes:
-        operand: how it is quantized.
-        factor: of the batch norm after the layer, see ``running_weight``; None without one.
-        tensor: the quantized weight.
-        keep: whether that stays in memory anyway; else backward quantizes once more.
-    """
+    """A weight as it enters a product."""
 
     operand: Operand
-    factor: Tensor | None
-    tensor: Tensor
-    keep: bool = False
+    factor: Tensor | None  # of the batch norm after the layer, see ``running_weight``
+    tensor: Tensor  # the quantized weight
+    keep: bool = False  # the tensor stays in memory anyway; else backward quantizes again
 
     def requantize(self, weight: Tensor) -> Tensor:
-        """Make ``tensor`` from the float weight once more, in scratch memory."""
+        """Compute ``tensor`` from the float weight again, in scratch memory."""
         return running_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
 
 
 def product(
     kind: Product, x: Tensor, weight: Tensor, bias: Tensor | None, operand: Operand, quantized: QuantizedWeight
 ) -> Tensor:
-    """The product of a quantized input and a quantized weight, differentiable in all that is a tensor.
-
-    Args:
-        kind: which product.
-        x: the float input, a plain tensor.
-        weight: the float weight, which receives the gradient.
-        bias: added to the product, or None.
-        operand: how x is quantized.
-        quantized: what was made of this very weight.
-
-    >>> from detent.params import QuantParams
-    >>> half = Values(QuantParams("int8", scale=0.5))
-    >>> x, w = torch.tensor([[0.6]]), torch.tensor([[2.2]], requires_grad=True)
-    >>> float_weight = QuantizedWeight(Operand(None, Identity()), None, w.detach())
-    >>> y = product(Linear(), x, w, None, Operand(half, Identity()), float_weight)
-    >>> y.backward()
-    >>> y.item(), w.grad.item()
-    (1.100000023841858, 0.5)
-    """
-    y: Tensor = _Product.apply(
-        x, weight, bias, *operand.learned(), *quantized.operand.learned(), kind, operand, quantized
-    )
+    """The product of x, quantized by ``operand``, and the quantized weight; the float weight receives the gradient."""
+    learned = *operand.learned(), *quantized.operand.learned()
+    y: Tensor = _Product.apply(x, weight, bias, *learned, kind, operand, quantized)
     return y
 
 
@@ -341,7 +274,7 @@ class _Product(torch.autograd.Function):
         learns_x, learns_w = any(needs[3:5]), any(needs[5:7])
         x_values = operand.quantize(x, "input")
         w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
-        # Under autocast the forward product ran in g's type.
+        # under autocast the forward product ran in g's type
         needed = needs[0] or learns_x, needs[1] or learns_w, needs[2]
         gx, gw, gb = kind.backward(g, x_values.to(g.dtype), w_values.to(g.dtype), needed)
         of_x = _estimate(None if gx is None else gx.to(x.dtype), x, operand, learn=learns_x)
@@ -350,7 +283,7 @@ class _Product(torch.autograd.Function):
 
 
 def _estimate(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> Gradients:
-    """The gradients of x, scale and zero point, given that of the quantized x, whose memory is reused."""
+    """The gradients of x, scale and zero point, given that of the quantized x, which is overwritten."""
     if g is None or operand.values is None:
         return g, None, None
     params, ste = operand.values.params, operand.ste
@@ -360,7 +293,7 @@ def _estimate(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> 
 
 
 def _estimate_weight(g: Tensor | None, weight: Tensor, quantized: QuantizedWeight, *, learn: bool) -> Gradients:
-    """The same through ``fq(w * f) / f``."""
+    """``_estimate`` through ``fq(w * f) / f``."""
     operand, factor = quantized.operand, quantized.factor
     if g is None or factor is None or (isinstance(operand.ste, Identity) and not learn):
         return _estimate(g, weight, operand, learn=learn)

@@ -1,7 +1,6 @@
-"""ModelPlan: what a recipe means for a model, before anything runs.
+"""ModelPlan: what a recipe does to a model, before anything runs.
 
-``qt.plan`` is a table with a line per layer: the rule that decides, the specs, the bytes, or why the layer is left
-alone. ``qt.prepare`` does what the plan says.
+One line per layer: the rule that applies, the specs, the bytes, or why the layer is kept in float.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,21 +30,17 @@ _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one layer.
+    """The plan for one layer.
 
     Attributes:
-        name: its full name.
-        type: its class.
-        rule: the index of the rule that decides, None where none matched.
-        reason: why it is left alone; "" where it is quantized.
-        weights: the spec of each of its weights, by name.
-        input, output: the specs of its activations, None where they stay float.
-        mode: of its activations.
-        weight_mode: of its weights.
-        ste, observer: as the rules say.
-        norm: the batch norm that is folded into it, "" where there is none.
-        tied: the weights that another layer has, too, with that layer's name for them.
-        nbytes_before, nbytes_after: of its weights; tied ones count where they come first.
+        rule: the index of the rule that applies, None if none matched.
+        reason: why it is kept in float; "" if it is quantized.
+        weights: the spec of each weight, by name.
+        input, output: the specs of its activations, None if they stay float.
+        mode, weight_mode: the scale modes of activations and of weights.
+        norm: the batch norm that is folded into it, or "".
+        tied: weights shared with an earlier layer, each with its full name there.
+        nbytes_before, nbytes_after: bytes of its weights; a tied weight counts in its first layer.
     """
 
     name: str
@@ -66,13 +61,13 @@ class LayerPlan:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything happens to it."""
+        """Whether anything of it is quantized."""
         return not self.reason
 
 
 @dataclass(frozen=True)
 class ModelPlan(PlanTotals[LayerPlan]):
-    """What happens to a model, layer by layer; ``str`` is a table.
+    """The plan for a model, layer by layer; ``str`` is a table.
 
     >>> import detent.torch as qt
     >>> model_plan = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
@@ -111,7 +106,7 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
-    """What ``qt.prepare`` would do; nothing is changed.
+    """Plan what ``qt.prepare`` does; the model is not changed.
 
     Args:
         model: any module.
@@ -141,7 +136,7 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
 
 
 def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
-    """The layers by what rules match: names, types, and which are the first and the last with weights."""
+    """The layers as rules match them: names, types, and which are the first and the last with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
     first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
     return [
@@ -151,7 +146,7 @@ def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> 
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
-    """Layers of a known type, and modules that hold matrices themselves and are of none."""
+    """Layers of a known type, and modules of unknown type that have matrices of their own."""
     for name, module in model.named_modules():
         kind = kind_of(module)
         if isinstance(module, ParametrizationList):
@@ -194,10 +189,8 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     if not weights and not (decision.output or (decision.input and has_input)):
         return kept_in_float("its rule names no spec for it")
     mode = _ACTIVATIONS if decision.mode is None else decision.mode
-    return LayerPlan(
-        name,
-        plain.type,
-        rule,
+    return replace(
+        plain,
         weights=weights,
         input=decision.input if has_input else None,
         output=decision.output,
@@ -205,7 +198,6 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
         weight_mode=mode if isinstance(mode, Learned | Fixed) else _WEIGHTS,
         ste=decision.ste,
         observer=decision.observer,
-        nbytes_before=before,
         nbytes_after=sum(stored_nbytes(weights[key], shape) for key, shape in shapes.items()) if weights else before,
     )
 
@@ -224,7 +216,7 @@ def _layer_problem(module: nn.Module) -> str:
 
 
 def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec with "axis 0" meaning the layer's output channels."""
+    """The spec with axis 0 moved to the layer's output channels."""
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 
@@ -243,7 +235,7 @@ def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
 
 
 def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple[object, ...]]]) -> LayerPlan:
-    """Note which weights were met before; they must get the same spec."""
+    """Record weights shared with an earlier layer, which must have the same spec."""
     tied = {}
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
@@ -269,7 +261,7 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
 
 
 def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
-    """The lines with the batch norms that are folded into them; tied weights fold none."""
+    """Add the batch norms that are folded into layers; layers with tied weights fold none."""
     folds, modules = find_folds(model), dict(model.named_modules())
     owners = {owner for line in lines for owner in line.tied.values()}
     for line in lines:

@@ -1,11 +1,9 @@
-"""Exporting: a trained model as an ONNX file that holds the very codes and scales it was trained with.
+"""ONNX export: write a trained model as an ONNX file with the codes and scales it was trained with.
 
 ::
 
-    copy, run once   ->  mark                  ->  torch.onnx.export  ->  lower              ->  check, save
-    as it is shipped     quantizers are marks      operators of ONNX      marks become codes     atomically
-
-The model itself is left as it is.
+    copy, run once      ->  mark                 ->  torch.onnx.export  ->  lower               ->  check, save
+    in evaluation mode      quantizers to marks      ONNX operators         marks to Q/DQ nodes     atomically
 """
 
 import logging
@@ -25,20 +23,20 @@ from detent.checks import as_integer
 from detent.errors import DetentError, DtypeError, FileFormatError, SpecError, UnsupportedError, install_hint
 from detent.storage import check_directory
 from detent.torch.arrays import Arguments, arguments_of
-from detent.torch.export_marks import Marked, copy_to_ship, mark
+from detent.torch.export_marks import Marked, copy_for_export, mark
 from detent.torch.layers import float_class_of
 from detent.torch.preparation import plan_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["export_onnx", "quiet_exporter"]
+__all__ = ["export_onnx", "run_exporter"]
 
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-FIRST_OPSET, LAST_OPSET = 18, 23  # what torch writes without converting, and what goes with the IR version
-FEW, UNLIMITED = 2, 1 << 31  # sizes that torch may ask for anyway, and such as nobody asks for
+FIRST_OPSET, LAST_OPSET = 18, 23  # the first that torch writes without converting, the last for our IR version
+MIN_SIZE_OF_TORCH, UNLIMITED = 2, 1 << 31  # lower bound that torch puts on any size; no real limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
@@ -52,28 +50,25 @@ def export_onnx(
     opset: int = 21,
     container: Literal["int8"] | None = None,
 ) -> Path:
-    """Write a prepared model as an ONNX file, quantized as it was trained: QuantizeLinear and DequantizeLinear.
+    """Write a prepared model as an ONNX file with Q/DQ nodes, quantized as it was trained, and return the path.
 
     The model is not changed. ``dt.verify`` compares it with the file.
 
     Args:
         model: prepared, and calibrated or trained.
-        example: what the model takes: a tensor, a tuple of tensors, or tensors by the names of forward's arguments.
-        path: where to write.
-        target: what runs it; see ``detent.onnx_model.targets``.
-        dynamic_shapes: as ``torch.onnx.export`` takes them; None lets axis 0 of every input vary.
-        opset: the version of ONNX's operators, 18 to 23; codes of 4 or 16 bits, and groups, need 21.
+        example: model inputs: a tensor, a tuple of tensors, or tensors by the names of forward's arguments.
+        path: the output path.
+        target: the runtime; see ``detent.onnx_model.targets``.
+        dynamic_shapes: as for ``torch.onnx.export``; None lets axis 0 of every input vary.
+        opset: 18 to 23; codes of 4 or 16 bits and per-group scales need 21.
         container: "int8" stores weights of few bits in 8, which ONNX Runtime's integer kernels need; None uses the
             smallest type.
 
-    Returns:
-        The path.
-
     Raises:
-        NotCalibratedError: a quantizer has no parameters yet; the message has its name.
-        StateError: the model is not prepared, or quantizers let data pass.
+        NotCalibratedError: a quantizer has no parameters yet; the message names it.
+        StateError: the model is not prepared, or is being calibrated or delayed.
         UnsupportedError: a package is missing; or ONNX, or torch's exporter, cannot express something.
-        SpecError, DtypeError, FileFormatError: arguments that cannot be.
+        SpecError, DtypeError, FileFormatError: invalid arguments.
 
     >>> import tempfile
     >>> import detent.torch as qt
@@ -88,31 +83,30 @@ def export_onnx(
     from detent import onnx_model  # noqa: PLC0415 - all of these import onnx, which only an export needs
     from detent.torch import export_graph  # noqa: PLC0415
 
-    wanted = onnx_model.get_target(target)
-    operators = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
+    runtime_target = onnx_model.get_target(target)
+    opset = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
     if container not in {None, "int8"}:
         raise SpecError(f"container is None or 'int8', got {container!r}")
-    goal = _checked_path(path)
+    output_path = _checked_path(path)
     args, kwargs = _arguments(example)
-    ready, outputs = _run_once(model, args, kwargs)
-    marked = mark(ready)
-    proto = _exported(marked, (args, kwargs), dynamic_shapes, operators, outputs)
-    lowered = export_graph.Lowering(export_graph.clean(proto), marked, wanted, least=4 if container is None else 8)
-    version: str = import_module("detent").__version__  # by name: the package holds what lies above this layer, too
-    made = export_graph.finalize(lowered.run(), version)
+    evaluated, outputs = _run_once(model, args, kwargs)
+    marked = mark(evaluated)
+    proto = export_graph.clean(_exported(marked, (args, kwargs), dynamic_shapes, opset, outputs))
+    lowering = export_graph.Lowering(proto, marked, runtime_target, min_bits=4 if container is None else 8)
+    version: str = import_module("detent").__version__  # by name: the package imports higher layers, too
+    lowered = export_graph.finalize(lowering.run(), version)
     onnx_model.Provenance(
-        weights=lowered.weights,
-        activations=lowered.activations,
-        target=wanted.name,
+        weights=lowering.weights,
+        activations=lowering.activations,
+        target=runtime_target.name,
         recipe=plan_of(model).recipe.to_json(),
         made_by=version,
-    ).write(made)
-    checked = onnx_model.load(made)
-    onnx_model.make_session(
-        checked, optimize=wanted.runtime == "onnxruntime"
-    )  # a file that nothing runs is not written
-    onnx_model.save(checked, goal)
-    return goal
+    ).write(lowered)
+    checked = onnx_model.load(lowered)
+    # do not write a file that the runtime cannot load
+    onnx_model.make_session(checked, optimize=runtime_target.runtime == "onnxruntime")
+    onnx_model.save(checked, output_path)
+    return output_path
 
 
 def _require_packages() -> None:
@@ -126,15 +120,14 @@ def _require_packages() -> None:
 
 
 def _checked_path(path: str | PathLike[str]) -> Path:
-    goal = Path(path)
-    if goal.is_dir():
-        raise FileFormatError(f"{fspath(goal)} is a folder, expected the path of a file to write")
-    check_directory(goal.parent, writable=False)
-    return goal
+    output_path = Path(path)
+    if output_path.is_dir():
+        raise FileFormatError(f"{fspath(output_path)} is a directory, expected the path of a file to write")
+    check_directory(output_path.parent, writable=False)
+    return output_path
 
 
 def _arguments(example: object) -> Arguments:
-    """The positional and the named arguments, on the CPU."""
     args, kwargs = arguments_of(example, "example")
     if not (args or kwargs):
         raise DtypeError(f"example is an empty {type(example).__name__}, expected the model's arguments")
@@ -147,20 +140,20 @@ def _arguments(example: object) -> Arguments:
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:
-    """A copy that has run on the example, and names for its outputs; what cannot run shows here, with its own words."""
-    ready = copy_to_ship(model)
+    """A copy that has run on the example, and output names; a model that cannot run raises its own error here."""
+    evaluated = copy_for_export(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            result = ready(*args, **kwargs)
+            result = evaluated(*args, **kwargs)
     except DetentError:
         raise
     except Exception as error:
         raise UnsupportedError(f"the model does not run on the example: {error}") from error
-    return ready, _output_names(result, {*kwargs})
+    return evaluated, _output_names(result, {*kwargs})
 
 
 def _output_names(result: object, taken: set[str]) -> list[str]:
-    """Names for the outputs by their place; none where some of them are no tensors."""
+    """Output names by key or position; empty if some outputs are not tensors."""
     leaves = pytree.tree_leaves(result)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return []
@@ -178,101 +171,90 @@ def _exported(
     opset: int,
     outputs: list[str],
 ) -> "ModelProto":
-    """What torch's exporter makes of a marked model; axis 0 varies unless it refuses."""
+    """The marked model as torch's exporter writes it; axis 0 varies unless the exporter rejects that."""
     args, kwargs = example
-    shapes = _varying(args, kwargs) if dynamic_shapes is None else dynamic_shapes
-
-    def export(shapes: Any) -> "tuple[ModelProto, Ranges]":
-        with quiet_exporter(), torch.random.fork_rng(devices=[]), torch.no_grad():
-            program = torch.onnx.export(
-                marked.model,
-                args,
-                kwargs=kwargs,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                output_names=outputs or None,
-                verbose=False,
-            )
-        if program is None or program.exported_program is None:
-            raise UnsupportedError("torch.onnx.export returned nothing")
-        made: ModelProto = program.model_proto
-        ranges = {
-            str(symbol): (each.lower, each.upper) for symbol, each in program.exported_program.range_constraints.items()
-        }
-        return made, ranges
-
+    axes = pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, kwargs or args)
+    shapes = axes if dynamic_shapes is None else dynamic_shapes
     try:
-        made, ranges = export(shapes)
+        model, ranges = run_exporter(marked.model, example, opset, shapes, outputs)
     except Exception as error:
         if dynamic_shapes is not None:
-            raise _refusal(marked.model, error) from error
+            raise _exporter_error(marked.model, error) from error
         try:
-            made, ranges = export(None)
+            model, ranges = run_exporter(marked.model, example, opset, None, outputs)
         except Exception:  # noqa: BLE001 - a model's own code may raise anything, and the first error says more
-            raise _refusal(marked.model, error) from error
+            raise _exporter_error(marked.model, error) from error
     if dynamic_shapes is None:
-        _warn_of_limits(made, ranges)
-    return made
+        _warn_of_limits(model, ranges)
+    return model
 
 
-def _varying(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
-    def axes(x: Tensor) -> Any:
-        return {0: torch.export.Dim.AUTO} if x.ndim else None
-
-    return {name: axes(each) for name, each in kwargs.items()} if kwargs else tuple(axes(each) for each in args)
+def run_exporter(
+    model: nn.Module, example: tuple[tuple[Tensor, ...], dict[str, Tensor]], opset: int, shapes: Any, outputs: list[str]
+) -> "tuple[ModelProto, Ranges]":
+    """Run torch's exporter without its warnings; returns the graph and the ranges of its symbolic sizes."""
+    args, kwargs = example
+    with _quiet_exporter(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        program = torch.onnx.export(
+            model,
+            args,
+            kwargs=kwargs,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            output_names=outputs or None,
+            verbose=False,
+        )
+    if program is None or program.exported_program is None:
+        raise UnsupportedError("torch.onnx.export returned nothing")
+    sizes = program.exported_program.range_constraints
+    return program.model_proto, {str(symbol): (each.lower, each.upper) for symbol, each in sizes.items()}
 
 
 def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
-    """Say where axis 0 cannot take any size; torch names a size that has one value only, and here it becomes that."""
+    """Warn if axis 0 cannot have any size; a symbolic size with a single value becomes that value."""
     for value in (*model.graph.input, *model.graph.output):
         for size in value.type.tensor_type.shape.dim:
             low, high = ranges.get(size.dim_param, (0, 1))
             if low == high:
                 size.dim_value = int(low)
-    said = []
+    limits = []
     for value in model.graph.input:
         first = [*value.type.tensor_type.shape.dim][:1]
         low, high = ranges.get(first[0].dim_param, (0, UNLIMITED)) if first else (0, UNLIMITED)
         if first and first[0].HasField("dim_value"):
-            said.append(f"axis 0 of {value.name} is fixed to {first[0].dim_value}")
-        elif low > FEW or high < UNLIMITED:
-            said.append(f"axis 0 of {value.name} must be from {low} to {high}")
-    if said:
+            limits.append(f"axis 0 of {value.name} is fixed to {first[0].dim_value}")
+        elif low > MIN_SIZE_OF_TORCH or high < UNLIMITED:
+            limits.append(f"axis 0 of {value.name} must be from {low} to {high}")
+    if limits:
         why = "because the model computes with that size: give dynamic_shapes to choose which axes vary"
-        warnings.warn(f"{', '.join(said)}, {why}", stacklevel=4)
+        warnings.warn(f"{', '.join(limits)}, {why}", stacklevel=4)
 
 
-def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
-    """What torch's exporter says, in short, with the layers that it is known not to take."""
+def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
+    """The first line of the exporter's error, with the layers that it is known to reject."""
     cause: BaseException = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    said = lines[0] if lines else type(cause).__name__
+    message = lines[0] if lines else type(cause).__name__
     layers = [
         f"{name} ({float_class_of(each).__name__})"
         for name, each in model.named_modules()
         if isinstance(each, _RECURRENT)
     ]
     hint = f"; recurrent layers are hard for it: {', '.join(layers)}" if layers else ""
-    return UnsupportedError(f"torch.onnx.export does not take the model: {said}{hint}")
+    return UnsupportedError(f"torch.onnx.export does not take the model: {message}{hint}")
 
 
 @contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Keep to itself what torch's exporter says of its own code.
-
-    >>> with quiet_exporter():
-    ...     logging.getLogger("torch.onnx").level == logging.ERROR
-    True
-    """
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+def _quiet_exporter() -> Iterator[None]:
+    """Silence the exporter's warnings about its own code."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torch.onnx", "onnxscript", "onnx_ir"))}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)

@@ -1,17 +1,14 @@
 """Fake quantization as a differentiable operation on tensors.
 
-========================================== ==========================================================================
-plain tensors in the CPU's memory          native kernels on the tensor's own memory; backward keeps one bit per element
-``torch.compile``, ``torch.export``,       the reference kernels in torch operations (``traced``), which the compiler
-``torch.func``, other devices              fuses with their neighbors
-========================================== ==========================================================================
+Plain tensors in CPU memory go through native kernels, and backward keeps one bit per element. Under ``torch.compile``,
+``torch.export`` and ``torch.func``, and on other devices, the reference kernels run in torch operations (``traced``),
+which a compiler fuses with their neighbors. Both give the same bits. Backward is the straight-through estimator of
+``detent.ste``; learned scales and zero points receive the gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al.
+2020).
 
-Both give the same bits. Backward is the straight-through estimator of ``detent.ste``; learned scales and zero points
-receive the gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
-
-``torch.ops.detent.fake_quantize`` is the same operation in PyTorch's registry, for those who write or read graphs. It
-takes tensors and texts only, works on meta and fake tensors, has gradients and runs under ``torch.vmap``. A graph that
-holds it keeps it whole, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
+``torch.ops.detent.fake_quantize`` is the same operation in PyTorch's registry, for code that writes or reads graphs. It
+takes tensors and texts only, works on meta and fake tensors, has gradients and runs under ``torch.vmap``. It stays one
+node of a graph, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
 """
 
 from functools import lru_cache
@@ -37,7 +34,6 @@ __all__ = [
     "Values",
     "apply",
     "apply_traced",
-    "as_tensors",
     "fake_quantize",
     "gradient_of",
     "learned_gradients",
@@ -84,12 +80,11 @@ def fake_quantize(
     for name, part in (("scale", scale), ("zero_point", zero_point)):
         if part is not None:
             check_float(part, name)
-    values = Values(params, scale, zero_point)
-    return apply(x, values, estimator, check_step(step))
+    return apply(x, Values(params, scale, zero_point), estimator, check_step(step))
 
 
 class Values(NamedTuple):
-    """Parameters, and the tensors that stand for their scale and zero point where these receive gradients."""
+    """Parameters, and the tensors that replace their scale and zero point if these receive gradients."""
 
     params: QuantParams
     scale: Tensor | None = None
@@ -97,16 +92,12 @@ class Values(NamedTuple):
 
     @property
     def is_learned(self) -> bool:
-        """Whether there is a tensor to learn."""
+        """Whether scale or zero point receives a gradient."""
         return self.scale is not None or self.zero_point is not None
 
 
 def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
-    """``fake_quantize`` for arguments of the right types.
-
-    >>> apply(torch.tensor([0.6]), Values(QuantParams.int8_symmetric()), Identity())
-    tensor([1.])
-    """
+    """``fake_quantize`` for arguments of the right types."""
     params, scale, zero_point = values
     if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
         current = params_with(values) if values.is_learned else params
@@ -118,8 +109,8 @@ def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
             return eager.fake_quantize(x, current, step)
         lone: Tensor = _FakeQuantize.apply(x, current, ste, step)
         return lone
-    s, z = as_tensors(params, x)
-    s, z = s if scale is None else scale, z if zero_point is None else zero_point
+    s = torch.as_tensor(params.scale.copy(), dtype=scale_dtype(x), device=x.device) if scale is None else scale
+    z = torch.as_tensor(params.zero_point.copy(), device=x.device) if zero_point is None else zero_point
     return apply_traced(x, s, z, params.spec, ste, step, learned=values.is_learned)
 
 
@@ -133,11 +124,7 @@ def apply_traced(
     *,
     learned: bool = False,
 ) -> Tensor:
-    """``apply`` in torch operations; scale and zero point are tensors with the right number of values.
-
-    >>> apply_traced(torch.tensor([0.6]), torch.tensor([0.5]), torch.tensor([0]), QuantSpec("int8"), Identity())
-    tensor([0.5000])
-    """
+    """``apply`` in torch operations, for scale and zero point as tensors."""
     if isinstance(ste, Custom):
         raise DtypeError("a callable estimator runs in eager mode on the CPU only: use one of detent.ste")
     shape = spec.granularity._tiling(tuple(x.shape)).scale_shape  # past the cache, which no compiler traces
@@ -151,23 +138,8 @@ def apply_traced(
     return y
 
 
-def as_tensors(params: QuantParams, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and zero point as tensors for data like x.
-
-    >>> as_tensors(QuantParams.int8_symmetric(), torch.zeros(1))
-    (tensor(1.), tensor(0, dtype=torch.int32))
-    """
-    scale = torch.as_tensor(params.scale.copy(), dtype=scale_dtype(x), device=x.device)
-    return scale, torch.as_tensor(params.zero_point.copy(), dtype=torch.int32, device=x.device)
-
-
 def params_with(values: Values) -> QuantParams:
-    """The params with the values of the tensors in place of their own; shapes may differ by axes of length 1.
-
-    >>> params = params_with(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.25])))
-    >>> params.scale
-    array(0.25, dtype=float32)
-    """
+    """The params with the values of the learned tensors; shapes may differ by axes of length 1."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -180,11 +152,7 @@ def params_with(values: Values) -> QuantParams:
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """The zero points that forward uses for learned ones: rounded half to even, and clamped.
-
-    >>> rounded_zero_point(torch.tensor([2.5, -7.0]), QuantSpec("uint8"))
-    tensor([2, 0], dtype=torch.int32)
-    """
+    """Learned zero points as forward uses them: rounded half to even, and clamped."""
     rounded: Tensor = scale_rule.whole_zero_point(xp, spec, zero_point.detach())
     return rounded
 
@@ -199,11 +167,7 @@ def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
 
 
 def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int, *, reuse: bool = False) -> Tensor:
-    """The gradient of x given that of its fake quantized values; ``reuse`` lets it take the memory of g.
-
-    >>> gradient_of(torch.ones(2), torch.tensor([1.0, 900.0]), QuantParams.int8_symmetric(), Clipped(), 0)
-    tensor([1., 0.])
-    """
+    """The gradient of x given that of its fake-quantized values; ``reuse`` may overwrite g."""
     if isinstance(ste, Identity):
         return g
     if isinstance(ste, Custom):
@@ -218,13 +182,7 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x and of the tensors that stand for scale and zero point, each in its tensor's shape and type.
-
-    >>> x, values = torch.ones(2), Values(QuantParams.int8_symmetric(), scale=torch.ones(1))
-    >>> gx, gs, gz = learned_gradients(x, x, values, Clipped(), 0)
-    >>> gx, gs.shape, gz
-    (tensor([1., 1.]), torch.Size([1]), None)
-    """
+    """The gradients of x, scale and zero point, the latter two in the shape and dtype of the learned tensors."""
     passed = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, passed, step)
     if isinstance(ste, Custom):
@@ -237,11 +195,7 @@ def learned_gradients(
 
 
 def values_for_backward(values: Values) -> Values:
-    """The values as backward may keep them: numbers in the params, and only shape and type of the tensors.
-
-    >>> values_for_backward(Values(QuantParams.int8_symmetric(), scale=torch.tensor([0.5]))).params.scale
-    array(0.5, dtype=float32)
-    """
+    """The values as backward may keep them: numbers in the params, only shape and dtype of the learned tensors."""
     return Values(params_with(values), *_without_data(*values[1:])) if values.is_learned else values
 
 
@@ -250,18 +204,17 @@ def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """Parameters without gradients: one bit per element is kept, nothing at all for Identity."""
+    """Constant parameters: saves one bit per element, nothing for Identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, params: QuantParams, ste: Estimator, step: int) -> Tensor:
         ctx.call = params, ste, step
-        if isinstance(ste, Identity):
-            return eager.fake_quantize(x, params, step)
         if isinstance(ste, Clipped):
             y, mask, ctx.order = eager.fake_quantize_masked(x, params, ste, step)
             ctx.save_for_backward(mask)
             return y
-        ctx.save_for_backward(x)
+        if not isinstance(ste, Identity):
+            ctx.save_for_backward(x)
         return eager.fake_quantize(x, params, step)
 
     @staticmethod
@@ -277,7 +230,7 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):
-    """Gradients of x, scale and zero point; ``params`` holds the values of both tensors."""
+    """Learned scale and zero point, whose values are in ``params``."""
 
     @staticmethod
     def forward(
@@ -303,7 +256,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
 
 class _TracedFakeQuantize(torch.autograd.Function):
-    """Forward and backward in torch operations: to be traced, vectorized, or run on other devices."""
+    """Forward and backward in torch operations, to be traced, vectorized, or run on other devices."""
 
     generate_vmap_rule = True
 
@@ -352,13 +305,13 @@ def _params(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> QuantParams:
 def registered_fake_quantize(
     x: Tensor, scale: Tensor, zero_point: Tensor, spec: str, ste: str = "", step: int = 0
 ) -> Tensor:
-    """Fake quantized x.
+    """Fake-quantize x.
 
     Args:
         x: float data.
         scale, zero_point: float and int32, in the spec's scale shape.
         spec: a short text or the JSON of a QuantSpec.
-        ste: the name of the estimator of backward; "" is the mask of the spec's convention.
+        ste: the name of the estimator; "" is the mask of the spec's convention.
         step: the counter of stochastic rounding.
 
     >>> import detent.torch, torch
@@ -377,13 +330,7 @@ def registered_fake_quantize(
 def registered_backward(
     g: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, spec: str, ste: str = "", step: int = 0
 ) -> Tensor:
-    """The gradient of x.
-
-    >>> import detent.torch, torch
-    >>> one, x = torch.ones(2), torch.tensor([1.0, 900.0])
-    >>> torch.ops.detent.fake_quantize_backward(one, x, torch.tensor(1.0), torch.tensor(0), "int8")
-    tensor([1., 0.])
-    """
+    """The gradient of x."""
     parsed, estimator = _parse(spec, ste)
     if isinstance(estimator, Custom):
         raise UnsupportedError("graphs hold no callables: name an estimator of detent.ste")
@@ -415,7 +362,7 @@ registered_fake_quantize.register_autograd(_gradient, setup_context=_setup)
 
 
 def _one_by_one(operation: Any, tensors: int) -> Any:
-    """Runs the operation on each slice; all granularities mean the axes of a slice."""
+    """Run the operation on each slice; granularities refer to the axes of a slice."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         def pick(i: int, j: int) -> Any:

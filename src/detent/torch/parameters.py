@@ -1,18 +1,17 @@
 """ParameterState: the parameters of a quantizer as the state of a module.
 
-The buffers hold the truth, because checkpoints, devices and trainers see only these. What was last read from them is
-reused as long as they hold the same bits. Everything that changes them is here; when each change happens is the
-business of ``quantizer``, which knows modes and switches.
+The buffers are authoritative: checkpoints, devices and trainers see only them. Values read from them are reused as long
+as they hold the same bits. All changes of the buffers are here; ``quantizer`` decides when each happens.
 
-Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small shifts from the values that data gave::
+Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small shifts from the calibrated values::
 
     scale      = initial_scale * max(1 + scale_shift, 2^-10)                     one step of 1e-3 is 0.1 %
     zero point = initial_zero_point + (qmax - qmin) * zero_point_shift           one step of 1e-3 is 0.1 % of the range
 
-With the scale itself as the parameter, one step of Adam at 1e-3 can be a tenth of it, and an 8-bit model collapses.
-Shifts start at 0, so weight decay pulls towards the calibrated values, and they exist before there is any data, so an
-optimizer may be built at any time. Their gradients are the LSQ and LSQ+ ones divided by the unit of each, which under
-SGD gives the relative step of LSQ; optimizers like Adam see no difference.
+If the scale itself were the parameter, one Adam step at 1e-3 could change it by a tenth, and an 8-bit model collapses.
+Shifts start at 0, so weight decay pulls towards the calibrated values, and they exist before there is data, so an
+optimizer may be built at any time. Their gradients are those of LSQ and LSQ+ divided by the unit of each, which under
+SGD gives the relative step of LSQ; Adam and its kin see no difference.
 """
 
 import json
@@ -36,7 +35,7 @@ from detent.torch import traced
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
 from detent.torch.operator import rounded_zero_point
 
-__all__ = ["ParameterState", "shifted_scale", "shifted_zero_point"]
+__all__ = ["ParameterState"]
 
 Array = NDArray[Any]
 SMALLEST_GROWTH = 2.0**-10  # a learned scale stays positive
@@ -45,22 +44,14 @@ _ONE = np.ones((), np.uint8)
 
 
 class _Memo:
-    """What a quantizer knows without reading its buffers.
-
-    A plain object: setting an attribute of an nn.Module takes longer than quantizing a small tensor.
-
-    Attributes:
-        params: what was last read from the buffers, or written to them.
-        arrays: by the name of a buffer: the tensor, its address, and its memory as an array.
-        forwards: training forwards since the last ``qt.sync``.
-    """
+    """Cached values; no nn.Module, where setting an attribute takes longer than quantizing a small tensor."""
 
     __slots__ = ("arrays", "forwards", "params")
 
     def __init__(self, params: QuantParams | None = None) -> None:
-        self.params = params
-        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}
-        self.forwards = 0
+        self.params = params  # last read from the buffers, or written to them
+        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # buffer name: tensor, address, memory as an array
+        self.forwards = 0  # training forwards since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Memo, (self.params,)  # a copy has buffers of its own
@@ -75,19 +66,10 @@ class ParameterState(nn.Module):
     scale, zero_point, initialized         all        the parameters, and 1 once there are any
     lo, hi                                 EMA        the averaged range
     pending (not in the state dict)        EMA        (-lo, hi) of the forwards since the last ``qt.sync``
-    initial_scale, initial_zero_point      Learned    what the shifts start from
-    scale_shift, zero_point_shift          Learned    what is trained; no second one for symmetric specs
+    initial_scale, initial_zero_point      Learned    calibrated values, to which the shifts are relative
+    scale_shift, zero_point_shift          Learned    the trained parameters; symmetric specs have no second one
     step                                   all        the counter of stochastic rounding, for specs that use it
     ====================================== ========== =============================================================
-
-    Args:
-        spec: how to quantize.
-        mode: where the parameters come from.
-        shape: the shape of the data; None where only data will tell.
-        dtype: the scale's type.
-
-    Attributes:
-        name: the full name in the model, for messages.
     """
 
     scale: Tensor
@@ -113,7 +95,7 @@ class ParameterState(nn.Module):
         self._make_state(dtype, self._state_shape(shape))
 
     def _state_shape(self, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-        """The shape of the scale; (0,) where it is not known yet."""
+        """The shape of the scale; (0,) if it is not known yet."""
         if isinstance(self.spec.granularity, PerTensor):
             return (1,) if isinstance(self.mode, Learned) else ()
         if shape is None and isinstance(self.mode, Learned):
@@ -134,15 +116,13 @@ class ParameterState(nn.Module):
         if isinstance(self.mode, EMA):
             self.register_buffer("lo", nothing(torch.float32))
             self.register_buffer("hi", nothing(torch.float32))
-            self.pending = torch.full(
-                (2, *shape), -torch.inf, device=device
-            )  # DDP would overwrite a buffer by rank 0's
+            # no buffer: DDP would overwrite it with that of rank 0
+            self.pending = torch.full((2, *shape), -torch.inf, device=device)
         if isinstance(self.mode, Learned):
             self.register_buffer("initial_scale", nothing())
             self.register_buffer("initial_zero_point", nothing(torch.int32))
             self.scale_shift = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-            shift = None if self.spec.symmetric else nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-            self.zero_point_shift = shift
+            self.zero_point_shift = None if self.spec.symmetric else nn.Parameter(torch.zeros_like(self.scale_shift))
         if self.is_stochastic:
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
 
@@ -150,7 +130,7 @@ class ParameterState(nn.Module):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.name or "FakeQuantize"
 
     @property
@@ -160,7 +140,7 @@ class ParameterState(nn.Module):
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether every forward rounds in another way."""
+        """Whether rounding is stochastic."""
         return self.spec.rounding.kind == "stochastic"
 
     @property
@@ -170,18 +150,18 @@ class ParameterState(nn.Module):
 
     @property
     def is_ready(self) -> bool:
-        """Whether parameters of the same data stay the same."""
+        """Whether the same data have the same parameters next time."""
         return isinstance(self.mode, PerBatch) or self.is_initialized
 
     @property
     def absorbs_gain(self) -> bool:
-        """Whether a factor per channel of the data can go into the scales, so that codes do not depend on it."""
+        """Whether a per-channel factor of the data can go into the scales, which leaves the codes as they are."""
         spec = self.spec
         stays = isinstance(self.mode, Learned | Fixed)
         return stays and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
 
     def version(self) -> object:
-        """A key that changes when the parameters of the same data may have changed."""
+        """A key that changes if the same data may get different parameters."""
         if isinstance(self.mode, PerBatch):
             return ()
         if isinstance(self.mode, Learned):
@@ -193,11 +173,7 @@ class ParameterState(nn.Module):
 
     @property
     def params(self) -> QuantParams:
-        """The current parameters.
-
-        Raises:
-            NotCalibratedError: there are none yet.
-        """
+        """The current parameters."""
         self.refresh()
         memo = self._memo
         if memo.params is not None and (self.scale.shape == (0,) or self._holds(memo.params)):
@@ -212,7 +188,7 @@ class ParameterState(nn.Module):
         return memo.params
 
     def _holds(self, params: QuantParams) -> bool:
-        """Whether the buffers are as these parameters left them; they may be narrower."""
+        """Whether the buffers, which may have a narrower type, hold these parameters."""
         if self.scale.device.type != "cpu":
             return False
         scale, zero_point = self._array("scale"), self._array("zero_point")
@@ -222,14 +198,14 @@ class ParameterState(nn.Module):
 
     def learned_values(self) -> tuple[Tensor, Tensor | None]:
         """Mode Learned: scale and zero point, differentiable in their shifts; no zero point for symmetric specs."""
-        scale = shifted_scale(self.initial_scale, full_tensor(self.scale_shift))
+        scale: Tensor = _Scale.apply(self.initial_scale, full_tensor(self.scale_shift))
         if self.zero_point_shift is None:
             return scale, None
-        shift = full_tensor(self.zero_point_shift)
-        return scale, shifted_zero_point(self.initial_zero_point, shift, self.initial_scale, self.spec)
+        shift, span = full_tensor(self.zero_point_shift), self.spec.qmax - self.spec.qmin
+        return scale, _ZeroPoint.apply(self.initial_zero_point, shift, self.initial_scale, span)
 
     def refresh(self) -> Self:
-        """Bring ``scale`` and ``zero_point`` up to date with what was learned; other modes do it in forward."""
+        """Update ``scale`` and ``zero_point`` from the learned shifts; other modes do it in forward."""
         if isinstance(self.mode, Learned) and self.is_initialized:
             with torch.no_grad():
                 scale, zero_point = self.learned_values()
@@ -243,13 +219,7 @@ class ParameterState(nn.Module):
     # Changing the parameters
 
     def set_params(self, params: QuantParams) -> Self:
-        """Take the parameters as given; a learned shift starts anew, an average starts from their range.
-
-        >>> import detent as dt
-        >>> import detent.torch as qt
-        >>> qt.FakeQuantize("int8").set_params(dt.QuantParams(dt.QuantSpec("int8"), scale=0.5)).scale
-        tensor(0.5000)
-        """
+        """Set the parameters; learned shifts restart at 0, an EMA range restarts from their range."""
         if params.spec != self.spec:
             raise SpecError(f"{self.label} has spec {self.spec!r}, the params {params.spec!r}: use the same")
         dtype = self._scale_dtype
@@ -259,7 +229,7 @@ class ParameterState(nn.Module):
         self._store(params)
         if isinstance(self.mode, EMA):
             bounds = ("lo", params.min_val, self.spec.qmin), ("hi", params.max_val, self.spec.qmax)
-            for name, bound, code in bounds:  # parameters set by hand have no range: it is that of their codes
+            for name, bound, code in bounds:  # parameters set by hand have no range: use that of their codes
                 self._write(name, (code - params.zero_point) * params.scale if bound is None else bound)
             self.pending.fill_(-torch.inf)
         if isinstance(self.mode, Learned):
@@ -272,11 +242,7 @@ class ParameterState(nn.Module):
         return self
 
     def hold(self, params: QuantParams) -> QuantParams:
-        """Keep the parameters of a batch, as state where the shapes agree; per-token ones depend on the batch's shape.
-
-        Returns:
-            The parameters.
-        """
+        """Keep the parameters of a batch: in the buffers if shapes agree; per-token shapes vary with the batch."""
         if self.scale.shape == params.scale.shape:
             self._store(params)
         else:
@@ -289,18 +255,7 @@ class ParameterState(nn.Module):
             self._copy_traced(scale, zero_point)
 
     def merge_range(self, lo: Array, hi: Array) -> QuantParams:
-        """Mode EMA: move the average by a batch with these bounds, ``average = decay * average + (1 - decay) * batch``.
-
-        Returns:
-            The parameters of the new average.
-
-        >>> import detent.torch as qt
-        >>> quantizer = qt.FakeQuantize("uint8", EMA(0.75))
-        >>> for hi in (255.0, 510.0):
-        ...     print(quantizer.merge_range(np.array(0.0), np.array(hi)).scale)
-        1.0
-        1.25
-        """
+        """Mode EMA: blend the range of a batch into the EMA range, ``decay * average + (1 - decay) * batch``."""
         mode = self.mode
         if not isinstance(mode, EMA):
             raise SpecError(f"only mode EMA averages ranges, this is {mode}")
@@ -314,7 +269,7 @@ class ParameterState(nn.Module):
         return params
 
     def _params_from(self, lo: Array, hi: Array) -> QuantParams:
-        """The parameters of a range; the checks of ``from_range`` only where they would find something."""
+        """The parameters of a range; ``from_range`` only if its checks would raise."""
         dtype = self._scale_dtype
         if not (lo <= hi).all():
             return QuantParams.from_range(self.spec, lo, hi, dtype=dtype)
@@ -326,7 +281,7 @@ class ParameterState(nn.Module):
         return np.dtype(FLOAT_TYPES[self.scale.dtype])
 
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """``merge_range`` in torch operations, which cannot look at the state to decide."""
+        """``merge_range`` in torch operations, which cannot branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # only mode EMA comes here
         seen = (self.initialized != 0) & (self.lo <= self.hi)
         empty = lo > hi
@@ -336,7 +291,7 @@ class ParameterState(nn.Module):
         self._copy_traced(*traced.derive(self.spec, self.lo, self.hi))
 
     def add_pending(self, lo: Array, hi: Array) -> None:
-        """Mode EMA: widen the range that the next ``qt.sync`` merges."""
+        """Mode EMA: widen the range for the next ``qt.sync``."""
         pending = to_array(self.pending)
         np.maximum(pending, np.stack((-lo, hi)), out=pending, casting="same_kind")
 
@@ -345,10 +300,9 @@ class ParameterState(nn.Module):
         self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
 
     def apply_pending(self, merged: Tensor) -> None:
-        """Mode EMA: move the average by the (-lo, hi) that ``qt.sync`` merged over all processes, and start over."""
-        low, hi = to_array(on_cpu(merged.float())) + np.float32(
-            0.0
-        )  # no -0.0: which zero MAX keeps depends on backends
+        """Mode EMA: blend the (-lo, hi) that ``qt.sync`` merged over all processes into the EMA range, and reset."""
+        # + 0.0 turns -0.0 into 0.0: which zero MAX keeps depends on the backend
+        low, hi = to_array(on_cpu(merged.float())) + np.float32(0.0)
         lo = np.float32(0.0) - low
         if (lo <= hi).any():
             self.merge_range(np.asarray(lo), np.asarray(hi))
@@ -358,7 +312,7 @@ class ParameterState(nn.Module):
     # The memory of the buffers
 
     def _store(self, params: QuantParams) -> None:
-        """Write the parameters to the buffers, and remember them as what the buffers hold."""
+        """Write the parameters to the buffers and the cache."""
         if self.scale.numel() != params.scale.size:
             self._make_state(self.scale.dtype, params.scale.shape, self.scale.device)
         for name, values in (("scale", params.scale), ("zero_point", params.zero_point), ("initialized", _ONE)):
@@ -366,13 +320,13 @@ class ParameterState(nn.Module):
         self._memo.params = params
 
     def _copy_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``_store`` in torch operations; ``params`` notices that the buffers have changed."""
+        """``_store`` in torch operations; ``params`` detects that the buffers have changed."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
         self.initialized.fill_(1)
 
     def _write(self, name: str, values: Array | float) -> None:
-        """Write values to a buffer, on whatever device it is; shapes may differ by axes of length 1."""
+        """Write values to a buffer on any device; shapes may differ by axes of length 1."""
         buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
         given = np.asarray(values)
         if given.size == buffer.numel():
@@ -383,7 +337,7 @@ class ParameterState(nn.Module):
             buffer.copy_(torch.from_numpy(given.copy()))
 
     def _array(self, name: str) -> Array:
-        """A buffer's memory, looked up once; of a buffer on another device a copy."""
+        """A buffer's memory as a cached array; a copy if the buffer is not on the CPU."""
         buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
         if buffer.device.type != "cpu":
             return to_array(on_cpu(buffer))
@@ -396,7 +350,7 @@ class ParameterState(nn.Module):
     # Moves, copies and checkpoints
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves go through, changes of a float type do not: scales keep their precision in a half-precision model."""
+        """Allow moves but no change of float type: scales keep their precision in a half-precision model."""
 
         def keep_type(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -409,24 +363,18 @@ class ParameterState(nn.Module):
         return applied
 
     def get_extra_state(self) -> Tensor:
-        """Spec and mode as bytes of JSON, which every kind of checkpoint can hold."""
+        """Spec and mode as a tensor of JSON bytes, which every checkpoint format can hold."""
         text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json()})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise if the state belongs to another spec or mode."""
+        """Raise if spec or mode differ from the saved ones."""
         difference = self.compare_state(state)
         if difference:
             raise StateError(f"{self.label}: {difference}")
 
     def compare_state(self, state: object) -> str:
-        """How the spec and mode of a saved state differ from this module's; "" where they agree.
-
-        >>> import detent.torch as qt
-        >>> print(qt.FakeQuantize("int8").compare_state(qt.FakeQuantize("int4").get_extra_state()))
-        the checkpoint has int4/tensor/symmetric/onnx with EMA(decay=0.99), the model \
-int8/tensor/symmetric/onnx with EMA(decay=0.99)
-        """
+        """Describe how spec and mode of a saved state differ; "" if they agree."""
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE:
                 raise StateError("not bytes")
@@ -444,7 +392,7 @@ int8/tensor/symmetric/onnx with EMA(decay=0.99)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "scale")
-        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # its shape was not known before
+        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # now the shape is known
             self._make_state(self.scale.dtype, tuple(saved.shape), self.scale.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._memo.params = None
@@ -452,27 +400,9 @@ int8/tensor/symmetric/onnx with EMA(decay=0.99)
             self.pending.fill_(-torch.inf)
 
 
-def shifted_scale(initial: Tensor, shift: Tensor) -> Tensor:
-    """The scale, differentiable in its shift.
-
-    >>> shifted_scale(torch.tensor([0.5]), torch.tensor([0.25]))
-    tensor([0.6250])
-    """
-    scale: Tensor = _Scale.apply(initial, shift)
-    return scale
-
-
-def shifted_zero_point(initial: Tensor, shift: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """The zero point before rounding, differentiable in its shift.
-
-    >>> shifted_zero_point(torch.tensor([3]), torch.tensor([0.1]), torch.tensor([0.5]), QuantSpec("uint8"))
-    tensor([28.5000])
-    """
-    zero_point: Tensor = _ZeroPoint.apply(initial, shift, scale, spec.qmax - spec.qmin)
-    return zero_point
-
-
 class _Scale(torch.autograd.Function):
+    """The scale, differentiable in its shift."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -491,6 +421,8 @@ class _Scale(torch.autograd.Function):
 
 
 class _ZeroPoint(torch.autograd.Function):
+    """The zero point before rounding, differentiable in its shift."""
+
     generate_vmap_rule = True
 
     @staticmethod

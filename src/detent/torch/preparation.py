@@ -1,14 +1,7 @@
-"""Preparation: a model made ready for quantization-aware training in place, and what can be asked of it then.
+"""Preparation: turn a model into one for quantization-aware training, in place, and back.
 
-::
-
-    prepare             plan the layers, make their quantizers, change the classes of layers and batch norms
-    freeze              no more updates; batch norms become part of the layers before them
-    quantized_state     the quantized weights as they are exported
-    unprepare           the float model again
-
-The root of a prepared model remembers its plan. Everything else is found in the modules themselves, so wrapping,
-copying and moving the model need no care.
+The root of a prepared model stores its plan. All other state is in the modules themselves, so wrapping, copying and
+moving the model need no care.
 """
 
 from collections.abc import Iterator
@@ -47,31 +40,28 @@ _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 @dataclass
 class _Prepared:
-    """What the root of a prepared model remembers."""
+    """What the root of a prepared model stores."""
 
     plan: ModelPlan
     hooks: list[Any]
-    nested: list[nn.TransformerEncoder]
+    nested: list[nn.TransformerEncoder]  # whose nested tensors were switched off
     frozen: bool = False
 
 
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
-    """Make a model ready for quantization-aware training, as ``qt.plan`` says, in place.
+    """Prepare a model for quantization-aware training in place, as ``qt.plan`` shows, and return it.
 
-    Parameters stay the same objects, so that an existing optimizer keeps working; the float model's state_dict loads
-    with ``strict=False``, under the same keys. ``qt.unprepare`` restores the float model bit for bit.
+    Parameters stay the same objects, so an existing optimizer keeps working; the float model's state_dict loads with
+    ``strict=False``, under the same keys. ``qt.unprepare`` restores the float model bit for bit.
 
     Args:
         model: any module, with its weights in memory.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
-        sync: statistics move only in ``qt.sync``, which merges those of all processes; None is True where
+        sync: update EMA ranges only in ``qt.sync``, which merges those of all processes; None is True if
             ``torch.distributed`` runs with more than one.
 
-    Returns:
-        The model.
-
     Raises:
-        SpecError: the model is prepared already or on the meta device; or what ``qt.plan`` raises.
+        SpecError: the model is already prepared or on the meta device; or what ``qt.plan`` raises.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -89,7 +79,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     quantizers = {
         layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
-    # From here on nothing fails.
+    # nothing below fails
     for layer in model_plan.quantized:
         module = modules[layer.name]
         _become(module, quantized_class(type(module)))
@@ -98,28 +88,27 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
         if layer.norm and isinstance(module, QuantizedProduct):
             module.fold = Fold(modules[layer.norm])
     _change_other_classes(model)
-    vars(model)[_PLAN] = _Prepared(model_plan, *_keep_off_fused_paths(model))
+    vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
     return model
 
 
 def _change_other_classes(model: nn.Module) -> None:
-    """Let batch norms freeze and fuse, and attention find the quantized weights of its output projection."""
+    """Let batch norms freeze and fuse, and attention use the quantized weights of its output projection."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             _become(module, quantized_class(type(module)))
-    for module in model.modules():
-        # It reads these weights itself, and only in the forward of a quantized layer they are quantized.
-        if isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
+        # attention reads these weights itself, and they are quantized only in the forward of a quantized layer
+        elif isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
             _become(module, quantized_class(float_class_of(module)))
 
 
-def _keep_off_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
+def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
     """Install the hooks of a prepared model; returns them, and the encoders whose nested tensors were switched off."""
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
-        encoder.use_nested_tensor = False  # whose layers would see data without shape
+        encoder.use_nested_tensor = False  # nested tensors have no shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
-    # The fused paths of these look at parameters, past the layers that hold them; a hook keeps them off.
+    # fused paths read parameters directly, past the layers that hold them; a module with a hook does not take them
     hooks += [each.register_forward_pre_hook(_no_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     return hooks, nested
 
@@ -157,8 +146,9 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 def _make_quantizers(
     layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
-    """The quantizers of a layer by their names in it; ``shared`` has those of weights, which tied layers share."""
-    device, dtype = _device_and_scale_dtype(module)
+    """The quantizers of a layer by name; ``shared`` maps a weight's id to its quantizer, for tied weights."""
+    first = next((each for each in module.parameters() if each.is_floating_point()), None)
+    device, dtype = (torch.device("cpu"), torch.float32) if first is None else (first.device, scale_dtype(first))
     quantizers = {}
     for name in _quantizer_names(layer, module):
         weight = name.removesuffix("_quantizer")
@@ -180,24 +170,15 @@ def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None,
         if parameter is not None:
             spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(parameter.shape)
             return FakeQuantize(spec, layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
-        of_data = layer.output if name == "output_quantizer" else layer.input
-        if of_data is None:
-            raise SpecError("no spec")  # names are made of specs
-        return FakeQuantize(of_data, layer.mode, layer.ste, dtype=dtype)
+        data_spec = layer.output if name == "output_quantizer" else layer.input
+        assert data_spec is not None  # noqa: S101 - else the quantizer has no name
+        return FakeQuantize(data_spec, layer.mode, layer.ste, dtype=dtype)
     except SpecError as error:
         raise SpecError(f"{layer.name}.{name} cannot be made: {error}".lstrip(".")) from error
 
 
-def _device_and_scale_dtype(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """The device of a layer, and the type of its scales."""
-    first = next((each for each in module.parameters() if each.is_floating_point()), None)
-    if first is None:
-        return torch.device("cpu"), torch.float32
-    return first.device, scale_dtype(first)
-
-
 def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Refuse a checkpoint of another recipe before anything is loaded."""
+    """Reject a checkpoint of another recipe before anything is loaded."""
     differences = []
     for name, quantizer in quantizers_of(module).items():
         saved = state.get(f"{prefix}{name}._extra_state")
@@ -219,7 +200,7 @@ def _no_hook(module: nn.Module, args: object) -> None:
 
 
 def unprepare(model: nn.Module) -> nn.Module:
-    """The float model again, in place: its classes, its parameters and nothing else.
+    """Turn a prepared model back into the float model, in place: its classes, its parameters and nothing else.
 
     Raises:
         StateError: the model is not prepared.
@@ -237,8 +218,8 @@ def unprepare(model: nn.Module) -> nn.Module:
             for encoder in prepared.nested:
                 encoder.use_nested_tensor = True
         if isinstance(module, QuantizedLayer):
-            for name in [key for key, child in module._modules.items() if isinstance(child, FakeQuantize)]:
-                if name.endswith("_quantizer"):
+            for name, child in list(module._modules.items()):
+                if isinstance(child, FakeQuantize) and name.endswith("_quantizer"):
                     del module._modules[name]
         if isinstance(module, QuantizedLayer | QuantizedNorm):
             for name in ("fold", "_cache", "_forwards", "fused", "frozen"):
@@ -248,7 +229,7 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """No more updates: scales and statistics stay, and batch norms become part of the layers before them.
+    """Stop all updates of scales and statistics, and fuse batch norms into the layers before them.
 
     Args:
         model: a prepared model, calibrated or trained.
@@ -279,7 +260,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """The quantized weights by their full names, with batch norms folded in, as they are exported.
+    """The quantized weights by full name, as they are exported: with batch norms folded in.
 
     >>> import detent.torch as qt
     >>> qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))["0.weight"].codes.dtype
@@ -303,15 +284,7 @@ def _check_folds(model: nn.Module) -> None:
 
 
 def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan by which a model was prepared.
-
-    Raises:
-        StateError: it was not.
-
-    >>> import detent.torch as qt
-    >>> plan_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")).recipe.name
-    'w8a8'
-    """
+    """The plan of a prepared model; StateError if the model is not prepared."""
     roots = _roots(model)
     if not roots:
         raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
@@ -319,41 +292,23 @@ def plan_of(model: nn.Module) -> ModelPlan:
 
 
 def _roots(model: nn.Module) -> list[_Prepared]:
-    """What prepared models remember; a trainer may have wrapped them."""
+    """What prepared models store; a trainer may have wrapped them."""
     plans = (vars(module).get(_PLAN) for module in model.modules())
     return [each for each in plans if isinstance(each, _Prepared)]
 
 
 def is_frozen(model: nn.Module) -> bool:
-    """Whether a prepared model was frozen.
-
-    >>> import detent.torch as qt
-    >>> is_frozen(qt.freeze(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
-    True
-    """
+    """Whether a prepared model was frozen."""
     return any(each.frozen for each in _roots(model))
 
 
 def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
-    """The quantizers of a model by their full names, each once.
-
-    >>> import detent.torch as qt
-    >>> list(quantizers_of(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")))
-    ['0.weight_quantizer']
-    """
+    """The quantizers of a model by full name, each once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
 
 
 def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
-    """The full name, layer, name and quantizer of every quantized weight; a tied one under each of its names.
-
-    Raises:
-        StateError: a layer has a quantizer for a weight that it no longer has.
-
-    >>> import detent.torch as qt
-    >>> [(full, name) for full, _, name, _ in weight_layers(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"))]
-    [('0.weight', 'weight')]
-    """
+    """Full name, layer, name and quantizer of every quantized weight; a tied weight occurs under each of its names."""
     weights = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
@@ -374,16 +329,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
 
 @contextmanager
 def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Evaluation mode, with a watcher on every quantizer if one is given; everything as before on leaving.
-
-    >>> import detent.torch as qt
-    >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
-    >>> with evaluating(model):
-    ...     print(model[0].training)
-    False
-    >>> model[0].training
-    True
-    """
+    """Switch to evaluation mode, with a watcher on every quantizer if one is given, and back on exit."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [] if watcher is None else list(quantizers_of(model).values())
     watchers = [quantizer.watcher for quantizer in quantizers]

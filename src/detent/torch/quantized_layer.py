@@ -1,11 +1,11 @@
 """Quantized layers: how a prepared layer computes.
 
-A prepared module keeps its identity, its parameters and its place. Only its class changes, to one that derives from its
-own class and from one of these two, and changes back with ``qt.unprepare``:
+A prepared module keeps its identity and its parameters. Only its class changes, until ``qt.unprepare``, to one that
+derives from its own class and from one of these two:
 
 ================ =====================================================================================================
 QuantizedProduct a layer that is one product (Linear, Conv): quantizes x and w, multiplies (``layers.product``)
-QuantizedLayer   any other layer: its own forward, which finds quantized weights where it looks for its weights
+QuantizedLayer   any other layer: its own forward, in which the names of its weights give quantized values
 ================ =====================================================================================================
 """
 
@@ -29,7 +29,7 @@ from detent.tensor import QuantizedTensor
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
 from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, product, runs_as_product
-from detent.torch.quantizer import FakeQuantize, Quantized
+from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["QuantizedLayer", "QuantizedProduct", "WeightCache", "WeightKey", "quantized_class"]
 
@@ -42,17 +42,7 @@ _ANY_ORDER = QuantSpec("int8")
 
 
 class QuantizedLayer(nn.Module):
-    """What every prepared layer is, beside its own class.
-
-    Inside its forward, and in no other place, the names of its weights give quantized values.
-
-    >>> import detent.torch as qt
-    >>> layer = qt.prepare(nn.Sequential(nn.Bilinear(2, 2, 3)), "w8a8")[0]
-    >>> isinstance(layer, QuantizedLayer), layer.weight is layer._parameters["weight"]
-    (True, True)
-    >>> layer.exported_weight("weight").shape
-    (3, 2, 2)
-    """
+    """Mixin of every prepared layer: inside its forward, and only there, weight names give quantized values."""
 
     float_class: ClassVar[type[nn.Module]]
     kind: ClassVar[LayerKind]
@@ -60,9 +50,9 @@ class QuantizedLayer(nn.Module):
     _forwards = 0  # in progress, in all threads; see _count_forwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's own forward with quantized weights and inputs."""
+        """Run the layer's own forward with quantized weights and inputs."""
         layers = [self, *(child for child in self.children() if isinstance(child, QuantizedLayer))]
-        for name in self.input_arguments[len(args) :]:  # given by keyword
+        for name in self.input_arguments[len(args) :]:  # passed by keyword
             if name not in kwargs:
                 break
             args = (*args, kwargs.pop(name))
@@ -75,12 +65,12 @@ class QuantizedLayer(nn.Module):
         return self._quantized_output(result)
 
     def quantizer(self, name: str) -> FakeQuantize | None:
-        """The quantizer of that name, where there is one and it is switched on."""
+        """The quantizer of that name, if it exists and is enabled."""
         module = self._modules.get(name)
         return module if isinstance(module, FakeQuantize) and module.enabled else None
 
     def _quantized_inputs(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments, float data quantized; a tensor that comes twice is quantized once."""
+        """The arguments with float data quantized, a repeated tensor once."""
         names, data, quantized = self.kind.input_names(), list(args), {}
         for i in range(min(self.kind.inputs, len(data)) if names else 0):
             x, quantizer = data[i], self.quantizer(names[min(i, len(names) - 1)])
@@ -98,13 +88,13 @@ class QuantizedLayer(nn.Module):
         return (quantizer(result[0]), *result[1:]) if isinstance(result, tuple) else quantizer(result)
 
     def weight_in_forward(self, name: str) -> Tensor:
-        """What the name of a weight gives: inside forward its quantized values, else the parameter."""
+        """Inside forward the quantized weight, else the parameter."""
         parameter = self._parameter(name)
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
         return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
 
     def weight_quantizer_of(self, name: str) -> FakeQuantize:
-        """The quantizer of a weight, switched on or not."""
+        """The quantizer of a weight, enabled or not."""
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
             raise UnsupportedError(f"{self.float_class.__name__} has no quantized {name}")
@@ -115,7 +105,7 @@ class QuantizedLayer(nn.Module):
         return full_tensor(self._parameter(name).detach())
 
     def exported_weight(self, name: str) -> QuantizedTensor:
-        """A weight as it is exported."""
+        """The quantized weight as it is exported."""
         data, quantizer = on_cpu(self.float_weight(name)), self.weight_quantizer_of(name)
         return quantize(to_array(data), quantizer.values_for(data).params)
 
@@ -131,8 +121,8 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Note that forwards of these layers begin (1) or end (-1); several threads may run one layer at a time."""
-    if torch.compiler.is_compiling():  # which cannot trace a lock, and needs none
+    """Count forwards of these layers that begin (1) or end (-1); several threads may run one layer."""
+    if torch.compiler.is_compiling():  # a lock cannot be traced, and is not needed
         for layer in layers:
             layer._forwards += change
         return
@@ -159,14 +149,6 @@ class QuantizedProduct(QuantizedLayer):
                           fq(w * g)         else; without a quantizer w * g
 
     A forward uses the running weight, and once the batch norm is fused, after ``qt.freeze``, the exported one.
-
-    Attributes:
-        fold: the batch norm after it.
-
-    >>> import detent.torch as qt
-    >>> layer = qt.prepare(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), "w8a8")[0]
-    >>> torch.equal(layer.float_weight("weight"), layer.fold.with_gain(layer.weight))
-    True
     """
 
     weight: Tensor
@@ -179,7 +161,7 @@ class QuantizedProduct(QuantizedLayer):
         x = input
         _refuse_jit()
         if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
-            self.fold.unfuse()  # it works along another axis than the layer's last
+            self.fold.unfuse()  # the batch norm's axis is not the layer's last
             self.fold = None
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if weights is not None and weights.is_passing:
@@ -207,7 +189,9 @@ class QuantizedProduct(QuantizedLayer):
         x = x.unsqueeze(0) if unbatched else x
         bias = self.fold.bias(self.bias) if self.fold is not None and self.fold.is_fused else self.bias
         if is_plain(x) and is_plain(self.weight):
-            operand = _operand(inputs, x)
+            operand = FLOAT
+            if inputs is not None and x.numel():
+                operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
             weight, quantized = self._native_weight(weights)
             y = product(kind, x, weight, bias, operand, quantized)
         else:
@@ -215,7 +199,7 @@ class QuantizedProduct(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def _padded(self, x: Tensor) -> Tensor:
-        """The input with the border that the product does not know: any but zeros, and what "same" comes to."""
+        """The input with the padding that ``Convolution`` does not do: other modes than zeros, and "same"."""
         mode = getattr(self, "padding_mode", "zeros")
         if mode == "zeros" and not isinstance(getattr(self, "padding", None), str):
             return x
@@ -254,22 +238,18 @@ class QuantizedProduct(QuantizedLayer):
         step = quantizer.next_step()
 
         def make(keep: bool) -> QuantizedWeight:
-            made: list[Quantized] = []
-
-            def fake_quantize(data: Tensor) -> Tensor:
-                made.append(quantizer.quantize(data, step, None if keep else "weight"))
-                return made[0].tensor
-
-            factor = self._factor(quantizer)
-            tensor = running_weight(weight.detach(), factor, fake_quantize, in_place=True)
-            return QuantizedWeight(Operand(made[0].values, made[0].ste, step), factor, tensor)
+            data, factor = weight.detach(), self._factor(quantizer)
+            scaled = data if factor is None else data * factor
+            quantized = quantizer.quantize(scaled, step, None if keep else "weight")
+            tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
+            return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
 
         if quantizer.is_stochastic or not quantizer.is_ready:  # never the same twice, or about to change
             return make(False)
         quantized = self._cached(quantizer, None if quantizer.absorbs_gain else self.fold, make)
         if not (quantizer.is_learned and quantized.keep):
             return quantized
-        # What is kept has the scale of another forward's graph.
+        # the cached scale belongs to another forward's graph
         return quantized._replace(operand=Operand(quantizer.values_for(weight), quantizer.ste, step))
 
     def _exported_constant(self, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
@@ -286,7 +266,7 @@ class QuantizedProduct(QuantizedLayer):
         self, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
     ) -> QuantizedWeight:
         weight = self.weight
-        # Sharded models are refilled unseen and not to be kept whole; tensors of inference have no version.
+        # sharded weights are refilled without a trace and must not be kept whole; inference tensors have no version
         if is_distributed() or weight.is_inference():
             return make(False)
         if self._cache is None:
@@ -298,12 +278,12 @@ class QuantizedProduct(QuantizedLayer):
     # The weight that is exported
 
     def float_weight(self, name: str) -> Tensor:
-        """The float data whose codes are exported: ``w * g``, or ``w`` where the scales absorb the gain."""
+        """The float data whose codes are exported: ``w * g``, or ``w`` if the scales absorb the gain."""
         weight, fold = super().float_weight(name), self.fold
         return weight if fold is None or self.weight_quantizer_of(name).absorbs_gain else fold.with_gain(weight)
 
     def exported_weight(self, name: str) -> QuantizedTensor:
-        """The weight as it is exported, with the gain of a batch norm in it."""
+        """The quantized weight as it is exported, including the gain of a batch norm."""
         quantized, fold = super().exported_weight(name), self.fold
         if fold is None or not self.weight_quantizer_of(name).absorbs_gain:
             return quantized
@@ -313,28 +293,14 @@ class QuantizedProduct(QuantizedLayer):
         return {**super().__getstate__(), "_cache": None}
 
 
-def _operand(quantizer: FakeQuantize | None, x: Tensor) -> Operand:
-    if quantizer is None or not x.numel():
-        return FLOAT
-    return Operand(quantizer.values_for(x), quantizer.ste, quantizer.next_step())
-
-
 class WeightKey(NamedTuple):
-    """What a quantized weight depends on, as far as it can be told without reading the weight.
+    """What a quantized weight depends on, except for the weight's values."""
 
-    Attributes:
-        address: of the weight's memory; another one when the parameter is replaced or moved.
-        version: PyTorch's counter of writes to the weight, such as an optimizer's.
-        quantizer: changes with the quantizer's parameters.
-        fold: changes with the gain of the batch norm.
-        is_fused: whether the running or the exported weight was made.
-    """
-
-    address: int
-    version: int
+    address: int  # changes if the parameter is replaced or moved
+    version: int  # PyTorch's counter of writes, such as an optimizer's
     quantizer: object
     fold: object
-    is_fused: bool
+    is_fused: bool  # exported weight, not the running one
 
     @staticmethod
     def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None) -> "WeightKey":
@@ -349,25 +315,16 @@ class WeightKey(NamedTuple):
 
 
 class WeightCache:
-    """At most one quantized weight, kept where it is used more than once and never when it is out of date.
+    """At most one quantized weight.
 
-    In evaluation it is kept. In training weights change with every step, and a copy would take as much memory as they
-    do: it is kept only where the same weight comes twice, as in gradient accumulation, and as long as that goes on.
-
-    A weight that is kept is used again if its ``WeightKey`` is the same, and the weight has the same checksum: a
-    tensor's version does not tell of writes through ``.data``, nor of trainers that refill sharded weights in place.
-    The checksum costs a fraction of quantizing.
-
-    >>> import torch
-    >>> cache, weight = WeightCache(), torch.ones(2)
-    >>> cache.find("key", weight, lambda keep: QuantizedWeight(FLOAT, None, torch.ones(2)), training=False).keep
-    True
-    >>> cache.find("key", weight, lambda keep: 1 / 0, training=False).tensor
-    tensor([1., 1.])
+    It is kept in evaluation. In training, weights change with every step and a copy takes as much memory as they do, so
+    it is kept only while the same weight comes more than once, as in gradient accumulation. It is used again if its key
+    and the weight's checksum are the same: a tensor's version misses writes through ``.data`` and trainers that refill
+    sharded weights in place. The checksum costs a fraction of quantizing.
     """
 
     def __init__(self) -> None:
-        self._key: object = None  # of the last weight asked for
+        self._key: object = None  # of the last weight
         self._checksum = 0
         self._kept: QuantizedWeight | None = None
         self._repeats = False  # whether the same weight came twice, before it changed last
@@ -375,21 +332,14 @@ class WeightCache:
     def find(
         self, key: object, weight: Tensor, make: Callable[[bool], QuantizedWeight], *, training: bool
     ) -> QuantizedWeight:
-        """The weight kept under that key, or a new one.
-
-        Args:
-            key: a ``WeightKey``.
-            weight: the float weight.
-            make: makes the quantized one; called with True if it will be kept, and then in memory of its own.
-            training: weights are expected to change.
-        """
+        """The cached weight or ``make(keep)``, which needs memory of its own if it is kept."""
         same = key == self._key
         if same:
             self._repeats = True
             if self._kept is not None and self._checksum == _checksum(weight):
                 return self._kept
         keep = not training or self._repeats
-        self._repeats, self._key, self._kept = same, key, None  # nothing is kept if making it fails
+        self._repeats, self._key, self._kept = same, key, None  # nothing is kept if make fails
         quantized = make(keep)
         if keep:
             self._kept = quantized = quantized._replace(keep=True)
@@ -405,11 +355,7 @@ _CLASSES: dict[tuple[type[nn.Module], LayerKind | None], type[nn.Module]] = {}
 
 
 def quantized_class(layer: type[nn.Module]) -> type[nn.Module]:
-    """The class of a prepared module of that class.
-
-    >>> [each.__name__ for each in quantized_class(nn.Linear).__mro__[:4]]
-    ['QuantizedLinear', 'QuantizedProduct', 'QuantizedLayer', 'Linear']
-    """
+    """The class that replaces a layer's class in preparation."""
     key = layer, kind_of(layer)
     if key not in _CLASSES:
         _CLASSES[key] = _make_class(layer)

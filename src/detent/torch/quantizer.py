@@ -12,12 +12,12 @@ Learned     the state, with gradients                the state, with gradients  
 =========== ======================================== ================================ ================================
 
 Switches change this table. ``observing=False`` gives training the column of evaluation. With ``sync``, as in
-distributed training, the average moves in ``qt.sync`` only, by the ranges of all forwards since the last one. While
-calibration or a delay is on, data pass as they are: calibration observes them, and under a delay averages move.
+distributed training, the EMA range moves in ``qt.sync`` only, by the ranges of all forwards since the last call. During
+calibration or a delay, data pass unchanged: calibration observes them, and under a delay EMA ranges move.
 
 Tensors that native kernels cannot read (in ``torch.compile`` and ``torch.export``, under ``torch.func``, on other
-devices) go through ``traced_values_for``, the same table in torch operations. It cannot look at data or at the state,
-so it neither refuses NaN nor starts mode Learned from its first batch.
+devices) go through ``traced_values_for``, the same table in torch operations. It cannot branch on data or state, so it
+neither rejects NaN nor starts mode Learned from its first batch.
 """
 
 import warnings
@@ -52,39 +52,33 @@ WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
 
 
 class Quantized(NamedTuple):
-    """A fake-quantized tensor.
-
-    Attributes:
-        tensor: the values.
-        values: the parameters.
-        ste: the straight-through estimator that backward needs: Identity where nothing can have been clipped.
-    """
+    """A fake-quantized tensor, and what its backward needs."""
 
     tensor: Tensor
     values: Values
-    ste: Estimator
+    ste: Estimator  # Identity if nothing can have been clipped
 
 
 class FakeQuantize(ParameterState):
-    """Fake quantization with state.
+    """Fake quantization as a module with state.
 
     Args:
         spec: how to quantize; a QuantSpec, a format or a short string.
         mode: where the parameters come from.
         ste: the straight-through estimator of backward; None is the mask of the spec's convention.
-        shape: the shape of the data, from which the state gets its final shape; needed before data for every
-            granularity but per-tensor. Axes that do not matter may have any length.
+        shape: the shape of the data, which gives the state its final shape; needed before data for every granularity
+            except per-tensor. Axes that do not matter may have any length.
         dtype: the scale's type, float32 or, for float64 data, float64.
 
     Attributes:
-        enabled: False lets data pass as they are and leaves the state alone.
-        observing: False keeps the parameters as they are in training, too.
-        delayed: data pass as they are, while the average of mode EMA moves; ``qt.Schedule`` sets it.
-        sync: the average of mode EMA moves in ``qt.sync`` only.
+        enabled: False passes data unchanged and keeps the state.
+        observing: False keeps the parameters in training, too.
+        delayed: data pass unchanged while the EMA range moves; ``qt.Schedule`` sets it.
+        sync: the EMA range moves in ``qt.sync`` only.
         watcher: called with this module, x and its parameters in every forward that quantizes; ``qt.watch`` sets it.
-            Forwards in torch operations pass None, and ``params_for(x)`` gives the parameters.
+            Forwards in torch operations pass None; then ``params_for(x)`` gives the parameters.
         name: the full name in the model, for messages.
-        observer: what ``qt.calibrating`` observes with.
+        observer: the observer for ``qt.calibrating``.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> fq = qt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -117,7 +111,7 @@ class FakeQuantize(ParameterState):
         self.observer_in_use: Observer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake quantize x, after updating the state as the mode says.
+        """Fake-quantize x, after updating the state as the mode says.
 
         Raises:
             NotCalibratedError: mode Fixed, or evaluation, before there are parameters.
@@ -149,12 +143,7 @@ class FakeQuantize(ParameterState):
     # Parameters by mode
 
     def values_for(self, x: Tensor) -> Values:
-        """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says.
-
-        >>> fq = FakeQuantize("int8", EMA(0.5))
-        >>> [float(fq.values_for(torch.tensor([top])).params.scale) for top in (127.0, 381.0)]
-        [1.0, 2.0]
-        """
+        """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
         mode, params = self.mode, None
         updates = self.training and self.observing and not _in_backward()
         if isinstance(mode, PerBatch):
@@ -188,26 +177,11 @@ class FakeQuantize(ParameterState):
         return values
 
     def params_for(self, x: Tensor) -> QuantParams:
-        """The parameters by which x is quantized now; the state stays as it is.
-
-        Raises:
-            NotCalibratedError: there are none yet.
-
-        >>> FakeQuantize("int8", "per_batch").params_for(torch.tensor([-254.0, 1.0])).scale
-        array(2., dtype=float32)
-        """
+        """The parameters for x, without changing the state; NotCalibratedError if there are none."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
     def quantize(self, x: Tensor, step: int, slot: Slot | None = None) -> Quantized:
-        """Fake quantize x, a plain tensor without gradients, by ``values_for(x)``.
-
-        Mode PerBatch takes range and values in one pass over memory, where a kernel can.
-
-        Args:
-            x: the data.
-            step: the counter of stochastic rounding.
-            slot: the scratch memory for the result; None for memory of its own.
-        """
+        """Fake-quantize x, a plain tensor without gradients; mode PerBatch in one pass over memory if a kernel can."""
         dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
         if dynamic is None:
             values = self.values_for(x)
@@ -223,7 +197,7 @@ class FakeQuantize(ParameterState):
 
     @property
     def _never_clips(self) -> bool:
-        """Whether no element within the range of its batch is clipped: the largest one is the last code."""
+        """Whether no element is clipped by the range of its batch: the largest one is the last code."""
         passes = isinstance(self.ste, Identity) or self.ste == Clipped()
         return passes and self.spec.symmetric and self.spec.convention.symmetric_scale == "qmax"
 
@@ -242,7 +216,7 @@ class FakeQuantize(ParameterState):
         return lo, hi
 
     def _move_average(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: the parameters of the average moved by x; None where it moves in ``qt.sync`` only."""
+        """Mode EMA: blend x into the EMA range and return its parameters; None if only ``qt.sync`` updates it."""
         if self.sync and not (self.is_initialized or self.delayed):
             self._refuse_own_start()
         lo, hi = self._range_of(x)
@@ -275,7 +249,7 @@ class FakeQuantize(ParameterState):
     def _refuse_own_start(self) -> None:
         if self.sync:
             raise NotCalibratedError(
-                f"{self.label} has no parameters yet, and processes that synchronise cannot take them "
+                f"{self.label} has no parameters yet, and processes that synchronize cannot take them "
                 "from their own batches: calibrate first, `with qt.calibrating(model): ...`"
             )
 
@@ -285,12 +259,12 @@ class FakeQuantize(ParameterState):
             refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
     def _remind_of_sync(self) -> None:
-        """Warn where ranges are not merged as they should be; the same words for all quantizers, so shown once."""
+        """Warn if ranges are not merged; the message is the same for all quantizers, so it is shown once."""
         self._memo.forwards += 1
         if self.sync and self._memo.forwards == FORWARDS_WITHOUT_SYNC:
             warnings.warn(
-                f"{FORWARDS_WITHOUT_SYNC} training forwards without qt.sync(model): ranges stay as they are until it "
-                "is called, once per optimizer step, on every process",
+                f"{FORWARDS_WITHOUT_SYNC} training forwards without qt.sync(model), so ranges are not updating: call "
+                "it once per optimizer step on every process",
                 stacklevel=2,
             )
         elif not self.sync and self._memo.forwards == 1 and process_count() > 1:
@@ -300,11 +274,11 @@ class FakeQuantize(ParameterState):
                 stacklevel=2,
             )
 
-    # Data that pass as they are
+    # Data that pass unchanged
 
     @property
     def is_passing(self) -> bool:
-        """Whether data pass as they are, because calibration or a delay is on."""
+        """Whether data pass unchanged, because of calibration or a delay."""
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
@@ -344,5 +318,5 @@ class FakeQuantize(ParameterState):
 
 
 def _in_backward() -> bool:
-    """Whether a forward pass is done once more for its gradients, by checkpointing: it has been observed before."""
+    """Whether checkpointing repeats a forward for its gradients, which has been observed before."""
     return torch._C._current_graph_task_id() != -1

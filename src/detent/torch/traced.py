@@ -1,13 +1,12 @@
 """The numeric contract in plain torch operations.
 
-For what ``torch.compile`` and ``torch.export`` trace, and for devices without kernels of our own. The arithmetic is
-``detent.kernels.reference`` and ``detent.scale_rule``, the same text that runs on NumPy, over a namespace whose casts
-and selections survive compilers (``traced_namespace``). The bits are those of ``detent.fake_quantize`` and its kin,
-eager and compiled. ``spec`` and ``ste`` are constants of a trace. Nothing is checked, because a trace cannot raise, and
-nothing records gradients: these are the halves of an autograd function.
+For ``torch.compile`` and ``torch.export``, and for devices without native kernels. The arithmetic is the code of
+``detent.kernels.reference`` and ``detent.scale_rule``, over a namespace whose casts and selections survive compilers
+(``traced_namespace``), so the bits are those of ``detent.fake_quantize``, eager and compiled. ``spec`` and ``ste`` are
+constants of a trace. Nothing is checked, because a trace cannot raise, and nothing records gradients: these are the
+halves of an autograd function. Scale and zero point have the scale shape for x.
 
-Shapes: scale and zero point have ``spec.granularity``'s scale shape for x. Left out: the scales of MX and NVFP4, and
-callable estimators.
+Left out: the scales of MX and NVFP4, and callable estimators.
 """
 
 from typing import Any, cast
@@ -34,21 +33,9 @@ __all__ = [
 
 
 def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor = 0) -> Tensor:
-    """``dequantize(quantize(x))`` in x's dtype; NaN stays NaN.
-
-    Args:
-        x: float data.
-        scale: float32, or float64 with float64 data.
-        zero_point: int32.
-        spec: how.
-        step: the counter of stochastic rounding; as a 0-d int64 tensor it may change without another trace.
-
-    >>> one, zero = torch.tensor(0.5), torch.tensor(0, dtype=torch.int32)
-    >>> fake_quantize(torch.tensor([0.3, 0.9, 99.0]), one, zero, QuantSpec("int8"))
-    tensor([ 0.5000,  1.0000, 63.5000])
-    """
-    options: dict[str, Any] = {"spec": spec, "tiling": _tiling(x, spec), "step": _loaded(step, zero_point, spec)}
-    return cast("Tensor", reference.fake_quantize(x.detach(), scale.detach(), zero_point, **options, xp=xp))
+    """``dequantize(quantize(x))`` in x's dtype; NaN stays NaN."""
+    options = _options(x, zero_point, spec, step)
+    return cast("Tensor", reference.fake_quantize(x.detach(), scale.detach(), zero_point, **options))
 
 
 def fake_quantize_backward(
@@ -60,16 +47,10 @@ def fake_quantize_backward(
     ste: Estimator,
     step: int | Tensor = 0,
 ) -> Tensor:
-    """The gradient of x given the gradient g of ``fake_quantize``, in x's dtype.
-
-    >>> from detent.ste import Clipped
-    >>> one, zero = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
-    >>> fake_quantize_backward(torch.ones(2), torch.tensor([127.4, 127.6]), one, zero, QuantSpec("int8"), Clipped())
-    tensor([1., 0.])
-    """
+    """The gradient of x given the gradient g of ``fake_quantize``, in x's dtype."""
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
-    options: dict[str, Any] = {"spec": spec, "tiling": _tiling(x, spec), "step": _loaded(step, zero_point, spec)}
-    return cast("Tensor", reference.fake_quantize_backward(*tensors, **options, ste=ste, xp=xp))
+    options = _options(x, zero_point, spec, step)
+    return cast("Tensor", reference.fake_quantize_backward(*tensors, **options, ste=ste))
 
 
 def fake_quantize_learned_backward(
@@ -82,72 +63,44 @@ def fake_quantize_learned_backward(
     grad_scale: float | None = None,
     step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale.
+    """The gradients of x, scale and zero point (LSQ, LSQ+), the latter two in the scale's shape.
 
-    Sums have the contract's order, so that a compiled graph depends on how many doublings of 1024 elements a set has.
-
-    >>> from detent.ste import Clipped
-    >>> one, zero = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
-    >>> x, spec = torch.tensor([1.25, 200.0]), QuantSpec("int8")
-    >>> fake_quantize_learned_backward(torch.ones(2), x, one, zero, spec, Clipped(), grad_scale=1.0)
-    (tensor([1., 0.]), tensor(126.7500), tensor(-1.))
+    The order of sums is fixed, so a compiled graph depends on how many doublings of 1024 elements a parameter set has.
     """
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
-    options: dict[str, Any] = {"spec": spec, "tiling": _tiling(x, spec), "step": _loaded(step, zero_point, spec)}
-    options |= {"ste": ste, "grad_scale": grad_scale}
-    gx, gs, gz = reference.fake_quantize_learned_backward(*tensors, **options, xp=xp)
+    options = _options(x, zero_point, spec, step) | {"ste": ste, "grad_scale": grad_scale}
+    gx, gs, gz = reference.fake_quantize_learned_backward(*tensors, **options)
     return gx, gs, gz
 
 
 def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The smallest and largest finite element of each set in the compute type; (inf, -inf) for sets without any.
-
-    >>> minmax(torch.tensor([1.0, -2.0, float("nan")]), QuantSpec("int8"))
-    (tensor(-2.), tensor(1.))
-    """
+    """The smallest and largest finite element of each parameter set in the compute type; (inf, -inf) without any."""
     lo, hi = reference.minmax(x.detach(), _tiling(x, spec), xp=xp)
     return lo, hi
 
 
 def derive(spec: QuantSpec, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale, in lo's dtype, and zero point, int32, of each range.
-
-    What ``QuantParams.from_range`` refuses gives numbers without meaning: ranges that are not finite or not ordered,
-    and ranges without width under the zero range "error".
-
-    Raises:
-        UnsupportedError: scales of MX or NVFP4.
-
-    >>> derive(QuantSpec("uint8"), torch.tensor(-1.0), torch.tensor(4.0))
-    (tensor(0.0196), tensor(51, dtype=torch.int32))
-    """
+    """Scale, in lo's dtype, and int32 zero point of each range; meaningless where ``QuantParams.from_range`` raises."""
     if spec.scale_format != "float":
         raise UnsupportedError(f"{spec}: scales of {spec.scale_format} are not traced; use scale_format='float'")
-    low, high = (xp.astype(end.detach(), torch.float64) for end in (lo, hi))
-    scale, zero_point, _ = float_parameters(xp, spec, low, high, lo.dtype)
+    wide_lo, wide_hi = (xp.astype(bound.detach(), torch.float64) for bound in (lo, hi))
+    scale, zero_point, _ = float_parameters(xp, spec, wide_lo, wide_hi, lo.dtype)
     return scale, zero_point
 
 
 def blend(old: Tensor, new: Tensor, decay: float) -> Tensor:
-    """The moving average of a bound in float32, ``fl(fl(d * old) + fl((1 - d) * new))``.
-
-    >>> blend(torch.tensor([2.0]), torch.tensor([4.0]), 0.5)
-    tensor([3.])
-    """
-    old, new = (xp.astype(end.detach(), torch.float32) for end in (old, new))
+    """The moving average of a bound in float32, ``fl(fl(d * old) + fl((1 - d) * new))``."""
+    old, new = (xp.astype(bound.detach(), torch.float32) for bound in (old, new))
     return torch.full_like(old, decay) * old + torch.full_like(new, 1.0 - decay) * new
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
-    """The sets of x; not through the cache, which no compiler traces."""
+    """The parameter sets of x; not through the cache, which compilers cannot trace."""
     return spec.granularity._tiling(tuple(x.shape))
 
 
-def _loaded(step: int | Tensor, like: Tensor, spec: QuantSpec) -> int | Tensor:
-    """The step as something read from memory.
-
-    Inductor copies what reads nothing into each of its uses, and the rounds of Philox use everything twice or more.
-    """
-    if spec.rounding.kind != "stochastic":
-        return step
-    return (like.reshape(-1)[:1].to(torch.int64) & 0) + step
+def _options(x: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor) -> dict[str, Any]:
+    if spec.rounding.kind == "stochastic":
+        # Inductor copies a value that reads no memory into each of its uses, and Philox uses everything twice or more
+        step = (zero_point.reshape(-1)[:1].to(torch.int64) & 0) + step
+    return {"spec": spec, "tiling": _tiling(x, spec), "step": step, "xp": xp}

@@ -1,9 +1,10 @@
-"""The array namespace of traced tensors: torch's, with casts and selections that a compiler leaves alone.
+"""The array namespace of traced tensors: torch's, with casts and selections that survive compilers.
 
 A compiler may drop the rounding to float16 or bfloat16 between two operators that it fuses, and may treat -0.0 as 0.0.
-It does neither to integers. So narrow floats go through their bits where they are cast, and selections and signs are
-made on bits; both cost nothing where nothing is compiled.
+It does neither to integers, so narrow floats are cast through their bits, and selections and signs work on bits.
 """
+
+# ruff: noqa: F401 - the imported names are part of the namespace
 
 import builtins
 from typing import Any
@@ -42,59 +43,18 @@ from torch import (
     zeros_like,
 )
 
-__all__ = [
-    "abs",
-    "arange",
-    "asarray",
-    "astype",
-    "bool",
-    "clip",
-    "concat",
-    "finfo",
-    "float32",
-    "float64",
-    "floor",
-    "full",
-    "full_like",
-    "int32",
-    "int64",
-    "isfinite",
-    "isnan",
-    "max",
-    "maximum",
-    "min",
-    "minimum",
-    "ones_like",
-    "permute_dims",
-    "reshape",
-    "round",
-    "searchsorted",
-    "signbit",
-    "take",
-    "tanh",
-    "where",
-    "zeros",
-    "zeros_like",
-]
+__all__ = ["asarray", "astype", "searchsorted", "signbit", "where"]
 
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def searchsorted(bounds: Tensor, values: Tensor, side: str) -> Tensor:
-    """The array API's, for values in any order of memory.
-
-    >>> searchsorted(torch.tensor([0.0, 1.0]), torch.tensor([0.5]), side="left")
-    tensor([1])
-    """
+    """The array API's ``searchsorted``, for values in any memory order."""
     return torch.searchsorted(bounds, values.contiguous(), side=side)
 
 
 def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The cast, with narrow floats on either side as they are in memory.
-
-    >>> astype(torch.tensor([1.001], dtype=torch.float64), torch.bfloat16)
-    tensor([1.], dtype=torch.bfloat16)
-    """
+    """The cast, with the rounding of narrow floats on either side."""
     return _kept(_kept(x).to(dtype)) if x.dtype != dtype else x
 
 
@@ -105,33 +65,21 @@ def asarray(
     device: torch.device | None = None,
     copy: builtins.bool | None = None,
 ) -> Tensor:
-    """A tensor of numbers; of a tensor itself, the tensor as it is in memory.
-
-    >>> asarray([1.0, 2.0], dtype=torch.float64)
-    tensor([1., 2.], dtype=torch.float64)
-    """
+    """The value as a tensor; narrow floats are rounded."""
     if isinstance(value, Tensor):
         return _kept(value.clone() if copy else value)
     return torch.tensor(value, dtype=dtype, device=device)
 
 
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Each element's own bits of x or of y, the sign of zero included.
-
-    >>> where(torch.tensor([True, False]), torch.tensor([1.0, 2.0]), torch.tensor(-0.0))
-    tensor([1., -0.])
-    """
+    """The bits of x or y, including the sign of zero."""
     if not x.dtype.is_floating_point:
         return torch.where(condition, x, y)
     return torch.where(condition, _bits(x), _bits(y)).view(x.dtype)
 
 
 def signbit(x: Tensor) -> Tensor:
-    """Where the sign is negative, that of zero included.
-
-    >>> signbit(torch.tensor([-1.0, -0.0, 0.0]))
-    tensor([ True,  True, False])
-    """
+    """Whether the sign is negative, also of zero."""
     return _bits(x) < 0
 
 
@@ -140,5 +88,5 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _kept(x: Tensor) -> Tensor:
-    """The same bits. Integer arithmetic on them, even of nothing, makes a compiler produce them."""
+    """The same bits; integer arithmetic on them, even ``| 0``, makes a compiler produce them."""
     return (_bits(x) | 0).view(x.dtype) if x.dtype in _NARROW else x
