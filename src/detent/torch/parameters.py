@@ -288,7 +288,7 @@ class ParameterState(nn.Module):
         for average, new in ((self.lo, lo), (self.hi, hi)):
             mixed = torch.where(empty, average, traced.blend(average, new, decay))
             average.copy_(torch.where(seen, mixed, new))
-        self._copy_traced(*traced.derive(self.spec, self.lo, self.hi))
+        self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
 
     def add_pending(self, lo: Array, hi: Array) -> None:
         """Mode EMA: widen the range for the next ``qt.sync``."""

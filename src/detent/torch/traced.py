@@ -79,12 +79,12 @@ def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
     return lo, hi
 
 
-def derive(spec: QuantSpec, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale, in lo's dtype, and int32 zero point of each range; meaningless where ``QuantParams.from_range`` raises."""
+def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each range, the scale in lo's dtype by default; garbage where ``from_range`` raises."""
     if spec.scale_format != "float":
         raise UnsupportedError(f"{spec}: scales of {spec.scale_format} are not traced; use scale_format='float'")
     wide_lo, wide_hi = (xp.astype(bound.detach(), torch.float64) for bound in (lo, hi))
-    scale, zero_point, _ = float_parameters(xp, spec, wide_lo, wide_hi, lo.dtype)
+    scale, zero_point, _ = float_parameters(xp, spec, wide_lo, wide_hi, dtype or lo.dtype)
     return scale, zero_point
 
 
