@@ -69,7 +69,7 @@ def test_vnni(monkeypatch, tmp_path, machine, text, expected):
         ("onnxruntime-vnni", False, "--target onnxruntime is exact"),
         ("openvino-vnni", False, "--target openvino is exact"),
         ("onnxruntime-avx2", False, ""),
-        ("onnxruntime-avx2", True, "--target onnxruntime-vnni keeps it"),
+        ("onnxruntime-avx2", True, "use --target onnxruntime-vnni"),
     ],
 )
 def test_target_and_cpu(monkeypatch, target, vnni, complaint):

@@ -22,6 +22,10 @@ PLACES = {
     "exact patterns": (r"glob\.escape", "recipe.py"),
     "progress on a terminal": (r"stderr\.isatty", "observers/passes.py"),
     "writable directories": (r"TemporaryFile\(", "storage.py"),
+    "moving operators": (r'"Squeeze"', "onnx_model/graph.py"),
+    "operators with codes": (r'"QAttention"', "onnx_model/graph.py"),
+    "depthwise convolutions": (r"1 < groups|groups > 1", "onnx_model/graph.py"),
+    "integer types of ONNX": (r'lstrip\("U"\)', "onnx_model/graph.py"),
     "extras": (r"pip install 'detent\[", "errors.py"),
 }
 

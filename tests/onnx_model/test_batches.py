@@ -239,7 +239,7 @@ def test_a_state_whose_first_axis_counts_no_samples_needs_a_folder(tmp_path):
     assert shapes(open_batches(tmp_path, [X, state, rate])) == [{"x": (1, 3), "state": (2, 1), "rate": ()}]
     refusal(dt.ShapeError, ["samples"], tmp_path / "0.npz", [X, state, rate])
     np.savez(tmp_path / "0.npz", x=x(2), rate=np.array([1, 2]))
-    refusal(dt.ShapeError, ["a folder"], tmp_path / "0.npz", [X, rate])
+    refusal(dt.ShapeError, ["a directory"], tmp_path / "0.npz", [X, rate])
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_inputs_that_are_no_tensors_or_of_no_type():
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (seq(float[N]) s) => (int64 n) { n = SequenceLength(s) }'
     )
-    with pytest.raises(dt.UnsupportedError, match="'s' is no tensor"):
+    with pytest.raises(dt.UnsupportedError, match="'s' is not a tensor"):
         inputs_of(model)
     del model.graph.input[:]
     model.graph.input.append(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1]))

@@ -103,10 +103,10 @@ def refused(path, word=""):
 @pytest.mark.parametrize(
     ("members", "word"),
     [
-        ([("x.npy", npy()), ("y.txt", b"")], "no array"),
-        ([("x", npy())], "no array"),
-        ([("folder/", b"")], "no array"),
-        ([("x" * 5000, npy())], "no array"),
+        ([("x.npy", npy()), ("y.txt", b"")], "is not an array"),
+        ([("x", npy())], "is not an array"),
+        ([("folder/", b"")], "is not an array"),
+        ([("x" * 5000, npy())], "is not an array"),
     ],
     ids=["a text", "no suffix", "a folder", "a long name"],
 )

@@ -1,14 +1,14 @@
-"""Sessions: large weights are handed to ONNX Runtime as arrays, and what it computes stays the same."""
+"""Sessions: large weights are handed to ONNX Runtime as arrays, inner tensors, errors."""
 
 import gc
 
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import ModelProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.sessions import make_session, without_weights
+from detent.onnx_model.sessions import Probe, Reading, make_session, ort_errors, record, tensor_nbytes, without_weights
 
 SIDE = 32  # a matrix of 4 kB
 
@@ -96,5 +96,35 @@ def test_lean_models_hold_no_large_data():
 def test_wrong_sizes_are_refused():
     model = product()
     model.graph.initializer[0].dims[0] = SIDE + 1
-    with pytest.raises(UnsupportedError, match="does not take the model"):
+    with pytest.raises(UnsupportedError, match="failed to load the model"):
         make_session(model)
+
+
+def parsed(text):
+    return parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> g {text}')
+
+
+ABS_NEG = "(float[1] x) => (float[1] y) { t = Abs(x) y = Neg(t) }"
+FEED = {"x": np.float32([-2])}
+
+
+def test_tensors_are_recorded():
+    assert list(record(parsed(ABS_NEG), ["t", "x"], [FEED])) == [{"t": 2, "x": -2}]
+
+
+def test_a_probe_leaves_the_model_as_it_is():
+    model, seen = parsed(ABS_NEG), []
+    before = model.SerializeToString()
+    Probe(model, [Reading(("x", "t"), lambda arrays: seen.append(arrays["t"].item()))]).run(FEED)
+    assert seen == [2]
+    assert model.SerializeToString() == before
+
+
+def test_sizes_that_depend_on_data():
+    model = parsed("(float[N] x) => (int64[1, M] y) { t = Abs(x) y = NonZero(t) }")
+    assert tensor_nbytes(model, ["t", "y"], {"x": np.float32([1, 0, 2])}) == {"t": 12, "y": 8}
+
+
+def test_errors_of_onnx_runtime():
+    with pytest.raises(UnsupportedError, match="failed to run the model"), ort_errors():
+        ort.InferenceSession(b"no model")

@@ -20,7 +20,7 @@ from onnx import GraphProto, ModelProto, NodeProto, defs, helper, numpy_helper, 
 from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx_model.files import ModelSource, load
-from detent.onnx_model.graph import MAIN, Graph, array_of, subgraphs
+from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, subgraphs
 from detent.onnx_model.sessions import make_session, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
@@ -108,10 +108,10 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
 
 
 LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
-QUANTIZERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
+QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
 _EXACT = (  # operators that move data, or round each element once as IEEE 754 says
-    *("Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather"),
+    *(*MOVING, "Identity", "Split", "Concat", "Gather"),
     *("GatherElements", "GatherND", "Shape", "Size", "Cast", "Where", "Equal", "Less", "Greater", "Not", "And", "Or"),
     *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Relu", "Floor", "Ceil"),
 )
@@ -189,7 +189,7 @@ def to_normal_form(
 
 def _refuse(model: ModelProto, *, force: bool) -> None:
     kinds = {node.op_type for node in model.graph.node}
-    found = sorted(kinds & set(QUANTIZERS))
+    found = sorted(kinds & set(QUANTIZED))
     if found and not force:
         raise UnsupportedError(
             f"the model is quantized already, it has {', '.join(found)}: quantize the float model it was made from, or "
@@ -313,7 +313,7 @@ def _constant_nodes(graph: Graph) -> list[NodeProto]:
     """The nodes that read nothing but constants, and can be computed once."""
     known, nodes = set(graph.constants), []
     for node in graph.nodes:
-        fixed = node.op_type not in {*_RANDOM, *_GROWING, *QUANTIZERS} and not any(subgraphs(node))
+        fixed = node.op_type not in {*_RANDOM, *_GROWING, *QUANTIZED} and not any(subgraphs(node))
         fixed = fixed and node.domain in MAIN
         if fixed and node.input and all(name in known or not name for name in node.input):
             nodes.append(node)

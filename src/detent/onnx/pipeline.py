@@ -23,7 +23,7 @@ from onnx import ModelProto
 from detent import __version__
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
-from detent.metrics import sqnr_db
+from detent.metrics import SignalNoise
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.calibration import (
@@ -43,8 +43,8 @@ from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
-from detent.onnx_model.graph import Graph
-from detent.onnx_model.sessions import INTEGER, kernels_of, make_session
+from detent.onnx_model.graph import INTEGER_KERNELS, Graph
+from detent.onnx_model.sessions import kernels_of, make_session
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
@@ -92,7 +92,7 @@ class LayerReport:
     @property
     def in_integers(self) -> bool:
         """Whether it is computed in integers."""
-        return self.kernel in INTEGER
+        return self.kernel in INTEGER_KERNELS
 
 
 @dataclass(frozen=True)
@@ -437,26 +437,15 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 def output_sqnr(
     before: ModelSource, after: ModelProto, feeds: Sequence[Feed], config: Mapping[str, str] | None = None
 ) -> dict[str, float]:
-    """The ratio of signal to quantization noise of every float output, in decibels, over some batches.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> output_sqnr(made, made, [{"x": np.float32([1.0])}])
-    {'y': inf}
-    """
+    """The SQNR in decibels of every float output over some batches."""
     names = Graph(after).outputs
     sessions = make_session(before), make_session(after, config=config)
-    parts: dict[str, list[tuple[NDArray[Any], NDArray[Any]]]] = {name: [] for name in names}
+    powers: dict[str, SignalNoise] = {}
     for feed in feeds:
         for name, old, new in zip(names, *(session.run(names, feed) for session in sessions), strict=True):
             if getattr(old, "dtype", None) == np.float32:
-                parts[name].append((np.ravel(old), np.ravel(new)))
-    return {
-        name: float(sqnr_db(*(np.concatenate(side) for side in zip(*pairs, strict=True))))
-        for name, pairs in parts.items()
-        if pairs
-    }
+                powers.setdefault(name, SignalNoise()).add(np.ravel(old), np.ravel(new))
+    return {name: each.sqnr_db for name, each in powers.items()}
 
 
 def _finish(

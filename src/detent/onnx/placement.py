@@ -18,7 +18,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from detent.onnx.decisions import QuantizerPlacement
-from detent.onnx_model.graph import Graph, attribute_of, reads
+from detent.onnx_model.graph import PASSING_CODES, Graph, attribute_of, reads
 from detent.onnx_model.layers import Layer
 from detent.spec import QuantSpec
 
@@ -26,18 +26,6 @@ __all__ = ["place_quantizers"]
 
 PRODUCTS = ("Conv", "Gemm")
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
-MOVING = (
-    "MaxPool",
-    "Reshape",
-    "Transpose",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "Unsqueeze",
-    "Flatten",
-    "Resize",
-    "DepthToSpace",
-)
 PAIRED = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
 PAIR = 2
@@ -118,7 +106,7 @@ class _Placer:
                     passed.add(id(bound))
             elif self._scaled_by(node) is not None and result in self.leading and not self._escapes(node, None):
                 self._scale(node)
-            elif node.op_type in MOVING and node.input[0] in self.chain and _only_moves(node):
+            elif node.op_type in PASSING_CODES and node.input[0] in self.chain and _only_moves(node):
                 self._move(node)
         placements = list(self.chain.values())
         outside = {
@@ -201,7 +189,7 @@ class _Placer:
 
     def _reads_codes(self, node: NodeProto) -> bool:
         layer = self.by_node.get(id(node))
-        return node.op_type in {*CHAINED, *MOVING} or (layer is not None and layer.name in self.specs)
+        return node.op_type in {*CHAINED, *PASSING_CODES} or (layer is not None and layer.name in self.specs)
 
     def _scale(self, node: NodeProto) -> None:
         source = next(self.chain[name] for name in node.input if name in self.chain)

@@ -24,7 +24,7 @@ from detent.granularity import PerAxis
 from detent.onnx.decisions import Smoothed
 from detent.onnx.graph_plan import GraphPlan, weight_params
 from detent.onnx.layer_error import noise
-from detent.onnx_model.graph import Graph, attribute_of
+from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.sessions import record
 from detent.ops import fake_quantize
@@ -38,7 +38,6 @@ Feed = dict[str, Array]
 
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 ROWS = 256  # of each tensor that strengths are compared on
-MATMULS = ("MatMul", "Gemm")
 MAX_REMAINING_NOISE_FOLDED = 0.95  # folded away, smoothing must remove at least 5 % of the noise
 MAX_REMAINING_NOISE = 0.7  # and 30 % where it costs a Mul node
 

@@ -1,9 +1,4 @@
-"""What all that reads or writes ONNX files shares.
-
-``files`` reads with suspicion and writes atomically; ``graph`` looks names up; ``tensors`` turns codes into
-initializers and back; ``nodes`` writes QuantizeLinear and DequantizeLinear, and reads them; ``targets`` says what
-runtimes want; ``provenance`` what a file says of itself; ``sessions`` runs models in ONNX Runtime.
-"""
+"""ONNX files for both frontends: checked load and atomic save, the graph, Q/DQ writer and reader, sessions, targets."""
 
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor

@@ -1,18 +1,15 @@
 """ONNX model files: read as untrusted, written atomically.
 
-Before a file is parsed its outermost fields are followed; sizes are compared with the bytes that are there before
-anything is allocated; nodes must not form a cycle; ``onnx.checker`` has the last word. External data must be a plain
-file in the model's directory or below it, reached through no link and without a second name: otherwise a model could
-bring the contents of any file of the reader's into the next file that is written.
-
-``load_model`` does all of that once and returns a ``LoadedModel``, which every function that takes a path or a
-ModelProto takes too. What a model computes is not looked at here; see ``graph``.
+``load_model`` checks a model once: its outermost fields are followed before it is parsed, sizes are compared with the
+bytes that are there before anything is allocated, nodes must not form a cycle, and ``onnx.checker`` has the last word.
+External data must be a plain file in the model's directory or below it, reached through no link and without a second
+name: otherwise a model could bring the contents of any file of the reader's into the next file that is written.
 """
 
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +20,7 @@ from typing import IO, TypeVar
 
 import onnx
 from google.protobuf.message import DecodeError, EncodeError, Message
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from detent import storage
 from detent.errors import FileFormatError, UnsupportedError
@@ -31,25 +28,13 @@ from detent.onnx_model.batches import InputInfo, inputs_of
 from detent.onnx_model.graph import BITS, MAIN, check_depth, sort_nodes
 from detent.onnx_model.provenance import digest_of
 
-__all__ = [
-    "SAVE_LIMIT",
-    "ExternalData",
-    "LoadedModel",
-    "ModelSource",
-    "copy_without",
-    "element_count",
-    "load",
-    "load_model",
-    "nbytes_of",
-    "save",
-    "tensors_of",
-]
+__all__ = ["SAVE_LIMIT", "LoadedModel", "ModelSource", "load", "load_model", "save", "without_initializers"]
 
 FILE_LIMIT = (1 << 31) - 1  # bytes of a protocol buffer
 SAVE_LIMIT = FILE_LIMIT - (64 << 20)
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
-NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 takes
+NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 reads
 FIELDS_LIMIT = 100_000
 GRAPH_FIELD = 7
 VARINT_LIMIT = 10
@@ -88,11 +73,7 @@ class LoadedModel:
 
     @cached_property
     def inputs(self) -> tuple[InputInfo, ...]:
-        """Inputs that a caller has to give.
-
-        Raises:
-            UnsupportedError: an input that is not a tensor.
-        """
+        """Inputs that a caller has to give; UnsupportedError if one is not a tensor."""
         return tuple(inputs_of(self.proto))
 
     @property
@@ -107,9 +88,6 @@ ModelSource = LoadedModel | ModelProto | str | PathLike[str]
 def load_model(source: ModelSource) -> LoadedModel:
     """Read and check a model; a ``LoadedModel`` is returned as it is, a ModelProto is copied.
 
-    Args:
-        source: a path, or a model in memory.
-
     Raises:
         FileFormatError: not an ONNX model, damaged, cyclic, or with external data where they must not be.
         UnsupportedError: a newer version than ONNX Runtime reads.
@@ -122,21 +100,18 @@ def load_model(source: ModelSource) -> LoadedModel:
     if isinstance(source, LoadedModel):
         return source
     if isinstance(source, ModelProto):
-        check_depth(source.graph)  # before protocol buffers refuse it in words of their own
+        check_depth(source.graph)  # before protocol buffers reject it with an error of their own
         model = _copy(source)
-        _check(model, ExternalData(None), "the model")
-        return LoadedModel(model, None, nbytes_of(model))
+        _check(model, _ExternalData(None), "the model")
+        return LoadedModel(model, None, _nbytes(model))
     path = Path(source)
-    model, external = _parse(path), ExternalData(path.parent)
+    model, external = _parse(path), _ExternalData(path.parent)
     _check(model, external, os.fspath(path))
     return LoadedModel(model, path, path.stat().st_size + external.nbytes)
 
 
 def load(source: ModelSource) -> ModelProto:
-    """Load a checked model, its external data included, that the caller may change.
-
-    Args:
-        source: a path, or a model in memory, which is copied.
+    """Load a checked model that the caller may change, its external data included; one in memory is copied.
 
     Raises:
         FileFormatError, UnsupportedError: see ``load_model``.
@@ -201,22 +176,24 @@ def _varint(data: bytes) -> tuple[int, int]:
     value = 0
     for i, byte in enumerate(data[:VARINT_LIMIT]):
         value |= (byte & 127) << 7 * i
-        if byte < 128:  # the last one
+        if byte < 128:  # no continuation bit: the last one
             return value, i + 1
     raise FileFormatError("truncated varint")
 
 
-def _check(model: ModelProto, external: "ExternalData", name: str) -> None:
+def _check(model: ModelProto, external: "_ExternalData", name: str) -> None:
     try:
         _check_versions(model)
-        for tensor in tensors_of(model):
+        for tensor in _tensors(model):
             try:
+                if any(size < 0 for size in tensor.dims):
+                    raise FileFormatError(f"has the shape {list(tensor.dims)}")
                 external.fetch(tensor)
                 _check_tensor(tensor)
             except FileFormatError as error:
                 raise FileFormatError(f"tensor {tensor.name!r} {error}") from error
         sort_nodes(model.graph)
-        _check_by_onnx(model)
+        _run_onnx_checker(model)
     except (FileFormatError, UnsupportedError) as error:
         raise type(error)(f"{name}: {error}") from error
     except (onnx.checker.ValidationError, ValueError, RecursionError) as error:
@@ -239,10 +216,9 @@ def _check_versions(model: ModelProto) -> None:
         raise UnsupportedError(f"it has opset {versions['']}, ONNX Runtime reads at most {NEWEST_OPSET}")
 
 
-def _check_by_onnx(model: ModelProto) -> None:
-    """Run onnx.checker without the bytes of large tensors; inputs and outputs may lack shapes, as in runtimes."""
-    lean = copy_without(model, "graph")
-    lean.graph.CopyFrom(copy_without(model.graph, "initializer"))
+def _run_onnx_checker(model: ModelProto) -> None:
+    """Check a model without the bytes of large tensors; inputs and outputs may lack shapes, as in runtimes."""
+    lean = without_initializers(model)
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
     for value in (*lean.graph.input, *lean.graph.output):
         kind = value.type.tensor_type
@@ -251,8 +227,23 @@ def _check_by_onnx(model: ModelProto) -> None:
     onnx.checker.check_model(lean)
 
 
-def copy_without(message: AnyMessage, name: str) -> AnyMessage:
-    """A copy of a protocol buffer without one of its fields."""
+def _without_bytes(tensor: TensorProto) -> TensorProto:
+    """The tensor itself, or an empty one of its name and type if it is large; ``_check_tensor`` compared its sizes."""
+    is_large = tensor.data_type in BITS and _raw_nbytes(tensor) >= MIN_EXTERNAL_BYTES
+    if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
+        return tensor
+    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0])
+
+
+def without_initializers(model: ModelProto) -> ModelProto:
+    """Copy a model without its initializers, which may be large."""
+    lean = _copy_without(model, "graph")
+    lean.graph.CopyFrom(_copy_without(model.graph, "initializer"))
+    return lean
+
+
+def _copy_without(message: AnyMessage, name: str) -> AnyMessage:
+    """Copy a protocol buffer without one of its fields."""
     copy: AnyMessage = type(message)()
     for field, value in message.ListFields():
         if field.name == name:
@@ -266,128 +257,86 @@ def copy_without(message: AnyMessage, name: str) -> AnyMessage:
     return copy
 
 
-def _without_bytes(tensor: TensorProto) -> TensorProto:
-    """The tensor itself, or an empty one of its name and type if it is large; ``_check_tensor`` compared its sizes."""
-    is_large = tensor.data_type in BITS and nbytes_of_tensor(tensor) >= MIN_EXTERNAL_BYTES
-    if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
-        return tensor
-    return TensorProto(name=tensor.name, data_type=tensor.data_type, dims=[0])
-
-
-def nbytes_of(model: ModelProto) -> int:
-    """Size of a model in bytes; of one that is larger than a protocol buffer, the size of its tensors.
-
-    >>> nbytes_of(ModelProto(ir_version=8))
-    2
-    """
+def _nbytes(model: ModelProto) -> int:
+    """Size of a model in bytes; if it is larger than a protocol buffer, the size of its tensors."""
     try:
         return int(model.ByteSize())
     except EncodeError:
-        return sum(len(tensor.raw_data) for tensor in tensors_of(model))
+        return sum(len(tensor.raw_data) for tensor in _tensors(model))
 
 
-def nbytes_of_tensor(tensor: TensorProto) -> int:
-    """Bytes of the elements, by shape and type; reading ``raw_data`` would copy it."""
-    return int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8
-
-
-def tensors_of(model: ModelProto) -> Iterator[TensorProto]:
-    """Iterate over all tensors: initializers and constants, those of subgraphs and functions included.
-
-    >>> list(tensors_of(ModelProto()))
-    []
-    """
-    yield from _of_graph(model.graph)
+def _tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """All tensors: initializers and constants, those of subgraphs and functions included."""
+    yield from _tensors_of_graph(model.graph)
     for function in model.functions:
-        for node in function.node:
-            for attribute in node.attribute:
-                yield from _of_attribute(attribute)
+        yield from _tensors_of_nodes(function.node)
 
 
-def _of_graph(graph: GraphProto) -> Iterator[TensorProto]:
+def _tensors_of_graph(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)
-    for node in graph.node:
-        for attribute in node.attribute:
-            yield from _of_attribute(attribute)
+    yield from _tensors_of_nodes(graph.node)
 
 
-def _of_attribute(attribute: AttributeProto) -> Iterator[TensorProto]:
-    if attribute.HasField("t"):
-        yield attribute.t
-    yield from attribute.tensors
-    if attribute.HasField("g"):
-        yield from _of_graph(attribute.g)
-    for graph in attribute.graphs:
-        yield from _of_graph(graph)
+def _tensors_of_nodes(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
+    for attribute in (each for node in nodes for each in node.attribute):
+        if attribute.HasField("t"):
+            yield attribute.t
+        yield from attribute.tensors
+        if attribute.HasField("g"):
+            yield from _tensors_of_graph(attribute.g)
+        for graph in attribute.graphs:
+            yield from _tensors_of_graph(graph)
 
 
 def _check_tensor(tensor: TensorProto) -> None:
     if tensor.data_type != TensorProto.STRING and tensor.data_type not in BITS:
         raise FileFormatError(f"has the unknown data type {tensor.data_type}")
-    count, bits = element_count(tensor), BITS.get(tensor.data_type, 8)
     if tensor.HasField("raw_data"):
-        expected, size = -(-count * bits // 8), len(tensor.raw_data)
-        if expected != size:
-            raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} bytes, the file holds {size}")
-        return
-    held = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type)))
-    # Fields of numbers hold one per element, two of complex ones, and for less than 8 bits one per byte.
-    expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
+        expected, held, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
+    else:
+        # Fields of numbers hold one per element, two of complex ones, and for less than 8 bits one per byte.
+        count, bits = prod(tensor.dims), BITS.get(tensor.data_type, 8)
+        expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
+        held, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
     if held != expected:
-        raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} numbers, the file holds {held}")
+        raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} {unit}, the file holds {held}")
 
 
-class ExternalData:
-    """Tensor data in files beside the model.
+class _ExternalData:
+    """Tensor data in files beside the model, whose directory is None for a model in memory."""
 
-    Args:
-        folder: the directory of the model, None for a model in memory.
-
-    >>> tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
-    >>> _ = tensor.external_data.add(key="location", value="../w.data")
-    >>> ExternalData(Path()).fetch(tensor)
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: lies in '../w.data', expected a file beside the model
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
         self._claimed: dict[Path, int] = {}
         self._sizes: dict[Path, int] = {}
 
     @property
     def nbytes(self) -> int:
-        """Size of the files that were read."""
         return sum(self._sizes.values())
 
     def fetch(self, tensor: TensorProto) -> None:
-        """Read the external data of a tensor into it.
-
-        Raises:
-            FileFormatError: the data are missing, of an unexpected size, or not beside the model.
-        """
+        """Read the external data of a tensor into it."""
         if tensor.data_location != TensorProto.EXTERNAL:
             return
-        if self.folder is None:
+        if self._directory is None:
             raise FileFormatError("lies outside of a model that is in memory: give the model's path")
         if tensor.data_type not in BITS:
             raise FileFormatError(f"lies outside and has data type {tensor.data_type}")
         entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
-        expected = -(-element_count(tensor) * BITS[tensor.data_type] // 8)
+        expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
         if length != expected:
             raise FileFormatError(f"takes {expected} bytes, its entry says {length} at {offset}")
-        tensor.raw_data = self._read(self.folder, entries.get("location", ""), offset, length)
+        tensor.raw_data = self._read(self._directory, entries.get("location", ""), offset, length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
 
-    def _read(self, folder: Path, location: str, offset: int, length: int) -> bytes:
+    def _read(self, directory: Path, location: str, offset: int, length: int) -> bytes:
         shown = repr(location[:MAX_CHARS_SHOWN])
         try:
-            path = _inside(folder, location)
+            path = _inside(directory, location)
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
             try:
                 self._check_file(path, shown, os.fstat(handle), offset + length, length)
@@ -412,15 +361,9 @@ class ExternalData:
             raise FileFormatError(f"takes, with others, more than {MAX_SHARING} times the bytes of {shown}")
 
 
-def element_count(tensor: TensorProto) -> int:
-    """Number of elements by the shape of a tensor.
-
-    >>> element_count(TensorProto(dims=[2, 3]))
-    6
-    """
-    if any(size < 0 for size in tensor.dims):
-        raise FileFormatError(f"has the shape {list(tensor.dims)}")
-    return prod(tensor.dims)
+def _raw_nbytes(tensor: TensorProto) -> int:
+    """Bytes of the elements by shape and type; reading ``raw_data`` would copy it."""
+    return -(-int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8)
 
 
 def _number(entries: dict[str, str], key: str, default: int) -> int:
@@ -430,13 +373,13 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
     return int(text)
 
 
-def _inside(folder: Path, location: str) -> Path:
-    """A path in that directory or below it, reached through no link."""
+def _inside(directory: Path, location: str) -> Path:
+    """The path of a location in that directory or below it, reached through no link."""
     parts = PurePosixPath(location).parts
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
         raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, expected a file beside the model")
-    path = folder
+    path = directory
     for part in parts:
         path = path / part
         if path.is_symlink():
@@ -447,61 +390,57 @@ def _inside(folder: Path, location: str) -> Path:
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
     """Write a model atomically: readers see the old file or the new one. Returns the bytes written.
 
-    Args:
-        model: the model.
-        path: the file to write.
-        limit: bytes above which large tensors go into a file of their own beside it, ``<name>.<hash>.data``.
+    Above ``limit`` bytes, large tensors go into a file of their own beside it, ``<name>.<hash>.data``.
 
     >>> import tempfile, pathlib
     >>> from onnx import parser
     >>> model = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     written = save(model, pathlib.Path(folder, "a.onnx"))
-    ...     load(pathlib.Path(folder, "a.onnx")).graph.name
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     written = save(model, pathlib.Path(directory, "a.onnx"))
+    ...     load(pathlib.Path(directory, "a.onnx")).graph.name
     'g'
     """
     target = Path(path)
-    whole = _serialized(model, limit)
-    if whole is not None:
-        storage.write_atomic(target, whole)
-        return len(whole)
-    chunks = [tensor.raw_data for tensor in tensors_of(model) if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES]
+    content = _serialized(model, limit)
+    if content is not None:
+        storage.write_atomic(target, content)
+        return len(content)
+    chunks = [tensor.raw_data for tensor in _tensors(model) if len(tensor.raw_data) >= MIN_EXTERNAL_BYTES]
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
-    # Its name tells its content, so that an older model beside it keeps the data that it was written with.
+    # Its name depends on its content, so that an older model beside it keeps the data it was written with.
     external = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
     was_there = external.exists()
     storage.write_atomic(external, chunks)
     try:
-        lean = _lean(model, external.name)
-        storage.write_atomic(target, lean)
+        content = _with_external_data(model, external.name)
+        storage.write_atomic(target, content)
     except BaseException:
         with suppress(OSError):
             if not was_there:
                 external.unlink()
         raise
-    return len(lean) + sum(map(len, chunks))
+    return len(content) + sum(map(len, chunks))
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:
     """The model in one piece; None if that is larger than the limit."""
-    if sum(map(nbytes_of_tensor, model.graph.initializer)) > limit:
+    if sum(map(_raw_nbytes, model.graph.initializer)) > limit:
         return None
     try:
-        whole = model.SerializeToString(deterministic=True)
+        content = model.SerializeToString(deterministic=True)
     except EncodeError:  # too large for a protocol buffer
         return None
-    return whole if len(whole) <= limit else None
+    return content if len(content) <= limit else None
 
 
-def _lean(model: ModelProto, location: str) -> bytes:
-    """Serialize the model with its large tensors in the external file of that name."""
-    lean = ModelProto()
-    lean.CopyFrom(model)
+def _with_external_data(model: ModelProto, location: str) -> bytes:
+    """Serialize a model with its large tensors in the external file of that name."""
+    lean = _copy(model)
     offset = 0
-    for tensor in tensors_of(lean):
+    for tensor in _tensors(lean):
         length = len(tensor.raw_data)
         if length < MIN_EXTERNAL_BYTES:
             continue

@@ -1,6 +1,6 @@
-"""Graph: a model's main graph with its names looked up, and changes that keep them right.
+"""A model's main graph with its names looked up, families of operators, and arrays as ONNX tensors.
 
-Tensors: arrays as ONNX initializers, and back.
+Codes are stored in the smallest ONNX type that holds them:
 
 ====== =============== ===========================================
 bits   type            in memory
@@ -10,8 +10,6 @@ bits   type            in memory
 9..16  INT16, UINT16
 fp8    FLOAT8E4M3FN..  their bytes
 ====== =============== ===========================================
-
-Order: nodes of a graph so that each comes after those it reads from.
 """
 
 from collections import defaultdict
@@ -19,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
@@ -30,18 +27,24 @@ from detent.packing import pack
 
 __all__ = [
     "BITS",
+    "CODE_OPERATORS",
     "DEQUANTIZE",
     "INTEGER_KERNELS",
     "MAIN",
+    "MATMULS",
     "MOVING",
+    "PASSING_CODES",
     "QUANTIZE",
     "QUANTIZERS",
     "Graph",
     "array_of",
     "attribute_of",
     "check_depth",
+    "describe",
     "element_range",
     "element_type",
+    "is_depthwise",
+    "is_integer_type",
     "make_tensor",
     "node_name",
     "reads",
@@ -51,6 +54,26 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+
+# Families of operators. Other modules build theirs from these.
+MAIN = ("", "ai.onnx")  # the domain of ONNX's own operators
+QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+MATMULS = ("MatMul", "Gemm")
+MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
+# Codes pass these with their scale, too: they pick or repeat values (Resize only if its mode is nearest).
+PASSING_CODES = (*MOVING, "MaxPool", "Split", "Resize", "DepthToSpace")
+INTEGER_KERNELS = ("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul")
+# How names of operators begin that compute with codes: integer kernels of layers and of all else, such as QLinearAdd.
+CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttention", "QLinear")
+
+
+def is_depthwise(groups: int, shape: Sequence[int | None]) -> bool:
+    """Whether a convolution with a weight of that shape computes one output channel of each input channel."""
+    return 1 < groups == shape[0] and shape[1] == 1
+
+
+# Tensors
+
 _SMALL: dict[int, int] = {
     TensorProto.INT4: 4,
     TensorProto.UINT4: 4,
@@ -58,14 +81,8 @@ _SMALL: dict[int, int] = {
     TensorProto.INT2: 2,
     TensorProto.UINT2: 2,
 }
-
-
-def _bits(kind: int) -> int:
-    return _SMALL.get(kind) or helper.tensor_dtype_to_np_dtype(kind).itemsize * 8
-
-
 BITS = {
-    kind: _bits(kind)
+    kind: _SMALL.get(kind) or helper.tensor_dtype_to_np_dtype(kind).itemsize * 8
     for kind in TensorProto.DataType.values()
     if kind not in {TensorProto.UNDEFINED, TensorProto.STRING}
 }
@@ -77,15 +94,10 @@ _INTEGERS = {
     (16, True): TensorProto.INT16,
     (16, False): TensorProto.UINT16,
 }
-_NARROW = {TensorProto.INT4: ml_dtypes.int4, TensorProto.UINT4: ml_dtypes.uint4}
 
 
 def element_type(format: Format, least: int = 4) -> int:
-    """The smallest ONNX type that holds the codes of a format.
-
-    Args:
-        format: of the codes.
-        least: bits; 8 keeps codes of few bits out of the 4-bit types, which some kernels do not take.
+    """The smallest ONNX type that holds the codes of a format, of at least ``least`` bits.
 
     Raises:
         UnsupportedError: ONNX has no such type.
@@ -104,67 +116,84 @@ def element_type(format: Format, least: int = 4) -> int:
     raise UnsupportedError(f"ONNX has no type for the codes of {format.name}")
 
 
-def element_range(kind: int) -> tuple[int, int]:
-    """The smallest and largest value of an integer type.
+def is_integer_type(kind: int) -> bool:
+    """Whether an ONNX type is INT2..INT64 or UINT2..UINT64."""
+    return str(TensorProto.DataType.Name(kind)).lstrip("U").startswith("INT")
 
-    >>> element_range(TensorProto.INT4)
-    (-8, 7)
-    """
-    bits, signed = BITS[kind], TensorProto.DataType.Name(kind).startswith("INT")
-    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+
+def element_range(kind: int) -> tuple[int, int]:
+    """The smallest and largest value of an integer type: -8, 7 for INT4."""
+    bits = BITS[kind]
+    is_signed = TensorProto.DataType.Name(kind).startswith("INT")
+    return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if is_signed else (0, (1 << bits) - 1)
 
 
 def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProto:
-    """An initializer.
+    """Make an initializer of the ONNX type ``kind``; None takes the type of the array.
 
-    Args:
-        name: its name.
-        values: numbers; those of integer types must fit.
-        kind: the ONNX type, None that of the array.
+    Raises:
+        FileFormatError: values do not fit an integer type.
 
     >>> make_tensor("w", np.array([1, -2, 3]), TensorProto.INT4).raw_data.hex()
     'e103'
     """
-    given = np.asarray(values)
+    array = np.asarray(values)
     if kind is None:
-        return numpy_helper.from_array(np.ascontiguousarray(given).reshape(given.shape), name)
-    tensor = TensorProto(name=name, data_type=kind, dims=given.shape)
-    if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") and given.size:
-        low, high = element_range(kind)
-        if given.min() < low or given.max() > high:
-            raise FileFormatError(f"{name}: codes from {given.min()} to {given.max()} do not fit {low}..{high}")
-    if kind in _NARROW:
-        tensor.raw_data = pack(given.ravel().astype(np.uint8) & 0xF, 4).tobytes()
-        return tensor
-    dtype = helper.tensor_dtype_to_np_dtype(kind)
-    tensor.raw_data = np.ascontiguousarray(given, dtype).tobytes()
-    return tensor
+        return numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape), name)
+    if is_integer_type(kind) and array.size:
+        lo, hi = element_range(kind)
+        if array.min() < lo or array.max() > hi:
+            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit {lo}..{hi}")
+    if kind in {TensorProto.INT4, TensorProto.UINT4}:
+        stored = pack(array.ravel().astype(np.uint8) & 0xF, 4)
+    else:
+        stored = np.ascontiguousarray(array, helper.tensor_dtype_to_np_dtype(kind))
+    return TensorProto(name=name, data_type=kind, dims=array.shape, raw_data=stored.tobytes())
 
 
 def array_of(tensor: TensorProto) -> Array:
-    """The values of a tensor; 4-bit ones as int8 and uint8.
+    """The values of a tensor; integers of 2 and 4 bits as int8 and uint8.
+
+    Raises:
+        FileFormatError: the tensor cannot be read.
 
     >>> array_of(make_tensor("w", np.array([1, -2, 3]), TensorProto.INT4))
     array([ 1, -2,  3], dtype=int8)
     """
     try:
-        found: Array = numpy_helper.to_array(tensor)
+        array: Array = numpy_helper.to_array(tensor)
     except (TypeError, ValueError) as error:
         raise FileFormatError(f"tensor {tensor.name!r} cannot be read: {error}") from error
     if tensor.data_type in _SMALL and tensor.data_type != TensorProto.FLOAT4E2M1:
-        return found.astype(np.int8 if TensorProto.DataType.Name(tensor.data_type).startswith("INT") else np.uint8)
-    return found
+        return array.astype(np.int8 if TensorProto.DataType.Name(tensor.data_type).startswith("INT") else np.uint8)
+    return array
 
 
-MOST_NESTED = 30  # protocol buffers nest 100 messages, three per graph
+# Nodes and subgraphs
+
+MAX_NESTED_GRAPHS = 30  # protocol buffers nest 100 messages, three per graph
+
+
+def node_name(node: NodeProto) -> str:
+    """The name of a node; Add_y for a nameless Add with the result y."""
+    return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
+
+
+def describe(node: NodeProto) -> str:
+    """The operator of a node with its name, or else its results, for messages."""
+    return f"{node.op_type} {node.name or ', '.join(node.output)}"
+
+
+def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - of any type
+    """The value of a node's attribute."""
+    for attribute in node.attribute:
+        if attribute.name == name:
+            return helper.get_attribute_value(attribute)
+    return default
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """The bodies of a node: the branches of an If, the body of a Loop or Scan.
-
-    >>> list(subgraphs(NodeProto()))
-    []
-    """
+    """The subgraphs of a node: the branches of an If, the body of a Loop or Scan."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -172,67 +201,55 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def check_depth(graph: GraphProto) -> None:
-    """Refuse graphs within graphs that are nested deeper than a file can hold.
-
-    Raises:
-        FileFormatError: there are such.
-
-    >>> check_depth(GraphProto())
-    """
+    """Reject subgraphs that are nested deeper than a file can hold."""
     level = [graph]
-    for _ in range(MOST_NESTED):
-        level = [body for each in level for node in each.node for body in subgraphs(node)]
+    for _ in range(MAX_NESTED_GRAPHS):
+        level = [inner for each in level for node in each.node for inner in subgraphs(node)]
     if level:
-        raise FileFormatError(f"the graph is nested more than {MOST_NESTED} deep, which no ONNX file can hold")
+        raise FileFormatError(f"the graph is nested more than {MAX_NESTED_GRAPHS} deep, which no ONNX file can hold")
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """The names that a node reads from its own graph, and what its bodies take from outside.
-
-    >>> list(reads(NodeProto(input=["a", ""])))
-    ['a']
-    """
+    """The names that a node and its subgraphs read from the node's own graph."""
     yield from (name for name in node.input if name)
     for graph in subgraphs(node):
-        known = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         for inner in graph.node:
-            yield from (name for name in reads(inner) if name not in known)
-            known.update(inner.output)
-        yield from (value.name for value in graph.output if value.name not in known)
+            yield from (name for name in reads(inner) if name not in inside)
+            inside.update(inner.output)
+        yield from (value.name for value in graph.output if value.name not in inside)
+
+
+def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
+    """The tensor before the nodes of these operators that lead to a tensor; each is followed by its first input."""
+    node = producer(name)
+    while node is not None and node.op_type in operators:
+        name = node.input[0]
+        node = producer(name)
+    return name
 
 
 def sort_nodes(graph: GraphProto) -> None:
-    """Put the nodes into an order in which each comes after those it reads from; those in order stay as they are.
+    """Put nodes after those they read from, in subgraphs too; a graph in order stays as it is.
 
     Raises:
-        FileFormatError: there is a circle, or two nodes write one name.
-
-    >>> a, b = NodeProto(input=["x"], output=["y"], op_type="Relu"), NodeProto(input=["y"], output=["z"], op_type="Abs")
-    >>> graph = GraphProto(node=[b, a])
-    >>> sort_nodes(graph)
-    >>> [node.op_type for node in graph.node]
-    ['Relu', 'Abs']
+        FileFormatError: there is a cycle, or two nodes write one name.
     """
     for node in graph.node:
         for inner in subgraphs(node):
             sort_nodes(inner)
-    writer = _writers(graph)
+    writer: dict[str, int] = {}
+    for i, node in enumerate(graph.node):
+        for name in node.output:
+            if name and writer.setdefault(name, i) != i:
+                first = describe(graph.node[writer[name]])
+                raise FileFormatError(f"two nodes write {name!r}: {first} and {describe(node)}")
     needs = [{writer[name] for name in reads(node) if name in writer} for node in graph.node]
     if all(max(before, default=-1) < i for i, before in enumerate(needs)):
         return
     nodes = [NodeProto.FromString(graph.node[i].SerializeToString()) for i in _sorted(graph, needs)]
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def _writers(graph: GraphProto) -> dict[str, int]:
-    writer: dict[str, int] = {}
-    for i, node in enumerate(graph.node):
-        for name in node.output:
-            if name and writer.setdefault(name, i) != i:
-                other = graph.node[writer[name]]
-                raise FileFormatError(f"two nodes write {name!r}, {_called(other)} and {_called(node)}")
-    return writer
 
 
 def _sorted(graph: GraphProto, needs: list[set[int]]) -> list[int]:
@@ -253,79 +270,28 @@ def _sorted(graph: GraphProto, needs: list[set[int]]) -> list[int]:
                 heappush(ready, j)
     if len(order) < len(needs):
         stuck = next(i for i, count in enumerate(missing) if count)
-        raise FileFormatError(f"the graph is cyclic: {_called(graph.node[stuck])} waits for its own result")
+        raise FileFormatError(f"the graph is cyclic: {describe(graph.node[stuck])} waits for its own result")
     return order
-
-
-def _called(node: NodeProto) -> str:
-    return f"{node.op_type} {node.name or '->' + ', '.join(node.output)!r}"
-
-
-MAIN = ("", "ai.onnx")
-QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
-MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
-INTEGER_KERNELS = (  # beginnings of the names of operators that compute with codes
-    "ConvInteger",
-    "DynamicQuantize",
-    "MatMulInteger",
-    "MatMulNBits",
-    "QAttention",
-    "QGemm",
-    "QLinear",
-)
-
-
-def node_name(node: NodeProto) -> str:
-    """The name of a node, or one made of its type and its result.
-
-    >>> node_name(NodeProto(op_type="Add", output=["y"]))
-    'Add_y'
-    """
-    return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
-
-
-def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """The tensor before the nodes of those operators that lead to a tensor; each is followed by its first input.
-
-    >>> nodes = {"b": NodeProto(op_type="Reshape", input=["a"]), "a": NodeProto(op_type="Relu", input=["x"])}
-    >>> trace_back("b", nodes.get, MOVING)
-    'a'
-    """
-    node = producer(name)
-    while node is not None and node.op_type in operators:
-        name = node.input[0]
-        node = producer(name)
-    return name
 
 
 class Graph:
     """The nodes, tensors and names of a model, which is changed in place.
 
-    Attributes:
-        model: the model.
-        constants: initializers by name.
-        inputs: the names of the inputs that a caller gives, initializers among the declared ones left out.
-        outputs: the names of the outputs.
+    ``constants`` holds initializers by name, ``inputs`` the names that a caller gives, without initializers, and
+    ``captured`` what subgraphs read from here. ``finish`` writes the changes into the model.
 
-    >>> import numpy as np
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { t = Relu(x) y = Abs(t) }'))
     >>> graph.producer("t").op_type, [node.op_type for node in graph.consumers("t")], graph.fresh("t")
     ('Relu', ['Abs'], 't_1')
-    >>> graph.add_constant("one", np.ones(1, np.float32)), graph.array("one"), graph.shape("x"), graph.opset
-    ('one', array([1.], dtype=float32), (1,), 17)
     >>> graph.insert([NodeProto(op_type="Neg", input=["t"], output=["n"])])
     >>> graph.set_input(graph.consumers("t")[0], 0, "n")
-    >>> graph.redirect("x", "x", graph.nodes)
-    >>> [node.op_type for node in graph.finish().graph.node], graph.kind("x"), graph.node_name(graph.nodes[0])
-    (['Relu', 'Neg', 'Abs'], 1, 'Relu_t')
-    >>> graph.remove([graph.producer("y")])
-    >>> [node.op_type for node in graph.nodes], graph.captured, graph.drop_unread()
-    (['Relu', 'Neg'], set(), ['one'])
-    >>> graph.rename("n", "m")
-    >>> graph.refresh()
+    >>> [node.op_type for node in graph.finish().graph.node]
+    ['Relu', 'Neg', 'Abs']
     """
+
+    node_name = staticmethod(node_name)
 
     def __init__(self, model: ModelProto) -> None:
         self.model = model
@@ -333,7 +299,7 @@ class Graph:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look all names up once more, after changes that were made to the model itself."""
+        """Look up all names again, after the model itself was changed."""
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
@@ -343,12 +309,9 @@ class Graph:
         self._infos: dict[str, ValueInfoProto] = {
             value.name: value for part in (graph.value_info, graph.input, graph.output) for value in part
         }
-        self._index()
-
-    def _index(self) -> None:
         self._producers: dict[str, NodeProto] = {}
         self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
-        self.captured: set[str] = set()  # what bodies of If, Loop and Scan read from here
+        self.captured: set[str] = set()
         self._names = {*self.constants, *self._infos}
         for node in self.nodes:
             self._enter(node)
@@ -364,19 +327,19 @@ class Graph:
             self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:
-        """The node that makes a tensor."""
+        """The node that computes a tensor."""
         return self._producers.get(name)
 
     def consumers(self, name: str) -> list[NodeProto]:
-        """The nodes that read a tensor, those whose bodies read it included."""
+        """The nodes that read a tensor, themselves or in their subgraphs."""
         return self._consumers.get(name, [])
 
-    def array(self, name: str) -> NDArray[Any]:
+    def array(self, name: str) -> Array:
         """The values of a constant."""
         return array_of(self.constants[name])
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """The shape of a tensor as far as it is known, with None for sizes that vary."""
+        """The shape of a tensor, with None for sizes that vary; None if it is not known."""
         if name in self.constants:
             return tuple(self.constants[name].dims)
         info = self._infos.get(name)
@@ -385,7 +348,7 @@ class Graph:
         return tuple(size.dim_value if size.HasField("dim_value") else None for size in info.type.tensor_type.shape.dim)
 
     def kind(self, name: str) -> int:
-        """The element type of a tensor, 0 where it is not known."""
+        """The element type of a tensor, 0 if it is not known."""
         if name in self.constants:
             return self.constants[name].data_type
         info = self._infos.get(name)
@@ -394,13 +357,13 @@ class Graph:
     @property
     def opset(self) -> int:
         """The version of ONNX's own operators."""
-        found = [entry.version for entry in self.model.opset_import if entry.domain in MAIN]
-        if not found:
+        versions = [entry.version for entry in self.model.opset_import if entry.domain in MAIN]
+        if not versions:
             raise UnsupportedError("the model imports no operators of ONNX itself")
-        return int(max(found))
+        return int(max(versions))
 
     def fresh(self, stem: str) -> str:
-        """A name that nothing has."""
+        """Reserve an unused name: the stem, with a number if it is taken."""
         name, count = stem, 0
         while name in self._names:
             count += 1
@@ -408,12 +371,8 @@ class Graph:
         self._names.add(name)
         return name
 
-    def node_name(self, node: NodeProto) -> str:
-        """The name of a node, or one made of its type and its result."""
-        return node_name(node)
-
-    def add_constant(self, stem: str, values: NDArray[Any], kind: int | None = None) -> str:
-        """Add an initializer under a name like that; returns its name."""
+    def add_constant(self, stem: str, values: Array, kind: int | None = None) -> str:
+        """Add an initializer under a fresh name; returns the name."""
         name = self.fresh(stem)
         self.constants[name] = make_tensor(name, values, kind)
         return name
@@ -435,7 +394,7 @@ class Graph:
                     del self._producers[name]
 
     def redirect(self, old: str, new: str, nodes: Iterable[NodeProto]) -> None:
-        """Let nodes read another tensor; what their bodies read stays."""
+        """Let nodes read ``new`` instead of ``old``; what their subgraphs read stays."""
         for node in list(nodes):
             if old not in node.input:
                 continue
@@ -447,12 +406,12 @@ class Graph:
             if not any(each is node for each in self._consumers[new]):
                 self._consumers[new].append(node)
 
-    def set_input(self, node: NodeProto, place: int, name: str) -> None:
-        """Let a node read a tensor in that place, and what it read there no longer."""
+    def set_input(self, node: NodeProto, position: int, name: str) -> None:
+        """Let a node read a tensor as its input at that position."""
         self._forget(node)
-        while len(node.input) <= place:
+        while len(node.input) <= position:
             node.input.append("")
-        node.input[place] = name
+        node.input[position] = name
         for each in dict.fromkeys(reads(node)):
             self._consumers[each].append(node)
 
@@ -461,7 +420,7 @@ class Graph:
             self._consumers[name] = [each for each in self._consumers[name] if each is not node]
 
     def rename(self, old: str, new: str) -> None:
-        """Let the node that makes a tensor make it under another name; those that read it are the caller's business."""
+        """Rename a tensor in the node that computes it; its readers are left to the caller."""
         node = self._producers.pop(old)
         node.output[list(node.output).index(old)] = new
         self._producers[new] = node
@@ -475,12 +434,12 @@ class Graph:
         return unread
 
     def finish(self) -> ModelProto:
-        """The model with all changes, its nodes in order."""
+        """Write all changes into the model, nodes in order, and return it."""
         graph = self._proto
         nodes = [NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
         del graph.node[:]
         graph.node.extend(nodes)
-        # Weights may be large: what stays is left where it is.
+        # Weights may be large: those that stay are not copied.
         stays = {name for name, tensor in self._written.items() if self.constants.get(name) is tensor}
         for i in reversed(range(len(graph.initializer))):
             if graph.initializer[i].name not in stays:
@@ -489,15 +448,3 @@ class Graph:
         sort_nodes(graph)
         self.refresh()
         return self.model
-
-
-def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - of any type
-    """The value of a node's attribute.
-
-    >>> attribute_of(helper.make_node("Gemm", ["a", "b"], ["c"], alpha=2.0), "alpha")
-    2.0
-    """
-    for attribute in node.attribute:
-        if attribute.name == name:
-            return helper.get_attribute_value(attribute)
-    return default

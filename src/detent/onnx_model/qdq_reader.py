@@ -14,14 +14,12 @@ QLinearConv, MatMulNBits ..., computed scale ``Unread``, with the reason
 
 A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model, those in
 subgraphs marked ``inner``; verification and reports read it through ``open_quantized``. ``quantized_model`` has the
-public view of the same records, in detent's own values.
-
-Parameters in the records are as the file has them: nothing here says that they are sound. Operators of ONNX Runtime
-with integers inside are listed, not read.
+public view of the same records. Parameters are as the file has them, not checked. Operators of ONNX Runtime with
+integers inside are listed, not read.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -35,21 +33,23 @@ from detent.errors import DetentError, FileFormatError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import (
     BITS,
+    CODE_OPERATORS,
     DEQUANTIZE,
-    INTEGER_KERNELS,
     MOVING,
     QUANTIZE,
     QUANTIZERS,
     Graph,
     array_of,
     attribute_of,
+    describe,
     element_range,
+    is_integer_type,
     node_name,
     subgraphs,
     trace_back,
 )
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.qdq_writer import _ATTRIBUTES, QdqParams
+from detent.onnx_model.qdq_writer import QdqParams
 
 __all__ = [
     "CodedInput",
@@ -57,7 +57,6 @@ __all__ = [
     "QuantizedGraph",
     "Unread",
     "WeightCodes",
-    "called",
     "is_quantized",
     "open_quantized",
     "read_quantization",
@@ -78,17 +77,17 @@ _CODE_TYPES = (
     TensorProto.FLOAT8E5M2,
 )
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_OWN_CODES = (*INTEGER_KERNELS, "GatherBlockQuantized", "MatMulBnb4")  # operators that keep codes in their own form
+_OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators that keep codes in their own form
+_TABLE_STEPS = {  # what may follow each operator on the way from a table's Gather to its Mul
+    "Gather": ("Cast",),
+    "Cast": ("Reshape", "Sub", "Mul"),
+    "Reshape": ("Sub", "Mul"),
+    "Sub": ("Mul",),
+}
 
 
 def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
-    """Whether the main graph has a QuantizeLinear or DequantizeLinear node, or one of the given operators.
-
-    >>> from onnx import parser
-    >>> is_quantized(parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }'))
-    False
-    """
+    """Whether the main graph has a QuantizeLinear or DequantizeLinear node, or one of the given operators."""
     return any(node.op_type in operators for node in model.graph.node)
 
 
@@ -99,7 +98,7 @@ def read_quantization(
 
     Args:
         node: such a node.
-        constants: the model's.
+        constants: initializers by name.
         kind_of: the element type of a tensor, for nodes without a zero point.
 
     Raises:
@@ -112,34 +111,34 @@ def read_quantization(
     >>> qparams.scale, qparams.kind == TensorProto.UINT8
     (array(0.5, dtype=float32), True)
     """
-    names = [*node.input, ""]
-    if any(name and name not in constants for name in names[1:3]):
+    x, scale_name, zero_name = (*node.input, "")[:3]
+    if any(name and name not in constants for name in (scale_name, zero_name)):
         return None
-    scale = array_of(constants[names[1]])
+    scale = array_of(constants[scale_name])
     if scale.dtype != np.float32:
         raise UnsupportedError(f"{node.name}: scales of {scale.dtype} are not read here, only float32")
     kind: int = TensorProto.UINT8
     zero = np.zeros(scale.shape, np.int64)
-    if names[2]:
-        kind, zero = constants[names[2]].data_type, array_of(constants[names[2]]).astype(np.int64)
+    if zero_name:
+        kind, zero = constants[zero_name].data_type, array_of(constants[zero_name]).astype(np.int64)
     elif node.op_type == QUANTIZE:
         kind = attribute_of(node, "output_dtype", 0) or kind
-    elif names[0] in constants:
-        kind = constants[names[0]].data_type
+    elif x in constants:
+        kind = constants[x].data_type
     elif kind_of is not None:
-        kind = kind_of(names[0]) or kind
+        kind = kind_of(x) or kind
     if scale.size == zero.size == 1:  # some write one number as an array, the other as a scalar
         zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
         raise FileFormatError(f"{node.name}: its scale has shape {scale.shape}, its zero point {zero.shape}")
-    axis, block = (int(attribute_of(node, name, default)) for name, default in zip(_ATTRIBUTES, (1, 0), strict=True))
+    axis, block = int(attribute_of(node, "axis", 1)), int(attribute_of(node, "block_size", 0))
     if scale.size == 1 and not block:
         scale, zero = scale.reshape(()), zero.reshape(())
     return QdqParams(scale, zero, kind, axis, block, *_code_range(kind))
 
 
 def _code_range(kind: int) -> tuple[int, int]:
-    return element_range(kind) if TensorProto.DataType.Name(kind).lstrip("U").startswith("INT") else (0, 0)
+    return element_range(kind) if is_integer_type(kind) else (0, 0)
 
 
 # Records: what is quantized, as the file has it
@@ -147,56 +146,32 @@ def _code_range(kind: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class QuantizeNode:
-    """A QuantizeLinear node whose parameters are constants.
+    """A QuantizeLinear node whose parameters are constants."""
 
-    Attributes:
-        node: its name.
-        x: the tensor that it quantizes.
-        unclipped: the input of the Clip before it, x itself if there is none.
-        codes: its result.
-        qparams: the parameters in the file.
-        scale, zero_point: their names in the file.
-        readers: the nodes that read its codes, or the numbers made of them.
-        is_constant: whether x is a constant.
-        inner: whether it is in a subgraph.
-    """
-
-    node: str
+    node: str  # its name
     x: str
-    unclipped: str
-    codes: str
+    unclipped: str  # the input of the Clip before it, x if there is none
+    codes: str  # its result
     qparams: QdqParams
     scale: str
-    zero_point: str
-    readers: tuple[str, ...] = ()
-    is_constant: bool = False
+    zero_point: str  # "" if the node has none
+    readers: tuple[str, ...] = ()  # the nodes that read the codes, or the numbers made of them
+    is_constant: bool = False  # x is a constant
     inner: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class WeightCodes:
-    """A constant and a node that makes numbers of its codes.
+    """A constant and the node that dequantizes it: a DequantizeLinear node, or the Mul of a table."""
 
-    Attributes:
-        name: the constant's.
-        tensor: the constant; a float one where ``form`` is "float".
-        node: a DequantizeLinear node, or the Mul of a table.
-        qparams: the parameters in the file.
-        constants: the names of scale and zero point.
-        path: the operators between the constant and the node.
-        form: how the codes are stored, see the table above.
-        readers: the nodes that read the numbers.
-        inner: whether it is in a subgraph.
-    """
-
-    name: str
-    tensor: TensorProto = field(repr=False)
+    name: str  # of the constant
+    tensor: TensorProto = field(repr=False)  # float numbers if form is "float"
     node: NodeProto = field(repr=False)
     qparams: QdqParams
-    constants: tuple[str, str] = ("", "")
-    path: tuple[str, ...] = ()
+    constants: tuple[str, str] = ("", "")  # the names of scale and zero point
+    path: tuple[str, ...] = ()  # the operators between the constant and the node
     form: Form = "codes"
-    readers: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()  # the nodes that read the numbers
     inner: bool = False
 
     @cached_property
@@ -226,50 +201,42 @@ class CodedInput:
 
     name: str
     qparams: QdqParams
+    constants: tuple[str, str]  # the names of scale and zero point
     readers: tuple[str, ...] = ()
     inner: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A node with integers that is not read.
-
-    Attributes:
-        node: the node.
-        reason: why.
-        of_weight: whether its codes come from a constant.
-        inner: whether it is in a subgraph.
-    """
+    """A node with integers that is not read."""
 
     node: NodeProto
     reason: str
-    of_weight: bool = False
+    of_weight: bool = False  # its codes come from a constant
     inner: bool = False
 
 
 Record = QuantizeNode | WeightCodes | CodedInput | Unread
 
 
+def _parameter_names(record: Record) -> Sequence[str]:
+    """The constants that belong to a record: scale, zero point, and a weight that is quantized as the model runs."""
+    if isinstance(record, Unread):
+        return record.node.input[1:] if record.node.op_type in QUANTIZERS else ()
+    if isinstance(record, QuantizeNode):
+        return record.scale, record.zero_point
+    is_float = isinstance(record, WeightCodes) and record.form == "float"
+    return (*record.constants, record.name) if is_float else record.constants
+
+
 # The reader
 
 
 class QuantizedGraph:
-    """A model, with all that is quantized in it.
+    """A model, with ``records`` of all that is quantized in it, in the order of the graph, subgraphs included.
 
-    Attributes:
-        model, graph: the model, and its main graph with names looked up.
-        records: everything found, in the order of the graph, subgraphs included.
-        operators: how many nodes there are of each operator.
-        parameters: the names of scales and zero points, and of float constants that are quantized as the model runs.
-        float_nbytes: bytes of all other float constants.
-
-    >>> from onnx import parser
-    >>> read = QuantizedGraph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}, uint8[2] w = {3, 4}>
-    ...     { q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z)
-    ...       v = DequantizeLinear(w, s, z) y = Add(d, v) }'''))
-    >>> [each.codes for each in read.quantize_nodes], [each.node_name for each in read.weights], read.kinds
-    (['q'], ['DequantizeLinear_v'], {'q': 2})
+    ``operators`` counts nodes by operator, ``parameters`` names the constants that belong to records, ``float_nbytes``
+    is the size of all other float constants.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -288,15 +255,16 @@ class QuantizedGraph:
                 self._floats[name] = prod(tensor.dims) * BITS[tensor.data_type] // 8
         for node in graph.node:
             self.operators[node.op_type] += 1
-            for record, parameters in scope.read(node):
+            record = scope.read(node)
+            if record is not None:
                 self.records.append(record)
-                self.parameters.update(parameters)
+                self.parameters.update(_parameter_names(record))
             for body in subgraphs(node):
                 self._read(body, scope.constants, inner=True)
 
     @cached_property
     def provenance(self) -> Provenance | None:
-        """What the file says of itself; None if detent did not write it."""
+        """The file's metadata; None if detent did not write it."""
         return Provenance.read(self.model)
 
     @cached_property
@@ -318,18 +286,13 @@ class QuantizedGraph:
         return {each.codes: each.qparams.kind for each in self.quantize_nodes}
 
     @property
-    def inner_count(self) -> int:
-        """How many quantizers there are in subgraphs."""
-        nodes = (inner for node in self.graph.nodes for body in subgraphs(node) for inner in _all_nodes(body))
-        return sum(node.op_type in QUANTIZERS for node in nodes)
-
-    @property
     def notes(self) -> list[str]:
         """What a comparison of codes leaves out, and why."""
         unread = (each for each in self.records if isinstance(each, Unread) and not each.inner)
         quantizers = (each for each in unread if each.node.op_type == QUANTIZE or each.of_weight)
         notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
-        count = self.inner_count
+        inner = (each for node in self.graph.nodes for body in subgraphs(node) for each in _all_nodes(body))
+        count = sum(node.op_type in QUANTIZERS for node in inner)
         return [*notes, f"{count} quantizers in the bodies of If, Loop or Scan are not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
@@ -344,26 +307,18 @@ def open_quantized(source: ModelSource) -> QuantizedGraph:
     Raises:
         UnsupportedError: it has no quantizers.
         FileFormatError: it is damaged, or its metadata are.
-
-    >>> from onnx import parser
-    >>> open_quantized(parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }'))
-    Traceback (most recent call last):
-    ...
-    detent.errors.UnsupportedError: the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized \
-model as artifact, and what it was made from as source
     """
-    read = QuantizedGraph(load_model(source).proto)
-    if not (read.weights or read.quantize_nodes or read.notes):
+    quantized = QuantizedGraph(load_model(source).proto)
+    if not (quantized.weights or quantized.quantize_nodes or quantized.notes):
         raise UnsupportedError(
             "the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized model as artifact, "
             "and what it was made from as source"
         )
-    return read
+    return quantized
 
 
 class _Scope:
-    """The names of one graph: its constants and those around it, who makes a name and who reads it."""
+    """The names of one graph: its constants and those around it, and the nodes that write and read a name."""
 
     def __init__(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
         self.inner = inner
@@ -372,127 +327,113 @@ class _Scope:
             value = attribute_of(node, "value") if node.op_type == "Constant" else None
             if isinstance(value, TensorProto):
                 self.constants[node.output[0]] = value
-        self._makers = {name: node for node in graph.node for name in node.output}
-        self._kinds: dict[str, int] = {value.name: value.type.tensor_type.elem_type for value in graph.input}
-        self._users: dict[str, list[NodeProto]] = defaultdict(list)
+        self._producers = {name: node for node in graph.node for name in node.output}
+        self._input_kinds: dict[str, int] = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        self._consumers: dict[str, list[NodeProto]] = defaultdict(list)
         for node in _all_nodes(graph):
             for name in dict.fromkeys(node.input):
-                self._users[name].append(node)
+                self._consumers[name].append(node)
 
-    def read(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
-        """What a node tells, if anything, and the constants that are parameters of it."""
+    def read(self, node: NodeProto) -> Record | None:
+        """The record of a node; None if it quantizes nothing, or is part of another record."""
         try:
             if node.op_type == QUANTIZE:
-                yield from self._quantize_node(node)
-            elif node.op_type == DEQUANTIZE:
-                yield from self._dequantize_node(node)
-            elif node.op_type == "Gather" and node.input[0] in self.constants:
-                yield from self._table(node)
-            elif node.op_type.startswith(_OWN_CODES):
-                yield Unread(node, f"{node.op_type} keeps its codes in a form of its own", inner=self.inner), ()
+                return self._quantize_node(node)
+            if node.op_type == DEQUANTIZE:
+                return self._dequantize_node(node)
+            if node.op_type == "Gather" and node.input[0] in self.constants:
+                return self._table(node)
         except DetentError as error:
-            of_weight = node.op_type == DEQUANTIZE and self._origin(node.input[0]) in self.constants
-            yield Unread(node, str(error), of_weight, self.inner), tuple(node.input[1:])
+            of_weight = node.op_type == DEQUANTIZE and self._trace(node.input[0])[0] in self.constants
+            return Unread(node, str(error), of_weight, self.inner)
+        if node.op_type.startswith(_OWN_CODES):
+            return Unread(node, f"{node.op_type} keeps its codes in a form of its own", inner=self.inner)
+        return None
 
-    def _quantize_node(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
-        names = tuple(node.input[1:])
+    def _quantize_node(self, node: NodeProto) -> Record:
         qparams = read_quantization(node, self.constants)
         if qparams is None:
-            yield Unread(node, COMPUTED, inner=self.inner), names
-            return
-        x, codes = node.input[0], node.output[0]
-        clip = self._maker(x)
-        unclipped = clip.input[0] if clip is not None and clip.op_type == "Clip" else x
-        zero_point = node.input[2] if len(node.input) > 2 else ""
-        yield (
-            QuantizeNode(
-                node_name(node),
-                x,
-                unclipped,
-                codes,
-                qparams,
-                node.input[1],
-                zero_point,
-                self._code_readers(codes),
-                x in self.constants,
-                self.inner,
-            ),
-            names,
+            return Unread(node, COMPUTED, inner=self.inner)
+        x, scale, zero_point = (*node.input, "")[:3]
+        clip = self._producers.get(x)
+        return QuantizeNode(
+            node_name(node),
+            x,
+            unclipped=clip.input[0] if clip is not None and clip.op_type == "Clip" else x,
+            codes=node.output[0],
+            qparams=qparams,
+            scale=scale,
+            zero_point=zero_point,
+            readers=self._code_readers(node.output[0]),
+            is_constant=x in self.constants,
+            inner=self.inner,
         )
 
-    def _dequantize_node(self, node: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
-        codes, names = node.input[0], tuple(node.input[1:])
-        origin = self._origin(codes)
-        quantize = self._maker(codes)
+    def _dequantize_node(self, node: NodeProto) -> Record | None:
+        codes, scale, zero_point = (*node.input, "")[:3]
+        origin, path = self._trace(codes)
         qparams = read_quantization(node, self.constants, lambda _: self._kind(origin))
         if qparams is None:
-            yield Unread(node, COMPUTED, origin in self.constants, self.inner), names
-        elif origin in self.constants:
-            yield self._weight(node, origin, qparams, self._path(codes)), names
-        elif quantize is not None and quantize.op_type == QUANTIZE and quantize.input[0] in self.constants:
-            x = quantize.input[0]
-            yield self._weight(node, x, qparams, (QUANTIZE,), "float"), (*names, x)
-        elif quantize is None:
-            yield CodedInput(codes, qparams, self._code_readers(codes), self.inner), names
+            return Unread(node, COMPUTED, origin in self.constants, self.inner)
+        form: Form = "codes"
+        producer = self._producers.get(codes)
+        if origin not in self.constants:
+            if producer is None:
+                return CodedInput(codes, qparams, (scale, zero_point), self._code_readers(codes), self.inner)
+            if producer.op_type != QUANTIZE or producer.input[0] not in self.constants:
+                return None
+            origin, path, form = producer.input[0], (QUANTIZE,), "float"
+        return self._weight(origin, node, qparams, (scale, zero_point), path, form, node.output[0])
 
     def _weight(
-        self, node: NodeProto, name: str, qparams: QdqParams, path: tuple[str, ...], form: Form = "codes"
+        self,
+        name: str,
+        node: NodeProto,
+        qparams: QdqParams,
+        constants: tuple[str, str],
+        path: tuple[str, ...],
+        form: Form,
+        numbers: str,
     ) -> WeightCodes:
-        names = [*node.input[1:], ""]
-        readers = _called_all(self._readers(node.output[0]))
-        constants = names[0], names[1]
+        readers = _described(self._readers(numbers))
         return WeightCodes(name, self.constants[name], node, qparams, constants, path, form, readers, self.inner)
 
-    def _table(self, gather: NodeProto) -> Iterator[tuple[Record, tuple[str, ...]]]:
+    def _table(self, gather: NodeProto) -> WeightCodes | None:
         """Rows of codes that are looked up, cast, and multiplied by a scale; scales may be looked up with them."""
         table = self.constants[gather.input[0]]
         if table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
-            return
-        path, node, zero = ["Gather"], gather, ""
+            return None
+        path, node, zero = list[str](), gather, ""
         while node.op_type != "Mul":
-            before = node.output[0]
-            found = next((user for user in self._readers(before) if user.op_type in _TABLE_STEPS[node.op_type]), None)
-            if found is None:
-                return
-            node = found
+            path.append(node.op_type)
+            before, steps = node.output[0], _TABLE_STEPS[node.op_type]
+            following = next((reader for reader in self._readers(before) if reader.op_type in steps), None)
+            if following is None:
+                return None
+            node = following
             if node.op_type == "Sub":
                 zero = self._row_constant(node, before, gather)
                 if not zero:
-                    return
-            path.append(node.op_type)
+                    return None
         scale = self._row_constant(node, before, gather)
-        qparams = self._table_params(table, scale, zero, is_grouped="Reshape" in path) if scale else None
+        is_grouped = "Reshape" in path
+        qparams = self._table_params(table, scale, zero, is_grouped=is_grouped) if scale else None
         if qparams is None:
-            return
-        last = self._readers(node.output[0])
-        if "Reshape" in path and len(last) == 1 and last[0].op_type == "Reshape":
-            last = self._readers(last[0].output[0])
-        yield (
-            WeightCodes(
-                gather.input[0],
-                table,
-                node,
-                qparams,
-                (scale, zero),
-                tuple(path[:-1]),
-                "table",
-                _called_all(last),
-                self.inner,
-            ),
-            (scale, zero),
-        )
+            return None
+        numbers = node.output[0]
+        last = self._readers(numbers)
+        if is_grouped and len(last) == 1 and last[0].op_type == "Reshape":
+            numbers = last[0].output[0]
+        return self._weight(gather.input[0], node, qparams, (scale, zero), tuple(path), "table", numbers)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
         """The constant that a Sub or Mul of a table reads, looked up with the rows or one number; "" if neither."""
         other = next((name for name in node.input if name != before), "")
-        lookup = self._maker(trace_back(other, self._maker, (*MOVING, "Cast")))
+        lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
-            name = lookup.input[0]
-            is_per_row = name in self.constants and list(self.constants[name].dims[:1]) == [
-                self.constants[gather.input[0]].dims[0]
-            ]
-            return name if is_per_row else ""
-        origin = self._origin(other)
+            values, rows = self.constants.get(lookup.input[0]), self.constants[gather.input[0]].dims[0]
+            return lookup.input[0] if values is not None and list(values.dims[:1]) == [rows] else ""
+        origin, _ = self._trace(other)
         return origin if origin in self.constants and prod(self.constants[origin].dims) == 1 else ""
 
     def _table_params(self, table: TensorProto, scale: str, zero: str, *, is_grouped: bool) -> QdqParams | None:
@@ -510,43 +451,30 @@ class _Scope:
         shape = () if scales.size == 1 else (-1,)
         return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
-    def _origin(self, name: str) -> str:
-        """The tensor before all that only moves or casts codes; stops at a constant."""
-        return trace_back(name, lambda each: None if each in self.constants else self._maker(each), _CARRYING)
-
-    def _path(self, name: str) -> tuple[str, ...]:
+    def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """The tensor before all that only moves or casts codes, and these operators; stops at a constant."""
         path: list[str] = []
         while name not in self.constants:
-            node = self._makers[name]
+            node = self._producers.get(name)
+            if node is None or node.op_type not in _CARRYING:
+                break
             path.insert(0, node.op_type)
             name = node.input[0]
-        return tuple(path)
-
-    def _maker(self, name: str) -> NodeProto | None:
-        return self._makers.get(name)
+        return name, tuple(path)
 
     def _kind(self, name: str) -> int:
-        return self.constants[name].data_type if name in self.constants else self._kinds.get(name, 0)
+        return self.constants[name].data_type if name in self.constants else self._input_kinds.get(name, 0)
 
     def _readers(self, name: str) -> list[NodeProto]:
-        return self._users.get(name, [])
+        return self._consumers.get(name, [])
 
     def _code_readers(self, codes: str) -> tuple[str, ...]:
-        """The nodes that read codes, with DequantizeLinear replaced by the nodes behind it."""
-        nodes = [
+        """The nodes that read codes; of a DequantizeLinear, the nodes after it."""
+        return _described(
             each
-            for user in self._readers(codes)
-            for each in (self._readers(user.output[0]) if user.op_type == DEQUANTIZE else [user])
-        ]
-        return _called_all(nodes)
-
-
-_TABLE_STEPS = {
-    "Gather": ("Cast",),
-    "Cast": ("Reshape", "Sub", "Mul"),
-    "Reshape": ("Sub", "Mul"),
-    "Sub": ("Mul",),
-}
+            for reader in self._readers(codes)
+            for each in (self._readers(reader.output[0]) if reader.op_type == DEQUANTIZE else [reader])
+        )
 
 
 def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
@@ -556,14 +484,5 @@ def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
             yield from _all_nodes(body)
 
 
-def called(node: NodeProto) -> str:
-    """The operator and the name of a node, or of its results.
-
-    >>> called(NodeProto(op_type="Add", output=["y"]))
-    'Add y'
-    """
-    return f"{node.op_type} {node.name or ', '.join(node.output)}"
-
-
-def _called_all(nodes: list[NodeProto]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(called(node) for node in nodes))
+def _described(nodes: Iterable[NodeProto]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(describe(node) for node in nodes))

@@ -1,6 +1,6 @@
 """The one writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
 
-``QdqParams`` holds the parameters of a quantizer as a file holds them:
+``QdqParams`` holds quantization parameters as a file holds them:
 
 =============== ============================== ======================
 granularity     scale in the file              attributes
@@ -10,7 +10,7 @@ PerAxis(a)      one per channel                axis=a
 PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
 =============== ============================== ======================
 
-``QdqWriter`` adds constants and makes nodes; where they stand, and which codes they hold, is decided elsewhere:
+``QdqWriter`` adds constants and makes nodes; where they go, and which codes they hold, is decided elsewhere:
 
 ==================== ==================================================================
 activation           [Clip ->] QuantizeLinear -> DequantizeLinear
@@ -19,8 +19,8 @@ bias                 int32 codes -> DequantizeLinear
 switch               If(flag), a quantized tensor or the float one
 ==================== ==================================================================
 
-A Clip stands where fewer codes are used than the type has: its bounds are the values of the outermost ones. From a
-table of codes, rows are picked first and become numbers then, never the whole table:
+A Clip is written if fewer codes are used than the type has: its bounds are the values of the outermost ones. ``gather``
+dequantizes only the rows of a table that are looked up:
 
 ==================== ==================================================================
 scale                nodes
@@ -30,8 +30,8 @@ per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
 per group of a row   the same, over groups as an axis of their own
 ==================== ==================================================================
 
-Numbers are those of DequantizeLinear: the subtraction is exact, and the product rounds once. DequantizeLinear itself
-takes scales that depend on the data in blocks only, which OpenVINO does not read.
+The numbers are those of DequantizeLinear: the subtraction is exact, the product rounds once. DequantizeLinear itself
+takes scales that depend on the data only in blocks, which OpenVINO does not read.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ from onnx import NodeProto, TensorProto, helper
 from detent.errors import ParamsError, UnsupportedError
 from detent.formats import FORMATS, Format
 from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
-from detent.onnx_model.graph import Graph, element_range
+from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, element_range
 from detent.onnx_model.targets import Container
 from detent.params import QuantParams
 from detent.spec import QuantSpec
@@ -62,25 +62,22 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-_ATTRIBUTES = ("axis", "block_size")
 
 
 @dataclass(frozen=True, eq=False)
 class QdqParams:
-    """The parameters of a quantizer as a file holds them.
+    """Quantization parameters as a file holds them.
 
     Attributes:
         scale: float32.
         zero_point: integers of the codes' type, of the scale's shape.
         kind: the ONNX type of the codes.
-        axis, block: where the scale has more than one value.
+        axis, block: the layout of a scale with more than one value.
         low, high: the smallest and largest code that is used.
 
-    >>> made = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
-    >>> made.scale, made.zero_point, made.low, made.high, made.block
+    >>> qparams = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
+    >>> qparams.scale, qparams.zero_point, qparams.low, qparams.high, qparams.block
     (array(0.5, dtype=float32), array(128), 1, 255, 0)
-    >>> made.params((4, 4)).spec.format.name, made.format.name, made.granularity((4, 4)), made.attributes()
-    ('uint8', 'uint8', PerTensor(), {})
     """
 
     scale: Array
@@ -93,11 +90,16 @@ class QdqParams:
 
     @classmethod
     def of(cls, params: QuantParams, container: Container, rank: int) -> "QdqParams":
-        """What a file says of these parameters, for data of that rank."""
+        """Convert parameters for data of that rank.
+
+        Raises:
+            UnsupportedError: ONNX cannot hold the scales.
+            ParamsError: scales are not float32 numbers.
+        """
         spec = params.spec
         if params.block_scale is not None or spec.scale_format != "float":
             raise UnsupportedError(f"ONNX files cannot hold the scales of {spec}: use a spec with float scales")
-        axis, block = _place(spec.granularity, rank)
+        axis, block = _layout(spec.granularity, rank)
         scale = np.asarray(params.scale, np.float32)
         if not np.array_equal(scale, params.scale):
             raise ParamsError("scales of float64 that are no float32 cannot be stored: make the params in float32")
@@ -108,10 +110,10 @@ class QdqParams:
     def format(self) -> Format:
         """The format of the codes."""
         name = TensorProto.DataType.Name(self.kind)
-        found = next((format for format in FORMATS.values() if format.onnx == name), None)
-        if found is None:
-            raise UnsupportedError(f"codes of type {name} are not known here")
-        return found
+        for format in FORMATS.values():
+            if format.onnx == name:
+                return format
+        raise UnsupportedError(f"codes of type {name} are not known here")
 
     def granularity(self, shape: tuple[int, ...]) -> Granularity:
         """The granularity for data of that shape."""
@@ -120,20 +122,21 @@ class QdqParams:
         return PerTensor() if self.scale.size == 1 and self.scale.ndim == 0 else PerAxis(self.axis % len(shape))
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
-        """The parameters for data of that shape; codes are those of the file."""
+        """Convert to parameters for data of that shape; codes stay those of the file."""
         format = self.format
         low, high = (self.low, self.high) if format.is_integer else (None, None)
         spec = QuantSpec(format, self.granularity(shape), symmetric=not format.is_integer, qmin=low, qmax=high)
         return QuantParams(spec, self.scale, self.zero_point)
 
     def attributes(self) -> dict[str, int]:
-        """Those of the nodes."""
+        """The attributes of the nodes."""
         if self.block:
             return {"axis": self.axis, "block_size": self.block}
         return {"axis": self.axis} if self.scale.ndim else {}
 
 
-def _place(granularity: Granularity, rank: int) -> tuple[int, int]:
+def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
+    """The axis and the block size of a scale in a file."""
     if isinstance(granularity, PerTensor):
         return 1, 0
     if isinstance(granularity, PerAxis):
@@ -143,34 +146,28 @@ def _place(granularity: Granularity, rank: int) -> tuple[int, int]:
     raise UnsupportedError(f"ONNX files cannot hold scales of granularity {granularity}: use tensor, axis or group")
 
 
-def needs_clip(quantization: QdqParams) -> bool:
-    """Whether the codes in use are fewer than the type has, so that data must be clipped first.
-
-    >>> needs_clip(QdqParams(np.float32(1), np.array(0), TensorProto.UINT8, high=15))
-    True
-    """
-    if not quantization.format.is_integer:
-        return False
-    return (quantization.low, quantization.high) != element_range(quantization.kind)
+def needs_clip(qparams: QdqParams) -> bool:
+    """Whether fewer codes are used than the type has, so that data must be clipped first."""
+    return qparams.format.is_integer and (qparams.low, qparams.high) != element_range(qparams.kind)
 
 
 def quantize_node(x: str, scale: str, zero_point: str, y: str, qparams: QdqParams) -> NodeProto:
-    """A QuantizeLinear node from x to y.
+    """Make a QuantizeLinear node from x to y.
 
     >>> quantize_node("x", "s", "z", "y", QdqParams(np.float32(1), np.array(0), TensorProto.UINT8)).op_type
     'QuantizeLinear'
     """
-    return _node("QuantizeLinear", [x, scale, zero_point], y, qparams)
+    return _node(QUANTIZE, [x, scale, zero_point], y, qparams)
 
 
 def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, qparams: QdqParams) -> NodeProto:
-    """A DequantizeLinear node from x to y; without a zero point where that is 0 and needs no type.
+    """Make a DequantizeLinear node from x to y; without a zero point if that is 0 and needs no type.
 
     >>> dequantize_node("x", "s", None, "y", QdqParams(np.ones(2, np.float32), np.zeros(2), TensorProto.INT32)).input
     ['x', 's']
     """
     inputs = [x, scale] if zero_point is None else [x, scale, zero_point]
-    return _node("DequantizeLinear", inputs, y, qparams)
+    return _node(DEQUANTIZE, inputs, y, qparams)
 
 
 def _node(operator: str, inputs: list[str], y: str, qparams: QdqParams) -> NodeProto:
@@ -183,34 +180,17 @@ Names = tuple[str, str, str]  # of codes, scale and zero point
 
 
 class Pair(NamedTuple):
-    """The nodes of a Q/DQ pair, and the names of the tensors that they make.
+    """The nodes of a Q/DQ pair, and the names of their results."""
 
-    Attributes:
-        nodes: in order, the QuantizeLinear last but one.
-        codes, dequantized: the tensors.
-    """
-
-    nodes: list[NodeProto]
+    nodes: list[NodeProto]  # in order, the QuantizeLinear last but one
     codes: str
     dequantized: str
 
 
 class QdqWriter:
-    """Adds the constants of quantizers to a graph, and makes their nodes.
+    """Adds the constants of quantizers to a graph, and makes their nodes, which are returned and not inserted.
 
-    Args:
-        graph: where constants are added; nodes are returned, and not inserted.
-        bounds: how names of a Clip's bounds end.
-        named_by_operator: whether a node is called by its operator and what it is about, or by its result.
-
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Relu(x) }'))
-    >>> writer = QdqWriter(graph)
-    >>> qparams = QdqParams(np.float32(0.5), np.array(0), TensorProto.UINT8, high=15)
-    >>> pair = writer.pair("x", "x", writer.parameters("x", qparams), qparams)
-    >>> [node.op_type for node in pair.nodes], pair.dequantized, graph.array("x_most")
-    (['Clip', 'QuantizeLinear', 'DequantizeLinear'], 'x_dequantized', array(7.5, dtype=float32))
+    ``bounds`` are suffixes of the names of a Clip's bounds. Nodes are named ``stem_Operator`` or ``result_node``.
     """
 
     def __init__(
@@ -238,27 +218,19 @@ class QdqWriter:
         y: str = "",
         clip: bool = True,
     ) -> Pair:
-        """Make a Q/DQ pair behind a tensor.
+        """Make a Q/DQ pair from x to y, or to a new name; ``parameters`` are the names of scale and zero point.
 
-        Args:
-            x: the tensor.
-            stem: what new names begin with.
-            parameters: the names of scale and zero point.
-            qparams: their values.
-            y: the dequantized tensor; "" for a new name.
-            clip: False leaves the Clip out: values beyond the codes in use saturate at those of the type.
+        Without the Clip, values beyond the codes in use saturate at the codes of the type.
         """
         graph, (scale, zero) = self.graph, parameters
-        nodes, source = list[NodeProto](), x
+        nodes: list[NodeProto] = []
         if clip and needs_clip(qparams):
-            source = graph.fresh(f"{stem}_clipped")
-            names = [
-                graph.add_constant(f"{stem}_{name}", bound)
-                for name, bound in zip(self.bounds, _clip_bounds(qparams), strict=True)
-            ]
-            nodes.append(self._named(helper.make_node("Clip", [x, *names], [source]), stem))
+            clipped, bounds = graph.fresh(f"{stem}_clipped"), zip(self.bounds, _clip_bounds(qparams), strict=True)
+            names = [graph.add_constant(f"{stem}_{name}", bound) for name, bound in bounds]
+            nodes.append(self._named(helper.make_node("Clip", [x, *names], [clipped]), stem))
+            x = clipped
         codes, dequantized = graph.fresh(f"{stem}_codes"), y or graph.fresh(f"{stem}_dequantized")
-        nodes.append(self._named(quantize_node(source, scale, zero, codes, qparams), stem))
+        nodes.append(self._named(quantize_node(x, scale, zero, codes, qparams), stem))
         nodes.append(self.dequantized((codes, scale, zero), dequantized, stem, qparams))
         return Pair(nodes, codes, dequantized)
 
@@ -274,16 +246,13 @@ class QdqWriter:
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
         """Add the int32 codes of a bias; returns their DequantizeLinear and its result."""
         qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
-        names = (
-            self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32),
-            self.graph.add_constant(f"{stem}_scale", qparams.scale),
-            None,
-        )
+        codes_name = self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32)
+        scale_name = self.graph.add_constant(f"{stem}_scale", qparams.scale)
         y = self.graph.fresh(f"{stem}_dequantized")
-        return self.dequantized(names, y, stem, qparams), y
+        return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
-        """Make the If node that runs nodes to a quantized tensor if a flag is set, and passes a tensor on if not.
+        """Make an If node that runs nodes to a quantized tensor if a flag is set, and else passes x on.
 
         It runs one branch only: a Where would run the quantizers of all layers to measure a single one.
         """
@@ -323,87 +292,62 @@ def gather(
     key: str,
     index_rank: int | None = None,
 ) -> list[NodeProto]:
-    """What takes the place of a Gather node that reads a quantized table.
+    """Make the nodes that replace a Gather along axis 0 of a quantized table; constants are added to the graph.
 
-    Args:
-        graph: where constants are added.
-        node: the Gather node, along axis 0.
-        names: those of codes, scale and zero point.
-        qparams: the table's quantization.
-        shape: the table's.
-        key: what new names begin with.
-        index_rank: how many axes the indices have; None for what the graph says.
-
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[9, 4] table, int64[2] i) => (float[2, 4] y) { y = Gather(table, i) }'''))
-    >>> qparams = QdqParams(np.ones(9, np.float32), np.zeros(9, np.int64), TensorProto.INT8, axis=0)
-    >>> made = gather(graph, graph.nodes[0], ("codes", "scale", "zero"), qparams, (9, 4), "table")
-    >>> [each.op_type for each in made]
-    ['Gather', 'Cast', 'Gather', 'Unsqueeze', 'Mul']
+    ``names`` are those of codes, scale and zero point; ``shape`` is the table's; new names begin with ``key``; the
+    graph tells the rank of the indices if ``index_rank`` is None.
     """
-    return _Gathering(graph, node, qparams, shape, key, index_rank).build(names)
+    codes, scale, zero = names
+    lookup = _Lookup(graph, node, key, index_rank)
+    picked = lookup.add("Gather", [codes, lookup.indices], "picked")
+    last = len(shape) - 1
+    if not qparams.scale.ndim or (qparams.axis == last and not qparams.block):
+        dequantize = dequantize_node(picked, scale, zero, lookup.out, replace(qparams, axis=-1))
+        dequantize.name = graph.fresh(f"{key}_DequantizeLinear")
+        return [*lookup.nodes, dequantize]
+    if qparams.axis != (last if qparams.block else 0):
+        raise UnsupportedError(
+            f"{key} is looked up by rows and has scales along axis {qparams.axis}: use one per row, per group "
+            "of a row, or per tensor"
+        )
+    numbers = lookup.add("Cast", [picked], "numbers", to=TensorProto.FLOAT)
+    if qparams.block:
+        numbers = lookup.reshape(numbers, [qparams.scale.shape[-1], qparams.block], "groups")
+    if qparams.zero_point.any():
+        origin = lookup.add("Cast", [lookup.rows(zero)], "zero_points_as_numbers", to=TensorProto.FLOAT)
+        numbers = lookup.add("Sub", [numbers, origin], "centred")
+    product = lookup.add("Mul", [numbers, lookup.rows(scale)], "products" if qparams.block else lookup.out)
+    if qparams.block:
+        lookup.reshape(product, [shape[-1]], lookup.out)
+    return lookup.nodes
 
 
-class _Gathering:
-    def __init__(
-        self,
-        graph: Graph,
-        node: NodeProto,
-        qparams: QdqParams,
-        shape: tuple[int, ...],
-        key: str,
-        index_rank: int | None,
-    ) -> None:
-        self.graph, self.qparams, self.shape, self.key = graph, qparams, shape, key
-        self.indices, self.out = node.input[1], node.output[0]
+class _Lookup:
+    """The nodes that take the place of a Gather, as they are added."""
+
+    def __init__(self, graph: Graph, gather: NodeProto, key: str, index_rank: int | None) -> None:
+        self.graph, self.key = graph, key
+        self.indices, self.out = gather.input[1], gather.output[0]
         self.index_rank = len(graph.shape(self.indices) or ()) if index_rank is None else index_rank
-        self.made: list[NodeProto] = []
+        self.nodes: list[NodeProto] = []
 
-    def build(self, names: Names) -> list[NodeProto]:
-        qparams, last = self.qparams, len(self.shape) - 1
-        codes, scale, zero = names
-        picked = self._add("Gather", [codes, self.indices], "picked")
-        if not qparams.scale.ndim or (qparams.axis == last and not qparams.block):
-            node = dequantize_node(picked, scale, zero, self.out, replace(qparams, axis=-1))
-            node.name = self.graph.fresh(f"{self.key}_DequantizeLinear")
-            return [*self.made, node]
-        if qparams.axis != (last if qparams.block else 0):
-            raise UnsupportedError(
-                f"{self.key} is looked up by rows and has scales along axis {qparams.axis}: use one per row, per group "
-                "of a row, or per tensor"
-            )
-        numbers = self._add("Cast", [picked], "numbers", to=TensorProto.FLOAT)
-        if qparams.block:
-            numbers = self._reshape(numbers, [qparams.scale.shape[-1], qparams.block], "groups")
-        if qparams.zero_point.any():
-            origin = self._add("Cast", [self._rows(zero)], "zero_points_as_numbers", to=TensorProto.FLOAT)
-            numbers = self._add("Sub", [numbers, origin], "centred")
-        if not qparams.block:
-            self._add("Mul", [numbers, self._rows(scale)], self.out)
-        else:
-            product = self._add("Mul", [numbers, self._rows(scale)], "products")
-            self._reshape(product, [self.shape[-1]], self.out)
-        return self.made
+    def rows(self, name: str) -> str:
+        """Look up the scales or zero points of the picked rows, with a last axis to broadcast along."""
+        stem = f"{name.removeprefix(self.key + '_')}s"
+        picked = self.add("Gather", [name, self.indices], stem)
+        return self.add("Unsqueeze", [picked, self._constant("last_axis", [-1])], f"{stem}_spread")
 
-    def _rows(self, name: str) -> str:
-        """The scales or zero points of the rows that are picked, with an axis to spread over."""
-        picked = self._add("Gather", [name, self.indices], f"{name.removeprefix(self.key + '_')}s")
-        axes = self._constant("last_axis", [-1])
-        return self._add("Unsqueeze", [picked, axes], f"{name.removeprefix(self.key + '_')}s_spread")
-
-    def _reshape(self, name: str, sizes: list[int], y: str) -> str:
-        """The same with the last axis split, or the last two joined; 0 keeps what the indices have."""
-        rank = self.index_rank
-        shape = self._constant(f"shape_{rank}_{len(sizes)}", [0] * rank + sizes)
-        return self._add("Reshape", [name, shape], y)
+    def reshape(self, name: str, sizes: list[int], y: str) -> str:
+        """Split the last axis, or join the last two; a size of 0 keeps what the indices have."""
+        shape = self._constant(f"shape_{self.index_rank}_{len(sizes)}", [0] * self.index_rank + sizes)
+        return self.add("Reshape", [name, shape], y)
 
     def _constant(self, stem: str, values: list[int]) -> str:
         name = f"{self.key}_{stem}"
         return name if name in self.graph.constants else self.graph.add_constant(name, np.array(values))
 
-    def _add(self, operator: str, inputs: list[str], y: str, **attributes: Any) -> str:
+    def add(self, operator: str, inputs: list[str], y: str, **attributes: Any) -> str:
         name = y if y == self.out else self.graph.fresh(f"{self.key}_{y}")
         node = helper.make_node(operator, inputs, [name], name=self.graph.fresh(f"{self.key}_{operator}"), **attributes)
-        self.made.append(node)
+        self.nodes.append(node)
         return name

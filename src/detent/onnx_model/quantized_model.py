@@ -1,8 +1,8 @@
 """QuantizedModel: the contents of a quantized ONNX file, whoever wrote it, in detent's own values.
 
-It is a view of what ``qdq_reader`` finds: weights as ``QuantizedTensor``, biases, activation quantizers, and a summary
-of all of them as a table. Functions are inlined, subgraphs are read, parameters are checked. What cannot be read is
-listed with the reason, in ``skipped``.
+It is a view of the records of ``qdq_reader``: weights as ``QuantizedTensor``, biases, activation quantizers, and a
+summary table. Functions are inlined, subgraphs are read, parameters are checked. What cannot be read is listed in
+``skipped``, with the reason.
 """
 
 import json
@@ -18,8 +18,10 @@ from onnx import TensorProto, inliner
 from detent import ops
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load_model
-from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Unread, WeightCodes, called
+from detent.onnx_model.graph import describe
+from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Record, Unread, WeightCodes
 from detent.onnx_model.qdq_writer import QdqParams
+from detent.tables import table_lines
 from detent.tensor import QuantizedTensor
 
 __all__ = ["ActivationQuantizer", "QuantizedBias", "QuantizedModel", "Summary", "SummaryRow", "load_quantized"]
@@ -31,17 +33,7 @@ MAX_NAME_CHARS = 48
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBias:
-    """Codes of 32 bits, which no spec has, and their scales.
-
-    Attributes:
-        codes: int32.
-        scale, zero_point: for all codes, or one per code along ``axis``.
-        axis: where there are several.
-
-    >>> bias = QuantizedBias(np.array([4, -2], np.int32), np.array([0.5, 0.25], np.float32), np.zeros(2, np.int64), 0)
-    >>> bias.dequantize(), bias.nbytes
-    (array([ 2. , -0.5], dtype=float32), 16)
-    """
+    """int32 codes, which no spec has, with one scale and zero point, or one per code along ``axis``."""
 
     codes: Array
     scale: Array
@@ -50,55 +42,43 @@ class QuantizedBias:
 
     def dequantize(self) -> Array:
         """The values in float32."""
-        shape = (
-            [-1 if i == self.axis % self.codes.ndim else 1 for i in range(self.codes.ndim)] if self.scale.ndim else ()
-        )
+        shape = [1] * self.codes.ndim if self.scale.ndim else []
+        if shape:
+            shape[self.axis % self.codes.ndim] = -1
         # The difference wraps around as it does in 32 bits.
-        whole = (self.codes.astype(np.int64) - self.zero_point.reshape(shape)).astype(np.int32)
-        values: Array = whole.astype(np.float32) * self.scale.reshape(shape)
+        centered = (self.codes.astype(np.int64) - self.zero_point.reshape(shape)).astype(np.int32)
+        values: Array = centered.astype(np.float32) * self.scale.reshape(shape)
         return values
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return int(self.codes.nbytes + self.scale.nbytes)
 
 
 @dataclass(frozen=True, eq=False)
 class ActivationQuantizer:
-    """A QuantizeLinear node.
-
-    Attributes:
-        tensor: what it quantizes.
-        output: its codes.
-        scale, zero_point: one, or one per channel.
-        type: of the codes, as ONNX calls it.
-        axis: of the channels.
-
-    >>> ActivationQuantizer("x", "x_codes", np.float32(0.5), np.int64(128), "UINT8", 1).type
-    'UINT8'
-    """
+    """A QuantizeLinear node, with one scale and zero point or one per channel."""
 
     tensor: str
-    output: str
+    output: str  # the name of its codes
     scale: Array
     zero_point: Array
-    type: str
-    axis: int
+    type: str  # the ONNX type of the codes
+    axis: int  # of the channels
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedModel:
-    """What a quantized model holds.
+    """The contents of a quantized model.
 
     Attributes:
-        weights: by the names of their codes in the file.
-        biases: the same, of 32 bits.
+        weights, biases: by the names of their codes in the file; biases have 32 bits.
         activations: quantizers in the order of the graph.
         readers: the nodes that read a weight, a bias or the codes of an activation, by its name.
         skipped: what else is quantized, and why it is not read.
-        nodes: how many there are of each operator.
-        float_nbytes: bytes of constants that are floats and belong to no quantizer.
+        nodes: number of nodes per operator.
+        float_nbytes: bytes of float constants that belong to no quantizer.
 
     >>> import onnx
     >>> model = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y)
@@ -123,7 +103,7 @@ class QuantizedModel:
 
     @classmethod
     def of(cls, graph: QuantizedGraph) -> "QuantizedModel":
-        """The view of a graph that was read; of two ways to dequantize one constant, the first counts."""
+        """Convert the records of a graph; if a constant is dequantized in two ways, the first counts."""
         view = _View()
         for record in graph.records:
             view.add(record)
@@ -131,7 +111,7 @@ class QuantizedModel:
         return cls(*parts, dict(graph.operators), graph.float_nbytes)
 
     def summary(self) -> "Summary":
-        """A table of everything; ``str`` of it is text."""
+        """A table of all quantized tensors; ``str`` of it is text."""
         rows = [
             SummaryRow(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, self.readers.get(name, ()))
             for name, tensor in self.weights.items()
@@ -148,10 +128,7 @@ class QuantizedModel:
 
 
 def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, whoever wrote it; the file is checked as ``load`` does.
-
-    Args:
-        source: a path, or a model in memory.
+    """Read a quantized model, whoever wrote it: a path, which is checked as ``load`` does, or a model in memory.
 
     Raises:
         FileFormatError, UnsupportedError: as ``load``.
@@ -175,9 +152,9 @@ class _View:
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
-    def add(self, record: QuantizeNode | WeightCodes | CodedInput | Unread) -> None:
+    def add(self, record: Record) -> None:
         if isinstance(record, Unread):
-            self.skipped[called(record.node)] = record.reason
+            self.skipped[describe(record.node)] = record.reason
         elif isinstance(record, CodedInput):
             self._add_activation(record.name, record.name, record)
         elif isinstance(record, WeightCodes):
@@ -195,7 +172,7 @@ class _View:
                 if self.weights.setdefault(name, tensor) != tensor:
                     self.skipped[name] = "it is dequantized in two ways; the first is read"
         except DetentError as error:
-            self.skipped[called(weight.node)] = str(error)
+            self.skipped[describe(weight.node)] = str(error)
         else:
             self._add_readers(name, weight.readers)
 
@@ -213,14 +190,14 @@ class _View:
 
 
 def _tensor(weight: WeightCodes) -> QuantizedTensor:
-    params = _whole(weight).params(weight.codes.shape)
+    params = _constant_params(weight).params(weight.codes.shape)
     if weight.form == "float":
         return ops.quantize(weight.codes, params)
     return QuantizedTensor(weight.codes, params)
 
 
-def _whole(weight: WeightCodes) -> QdqParams:
-    """The parameters for the constant itself, of which the node may see some rows or another shape."""
+def _constant_params(weight: WeightCodes) -> QdqParams:
+    """The parameters of the constant itself; the node may see some of its rows or another shape."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":
         return qparams
@@ -232,45 +209,19 @@ def _whole(weight: WeightCodes) -> QdqParams:
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """One quantized tensor.
-
-    Attributes:
-        name: its name in the file.
-        kind: weight, bias or activation.
-        type: its spec, or the type of its codes.
-        shape: its shape; None for activations.
-        nbytes: bytes of its codes, scales and zero points; 0 for activations.
-        readers: the nodes that read it.
-    """
+    """One quantized tensor."""
 
     name: str
-    kind: str
-    type: str
-    shape: tuple[int, ...] | None
-    nbytes: int
-    readers: tuple[str, ...]
+    kind: str  # weight, bias or activation
+    type: str  # its spec, or the type of its codes
+    shape: tuple[int, ...] | None  # None for activations
+    nbytes: int  # of codes, scales and zero points; 0 for activations
+    readers: tuple[str, ...]  # the nodes that read it
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of all quantized tensors; ``str`` is its text.
-
-    Attributes:
-        rows: one per quantized tensor.
-        nodes: number of nodes per operator.
-        skipped: what is quantized but not read, and why.
-        float_nbytes: bytes of the constants that stay float.
-
-    >>> row = SummaryRow("w", "weight", "int8/tensor/symmetric/onnx", (2, 3), 10, ("MatMul y",))
-    >>> summary = Summary((row,), {"MatMul": 1}, {}, 0)
-    >>> print(summary)
-    1 weight, 10 bytes (24 as float32); 0 biases, 0 bytes; 0 activation quantizers; 0 bytes of other floats
-    1 MatMul
-    tensor  kind    type                        shape  bytes  read by
-    w       weight  int8/tensor/symmetric/onnx  2x3       10  MatMul y
-    >>> summary.count("weight"), summary.nbytes("weight"), summary.to_json()[:14]
-    (1, 10, '{"rows": [{"na')
-    """
+    """A table of all quantized tensors; ``str`` is its text."""
 
     rows: tuple[SummaryRow, ...]
     nodes: Mapping[str, int]
@@ -307,21 +258,8 @@ class Summary:
         cells = [("tensor", "kind", "type", "shape", "bytes", "read by")]
         for row in self.rows:
             shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
-            amount = "" if row.kind == "activation" else str(row.nbytes)
-            cells.append((_short(row.name), row.kind, row.type, shape, amount, ", ".join(row.readers)))
-        if len(cells) == 1:
-            return []
-        widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]) - 1)]
-        return [
-            "  ".join(
-                cell.rjust(width) if i == 4 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line[:-1], widths, strict=True))
-            )
-            + f"  {line[-1]}"
-            for line in cells
-        ]
-
-
-def _short(name: str) -> str:
-    """The end of a long name, where names of modules differ."""
-    return name if len(name) <= MAX_NAME_CHARS else "..." + name[3 - MAX_NAME_CHARS :]
+            nbytes = "" if row.kind == "activation" else str(row.nbytes)
+            # Long names are shown by their end, where names of modules differ.
+            name = row.name if len(row.name) <= MAX_NAME_CHARS else "..." + row.name[3 - MAX_NAME_CHARS :]
+            cells.append((name, row.kind, row.type, shape, nbytes, ", ".join(row.readers)))
+        return table_lines(cells, right=(4,)) if self.rows else []

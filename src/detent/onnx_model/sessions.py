@@ -1,10 +1,9 @@
 """Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and inner tensors.
 
-ONNX Runtime replaces quantizers around an operator by an integer kernel where all its conditions hold, and otherwise
-computes in float without a word. Which kernel a layer got is read back from the graph that it made; the weights tell
-which layer an operator of that graph is.
+ONNX Runtime replaces quantizers around an operator by an integer kernel if all its conditions hold, and otherwise
+computes in float without a warning. ``kernels_of`` reads back from the optimized graph which kernel a layer got.
 
-Inner tensors become outputs of the model for as long as a session is made: ``record`` yields them batch by batch, a
+Inner tensors are made outputs of the model while a session is created: ``record`` yields them batch by batch, a
 ``Probe`` hands them to readers, in groups that fit into memory.
 """
 
@@ -25,13 +24,12 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.files import LoadedModel, ModelSource, copy_without
-from detent.onnx_model.graph import Graph, array_of, reads
+from detent.onnx_model.files import LoadedModel, ModelSource, without_initializers
+from detent.onnx_model.graph import INTEGER_KERNELS, QUANTIZE, Graph, array_of, reads
 from detent.onnx_model.provenance import Provenance
 
 __all__ = [
     "SPINNING",
-    "WEIGHT_ONLY",
     "Probe",
     "Reading",
     "kernels_of",
@@ -45,10 +43,9 @@ __all__ = [
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-
 PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
 FLOAT_NBYTES = 4
-MAX_SHAPE_ELEMENTS = 256  # constants with more are no shapes
+MAX_SHAPE_ELEMENTS = 256  # constants with more are not shapes
 _NO_ARRAYS = frozenset(  # types that ONNX Runtime does not hand over as arrays
     {TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
 )
@@ -56,11 +53,9 @@ MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memo
 _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
-_BYTES = (TensorProto.INT8, TensorProto.UINT8)
-_CODE_OPERATORS = ("QuantizeLinear", "QLinear")
 SPINNING = "session.intra_op.allow_spinning"
-SEVERE = 4  # errors are raised; what is logged beside them only repeats it
-_ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no parent of their own
+LOG_FATAL_ONLY = 4  # errors are raised; the log only repeats them
+_ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no common base class
     RuntimeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
@@ -74,27 +69,27 @@ def make_session(
     config: Mapping[str, str] | None = None,
     write_to: str | None = None,
 ) -> ort.InferenceSession:
-    """A session on the CPU.
+    """Create a session on the CPU.
 
     Args:
         model: in memory or in a file.
         optimize: False runs the graph as it is written, node by node.
-        threads: 0 for as many as there are processors.
+        threads: 0 for one per core.
         config: settings of ONNX Runtime by their keys. Threads do not spin by default, since that takes as much CPU
-            time again as the model itself; where time is measured, ``{SPINNING: "1"}`` is what users have.
-        write_to: where the optimized graph is written.
+            time again as the model itself; to measure time, ``{SPINNING: "1"}`` is what users have.
+        write_to: where to write the optimized graph.
 
     Raises:
-        UnsupportedError: ONNX Runtime does not take the model; its reason is in the message.
+        UnsupportedError: ONNX Runtime failed to load the model; its reason is in the message.
 
     >>> from onnx import parser
-    >>> made = parser.parse_model(
+    >>> model = parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
-    >>> make_session(made, threads=1).get_outputs()[0].name
+    >>> make_session(model, threads=1).get_outputs()[0].name
     'y'
     """
     options = ort.SessionOptions()
-    options.log_severity_level = SEVERE
+    options.log_severity_level = LOG_FATAL_ONLY
     options.intra_op_num_threads = threads
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
@@ -113,7 +108,7 @@ def make_session(
         session = _start(lean.SerializeToString(), options)
         session.weights = weights  # ONNX Runtime reads the arrays where they are: they must live as long as the session
     except (ValueError, EncodeError) as error:
-        raise UnsupportedError(f"ONNX Runtime does not take the model: {error}") from error
+        raise UnsupportedError(f"ONNX Runtime failed to load the model: {error}") from error
     return session
 
 
@@ -122,8 +117,7 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
 
     Large initializers that no node reads are left out: ONNX Runtime drops them, and then misses them.
     """
-    lean, weights = copy_without(model, "graph"), dict[str, Array]()
-    lean.graph.CopyFrom(copy_without(model.graph, "initializer"))
+    lean, weights = without_initializers(model), dict[str, Array]()
     kept = {value.name for value in (*model.graph.input, *model.graph.output)}
     read = kept.union(*map(reads, model.graph.node))
     for tensor in model.graph.initializer:
@@ -141,122 +135,77 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
 
 
 def _start(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    with ort_errors():
+    with ort_errors("load"):
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 @contextmanager
-def ort_errors() -> Iterator[None]:
-    """Errors of ONNX Runtime become errors of detent.
-
-    >>> with ort_errors():
-    ...     ort.InferenceSession(b"no model")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    detent.errors.UnsupportedError: ONNX Runtime does not run the model: ...
-    """
+def ort_errors(action: str = "run") -> Iterator[None]:
+    """Raise errors of ONNX Runtime as UnsupportedError."""
     try:
         yield
     except _ERRORS as error:
-        raise UnsupportedError(f"ONNX Runtime does not run the model: {error}") from error
+        raise UnsupportedError(f"ONNX Runtime failed to {action} the model: {error}") from error
 
 
-def optimized(model: ModelSource, config: Mapping[str, str] | None = None) -> ModelProto:
-    """The graph that ONNX Runtime makes of a model on this machine, as it runs it.
+def optimized(model: ModelSource) -> ModelProto:
+    """The optimized graph that ONNX Runtime runs on this machine.
 
     >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1] x) => (float[1] y) { t = Identity(x) y = Abs(t) }''')
-    >>> [node.op_type for node in optimized(made).graph.node]
+    >>> [node.op_type for node in optimized(model).graph.node]
     ['Abs']
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "optimized.onnx")
-        make_session(model, config=config, write_to=fspath(path))
-        return onnx.load(path)  # not checked: operators of ONNX Runtime's own are among them
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "optimized.onnx")
+        make_session(model, write_to=fspath(path))
+        return onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
 
 
-INTEGER = ("QLinearConv", "QLinearMatMul", "QGemm", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger")
-WEIGHT_ONLY = ("MatMulNBits", "DequantizeLinear", "Gather", "GatherBlockQuantized")
-
-
-def kernels_of(
-    model: ModelProto, config: Mapping[str, str] | None = None, names: Mapping[str, str] | None = None
-) -> dict[str, str]:
+def kernels_of(model: ModelProto, names: Mapping[str, str] | None = None) -> dict[str, str]:
     """The operator that computes each layer in ONNX Runtime on this machine, by the layer's name.
 
-    Layers that run in float have the operator that reads their dequantized weight.
-
-    Args:
-        model: in memory.
-        config: settings of ONNX Runtime by their keys.
-        names: constants of codes and the layers they belong to; None for those that the model's metadata name.
-
-    >>> from onnx import parser
-    >>> import numpy as np, detent.onnx as qo
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> kernels_of(qo.insert(made, qo.calibrate(made, [np.float32([[2.0]])])))
-    {'fc': 'MatMulIntegerToFloat'}
+    Layers that run in float have the operator that reads their dequantized weight. ``names`` holds the layer of each
+    constant of codes; None takes those that the model's metadata name.
     """
     if names is None:
-        about = Provenance.read(model)
-        names = {} if about is None else about.weights
-    written, graph = Graph(model), Graph(optimized(model, config))
-    readers = {node.name: node.op_type for node in graph.nodes}
-    found = {}
+        provenance = Provenance.read(model)
+        names = {} if provenance is None else provenance.weights
+    graph = Graph(optimized(model))
+    written = {node.name: node.op_type for node in reversed(model.graph.node)}
+    running = {node.name: node.op_type for node in graph.nodes}
+    kernels = {}
     for codes, layer in names.items():
-        users = [node.op_type for node in graph.consumers(codes)]
-        whole = [user for user in users if user in INTEGER or user in WEIGHT_ONLY[:1]]
-        # Kernels may repack their weights: then the node of the layer's own name tells.
-        found[layer] = whole[0] if whole else _by_name(readers, written, layer) or (users[0] if users else "float")
-    return found
+        readers = [node.op_type for node in graph.consumers(codes)]
+        own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
+        # Kernels may repack their weights: then only the node's name tells its layer.
+        by_name = running.get(layer) or _split_by_tokens(running, layer) or written.get(layer, "")
+        kernels[layer] = own[0] if own else by_name or (readers[0] if readers else "float")
+    return kernels
 
 
-def _by_name(operators: Mapping[str, str], written: Graph, layer: str) -> str:
-    if layer in operators:
-        return operators[layer]
-    outputs = next((node.op_type for node in written.nodes if node.name == layer), "")
-    near = [kind for name, kind in operators.items() if name.startswith(f"{layer}_token_") and kind in INTEGER]
-    return near[0] if near else outputs
+def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
+    names = (name for name, kind in operators.items() if name.startswith(f"{layer}_token_") and kind in INTEGER_KERNELS)
+    return next((operators[name] for name in names), "")
 
 
 # Inner tensors
 
 
 class Reading(NamedTuple):
-    """Tensors that are looked at together.
-
-    Attributes:
-        names: the tensors; inputs and constants may be among them.
-        take: what looks at them, given the arrays by name.
-    """
+    """Tensors, inputs and constants among them, and a function that takes their arrays by name."""
 
     names: tuple[str, ...]
     take: Callable[[Mapping[str, Array]], None]
 
 
 class Probe:
-    """A model that runs as it is written, and whose inner tensors are looked at, in groups that fit into memory.
+    """A model that runs as it is written, and whose inner tensors are read.
 
-    Readings share a run as long as their tensors fit the budget; for each further group the model runs once more.
-
-    Args:
-        model: it is left as it is.
-        readings: what to look at, in this order.
-        kinds: the element types of tensors, as far as they are known; ONNX Runtime hands codes of 4 bits and float8
-            over only as float32.
-        budget: bytes of tensors in one run.
-        written: a probe of the model before ONNX Runtime optimized it, that runs first; tensors of both are as large.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1] x) => (float[1] y) { t = Relu(x) y = Neg(t) }''')
-    >>> probe = Probe(made, [Reading(("x", "t"), lambda arrays: print(arrays["t"]))])
-    >>> probe.run({"x": np.float32([3])})
-    [3.]
-    >>> [value.name for value in made.graph.output]
-    ['y']
+    Readings share a run as long as their tensors fit the budget, in bytes; for each further group the model runs once
+    more. ``kinds`` are element types of tensors: ONNX Runtime returns codes of 4 bits and float8 only as float32.
+    ``written`` is a probe of the model before ONNX Runtime optimized it, that runs first: its tensors are as large.
     """
 
     def __init__(
@@ -269,18 +218,18 @@ class Probe:
         written: "Probe | None" = None,
     ) -> None:
         self._model, self._readings, self._budget, self._written = model, list(readings), budget, written
-        made = {name: node.op_type for node in model.graph.node for name in node.output}
+        operators = {name: node.op_type for node in model.graph.node for name in node.output}
         constants = {tensor.name: tensor for tensor in model.graph.initializer}
-        names = {name for reading in self._readings for name in reading.names}
+        names, kinds = {name for reading in self._readings for name in reading.names}, kinds or {}
         self._constants = {name: array_of(constants[name]) for name in names if name in constants}
-        self._made = names & made.keys()
-        self._cast = {name for name in self._made if (kinds or {}).get(name, 0) in _NO_ARRAYS}
-        self._widths = {name: _code_nbytes((kinds or {}).get(name), made[name]) for name in self._made}
+        self._computed = names & operators.keys()
+        self._cast = {name for name in self._computed if kinds.get(name, 0) in _NO_ARRAYS}
+        self._widths = {name: _element_nbytes(kinds.get(name), operators[name]) for name in self._computed}
         self._largest = 0  # elements of the largest tensor, if most shapes follow from the batch's
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run the model on a batch, and show the readings what they look at."""
+        """Run the model on a batch, and hand the readings their arrays."""
         if self._groups is None:
             self._groups = [self._prepare(group) for group in self._grouped(feeds)]
         for session, names, readings in self._groups:
@@ -294,7 +243,7 @@ class Probe:
         return f"{name}__as_float" if name in self._cast else name
 
     def _prepare(self, readings: list[Reading]) -> tuple[ort.InferenceSession, list[str], list[Reading]]:
-        names = list(dict.fromkeys(name for reading in readings for name in reading.names if name in self._made))
+        names = list(dict.fromkeys(name for reading in readings for name in reading.names if name in self._computed))
         with _more_outputs(self._model, [self._output(name) for name in names], self._cast_nodes(names)):
             return make_session(self._model, optimize=False), names, readings
 
@@ -309,10 +258,10 @@ class Probe:
         groups: list[list[Reading]] = []
         held: set[str] = set()
         for reading in self._readings:
-            added = held | (set(reading.names) & self._made)
+            added = held | (set(reading.names) & self._computed)
             if not groups or sum(sizes[name] for name in added) > self._budget:
                 groups.append([])
-                added = set(reading.names) & self._made
+                added = set(reading.names) & self._computed
             groups[-1].append(reading)
             held = added
         return groups
@@ -320,24 +269,24 @@ class Probe:
     def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
         """The bytes of each tensor: what follows from the batch's shapes, else a bound, else what the model says."""
         shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
-        counts = {name: prod(shapes[name]) for name in self._made if name in shapes}
-        if 2 * len(counts) >= len(self._made):
+        counts = {name: prod(shapes[name]) for name in self._computed if name in shapes}
+        if 2 * len(counts) >= len(self._computed):
             self._largest = max(map(prod, shapes.values()), default=0)
         largest = self._largest if self._written is None else self._written._largest
         nbytes = {name: counts.get(name, largest) * width for name, width in self._widths.items()}
-        if len(counts) == len(self._made) or (largest and sum(nbytes.values()) <= self._budget):
+        if len(counts) == len(self._computed) or (largest and sum(nbytes.values()) <= self._budget):
             return nbytes
-        names = sorted(self._made)
+        names = sorted(self._computed)
         outputs = [self._output(name) for name in names]
         asked = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
         return dict(zip(names, asked.values(), strict=True))
 
 
-def _code_nbytes(kind: int | None, operator: str) -> int:
-    """Bytes of an element as ONNX Runtime hands it over, at most."""
+def _element_nbytes(kind: int | None, operator: str) -> int:
+    """Bytes of an element as ONNX Runtime returns it, at most."""
     if kind is None:
-        return 2 if operator.startswith(_CODE_OPERATORS) else FLOAT_NBYTES
-    return 1 if kind in _BYTES else FLOAT_NBYTES
+        return 2 if operator.startswith((QUANTIZE, "QLinear")) else FLOAT_NBYTES
+    return 1 if kind in {TensorProto.INT8, TensorProto.UINT8} else FLOAT_NBYTES
 
 
 def tensor_nbytes(
@@ -348,28 +297,15 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """The bytes of tensors for a batch, as float32.
+    """The bytes of inner tensors, or of results of added ``nodes``, for a batch, as float32.
 
-    Shapes are inferred from those of the batch; where they depend on data, the model itself is asked, by Shape nodes.
-
-    Args:
-        model: in memory.
-        names: inner tensors, or results of ``nodes``.
-        feeds: the batch.
-        nodes: nodes to add to the model.
-        optimize: whether ONNX Runtime optimizes the model, if it has to run.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[N] x) => (int64[1, M] y) { t = Abs(x) y = NonZero(t) }''')
-    >>> tensor_nbytes(made, ["t", "y"], {"x": np.float32([1, 0, 2])})
-    {'t': 12, 'y': 8}
+    Shapes are inferred from those of the batch; if they depend on data, the model is run with Shape nodes.
     """
     shapes = _inferred_shapes(model, feeds, nodes) if names else {}
     if not all(name in shapes for name in names):
-        asking = [helper.make_node("Shape", [name], [f"{name}__shape"]) for name in names]
-        outputs = [node.output[0] for node in asking]
-        with _more_outputs(model, outputs, [*nodes, *asking]):
+        shape_nodes = [helper.make_node("Shape", [name], [f"{name}__shape"]) for name in names]
+        outputs = [node.output[0] for node in shape_nodes]
+        with _more_outputs(model, outputs, [*nodes, *shape_nodes]):
             session = make_session(model, optimize=optimize)
         with ort_errors():
             results = session.run(outputs, dict(feeds))
@@ -405,31 +341,23 @@ def _inferred_shapes(
 
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
-    """Run a model and yield some of its tensors by name, batch after batch.
-
-    >>> import numpy as np
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1] x) => (float[1] y) { t = Abs(x) y = Neg(t) }''')
-    >>> list(record(made, ["t"], [{"x": np.float32([-2])}]))
-    [{'t': array([2.], dtype=float32)}]
-    """
-    wanted = list(dict.fromkeys(names))
-    graph = Graph(model)
-    made = [name for name in wanted if name not in graph.inputs]
-    with _more_outputs(model, made):
+    """Run a model and yield some of its tensors by name, batch after batch."""
+    tensors = list(dict.fromkeys(names))
+    inputs = Graph(model).inputs
+    computed = [name for name in tensors if name not in inputs]
+    with _more_outputs(model, computed):
         session = make_session(model, threads=threads)
     for feed in feeds:
         with ort_errors():
-            results = dict(zip(made, session.run(made, feed), strict=True)) if made else {}
-        found = {name: results[name] if name in results else feed[name] for name in wanted}
+            results = dict(zip(computed, session.run(computed, feed), strict=True)) if computed else {}
+        arrays = {name: results[name] if name in results else feed[name] for name in tensors}
         del results
-        yield found
+        yield arrays
 
 
 @contextmanager
 def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> Iterator[None]:
-    """A model with some more outputs for a while; a copy of a large one would be large."""
+    """Add nodes and outputs to a model for a while; copying a large model would take memory."""
     graph = model.graph
     outputs, before = len(graph.output), len(graph.node)
     present = {value.name for value in graph.output}

@@ -1,20 +1,18 @@
-"""Targets: what runtimes want of a quantized model, as data.
+"""Targets: what the runtimes and CPUs need of a quantized model, as data.
 
 ==================== ============= ============== ===========================================================
 target               weights       depthwise      for
 ==================== ============= ============== ===========================================================
 onnxruntime          uint8, zp 128 int8           every CPU: exact, because two signed bytes never saturate
 onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one bit less
-onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere its products saturate
+onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere its int16 accumulators saturate
 openvino             uint8, zp 128 int8           every CPU
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ===========================================================
 
-The same codes, shifted by 128 together with their zero point, mean the same numbers. AVX2 multiplies an unsigned by a
-signed byte and adds two such products in 16 bits, which overflows where weights are signed and large; of unsigned
-weights runtimes know that and widen them first. Signed 8-bit activations are shifted as well: their kernels are slow.
-
-Processor: what this CPU has that quantized models care for.
+Codes shifted by 128 together with their zero point mean the same numbers. AVX2 multiplies an unsigned by a signed byte
+and adds two products in 16 bits, which saturates if weights are signed and large; unsigned weights are widened first by
+the runtimes. Signed 8-bit activations are shifted as well: their kernels are slow.
 """
 
 import platform
@@ -37,15 +35,7 @@ Runtime = Literal["onnxruntime", "openvino"]
 
 
 class Container(NamedTuple):
-    """How codes are stored.
-
-    Attributes:
-        kind: the ONNX type.
-        shift: what is added to codes and zero points.
-
-    >>> Container(TensorProto.UINT8, 128).shift
-    128
-    """
+    """How codes are stored: the ONNX type, and what is added to codes and zero points."""
 
     kind: int
     shift: int = 0
@@ -53,14 +43,12 @@ class Container(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What a runtime wants.
+    """A runtime, on some CPUs, and how it needs codes stored.
 
     Attributes:
-        name: of the target.
-        runtime: which runs it.
-        unsigned_weights: whether signed 8-bit weights of dense products are stored as unsigned ones.
+        unsigned_weights: whether signed 8-bit weights of dense layers are stored as unsigned ones.
         limit: the largest magnitude of a weight's code, None for all that the format has.
-        needs_vnni: whether products saturate on CPUs without VNNI.
+        needs_vnni: whether int16 accumulators saturate on CPUs without VNNI.
 
     >>> from detent.formats import get_format
     >>> target = get_target("onnxruntime")
@@ -79,7 +67,11 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """The spec with the codes that the target takes."""
+        """The spec with the codes that the target takes.
+
+        Raises:
+            SpecError: the target limits codes, and the spec is not symmetric.
+        """
         if self.limit is None or not spec.format.is_integer or max(-spec.qmin, spec.qmax) <= self.limit:
             return spec
         if not spec.symmetric:
@@ -87,14 +79,14 @@ class Target:
         return spec.replace(qmin=-self.limit, qmax=self.limit)
 
     def weight_container(self, format: Format, *, depthwise: bool = False, least: int = 4) -> Container:
-        """How codes of a weight are stored; ``least`` is the number of bits of the smallest type to use."""
+        """How codes of a weight are stored, in a type of at least ``least`` bits."""
         kind = element_type(format, least)
         if kind == TensorProto.INT8 and self.unsigned_weights and not depthwise:
             return Container(TensorProto.UINT8, 128)
         return Container(kind)
 
     def activation_container(self, format: Format, *, least: int = 4) -> Container:
-        """How codes of an activation are stored."""
+        """How codes of an activation are stored, in a type of at least ``least`` bits."""
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
 
@@ -114,7 +106,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def get_target(value: Target | str) -> Target:
-    """The target of that name.
+    """The target of that name; a ``Target`` is returned as it is.
 
     >>> get_target("openvino").runtime
     'openvino'
@@ -126,19 +118,21 @@ def get_target(value: Target | str) -> Target:
     return TARGETS[value]
 
 
+# This CPU
+
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "amd64", "i386", "i686")
-READ = 1 << 16
+CPUINFO_BYTES = 1 << 16  # enough for the first CPU
 
 
 def has_vnni() -> bool | None:
-    """Whether it multiplies bytes into 32 bits at once; None where that cannot be told."""
+    """Whether this CPU multiplies bytes into 32-bit sums (VNNI); None if unknown."""
     flags = _flags()
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 
 
 def has_avx2() -> bool | None:
-    """Whether it has AVX2; None where that cannot be told."""
+    """Whether this CPU has AVX2; None if unknown."""
     flags = _flags()
     return None if flags is None else "avx2" in flags
 
@@ -148,26 +142,14 @@ def _flags() -> list[str] | None:
         return None
     try:
         with CPUINFO.open(encoding="utf-8", errors="replace") as file:
-            lines = file.read(READ).splitlines()
+            lines = file.read(CPUINFO_BYTES).splitlines()
     except OSError:
         return None
     return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
 
 
 def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
-    """Which target computes faster on this CPU, and at what price; "" where there is none.
-
-    Args:
-        target: the name of the one that was chosen.
-        vnni, avx2: what ``has_vnni`` and ``has_avx2`` say.
-
-    >>> faster("onnxruntime", True, True)
-    'this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs'
-    >>> faster("onnxruntime", False, True)
-    'this CPU has AVX2 and no VNNI: --target onnxruntime-avx2 is faster here, with one bit less in weights'
-    >>> faster("onnxruntime-vnni", True, True)
-    ''
-    """
+    """Advise a target that is faster on a CPU with VNNI or AVX2 than the chosen one; "" if there is none."""
     if target != "onnxruntime":
         return ""
     if vnni:
@@ -178,30 +160,19 @@ def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Why a target is not the one for this CPU; "" where nothing speaks against it.
-
-    Args:
-        target: its name.
-        vnni: what ``has_vnni`` says.
-
-    >>> mismatch("onnxruntime", False)
-    ''
-    >>> mismatch("onnxruntime-vnni", False)
-    'target onnxruntime-vnni needs a CPU with VNNI, this one has none: its products saturate here; \
---target onnxruntime is exact on every CPU'
-    """
-    aim = get_target(target)
-    special = aim.needs_vnni or aim.limit is not None
-    if special and platform.machine().lower() not in X86:
-        return f"target {target} is made for x86 CPUs, this one is {platform.machine()}: use --target {aim.runtime}"
-    if aim.needs_vnni and vnni is False:
+    """Why a target does not suit this CPU, with or without VNNI; "" if it does."""
+    chosen = get_target(target)
+    needs_vnni, limit, runtime = chosen.needs_vnni, chosen.limit, chosen.runtime
+    if (needs_vnni or limit is not None) and platform.machine().lower() not in X86:
+        return f"target {target} is made for x86 CPUs, this one is {platform.machine()}: use --target {runtime}"
+    if needs_vnni and vnni is False:
         return (
-            f"target {target} needs a CPU with VNNI, this one has none: its products saturate here; "
-            f"--target {aim.runtime} is exact on every CPU"
+            f"target {target} needs a CPU with VNNI, this one has none: its int16 accumulators saturate here; "
+            f"--target {runtime} is exact on every CPU"
         )
-    if aim.limit is not None and vnni:
+    if limit is not None and vnni:
         return (
-            f"target {target} gives up a bit of each weight, which this CPU does not ask for, as it has VNNI: "
-            f"--target {aim.runtime}-vnni keeps it"
+            f"target {target} drops one weight bit for CPUs without VNNI; this CPU has VNNI: "
+            f"use --target {runtime}-vnni"
         )
     return ""

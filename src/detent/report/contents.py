@@ -20,8 +20,8 @@ from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model import Graph, load
 from detent.onnx_model.batches import BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
+from detent.onnx_model.graph import INTEGER_KERNELS
 from detent.onnx_model.qdq_reader import QuantizedGraph, open_quantized
-from detent.onnx_model.sessions import INTEGER
 from detent.recipe import Recipe
 from detent.report.document import (
     Basis,
@@ -208,7 +208,7 @@ def _layer(
 ) -> Layer:
     if told is not None and told.kernel:
         kernel = told.kernel
-    status: Status = "float" if not found.is_quantized else "integers" if kernel in INTEGER else "quantized"
+    status: Status = "float" if not found.is_quantized else "integers" if kernel in INTEGER_KERNELS else "quantized"
     reason = "" if found.is_quantized else (told.reason if told is not None and told.reason else found.reason)
     site = found.quantizer
     activation = None if site is None else seen.tensors.get(site.node)

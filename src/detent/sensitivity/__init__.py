@@ -4,10 +4,10 @@
 
     import detent.sensitivity as qs
 
-    found = qs.measure(model, data, widths=(3, 4, 6, 8))     each layer alone, at each width
-    mix = found.choose(1_000_000)                            the least noise in so many bytes
-    print(qs.run_mix(model, data, mix))                      predicted and measured
-    qs.refine(model, data, found, 1_000_000)                 and what running finds beyond the sum
+    sensitivity = qs.measure(model, data, widths=(3, 4, 6, 8))     each layer alone, at each bit width
+    mix = sensitivity.choose(1_000_000)                            the least noise in so many bytes
+    print(qs.run_mix(model, data, mix))                            predicted and measured
+    qs.refine(model, data, sensitivity, 1_000_000)                 a search that runs mixes
 
 ``import detent.sensitivity`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
 """

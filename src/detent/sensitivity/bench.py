@@ -1,12 +1,12 @@
 """Layer runners: a model whose layers can be quantized one by one, and the noise at its outputs.
 
-``onnx_bench`` and ``torch_bench`` each make a ``LayerRunner``; the loop over layer groups and options, ``measure_all``,
-is the same for both. Bit widths become specs of weights here, whose bytes depend on the storage:
+``onnx_bench`` and ``torch_bench`` each have a ``LayerRunner``; the loop over layer groups and options, ``measure_all``,
+is the same for both. Bit widths become specs of weights here; their bytes depend on the storage:
 
 ===========  ==========================================================================================
 storage      a weight of n elements and s scales at b bits
 ===========  ==========================================================================================
-``onnx``     codes in 4, 8 or 16 bits, the next that holds b (4 for matrix products only); float32
+``onnx``     codes in 4, 8 or 16 bits, the next that holds b (4 only for matmuls); float32
              scales and zero points as wide as the codes
 ``packed``   n * b bits, float32 scales, zero points of b bits where the spec is affine
 ===========  ==========================================================================================
@@ -38,35 +38,28 @@ __all__ = [
     "measure_all",
     "weight_nbytes",
 ]
-FEWEST_BITS, MOST_BITS = 1, 16
+
+Array = NDArray[Any]
+Progress = Callable[[int, int], object] | bool | None
+MIN_BITS, MAX_BITS = 1, 16
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
-    """The specs of weights by their labels, which are their short texts.
-
-    Args:
-        widths: numbers of bits, which stand for symmetric integers with a scale per output channel, or texts of specs.
-
-    Raises:
-        SpecError: no width, one that comes twice, or one that no weight can have.
-
-    >>> list(as_widths([4, 8, "int4/group32"]))
-    ['int4/axis0', 'int8/axis0', 'int4/group32']
-    """
+    """Specs of weights by their labels, their short texts; a number of bits stands for ``int{bits}/axis0``."""
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
         raise SpecError(f"widths are a list such as (3, 4, 6, 8) or (4, 'int4/group32'), got {widths!r}")
-    found: dict[str, QuantSpec] = {}
+    specs: dict[str, QuantSpec] = {}
     for width in widths:
         spec = _spec(width)
         label = spec_text(spec)
         if label is None:
             raise SpecError(f"the width {width!r} has no short text: use a spec such as 'int4/group32'")
-        if label in found:
+        if label in specs:
             raise SpecError(f"the width {width!r} comes twice: each is an option of its own")
-        found[label] = spec
-    if not found:
+        specs[label] = spec
+    if not specs:
         raise SpecError("there are no widths: give some, for example widths=(3, 4, 6, 8), or None for the recipe's")
-    return found
+    return specs
 
 
 def _spec(width: int | str) -> QuantSpec:
@@ -76,81 +69,43 @@ def _spec(width: int | str) -> QuantSpec:
         if isinstance(spec.granularity, PerToken):
             raise SpecError(f"the width {width!r} has a scale per token, which only activations have")
         return spec
-    bits = as_integer("a width", value, at_least=FEWEST_BITS, at_most=MOST_BITS)
+    bits = as_integer("a width", value, at_least=MIN_BITS, at_most=MAX_BITS)
     return QuantSpec.parse(f"int{bits}/axis0")
 
 
 def as_storage(value: str) -> Storage:
-    """The storage of that name.
-
-    >>> as_storage("packed")
-    'packed'
-    """
+    """The storage of that name, checked."""
     if value not in STORAGES:
         raise SpecError(f"storage is one of {', '.join(STORAGES)}, got {value!r}")
     return "onnx" if value == "onnx" else "packed"
 
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_product: bool) -> int:
-    """The bytes of a weight's codes, scales and zero points.
-
-    Args:
-        spec: placed as the layer needs it.
-        shape: of the weight.
-        storage: see above.
-        is_product: whether it is that of a matrix product, whose codes ONNX may store in 4 bits.
-
-    >>> spec = QuantSpec.parse("int3/axis0")
-    >>> [weight_nbytes(spec, (8, 64), storage, is_product=True) for storage in STORAGES]
-    [292, 224]
-    """
+    """The bytes of a weight's codes, scales and zero points; ``is_product``: a matmul, which ONNX stores in 4 bits."""
     if storage == "packed":
         return stored_nbytes(spec, shape)
     return stored_nbytes(spec, shape, (4, 8, 16) if is_product else (8, 16))
 
 
-Array = NDArray[Any]
-Progress = Callable[[int, int], object] | bool | None
-
-
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that share a weight, or one that shares none: what is quantized at a time.
-
-    Attributes:
-        names: of the layers, in order.
-        type: of the first.
-        elements: of its weights.
-        nbytes_float: of its weights in float.
-        nbytes: by option.
-
-    >>> LayerGroup(("fc",), "MatMul", 8, 32, {"int8/axis0": 12}).names
-    ('fc',)
-    """
+    """A layer, or all layers that share a weight: they are quantized together."""
 
     names: tuple[str, ...]
-    type: str
-    elements: int
+    type: str  # of the first layer
+    elements: int  # of the weights
     nbytes_float: int
-    nbytes: Mapping[str, int]
+    nbytes: Mapping[str, int]  # by option
 
 
 class LayerRunner(Protocol):
-    """What the loop needs of a model.
-
-    Attributes:
-        groups: what can be quantized.
-        options: their labels.
-        samples: how many there are.
-        names: of the float outputs.
-        recipe: what the measured recipe gives each layer; None where options are specs.
-    """
+    """A model whose layer groups can be quantized one by one."""
 
     groups: Sequence[LayerGroup]
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # all labels
     samples: int
-    names: Sequence[str]
-    recipe: Recipe | None
+    names: Sequence[str]  # of the float outputs
+    recipe: Recipe | None  # one rule per layer of the measured recipe; None if options are specs
 
     def reference(self) -> Iterator[Sequence[Array]]:
         """The float outputs of the float model, batch by batch."""
@@ -159,24 +114,11 @@ class LayerRunner(Protocol):
         """Every group at every option it has, in the order that costs least."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some groups quantized: their options, by the names of their first layers."""
+        """The outputs with some groups quantized: their options, by the names of their first layers."""
 
 
 class OutputNoise:
-    """The noise of outputs relative to those of the float model.
-
-    Args:
-        names: of the outputs, for messages.
-        reference: the float model's outputs, batch by batch; they are kept.
-
-    Raises:
-        UnsupportedError: there is no float output.
-        RangeError: an output holds NaN or infinity, or nothing but zeros.
-
-    >>> output_noise = OutputNoise(["y"], [[np.float32([3.0, 4.0])]])
-    >>> output_noise.noise([[np.float32([3.0, 3.5])]])
-    0.01
-    """
+    """The noise of outputs relative to ``reference``, the outputs of the float model, which are kept."""
 
     def __init__(self, names: Sequence[str], reference: Iterable[Sequence[Array]]) -> None:
         self._names = list(names)
@@ -188,12 +130,12 @@ class OutputNoise:
             self._powers += [_power(each) for each in batch]
         for name, power in zip(self._names, self._powers, strict=True):
             if not np.isfinite(power):
-                raise RangeError(f"output {name!r} of the float model holds NaN or infinity on these data: mend them")
+                raise RangeError(f"output {name!r} of the float model holds NaN or infinity on these data: clean them")
         if not self._powers.any():
             raise RangeError("all outputs of the float model are zero on these data: there is no signal to compare")
 
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
-        """The mean over the outputs of their noise power by their power; outputs that are all zero are left out."""
+        """The mean of noise power / power over the outputs; outputs that are all zero are left out."""
         noise = np.zeros(len(self._names))
         for old, new in zip(self._reference, outputs, strict=True):
             for at, (before, after) in enumerate(zip(old, new, strict=True)):
@@ -205,8 +147,8 @@ class OutputNoise:
                 with np.errstate(over="ignore", invalid="ignore"):  # layers of few bits may overflow
                     noise[at] += _power(np.subtract(after, before, dtype=np.float64))
         has_signal = self._powers > 0
-        found = float(np.mean(noise[has_signal] / self._powers[has_signal]))
-        return min(found, OVERFLOW_NOISE) if np.isfinite(found) else OVERFLOW_NOISE
+        mean = float(np.mean(noise[has_signal] / self._powers[has_signal]))
+        return min(mean, OVERFLOW_NOISE) if np.isfinite(mean) else OVERFLOW_NOISE
 
 
 def _power(values: Array) -> float:
@@ -214,32 +156,28 @@ def _power(values: Array) -> float:
 
 
 def measure_all(
-    bench: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
+    runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
 ) -> tuple[LayerNoise, ...]:
-    """The noise of every group at every option, in the model's order."""
+    """Measure the noise of every group at every option, in the model's order."""
     start = time.perf_counter()
-    output_noise = OutputNoise(bench.names, bench.reference())
+    output_noise = OutputNoise(runner.names, runner.reference())
     first = time.perf_counter() - start
-    tasks = list(bench.tasks())
-    found: dict[tuple[str, ...], dict[str, float]] = {group.names: {} for group in bench.groups}
+    tasks = list(runner.tasks())
     if announce is not None:
         start = time.perf_counter()  # once more: the first run reserves memory
-        output_noise.noise(bench.reference())
+        output_noise.noise(runner.reference())
         seconds = min(first, time.perf_counter() - start) * len(tasks)
-        announce(Cost(len(bench.groups), len(bench.options), len(tasks), bench.samples, seconds))
+        announce(Cost(len(runner.groups), len(runner.options), len(tasks), runner.samples, seconds))
     report = reporter(progress, "measuring", "runs")
+    measured: dict[tuple[str, str], float] = {}
     for done, (group, option) in enumerate(tasks, 1):
-        found[group.names][option] = output_noise.noise(bench.outputs({group.names[0]: option}))
+        measured[group.names[0], option] = output_noise.noise(runner.outputs({group.names[0]: option}))
         report(done, len(tasks))
-    return tuple(
-        LayerNoise(
-            group.names[0],
-            group.type,
-            group.elements,
-            group.nbytes_float,
-            {option: found[group.names][option] for option in bench.options if option in group.nbytes},
-            {option: group.nbytes[option] for option in bench.options if option in group.nbytes},
-            group.names[1:],
-        )
-        for group in bench.groups
-    )
+    layers = []
+    for group in runner.groups:
+        name, *tied = group.names
+        options = [option for option in runner.options if option in group.nbytes]
+        noise = {option: measured[name, option] for option in options}
+        nbytes = {option: group.nbytes[option] for option in options}
+        layers.append(LayerNoise(name, group.type, group.elements, group.nbytes_float, noise, nbytes, tuple(tied)))
+    return tuple(layers)

@@ -2,16 +2,16 @@
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 
-- of a layer, options that another one beats in bytes and in noise are dropped;
-- layers are added one by one, and of all partial choices only those are kept that no other beats in both;
-- a partial choice is dropped as well where the linear relaxation of the layers to come, which may mix two options of
-  a layer and so is never worse than a real choice, cannot make it as good as a choice that is known already.
+- options of a layer that another one beats in bytes and in noise are dropped;
+- layers are added one by one, and only partial choices are kept that no other beats in both;
+- a partial choice is also dropped if the linear relaxation of the layers to come, which may mix two options of a layer
+  and so is never worse than a real choice, cannot make it as good as a known choice.
 
-The relaxation takes the steps of all layers' lower convex hulls in the order of what they gain per byte (Sinha and
-Zoltners 1979). Where no step is cut, it is a real choice, and the best one for its bytes: ``hull_choices`` are these.
+The relaxation takes the steps of all layers' lower convex hulls in the order of their gain per byte (Sinha and Zoltners
+1979). If no step is cut, it is a real choice, and the best one for its bytes: ``hull_choices`` yields these.
 
-Noise spans many decades. All sums are of numbers that are not negative and none is the difference of two sums, so that
-each is right to a few units of its own last place, however loud the layers are that it does not hold.
+Noise spans many decades. All sums are of non-negative numbers and none is the difference of two sums, so each is right
+to a few units of its own last place, however loud other layers are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ __all__ = ["best_choice", "hull_choices", "smallest_total"]
 Option = tuple[int, float]  # bytes, noise
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-SLACK = 1e-9  # of the known choice's noise: sums of floats in another order must not cost the best choice
+SLACK = 1e-9  # relative to the known choice's noise: another accumulation order must not lose the best choice
 Corners = tuple[Integers, Floats]  # of the relaxation: bytes, and the least noise in them
 
 
@@ -50,28 +50,17 @@ class _Step:
 
 
 def smallest_total(layers: Sequence[Sequence[Option]]) -> int:
-    """The bytes that the smallest option of every layer takes.
-
-    >>> smallest_total([[(4, 0.5), (8, 0.1)], [(3, 0.2)]])
-    7
-    """
+    """The bytes of the smallest option of every layer."""
     return sum(min(nbytes for nbytes, _ in options) for options in layers)
 
 
 def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
-    """The place of each layer's option such that all fit the budget and their noise is least; of equals, the smallest.
+    """The index of each layer's option with the least noise that fits the budget; of equals, the smallest.
 
-    Args:
-        layers: of each layer the (bytes, noise) of its options.
-        budget: in bytes; more than all largest options is as good as these.
-
-    Returns:
-        None where not even the smallest options fit.
+    None if not even the smallest options fit.
 
     >>> best_choice([[(4, 0.5), (8, 0.1)], [(4, 0.3), (8, 0.2)]], 12)
     [1, 0]
-    >>> best_choice([[(4, 0.5)]], 3) is None
-    True
     """
     fronts = [_front(options) for options in layers]
     if sum(int(front.nbytes[0]) for front in fronts) > budget:
@@ -99,7 +88,7 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
 
 
 def hull_choices(layers: Sequence[Sequence[Option]]) -> Iterator[tuple[int, float]]:
-    """The bytes and noise of the best choices on the lower convex hull of all, from the smallest to the best.
+    """The bytes and noise of the choices on the lower convex hull of all, from the smallest to the best.
 
     >>> list(hull_choices([[(4, 0.5), (8, 0.25)], [(4, 0.25), (8, 0.125)]]))
     [(8, 0.75), (12, 0.5), (16, 0.375)]
@@ -142,7 +131,7 @@ def _is_above(nbytes: Integers, noise: Floats, a: int, b: int, c: int) -> bool:
 
 
 def _steps(fronts: Sequence[_Front]) -> list[_Step]:
-    """All steps, those that gain most per byte first; of one layer they are in order, as its hull is convex."""
+    """All steps, those that gain most per byte first; steps of one layer are in order, as its hull is convex."""
     steps: list[tuple[float, _Step]] = []
     for layer, front in enumerate(fronts):
         rate = np.inf
@@ -154,7 +143,7 @@ def _steps(fronts: Sequence[_Front]) -> list[_Step]:
 
 
 def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
-    """A good choice: the steps of the relaxation, as long as they fit; a layer stops at its first that does not."""
+    """A good choice: the steps of the relaxation as long as they fit; a layer stops at its first that does not."""
     at, stopped = [0] * len(fronts), set[int]()
     used = sum(int(front.nbytes[0]) for front in fronts)
     for step in _steps(fronts):
@@ -167,7 +156,7 @@ def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
 
 
 def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
-    """For each layer the corners of the relaxation of all layers behind it."""
+    """For each layer the corners of the relaxation of all layers after it."""
     steps = _steps(fronts)
     layers = np.array([step.layer for step in steps], np.int64)
     sizes, gains = np.array([step.nbytes for step in steps], np.int64), np.array([step.gain for step in steps])
@@ -176,15 +165,15 @@ def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
         nbytes = np.cumsum(
             np.concatenate([[sum(int(front.nbytes[0]) for front in behind)], sizes[rest]]), dtype=np.int64
         )
-        # Summed up from the end: the start minus what is gained would be off by the rounding of the largest noise.
+        # Summed from the end: the start minus the gains would be off by the rounding of the largest noise.
         end = sum(float(front.noise[front.hull[-1]]) for front in behind)
         yield nbytes, np.cumsum(np.concatenate([[end], gains[rest][::-1]]))[::-1]
 
 
 def _least(left: Integers, corners: Corners) -> Floats:
-    """The relaxation's noise in the bytes that are left; infinite where they are too few.
+    """The relaxation's noise in the bytes that are left; infinite if they are too few.
 
-    Unlike ``np.interp`` it adds a share of either corner, and so is right where one is far louder than the other.
+    Unlike ``np.interp`` it adds a share of either corner, and so is right if one is far louder than the other.
     """
     nbytes, noise = corners
     after = np.searchsorted(nbytes, left, side="right")

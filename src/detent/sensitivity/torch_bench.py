@@ -1,7 +1,7 @@
 """PyTorch modules as layer runners: a copy, prepared by ``qt.prepare`` once per option, quantized layer by layer.
 
-What is measured is what ``qt.prepare`` does: batch norms are folded, and weights below 8 bits are rounded by
-their range, as in training. The model itself is left alone.
+It measures what ``qt.prepare`` does: batch norms are folded, and weights are fake-quantized by their range, as in
+training. The model itself is not changed.
 """
 
 import copy
@@ -33,20 +33,10 @@ EXCLUDED = ("excluded", "no rule matches")
 PRODUCTS = (nn.Linear, nn.MultiheadAttention)
 
 
-def first_samples(data: object, wanted: int) -> tuple[list[Arguments], int]:
-    """The first samples of the data, which are counted along the first axis of tensors, and how many they are.
+def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
+    """Batches with the first ``limit`` samples along the first axis, as arguments of a call, and their number.
 
-    Args:
-        data: batches: a tensor, a tuple of a model's arguments, or a dict of them by name.
-        wanted: samples; the last batch is cut where its tensors have as many.
-
-    Raises:
-        SpecError: no batches.
-        DtypeError: a batch of another type.
-
-    >>> calls, count = first_samples([torch.ones(4, 2)] * 3, 6)
-    >>> [call.args[0].shape for call in calls], count
-    ([torch.Size([4, 2]), torch.Size([2, 2])], 6)
+    The last batch is cut if its tensors have as many samples.
     """
     if isinstance(data, str | bytes | Mapping | Tensor) or not isinstance(data, Iterable):
         raise SpecError(f"data is of type {type(data).__name__}, expected a list of batches: for one batch give [data]")
@@ -56,13 +46,13 @@ def first_samples(data: object, wanted: int) -> tuple[list[Arguments], int]:
         leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
         sizes = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
         size = max(sizes, default=1)
-        if count + size > wanted and len(sizes) == 1:
-            size = wanted - count
+        if count + size > limit and len(sizes) == 1:
+            size = limit - count
             cut = [leaf[:size] if isinstance(leaf, Tensor) and leaf.ndim else leaf for leaf in leaves]
             call = Arguments(*pytree.tree_unflatten(cut, structure))
         calls.append(call)
         count += size
-        if count >= wanted:
+        if count >= limit:
             break
     if not calls:
         raise SpecError("data holds no batches, perhaps because it was read before: give a list")
@@ -70,16 +60,7 @@ def first_samples(data: object, wanted: int) -> tuple[list[Arguments], int]:
 
 
 class TorchLayerRunner:
-    """A module as a ``LayerRunner``; see ``OnnxLayerRunner`` for the arguments.
-
-    >>> from detent.recipe import get_recipe
-    >>> model = nn.Sequential(nn.Linear(2, 2))
-    >>> bench = TorchLayerRunner(model, [torch.ones(3, 2)], get_recipe("w8a8"), None, 32, (), "onnx")
-    >>> bench.groups[0].names, bench.options, len(list(bench.reference())), bench.names
-    (('0',), ('w8a8',), 1, ['output 0'])
-    >>> [len(list(bench.outputs({group.names[0]: option}))) for group, option in bench.tasks()]
-    [1]
-    """
+    """A module as a ``LayerRunner``; the arguments are those of ``qs.measure``."""
 
     def __init__(
         self,
@@ -93,22 +74,22 @@ class TorchLayerRunner:
     ) -> None:
         self._model = _copied(model)
         self._calls, self.samples = first_samples(data, samples)
-        whole = plan(self._model, recipe)
-        known = [line.name for line in whole.layers]
-        skipped = skipped_names(known, skip, "qt.plan shows")
+        model_plan = plan(self._model, recipe)
+        names = [layer.name for layer in model_plan.layers]
+        skipped = skipped_names(names, skip, "qt.plan shows")
+        self.recipe: Recipe | None = None
         if widths is None:
-            named = _named(whole, skipped)
-            self._recipes = {recipe.name or "recipe": named}
+            self.recipe = _rule_per_layer(model_plan, skipped)
+            self._recipes = {recipe.name or "recipe": self.recipe}
         else:
-            left = skipped | {line.name for line in whole.layers if line.reason in EXCLUDED}
-            rules = [Rule(exact_pattern(name), skip=True) for name in known if name in left]
+            excluded = skipped | {layer.name for layer in model_plan.layers if layer.reason in EXCLUDED}
+            rules = [Rule(exact_pattern(name), skip=True) for name in names if name in excluded]
             self._recipes = {label: Recipe([Rule(weight=spec), *rules]) for label, spec in widths.items()}
-        self.recipe = None if widths is not None else named
         self.options = tuple(self._recipes)
-        plans = {label: plan(self._model, made) for label, made in self._recipes.items()}
+        plans = {label: plan(self._model, each) for label, each in self._recipes.items()}
         self.groups: Sequence[LayerGroup] = _groups(self._model, plans, storage)
         if not self.groups:
-            raise UnsupportedError(f"no layer of the model can be measured:\n{whole}")
+            raise UnsupportedError(f"no layer of the model can be measured:\n{model_plan}")
         self._prepared: tuple[str, list[FakeQuantize]] | None = None
         self.names: Sequence[str] = [f"output {at}" for at in range(len(_floats(_run(self._model, self._calls[0]))))]
 
@@ -122,7 +103,7 @@ class TorchLayerRunner:
         return ((group, option) for option in self.options for group in self.groups if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some groups quantized; while they all have one option, the model stays prepared."""
+        """The outputs with some groups quantized; while all have one option, the model stays prepared."""
         chosen = {name: option for name, option in options.items() if option != FLOAT}
         names = {name: group.names for group in self.groups if (name := group.names[0]) in chosen}
         used = dict.fromkeys(chosen.values())
@@ -149,7 +130,7 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Bring the copy into the state of an option, or back to float; returns its quantizers."""
+        """Prepare the copy for an option, or bring it back to float; returns its quantizers."""
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:
@@ -197,67 +178,63 @@ def _run(model: nn.Module, call: Arguments) -> object:
 
 def _floats(outputs: object) -> list[Array]:
     """The float tensors in a model's outputs, in order."""
-    leaves = pytree.tree_leaves(_plain(outputs))
-    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return [leaf.detach().to("cpu", torch.float32).numpy() for leaf in found]
+    # Models of transformers return mappings that are not dicts, which pytree takes for leaves.
+    leaves = pytree.tree_leaves(list(outputs.values()) if isinstance(outputs, Mapping) else outputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
 
 
-def _plain(outputs: object) -> object:
-    """Outputs of mapping types that are no dict, as the libraries of transformers make them, as a list."""
-    return list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-
-
-def _named(whole: ModelPlan, skipped: set[str]) -> Recipe:
-    """What a recipe gives each layer, in a rule of its own."""
-    rules = []
-    for line in whole.quantized:
-        if line.name not in skipped:
-            weight = next(iter(line.weights.values()), None)
-            rules.append(
-                Rule(
-                    exact_pattern(line.name),
-                    weight=weight,
-                    input=line.input,
-                    output=line.output,
-                    mode=line.mode,
-                    ste=line.ste,
-                    observer=line.observer,
-                )
-            )
-    return Recipe(rules, whole.recipe.name)
+def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
+    """The recipe of a plan with one rule per layer."""
+    rules = [
+        Rule(
+            exact_pattern(layer.name),
+            weight=next(iter(layer.weights.values()), None),
+            input=layer.input,
+            output=layer.output,
+            mode=layer.mode,
+            ste=layer.ste,
+            observer=layer.observer,
+        )
+        for layer in model_plan.quantized
+        if layer.name not in skipped
+    ]
+    return Recipe(rules, model_plan.recipe.name)
 
 
 def _groups(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -> tuple[LayerGroup, ...]:
-    """The layers with weights, in order; those that are tied belong to the first of them."""
-    lines = {label: {line.name: line for line in made.quantized if line.weights} for label, made in plans.items()}
+    """The layers with weights, in order; tied layers belong to the first of them."""
+    layers = {label: {each.name: each for each in made.quantized if each.weights} for label, made in plans.items()}
     owners: dict[str, str] = {}
-    for made in plans.values():
-        for line in made.layers:
-            owner = next((other.rpartition(".")[0] for other in line.tied.values()), line.name)
-            owners[line.name] = owners.get(owner, owner)
+    for layer in (each for made in plans.values() for each in made.layers):
+        owner = next((other.rpartition(".")[0] for other in layer.tied.values()), layer.name)
+        owners[layer.name] = owners.get(owner, owner)
     groups = []
     for first in dict.fromkeys(owners.values()):
         names = tuple(name for name, owner in owners.items() if owner == first)
-        module = model.get_submodule(first)
-        nbytes = {
-            label: _nbytes(module, made[first], storage)
-            for label, made in lines.items()
-            if all(name in made for name in names)
-        }
-        if nbytes:
-            known = next(made[first] for label, made in lines.items() if label in nbytes)
-            weights = [module._parameters[key] for key in known.weights]
-            sizes = [(each.numel(), each.element_size()) for each in weights if each is not None]
-            elements, floats = sum(count for count, _ in sizes), sum(count * size for count, size in sizes)
-            groups.append(LayerGroup(names, known.type, elements, floats, nbytes))
+        by_option = {label: made[first] for label, made in layers.items() if all(name in made for name in names)}
+        if not by_option:
+            continue
+        module, layer = model.get_submodule(first), next(iter(by_option.values()))
+        nbytes = {label: _nbytes(module, each, storage) for label, each in by_option.items()}
+        weights = _weights(module, layer).values()
+        elements = sum(each.numel() for each in weights)
+        floats = sum(each.numel() * each.element_size() for each in weights)
+        groups.append(LayerGroup(names, layer.type, elements, floats, nbytes))
     return tuple(groups)
 
 
-def _nbytes(module: nn.Module, line: LayerPlan, storage: Storage) -> int:
+def _weights(module: nn.Module, layer: LayerPlan) -> dict[str, Tensor]:
+    weights = {key: module._parameters[key] for key in layer.weights}
+    return {key: weight for key, weight in weights.items() if weight is not None}
+
+
+def _nbytes(module: nn.Module, layer: LayerPlan, storage: Storage) -> int:
     is_product = isinstance(module, PRODUCTS)
-    weights = {key: module._parameters[key] for key in line.weights}
-    shapes = {key: tuple(each.shape) for key, each in weights.items() if each is not None}
-    return sum(weight_nbytes(line.weights[key], shape, storage, is_product=is_product) for key, shape in shapes.items())
+    return sum(
+        weight_nbytes(layer.weights[key], tuple(weight.shape), storage, is_product=is_product)
+        for key, weight in _weights(module, layer).items()
+    )
 
 
 @contextmanager
@@ -270,14 +247,10 @@ def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> 
 
 
 def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> float:
-    """The noise at the outputs of a module that ``qt.prepare`` has quantized by a recipe.
-
-    >>> run_recipe(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)], Recipe.preset("w8a16"), 32) < 1e-3
-    True
-    """
+    """The noise at the outputs of a module that ``qt.prepare`` has quantized by a recipe."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
-    meter = OutputNoise([f"output {at}" for at in range(len(floats[0]))], floats)
+    output_noise = OutputNoise([f"output {at}" for at in range(len(floats[0]))], floats)
     with _quantized(copied, recipe, calls):
-        return meter.noise(_floats(_run(copied, call)) for call in calls)
+        return output_noise.noise(_floats(_run(copied, call)) for call in calls)

@@ -105,9 +105,11 @@ def mark(model: nn.Module) -> Marked:
 
 
 def _is_depthwise(layer: QuantizedLayer) -> bool:
+    from detent.onnx_model.graph import is_depthwise  # noqa: PLC0415 - it loads ONNX
+
     if not isinstance(layer, _Convolutions):
         return False
-    return layer.groups > 1 and layer.groups == layer.in_channels == layer.out_channels
+    return is_depthwise(layer.groups, (layer.out_channels, layer.in_channels // layer.groups))
 
 
 def _fold(layer: QuantizedProduct, fold: Fold) -> None:

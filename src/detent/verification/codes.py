@@ -22,7 +22,7 @@ from detent.checks import first_index
 from detent.errors import DetentError
 from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import QdqParams, get_target, make_session
-from detent.onnx_model.graph import attribute_of
+from detent.onnx_model.graph import attribute_of, is_depthwise
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Reading, ort_errors
 from detent.ops import dequantize, quantize
@@ -640,8 +640,7 @@ def _is_dense(artifact: QuantizedGraph, node: NodeProto) -> bool:
         return False
     made = artifact.graph.producer(node.input[1])
     shape = artifact.graph.shape(made.input[0]) if made is not None else None
-    groups = int(attribute_of(node, "group", 1))
-    return not (shape is not None and 1 < groups == shape[0] and shape[1] == 1)
+    return shape is None or not is_depthwise(attribute_of(node, "group", 1), shape)
 
 
 class WeightCheck:

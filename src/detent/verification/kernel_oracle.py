@@ -24,7 +24,7 @@ from onnx import ModelProto, NodeProto, helper
 
 from detent.checks import first_index
 from detent.errors import UnsupportedError
-from detent.onnx_model.graph import INTEGER_KERNELS
+from detent.onnx_model.graph import CODE_OPERATORS
 from detent.onnx_model.sessions import Reading
 from detent.verification.verify_report import Difference, Kernel
 
@@ -276,7 +276,7 @@ def is_integer_kernel(node: NodeProto) -> bool:
     >>> is_integer_kernel(NodeProto(op_type="QLinearConv")), is_integer_kernel(NodeProto(op_type="QuantizeLinear"))
     (True, False)
     """
-    return node.op_type.startswith(INTEGER_KERNELS)
+    return node.op_type.startswith(CODE_OPERATORS)
 
 
 class _Row:
