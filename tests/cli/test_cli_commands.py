@@ -305,7 +305,7 @@ def test_sensitivity_json(shop, monkeypatch, capsys):
         (["nothing.onnx", "-d", "few.npz"], "there is no such file"),
         (["model.onnx", "-d", "few.npz", "--widths", "4,many"], "expected bits from 2 to 8"),
         (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "5"], "the smallest takes"),
-        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "200%"], "'200%' is no part"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "200%"], "invalid percentage '200%'"),
         (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "give --budget as well"),
         (["model.onnx"], "--data"),
     ],
