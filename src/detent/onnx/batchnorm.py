@@ -24,15 +24,7 @@ EPSILON = 1e-5
 
 
 def fold(graph: Graph) -> int:
-    """Move constants after layers into them; returns how many nodes are gone.
-
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1,2] x) => (float[1,1,2] y) <float[1,1,1] w = {3.0}, float c = {2.0}> {
-    ...       t = Conv(x, w) y = Mul(t, c) }'''))
-    >>> fold(graph), graph.array(graph.nodes[0].input[1]).item()
-    (1, 6.0)
-    """
+    """Move constants after layers into them; returns how many nodes are gone."""
     gone = 0
     for node in list(graph.nodes):
         while node.op_type in FOLDED and _fold_next(graph, node):

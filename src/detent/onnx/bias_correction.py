@@ -30,22 +30,7 @@ def corrected_biases(
     probes: Probes,
     samples: int = SAMPLES,
 ) -> dict[str, Array]:
-    """The biases of layers that can have one, by the layers' names.
-
-    Args:
-        plan: what is quantized.
-        calibration: for its samples.
-        params: of activations, by group of tensors.
-        probes: of the layers.
-        samples: how many batches to average over.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,2] y) <float[1,2] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''), "w4a8")
-    >>> list(corrected_biases(made, qo.calibrate(made, [np.float32([[2.0]])]), {}, Probes()))
-    ['fc']
-    """
+    """The biases of layers that can have one, by the layers' names."""
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
         return {}

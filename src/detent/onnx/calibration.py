@@ -227,18 +227,7 @@ def observed_tensors(plan: GraphPlan) -> list[str]:
 
 
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
-    """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch.
-
-    Raises:
-        SpecError: several passes are needed over data that can be read once.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> tensor_groups(made, open_batches([np.float32([[2.0]])], inputs_of(made.model)), 100)
-    [['x']]
-    """
+    """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch."""
     model, names = plan.model, observed_tensors(plan)
     inner = [name for name in names if name not in plan.graph.inputs]
     sizes = tensor_nbytes(model, inner, batches.check_first())
@@ -260,19 +249,7 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
 
 
 def activation_params(placement: QuantizerPlacement, calibration: Calibration, *, clipped: bool) -> QuantParams:
-    """The parameters of a tensor; those of a searched range are kept, since searching takes long.
-
-    Args:
-        placement: where its Q/DQ pair stands.
-        calibration: what the data have shown.
-        clipped: True for the observer's clipping range, False for the min-max range.
-
-    >>> from detent.observers import MinMax
-    >>> from detent.spec import QuantSpec
-    >>> calibration = Calibration({"x": MinMax().observe([0.0, 51.0])}, (), 1, "")
-    >>> activation_params(QuantizerPlacement("x", QuantSpec("uint8"), "x"), calibration, clipped=False).scale
-    array(0.2, dtype=float32)
-    """
+    """The parameters of a tensor; those of a searched range are kept, since searching takes long."""
     key = placement, clipped
     if key not in calibration._params:
         calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
@@ -298,20 +275,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
 def choose_params(
     placements: Iterable[QuantizerPlacement], calibration: Calibration, clipped: Collection[str] | None = None
 ) -> dict[str, QuantParams]:
-    """The parameters of all groups of tensors, by name.
-
-    Args:
-        placements: where Q/DQ pairs stand.
-        calibration: what the data have shown.
-        clipped: the groups that have the clipping range of their observers; None for all.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> list(choose_params(plan.placements(), qo.calibrate(plan, [np.float32([[2.0]])])))
-    ['x']
-    """
+    """The parameters of all groups of tensors, by name."""
     return {
         each.group: activation_params(each, calibration, clipped=clipped is None or each.group in clipped)
         for each in placements
@@ -322,13 +286,7 @@ def choose_params(
 def range_decisions(
     params: Mapping[str, QuantParams], calibration: Calibration | None, clipped: Collection[str] | None = None
 ) -> dict[str, RangeDecision]:
-    """Chosen parameters as a part of Decisions.
-
-    Args:
-        params: by group, see ``choose_params``.
-        calibration: what the data have shown, None where there were none.
-        clipped: as for ``choose_params``.
-    """
+    """Chosen parameters as a part of Decisions."""
     known = {} if calibration is None else calibration.ranges
     return {
         group: RangeDecision(
@@ -357,22 +315,7 @@ def choose_clipped(
     probes: Probes,
     samples: int = CLIP_SAMPLES,
 ) -> set[str]:
-    """The groups of tensors that have the clipping range of their observers, not the min-max range.
-
-    Args:
-        plan: what is quantized.
-        calibration: what the data have shown.
-        placements: where Q/DQ pairs stand.
-        probes: of the layers.
-        samples: batches that the layers are compared on.
-
-    >>> import numpy as np, detent.onnx as qo
-    >>> from onnx import parser
-    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> choose_clipped(plan, qo.calibrate(plan, [np.float32([[2.0]])]), plan.placements(), Probes())
-    set()
-    """
+    """The groups of tensors that have the clipping range of their observers, not the min-max range."""
     layers = plan.layers_by_name
     leaving = _leaving(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
     readers = defaultdict(list)

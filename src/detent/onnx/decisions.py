@@ -438,11 +438,7 @@ class Decisions(_ComparedByContent):
 
 
 def scaled(params: QuantParams, factor: float) -> QuantParams:
-    """The parameters of a tensor's multiple: the same codes, another scale, rounded once.
-
-    >>> scaled(QuantParams("uint8", 0.5), 3.0).scale
-    array(1.5, dtype=float32)
-    """
+    """The parameters of a tensor's multiple: the same codes, another scale, rounded once."""
     return QuantParams(params.spec, np.float32(params.scale * np.float64(factor)), params.zero_point)
 
 

@@ -52,22 +52,7 @@ class _Between:
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
-    """The factors of the tensors whose readers come closer to float by them.
-
-    Args:
-        plan: whose layers are equalized where input and weight are quantized; its model is not changed.
-        samples: batches to compare on.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2,N] x) => (float[1,2,N] y)
-    ...     <float[2,2,1] v = {9.0, 0.0, 0.0, 0.01}, float[2,1,1] w = {1.0, 1.0}> {
-    ...       [a] t = Conv(x, v) [b] y = Conv<group = 2>(t, w) }'''))
-    >>> [each] = choose(plan, [{"x": np.linspace(0, 1, 1000, dtype=np.float32).reshape(1, 2, 500)}])
-    >>> each.maker, each.readers, each.factors.round(3)
-    ('a', ('b',), array([1.   , 0.002], dtype=float32))
-    """
+    """The factors of the tensors whose readers come closer to float by them."""
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
     graph = plan.graph
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
@@ -93,19 +78,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
 
 
 def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
-    """Write chosen factors into a model, which is changed.
-
-    Raises:
-        SpecError: a tensor does not lie between the layers that are named, or has another number of channels.
-
-    >>> from onnx import parser
-    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1,N] x) => (float[1,1,N] y)
-    ...     <float[1,1,1] v = {3.0}, float[1,1,1] w = {8.0}> { [a] t = Conv(x, v) [b] y = Conv(t, w) }''')
-    >>> graph = Graph(apply(model, [Equalized("t", "a", ("b",), np.float32([0.5]), 1.0, 3.0)]))
-    >>> {name: graph.array(name).item() for name in graph.constants}
-    {'v_equalized': 6.0, 'w_equalized': 4.0}
-    """
+    """Write chosen factors into a model, which is changed."""
     if not equalized:
         return model
     graph = Graph(model)

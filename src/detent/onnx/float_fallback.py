@@ -56,10 +56,7 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
 class NoiseByLayer:
     """The noise at the outputs, relative to their power, with some layers quantized.
 
-    Args:
-        plan: what is quantized.
-        params: of activations, by tensor. A quantizer belongs to the layers that read its tensor, or else make it.
-        samples: the batches on which noise is measured.
+    The quantizer of an activation belongs to the layers that read it, or if there are none, to the layer that makes it.
     """
 
     def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:

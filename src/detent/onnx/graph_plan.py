@@ -290,12 +290,7 @@ def _stored(spec: QuantSpec, layer: Layer) -> int:
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """The parameters of a weight: its min-max range, and below 8 bits the MSE-optimal range.
-
-    >>> import numpy as np
-    >>> weight_params(np.float32([[127.0]]), QuantSpec.parse("int8/axis0")).scale
-    array([1.], dtype=float32)
-    """
+    """The parameters of a weight: its min-max range, and below 8 bits the MSE-optimal range."""
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
     return MSE(granularity=spec.granularity).observe(weight).params(spec)

@@ -37,16 +37,7 @@ PATIENT = {"session.intra_op.allow_spinning": "0"}
 
 
 class Probe:
-    """A layer of its own.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.layers import layers_of
-    >>> from detent.onnx_model import Graph
-    >>> layer = next(layers_of(Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { y = MatMul(x, w) }'''))))
-    >>> Probe(layer).run(np.float32([[2.0]]), np.float32([[3.0]]))
-    array([[6.]], dtype=float32)
-    """
+    """A layer of its own."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -75,15 +66,7 @@ class Probes:
 
 
 def part_of(layer: Layer, x: Array) -> Array:
-    """As much of a layer's input as tells how well it is quantized: rows of a matrix, blocks of an image, all spread.
-
-    >>> from onnx import helper
-    >>> part_of(Layer(helper.make_node("MatMul", ["x", "w"], ["y"]), "fc", ()), np.zeros((4, 1000, 3))).shape
-    (512, 3)
-    >>> conv = Layer(helper.make_node("Conv", ["x", "w"], ["y"]), "conv", (), shape=(8, 3, 3, 3))
-    >>> part_of(conv, np.zeros((1, 3, 50, 500))).shape
-    (1, 3, 50, 88)
-    """
+    """A part of a layer's input that shows how well it is quantized: spread rows of a matrix, or blocks of an image."""
     if layer.node.op_type in {"MatMul", "Gemm"}:
         flat = x.reshape(-1, x.shape[-1])
         return flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS]
@@ -121,11 +104,7 @@ def _alone(node: NodeProto) -> ModelProto:
 
 
 def noise(reference: Array, result: Array) -> float:
-    """The power of a difference.
-
-    >>> noise(np.ones(2), np.zeros(2))
-    2.0
-    """
+    """The power of a difference."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
 
@@ -135,13 +114,6 @@ def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Fee
 
     Each caller records the tensors that it needs, and no others: which tensors are outputs decides what ONNX Runtime
     fuses, and so the last bits of their values.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> next(recorded_inputs(made, ["fc"], [{"x": np.float32([[2.0]])}]))
-    {'fc': array([[2.]], dtype=float32)}
     """
     inputs = {name: plan.layers_by_name[name].data for name in names}
     for tensors in record(plan.model, inputs.values(), samples):
@@ -161,14 +133,8 @@ class Switch:
 class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
-    Weights of layers are inputs, so that each run may have others; quantizers of activations have switches.
-
-    Args:
-        model: is not changed.
-        weights: names of layers that share a weight, by the label under which ``run`` takes another weight.
-        switches: the quantizers of activations.
-        target: says which containers hold their codes.
-        clip: whether quantizers below 8 bits saturate, as they do in a file.
+    Weights are inputs, so that each run may have others: layers under one label share a weight. Quantizers of
+    activations have switches; with ``clip=False`` those below 8 bits do not saturate, as they do in a file.
     """
 
     def __init__(

@@ -31,34 +31,14 @@ CLOSE = 1e-5  # of the largest output: what another order of sums may change
 
 
 def needed_opset(*, low_bits: bool) -> int:
-    """The oldest operator set whose quantizers have channels, and with ``low_bits`` blocks, 4 and 16 bits, too.
-
-    >>> needed_opset(low_bits=False), needed_opset(low_bits=True)
-    (13, 21)
-    """
+    """The oldest operator set whose quantizers have channels, and with ``low_bits`` blocks, 4 and 16 bits, too."""
     return BLOCKED if low_bits else PER_AXIS
 
 
 def convert(
     model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
 ) -> ModelProto:
-    """The model in at least that operator set, with an IR version that runtimes read.
-
-    Args:
-        model: is not changed where it is old enough to be converted.
-        opset: of ONNX's own operators; others are kept.
-        feed: inputs on which the converted model is compared with the original.
-        ir_version: of the result; None for the oldest that its quantizers need.
-
-    Raises:
-        UnsupportedError: an operator cannot be converted, or computes something else afterwards.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 4, opset_import: ["" : 11]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> Graph(convert(made, 13)).opset
-    13
-    """
+    """The model in at least that operator set, with an IR version that runtimes read."""
     found = Graph(model).opset
     converted = model
     if found < opset:
@@ -161,14 +141,7 @@ def to_normal_form(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> NormalForm:
-    """Bring a checked model, which is changed, into the form that plans are made for.
-
-    Args:
-        model: as ``load`` gives it.
-        opset, ir_version, feed: see ``convert``.
-        constants: values to use in place of those that ONNX Runtime computes here, as a result's ``constants``.
-        force: accept models that are quantized already.
-    """
+    """Bring a checked model, which is changed, into the form that plans are made for."""
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _refuse(model, force=force)

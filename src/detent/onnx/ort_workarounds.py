@@ -19,15 +19,7 @@ GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 
 def guard_float(graph: Graph) -> list[str]:
-    """Protect the float layers of a graph with quantizers; returns their names.
-
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (uint8[1,1] x) => (uint8[1,1] y) <float s = {1.0}, uint8 z = {0}, float[1,1] w = {3.0}> {
-    ...       a = DequantizeLinear(x, s, z) [fc] b = Gemm(a, w) y = QuantizeLinear(b, s, z) }'''))
-    >>> guard_float(graph), [node.op_type for node in graph.finish().graph.node]
-    (['fc'], ['DequantizeLinear', 'Max', 'Gemm', 'QuantizeLinear'])
-    """
+    """Protect the float layers of a graph with quantizers; returns their names."""
     found = [node for node in graph.nodes if node.op_type in GUARDED and _is_threatened(graph, node)]
     for node in found:
         _keep(graph, node.input[0], [node])
@@ -42,15 +34,7 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 
 def share_floats(graph: Graph) -> list[str]:
-    """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names.
-
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (uint8[1] x) => (float[1] y) <float s = {1.0}, uint8 z = {0}, float r = {1.4142135}, float o = {1.0}> {
-    ...       a = DequantizeLinear(x, s, z) b = Div(a, r) c = Erf(b) d = Add(c, o) y = Mul(a, d) }'''))
-    >>> share_floats(graph), [node.op_type for node in graph.finish().graph.node][:2]
-    (['a'], ['DequantizeLinear', 'Max'])
-    """
+    """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names."""
     found = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])

@@ -41,19 +41,7 @@ def place_quantizers(
 ) -> list[QuantizerPlacement]:
     """Where Q/DQ pairs of activations stand, in the order of the graph.
 
-    Args:
-        graph: of a prepared model.
-        layers: the quantized layers by name.
-        specs: of those whose input is quantized, by name.
-        ranges: of tensors, where they are known: then a Concat of very different ones breaks its chain.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.layers import layers_of
-    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> layers = {layer.name: layer for layer in layers_of(graph)}
-    >>> [(each.tensor, each.readers) for each in place_quantizers(graph, layers, {"fc": QuantSpec("uint8")})]
-    [('x', ('fc',))]
+    Where ranges are known, a Concat of very different ones breaks its chain.
     """
     return _Placer(graph, layers, specs, ranges).run()
 

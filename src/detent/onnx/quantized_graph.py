@@ -145,11 +145,7 @@ def insert(
 def placed(
     plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
 ) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
-    """Placements with the specs of the parameters that their groups have, and these parameters.
-
-    Raises:
-        NotCalibratedError: a group has no parameters.
-    """
+    """Placements with the specs of the parameters that their groups have, and these parameters."""
     specs: dict[str, QuantSpec] = {}
     with_specs, used = [], {}
     for each in placements:
@@ -173,13 +169,7 @@ def placed(
 def layer_decisions(
     plan: GraphPlan, tensor_params: Mapping[str, QuantParams], biases: Mapping[str, Array]
 ) -> tuple[LayerDecision, ...]:
-    """What a plan decides for each layer.
-
-    Args:
-        plan: what is quantized.
-        tensor_params: parameters of quantized activations, by tensor.
-        biases: corrected biases of layers, by name.
-    """
+    """What a plan decides for each layer."""
     chosen: dict[str, LayerDecision] = {}
     for line in plan.layers:
         if line.name not in chosen or line.is_quantized:  # branches of an If may have nodes of one name, all in float
@@ -343,12 +333,7 @@ class _StoredWeight:
 
 
 class _Writer:
-    """Writes quantizers into a graph, and remembers what later ones build on.
-
-    Attributes:
-        weight_names: layers by the constants that hold their codes.
-        activation_names: tensors by the QuantizeLinear nodes behind them.
-    """
+    """Writes quantizers into a graph, and remembers what later ones build on."""
 
     def __init__(self, graph: Graph, target: Target, decisions: Decisions) -> None:
         self.graph, self.target, self._writer = graph, target, QdqWriter(graph)

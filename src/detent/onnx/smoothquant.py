@@ -43,21 +43,7 @@ MAX_REMAINING_NOISE = 0.7  # and 30 % where it costs a Mul node
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
-    """The factors of the inputs of matmuls whose outputs come closer to float by them.
-
-    Args:
-        plan: whose layers are smoothed where input and weight are quantized; its model is not changed.
-        samples: batches to compare on.
-        seed: random seed for the rows that are taken from them.
-
-    >>> import detent.onnx as qo
-    >>> from onnx import parser
-    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {100.0, 0.01}> { [fc] y = MatMul(x, w) }'''))
-    >>> [each] = choose(plan, [{"x": np.float32([[0.013, 100.0], [0.012, -90.0]])}])
-    >>> each.layers, each.folded, each.strength
-    (('fc',), False, 0.9)
-    """
+    """The factors of the inputs of matmuls whose outputs come closer to float by them."""
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
@@ -84,18 +70,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
 
 
 def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
-    """Write chosen factors into a model, which is changed.
-
-    Raises:
-        SpecError: a layer is no matmul that reads the tensor, or has another number of inputs.
-
-    >>> from onnx import parser
-    >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {100.0, 0.01}> { [fc] y = MatMul(x, w) }''')
-    >>> smoothed = Smoothed("x", ("fc",), np.float32([0.01, 100.0]), False, 0.5, 6.0)
-    >>> [node.op_type for node in apply(model, [smoothed]).graph.node]
-    ['Mul', 'MatMul']
-    """
+    """Write chosen factors into a model, which is changed."""
     if not smoothed:
         return model
     graph = Graph(model)

@@ -47,19 +47,7 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 class OnnxLayerRunner:
-    """A model in normal form as a ``LayerRunner``; ``open_recipe`` and ``open_decisions`` make it.
-
-    Args:
-        model: is not changed.
-        layers: all layers of the model, by name.
-        specs: of weights, by option and layer.
-        recipe: what the option gives each layer; None where options are widths of weights.
-        inputs: parameters of the inputs that are quantized with their layers, by layer.
-        feeds: the batches.
-        samples: how many they hold.
-        storage: how bytes are counted.
-        weight_params: of weights, by layer, where they are known; otherwise they follow from the specs.
-    """
+    """A model in normal form as a ``LayerRunner``; ``open_recipe`` and ``open_decisions`` make it."""
 
     def __init__(
         self,
@@ -228,14 +216,7 @@ def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantPar
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """The noise at the outputs of the model that a recipe makes, quantizers inserted and run as a file would be.
-
-    >>> from onnx import parser
-    >>> run_recipe(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }'''),
-    ...     [np.float32([[2.0, 2.0]])], Recipe.preset("w8a16"), 32, "onnxruntime") < 1e-4
-    True
-    """
+    """The noise at the outputs of the model that a recipe makes, quantizers inserted and run as a file would be."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
