@@ -157,6 +157,16 @@ def test_switches_turn_on_one_layer_at_a_time():
     assert 0.3 * total < sum(single.values()) < 3 * total, "noise about adds up"
 
 
+def test_layers_below_8_bits_are_compared_as_the_file_computes_them():
+    model, feeds = conv_chain(), images()
+    plan = qo.plan(qo.prepare(model), "w6a6")
+    seen = qo.calibrate(plan, feeds, observer="percentile(5, 95)")  # much of the data saturates
+    noise = NoiseByLayer(plan, choose_params(plan, seen), feeds[:1]).noise_without()
+    quantized, floats = make_session(qo.insert(plan, seen)), make_session(plan.model)
+    (old,), (new,) = (session.run(None, feeds[0]) for session in (floats, quantized))
+    assert noise == pytest.approx(np.square(new - old).sum() / np.square(old).sum(), rel=0.02)
+
+
 def test_outliers_are_clipped_only_where_layers_gain():
     m = Maker()
     weight = weights(16, 8)

@@ -65,9 +65,8 @@ class NoiseByLayer:
         self._owners = {tensor: _owners(plan, tensor, self.layers) for tensor in params}
         self._plan, self._samples, self._rounded = plan, samples, dict[str, Array]()
         switches = [Switch(f"{tensor}//input", tensor, each) for tensor, each in params.items()]
-        # Without the Clip that the file has: below 8 bits, layers are compared without saturation.
         by_layer = {name: [name] for name in self._weights}
-        self._model = SwitchableModel(plan.model, by_layer, switches, plan.target, clip=False)
+        self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in plan.graph.outputs if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
         self._references = [self._run(feed, frozenset()) for feed in samples]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}

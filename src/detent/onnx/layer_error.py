@@ -134,7 +134,7 @@ class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
     Weights are inputs, so that each run may have others: layers under one label share a weight. Quantizers of
-    activations have switches; with ``clip=False`` those below 8 bits do not saturate, as they do in a file.
+    activations have switches, and saturate as those of a file.
     """
 
     def __init__(
@@ -143,8 +143,6 @@ class SwitchableModel:
         weights: Mapping[str, Sequence[str]],
         switches: Sequence[Switch],
         target: Target,
-        *,
-        clip: bool = True,
     ) -> None:
         copy = ModelProto()
         copy.CopyFrom(model)
@@ -160,7 +158,7 @@ class SwitchableModel:
             copy.graph.input.append(helper.make_tensor_value_info(_weight_input(label), kind, shape))
         for switch in switches:
             readers = [nodes[switch.reader]] if switch.reader else list(graph.consumers(switch.tensor))
-            _insert_switch(graph, switch, readers, target, clip=clip)
+            _insert_switch(graph, switch, readers, target)
             copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
         graph.drop_unread()
         self._off = {switch.flag: np.array(False) for switch in switches}
@@ -179,11 +177,11 @@ def _weight_input(label: str) -> str:
     return f"{label}//weight"
 
 
-def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target, *, clip: bool) -> None:
+def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target) -> None:
     """Let some nodes read a tensor through a quantizer if its flag is set."""
     qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format, least=8), 0)
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
-    pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams, clip=clip)
+    pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams)
     node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)
     graph.redirect(switch.tensor, chosen, readers)
     graph.insert([node])

@@ -216,15 +216,11 @@ class QdqWriter:
         qparams: QdqParams,
         *,
         y: str = "",
-        clip: bool = True,
     ) -> Pair:
-        """Make a Q/DQ pair from x to y, or to a new name; ``parameters`` are the names of scale and zero point.
-
-        Without the Clip, values beyond the codes in use saturate at the codes of the type.
-        """
+        """Make a Q/DQ pair from x to y, or to a new name; ``parameters`` are the names of scale and zero point."""
         graph, (scale, zero) = self.graph, parameters
         nodes: list[NodeProto] = []
-        if clip and needs_clip(qparams):
+        if needs_clip(qparams):
             clipped, bounds = graph.fresh(f"{stem}_clipped"), zip(self.bounds, _clip_bounds(qparams), strict=True)
             names = [graph.add_constant(f"{stem}_{name}", bound) for name, bound in bounds]
             nodes.append(self._named(helper.make_node("Clip", [x, *names], [clipped]), stem))
