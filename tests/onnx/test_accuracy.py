@@ -8,6 +8,7 @@ import detent as dt
 import detent.onnx as qo
 from detent.onnx import calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
+from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
 from detent.onnx.layer_error import Probes
 from detent.onnx.pipeline import output_sqnr
@@ -165,6 +166,18 @@ def test_layers_below_8_bits_are_compared_as_the_file_computes_them():
     quantized, floats = make_session(qo.insert(plan, seen)), make_session(plan.model)
     (old,), (new,) = (session.run(None, feeds[0]) for session in (floats, quantized))
     assert noise == pytest.approx(np.square(new - old).sum() / np.square(old).sum(), rel=0.02)
+
+
+@pytest.mark.parametrize("factor", [0.1, 1 / 3, 0.7, 1.1])
+def test_scales_of_multiples_are_rounded_once(factor):
+    spec = dt.QuantSpec("uint8", symmetric=False)
+    placement = QuantizerPlacement("y", spec, "y")
+    for high in np.linspace(1, 2, 50, dtype=np.float32):
+        seen = {"x": dt.observers.MinMax().observe(np.float32([0, high]))}
+        data = qo.Calibration(seen, (), 1, "", {"y": ("x", factor)})
+        got = calibration.activation_params(placement, data, clipped=False)
+        own = dt.QuantParams.from_range(spec, np.float32(0), high, dtype="float32")
+        assert got.scale == np.float32(np.float64(own.scale) * factor)
 
 
 def test_outliers_are_clipped_only_where_layers_gain():

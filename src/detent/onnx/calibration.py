@@ -24,7 +24,7 @@ from detent import observers as core
 from detent.checks import refuse_nan
 from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
-from detent.onnx.decisions import QuantizerPlacement, RangeDecision
+from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import Probes, noise, recorded_inputs
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
@@ -268,7 +268,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
     else:
         params = QuantParams.from_range(placement.spec, *Observer.range(observer), dtype="float32")
     if factor != 1:
-        params = QuantParams(placement.spec, np.asarray(params.scale * factor, np.float32), params.zero_point)
+        params = scaled(params, factor)
     return _bounded(params, placement)
 
 
