@@ -10,7 +10,7 @@ from detent.onnx import calibration, equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.float_fallback import NoiseByLayer, choose_float
-from detent.onnx.layer_error import Probes
+from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.pipeline import output_sqnr
 from detent.onnx_model import make_session
 
@@ -20,7 +20,7 @@ def choose_params(plan, seen, clipped=None):
 
 
 def choose_clipped(plan, seen):
-    return calibration.choose_clipped(plan, seen, plan.placements(seen.ranges), Probes())
+    return calibration.choose_clipped(plan, seen, plan.placements(seen.ranges), IsolatedLayers(plan, seen.samples))
 
 
 def smooth(plan, feeds):
@@ -105,7 +105,7 @@ def test_bias_correction_removes_the_mean_error():
     plan = qo.plan(qo.prepare(model, low_bits=True), dt.Recipe.preset("w4a8"))
     seen = qo.calibrate(plan, feeds)
     params = choose_params(plan, seen)
-    biases = corrected_biases(plan, seen, params, Probes())
+    biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples), len(feeds))
     assert set(biases) == {"first", "second", "last"}
     before, after = (
         output_sqnr(model, qo.insert(plan, seen, params=params, biases=each), feeds) for each in ({}, biases)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.onnx.calibration import Calibration
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import Probes, recorded_inputs
+from detent.onnx.layer_error import IsolatedLayers
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 
@@ -20,15 +19,11 @@ __all__ = ["corrected_biases"]
 
 Array = NDArray[Any]
 CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # of the outputs, by operator
-SAMPLES = 2  # batches that the error is averaged over
+MAX_SAMPLES = 2  # batches that the error is averaged over
 
 
 def corrected_biases(
-    plan: GraphPlan,
-    calibration: Calibration,
-    params: Mapping[str, QuantParams],
-    probes: Probes,
-    samples: int = SAMPLES,
+    plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
 ) -> dict[str, Array]:
     """The biases of layers that can have one, by the layers' names."""
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
@@ -37,16 +32,17 @@ def corrected_biases(
     layers = {name: plan.layers_by_name[name] for name in lines}
     weights = {name: plan.graph.array(layer.weight) for name, layer in layers.items()}
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
-    used = calibration.samples[:samples]
+    used = min(samples, MAX_SAMPLES)
     shifts: dict[str, Array] = {}
-    for inputs in recorded_inputs(plan, lines, used):
-        for name, x in inputs.items():
-            probe, incoming = probes[layers[name]], params.get(layers[name].data)
+    for sample in range(used):
+        inputs = isolated.inputs(sample)
+        for name in lines:
+            x, incoming = inputs[name], params.get(layers[name].data)
             quantized = x if incoming is None else fake_quantize(x, incoming)
-            error = probe.run(x, weights[name]) - probe.run(quantized, rounded[name])
+            error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
             axis = CHANNEL_AXES[lines[name].type] % error.ndim
             mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
-            shifts[name] = shifts.get(name, 0.0) + mean / len(used)
+            shifts[name] = shifts.get(name, 0.0) + mean / used
     biases = {}
     for name, shift in shifts.items():
         bias = layers[name].bias

@@ -26,7 +26,7 @@ from detent.errors import NotCalibratedError, SpecError
 from detent.observers import MinMax, Observer
 from detent.onnx.decisions import QuantizerPlacement, RangeDecision, scaled
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx.layer_error import Probes, noise, recorded_inputs
+from detent.onnx.layer_error import IsolatedLayers, noise
 from detent.onnx_model.batches import Batches, BatchSource, inputs_of, open_batches
 from detent.onnx_model.graph import Graph, reads
 from detent.onnx_model.sessions import record, tensor_nbytes
@@ -51,7 +51,6 @@ FLOAT_FAILS = "the float model itself fails on these data"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
 SAMPLES, SAMPLE_BYTES = 8, 64 << 20  # of the first batches that are kept for comparisons
-CLIP_SAMPLES = 1  # batches that ranges are compared on
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
@@ -312,8 +311,7 @@ def choose_clipped(
     plan: GraphPlan,
     calibration: Calibration,
     placements: Sequence[QuantizerPlacement],
-    probes: Probes,
-    samples: int = CLIP_SAMPLES,
+    isolated: IsolatedLayers,
 ) -> set[str]:
     """The groups of tensors that have the clipping range of their observers, not the min-max range."""
     layers = plan.layers_by_name
@@ -331,7 +329,7 @@ def choose_clipped(
     ]
     unread = {each.group for each in free if not readers[each.tensor]}
     compared = [each for each in free if readers[each.tensor]]
-    return unread | _better_clipped(plan, calibration, compared, readers, probes, samples)
+    return unread | _better_clipped(plan, calibration, compared, readers, isolated)
 
 
 def _better_clipped(
@@ -339,24 +337,21 @@ def _better_clipped(
     calibration: Calibration,
     placements: list[QuantizerPlacement],
     readers: dict[str, list[str]],
-    probes: Probes,
-    samples: int,
+    isolated: IsolatedLayers,
 ) -> set[str]:
-    """The tensors whose readers come closer to float where outliers are clipped."""
+    """The tensors whose readers come closer to float where outliers are clipped, on the first sample."""
     candidates = {
         each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
         for each in placements
     }
     errors = {tensor: [0.0, 0.0] for tensor in candidates}
-    names = [name for tensor in candidates for name in readers[tensor]]
-    for inputs in recorded_inputs(plan, names, calibration.samples[:samples]):
-        for tensor, params in candidates.items():
-            for name in readers[tensor]:
-                layer, x = plan.layers_by_name[name], inputs[name]
-                probe, weight = probes[layer], plan.graph.array(layer.weight)
-                reference = probe.run(x, weight)
-                for i, each in enumerate(params):
-                    errors[tensor][i] += noise(reference, probe.run(fake_quantize(x, each), weight))
+    inputs = isolated.inputs(0) if candidates else {}
+    for tensor, params in candidates.items():
+        for name in readers[tensor]:
+            x, weight = inputs[name], plan.graph.array(plan.layers_by_name[name].weight)
+            reference = isolated.run(name, x, weight)
+            for i, each in enumerate(params):
+                errors[tensor][i] += noise(reference, isolated.run(name, fake_quantize(x, each), weight))
     return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
 
 

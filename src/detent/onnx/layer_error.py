@@ -8,7 +8,7 @@ A ``SwitchableModel`` shows the effect of layers at the outputs of the model: on
 quantized or not. Float fallback and ``detent.sensitivity`` ask it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from detent.onnx_model.sessions import make_session, ort_errors, record
 from detent.onnx_model.targets import Target
 from detent.params import QuantParams
 
-__all__ = ["Probe", "Probes", "Switch", "SwitchableModel", "noise", "part_of", "recorded_inputs"]
+__all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "noise", "part_of"]
 
 Array = NDArray[Any]
 
@@ -55,14 +55,31 @@ class Probe:
         return result
 
 
-class Probes:
-    """One probe per layer, made when it is first asked for: a session for a convolution takes longer than its runs."""
+class IsolatedLayers:
+    """The quantized layers of a plan, each computed alone, on a part of the data that come to it in sample batches.
 
-    def __init__(self) -> None:
-        self._by_name: dict[str, Probe] = {}
+    The model runs once per sample, for all layers, when their inputs are first asked for.
+    """
 
-    def __getitem__(self, layer: Layer) -> Probe:
-        return self._by_name.setdefault(layer.name, Probe(layer))
+    def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
+        self._layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+        self._probes: dict[str, Probe] = {}
+        self._inputs: list[Mapping[str, Array]] = []
+        self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples)
+
+    def inputs(self, sample: int) -> Mapping[str, Array]:
+        """A part of the data that come to each layer in a sample, by the layers' names."""
+        while len(self._inputs) <= sample:
+            tensors = next(self._recorded)
+            parts = {name: part_of(layer, tensors[layer.data]) for name, layer in self._layers.items()}
+            self._inputs.append(parts)
+        return self._inputs[sample]
+
+    def run(self, name: str, x: Array, weight: Array) -> Array:
+        """The result of a layer without its bias."""
+        if name not in self._probes:
+            self._probes[name] = Probe(self._layers[name])
+        return self._probes[name].run(x, weight)
 
 
 def part_of(layer: Layer, x: Array) -> Array:
@@ -107,17 +124,6 @@ def noise(reference: Array, result: Array) -> float:
     """The power of a difference."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
-
-
-def recorded_inputs(plan: GraphPlan, names: Iterable[str], samples: Iterable[Feed]) -> Iterator[Mapping[str, Array]]:
-    """A part of the data that come to some layers, sample after sample, by the layers' names.
-
-    Each caller records the tensors that it needs, and no others: which tensors are outputs decides what ONNX Runtime
-    fuses, and so the last bits of their values.
-    """
-    inputs = {name: plan.layers_by_name[name].data for name in names}
-    for tensors in record(plan.model, inputs.values(), samples):
-        yield {name: part_of(plan.layers_by_name[name], tensors[tensor]) for name, tensor in inputs.items()}
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from detent.onnx.calibration import (
 from detent.onnx.decisions import Decisions, Equalized, Smoothed
 from detent.onnx.float_fallback import choose_float
 from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
-from detent.onnx.layer_error import Probes
+from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
@@ -370,8 +370,8 @@ def _decide_with_data(
         groups = tensor_groups(graph_plan, batches, run.memory_budget)  # SmoothQuant may have put Mul nodes in between
     progress = True if run.progress is None else run.progress
     calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.checkpoint)
-    placements, probes = graph_plan.placements(calibration.ranges), Probes()
-    clipped = choose_clipped(graph_plan, calibration, placements, probes) if options.observer is None else None
+    placements, isolated = graph_plan.placements(calibration.ranges), IsolatedLayers(graph_plan, calibration.samples)
+    clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
     params = choose_params(placements, calibration, clipped)
     shares: dict[str, float] = {}
     if options.keep_float == "auto":
@@ -382,7 +382,9 @@ def _decide_with_data(
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
         params = new | params
-    biases = corrected_biases(graph_plan, calibration, params, probes) if options.bias_correction else {}
+    biases: dict[str, NDArray[Any]] = {}
+    if options.bias_correction:
+        biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
     placements, used = placed(graph_plan, placements, params)
     decisions = replace(
         facts,
