@@ -519,7 +519,7 @@ def test_files_that_are_no_recipes(tmp_path):
             dt.Recipe.load(tmp_path / name)
     with pytest.raises(dt.FileFormatError, match="suffix"):
         dt.Recipe([]).save(tmp_path / "recipe")
-    with pytest.raises(dt.FileFormatError, match="load would refuse it"):
+    with pytest.raises(dt.FileFormatError, match="load would reject it"):
         dt.Recipe([], name="x" * (1 << 20)).save(tmp_path / "large.toml")
     assert not (tmp_path / "large.toml").exists()
     with pytest.raises(FileNotFoundError):

@@ -1,7 +1,7 @@
 """detent: neural-network quantization where what you train is what you ship.
 
-A spec says how numbers are quantized, params say with which numbers, operators do it, and ``FakeQuantize`` keeps
-state::
+A spec says how numbers are quantized, params hold the scales and zero points, operators compute, and ``FakeQuantize``
+keeps state::
 
     spec (QuantSpec)  ->  params (QuantParams)  ->  codes (QuantizedTensor)  ->  values
 

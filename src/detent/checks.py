@@ -74,7 +74,7 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
     try:
         return np.asarray(value)
     except (TypeError, ValueError) as fault:
-        raise DtypeError(f"{what} is no array of numbers: {fault}") from fault
+        raise DtypeError(f"{what} is not an array of numbers: {fault}") from fault
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - whatever the array holds

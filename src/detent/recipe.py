@@ -160,12 +160,12 @@ class Recipe:
         detent.errors.SpecError: 1 of 1 rules matches none of the 2 layers:
           rule 0, dt.Rule('haed*', skip=True): no name matches 'haed*': did you mean 'head'?
         """
-        known = [_as_layer(layer) for layer in layers]
-        unmatched = [i for i, rule in enumerate(self.rules) if not any(map(rule.matches, known))]
+        checked = [_as_layer(layer) for layer in layers]
+        unmatched = [i for i, rule in enumerate(self.rules) if not any(map(rule.matches, checked))]
         if unmatched:
             rules = f"{len(unmatched)} of {len(self.rules)} rules {'matches' if len(unmatched) == 1 else 'match'}"
-            lines = [f"  rule {i}, {self.rules[i]!r}: {explain_unmatched(self.rules[i], known)}" for i in unmatched]
-            raise SpecError("\n".join([f"{rules} none of the {len(known)} layers:", *lines]))
+            lines = [f"  rule {i}, {self.rules[i]!r}: {explain_unmatched(self.rules[i], checked)}" for i in unmatched]
+            raise SpecError("\n".join([f"{rules} none of the {len(checked)} layers:", *lines]))
 
     def to_json(self) -> str:
         """The recipe as JSON, with a version.
@@ -222,7 +222,7 @@ class Recipe:
 
         Raises:
             FileFormatError: another suffix, too large, not UTF-8.
-            SpecError: what the text says is no recipe.
+            SpecError: the text is not a recipe.
         """
         name, rules = recipe_files.read(Path(path))
         return cls(rules, name)

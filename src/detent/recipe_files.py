@@ -57,7 +57,7 @@ def to_bytes(path: Path, name: str, rules: tuple[Rule, ...]) -> bytes:
     write = to_toml if checked_suffix(path) == ".toml" else to_json
     data = write(name, rules).encode()
     if len(data) > SIZE_LIMIT:
-        raise FileFormatError(f"the recipe takes {len(data)} bytes, of at most {SIZE_LIMIT}: load would refuse it")
+        raise FileFormatError(f"the recipe takes {len(data)} bytes, of at most {SIZE_LIMIT}: load would reject it")
     return data
 
 

@@ -62,7 +62,7 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
     scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
     if spec.convention.zero_range.kind == "error" and empty.any():
         raise RangeError(
-            f"convention {spec.convention.name!r} refuses a range without width, {int(empty.sum())} of {empty.size} "
+            f"convention {spec.convention.name!r} rejects a range without width, {int(empty.sum())} of {empty.size} "
             "sets have one: leave them out or choose another zero_range"
         )
     if not np.isfinite(scale).all():
@@ -84,7 +84,7 @@ def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype
     """Scales in ``dtype``, zero points as int32, and which ranges have no width, for scales that are plain floats.
 
     Over any array namespace ``xp``, and without checks: a scale may be infinite, and a range without width gets scale
-    1 where the convention would refuse it.
+    1 even if the convention rejects it.
     """
     exact, divisor = _symmetric(xp, spec, lo, hi) if spec.symmetric else _affine(xp, spec, lo, hi)
     exact, empty = _zero_range(xp, spec, exact, divisor)
@@ -98,9 +98,9 @@ def _symmetric(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Ar
     """The exact scale, and the divisor that turns a floored width into a floored scale."""
     below, above = spec.qmin - spec.symmetric_zero_point, spec.qmax - spec.symmetric_zero_point
     if spec.convention.symmetric_scale == "tight":
-        ends = _divide(xp, hi, above)
-        ends = xp.maximum(_divide(xp, lo, below), ends) if below else ends
-        return _at_least(xp, ends, 0.0), above
+        scale = _divide(xp, hi, above)
+        scale = xp.maximum(_divide(xp, lo, below), scale) if below else scale
+        return _at_least(xp, scale, 0.0), above
     divisor = above if spec.convention.symmetric_scale == "qmax" else (spec.qmax - spec.qmin) / 2
     return _divide(xp, xp.maximum(xp.abs(lo), xp.abs(hi)), divisor), divisor
 

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 import detent as dt
 from detent.observers import EMAMinMax
+from detent.observers.minmax import mix_ranges, mix_seen_ranges
 from detent.params import QuantParams
 
 torch = pytest.importorskip("torch")
 
-from detent.torch import traced  # noqa: E402
+from detent.torch import traced, traced_namespace  # noqa: E402
 
 # Not ours: inductor loads its own scripted parts.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
@@ -327,10 +328,24 @@ def averages(decay: float) -> tuple[NDArray, NDArray, NDArray]:
     return old, new, ema.range().hi
 
 
+def mix(old: torch.Tensor, new: torch.Tensor, decay: float) -> torch.Tensor:
+    """The upper bounds of the average of ranges that end at the old and new bounds."""
+    ranges = ((bound.min(), bound) for bound in (old, new))
+    return mix_seen_ranges(traced_namespace, *ranges, decay, torch.ones_like(old, dtype=torch.bool))[1]
+
+
 @pytest.mark.parametrize("decay", [0.99, 0.9, 0.0, 1 / 3])
-def test_blend(decay: float) -> None:
+def test_mixed_ranges(decay: float) -> None:
     old, new, expected = averages(decay)
-    assert_same(traced.blend(tensor(old), tensor(new), decay), expected)
+    assert_same(mix(tensor(old), tensor(new), decay), expected)
+
+
+def test_mixed_ranges_of_sets_that_one_side_has_not_seen() -> None:
+    old = np.array([[1.0, np.inf, 1.0, np.inf], [2.0, -np.inf, 2.0, -np.inf]], np.float32)
+    new = np.array([[3.0, 3.0, np.inf, np.inf], [4.0, 4.0, -np.inf, -np.inf]], np.float32)
+    mixed = mix_seen_ranges(traced_namespace, tensor(old), tensor(new), 0.75, tensor(old[0] <= old[1]))
+    for ours, theirs in zip(mixed, mix_ranges(tuple(old), tuple(new), 0.75), strict=True):
+        assert_same(ours, theirs)
 
 
 def test_nothing_records_gradients() -> None:
@@ -369,16 +384,16 @@ def test_compiled_ranges() -> None:
     old, new, average = averages(0.99)
 
     def everything(lo: torch.Tensor, hi: torch.Tensor, x: torch.Tensor, *bounds: torch.Tensor) -> tuple:
-        return [traced.derive(spec, lo, hi) for spec in specs], traced.minmax(x, token), traced.blend(*bounds, 0.99)
+        return [traced.derive(spec, lo, hi) for spec in specs], traced.minmax(x, token), mix(*bounds, 0.99)
 
-    derived, ends, blended = compiled(everything)(*map(tensor, (lo, hi, x, old, new)))
+    derived, ends, mixed = compiled(everything)(*map(tensor, (lo, hi, x, old, new)))
     for spec, (scale, zero_point) in zip(specs, derived, strict=True):
         params = QuantParams.from_range(spec, lo, hi)
         assert_same(scale, params.scale, spec)
         assert_same(zero_point, params.zero_point, spec)
     for ours, theirs in zip(core_minmax(x, token), ends, strict=True):
         assert_same(theirs, ours)
-    assert_same(blended, average)
+    assert_same(mixed, average)
 
 
 def test_a_minimum_of_negative_zeros_is_positive_when_compiled() -> None:

@@ -30,7 +30,7 @@ NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 class Operation:
     """One operation: what it reads and returns, and what computes it."""
 
-    inputs: tuple[str, ...]  # beside scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
+    inputs: tuple[str, ...]  # other than scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
     outputs: tuple[str, ...]
     reference: Callable[..., Any]  # its keyword arguments are named like the fields of a problem
     native: str  # the method of the extension's Runner, of inputs, scale, zero point and outputs

@@ -58,7 +58,7 @@ def current_kernels() -> str:
 
 @contextmanager
 def use_kernels(kernels: str) -> Iterator[None]:
-    """Choose the kernels of the operators inside a ``with`` block; "native" raises where there is no native kernel.
+    """Choose the kernels of the operators inside a ``with`` block; "native" raises if there is no native kernel.
 
     >>> import detent as dt, numpy as np
     >>> with use_kernels("reference"):

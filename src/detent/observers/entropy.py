@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from detent.observers.histogram import Bins, SearchObserver
 from detent.spec import QuantSpec
 
-__all__ = ["Entropy", "least_divergence"]
+__all__ = ["Entropy"]
 
 Float64 = NDArray[np.float64]
 BINS = 2048
-NOTHING = 1e-4  # the mass that q has where p has mass and q has none
-TINY = 2.0**-126  # what the bins around zero end at
-MOST = 0.9  # the least share of the mass in a window
-NOISE = 1e-9  # a share of the mass that is not told from nothing
+EMPTY_BIN_MASS = 1e-4  # keeps KL finite where q is empty
+ZERO_BIN_END = 2.0**-126  # bins inside count as zeros
+MIN_WINDOW_MASS = 0.9  # a share of the mass
+NEGLIGIBLE_MASS = 1e-9  # a share of the mass; below it a bin counts as empty
 
 
 class Entropy(SearchObserver):
@@ -31,19 +31,18 @@ class Entropy(SearchObserver):
 
     >>> import detent as dt, numpy as np
     >>> x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
-    >>> found = dt.observers.Entropy().observe(x).range("int8")
-    >>> bool(2.5 < found.hi < 4.5)
+    >>> bool(2.5 < dt.observers.Entropy().observe(x).range("int8").hi < 4.5)
     True
     """
 
     def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
-        ends = np.array([_best_range(spec, _one(bins, i)) for i in range(len(bins.lo))])
-        return ends[:, 0], ends[:, 1]
+        bounds = np.array([_best_range(spec, _one(bins, i)) for i in range(len(bins.lo))])
+        return bounds[:, 0], bounds[:, 1]
 
 
 def _one(bins: Bins, i: int) -> Bins:
-    """What one set holds, without zeros."""
-    full = (bins.mass[i] > 0) & (np.maximum(np.abs(bins.lower), np.abs(bins.upper)) > TINY)
+    """The histogram of one set, without zeros."""
+    full = (bins.mass[i] > 0) & (np.maximum(np.abs(bins.lower), np.abs(bins.upper)) > ZERO_BIN_END)
     return Bins(bins.lower[full], bins.upper[full], bins.mass[i][full], bins.lo[i], bins.hi[i])
 
 
@@ -55,7 +54,7 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
         if below and above:
             below, above = -max(-below, above), max(-below, above)
         else:
-            codes = (codes + 1) // 2  # the other half of them has nothing to do
+            codes = (codes + 1) // 2  # the other half is not used
     if not bins.mass.size:
         return lo, hi
     zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))
@@ -74,11 +73,11 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
     at = np.interp(edges, points, sums)
     at[-1] = after[-1]  # a point at the very end
     even = np.diff(at)
-    return np.where(even < NOISE * after[-1], 0.0, even)
+    return np.where(even < NEGLIGIBLE_MASS * after[-1], 0.0, even)
 
 
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
-    """The part of the bins on either side of zero whose divergence is least."""
+    """The part of the bins on either side of zero whose divergence is least; ``zero`` bins are below zero."""
     bins = counts.size
     left = bins // 2 if zero is None else zero
     right = bins - left
@@ -104,7 +103,7 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
     held[:, 0] += (counts[first] == 0) & (low_mass > 0)
     held[:, -1] += (counts[last - 1] == 0) & (high_mass > 0)
     with np.errstate(all="ignore"):
-        q = np.where(parts > 0, parts / held, NOTHING)
+        q = np.where(parts > 0, parts / held, EMPTY_BIN_MASS)
         log_q = np.log(q)
         p_log_q = (parts * log_q).sum(axis=1) + low_mass * log_q[:, 0] + high_mass * log_q[:, -1]
         p_log_p = log_sums[last] - log_sums[first]
@@ -112,6 +111,6 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
             whole = counts[end] + outside
             p_log_p += np.where(whole > 0, whole * np.log(whole), 0.0) - logs[end]
         divergence = (p_log_p - p_log_q) / total + np.log(inside / total)
-    # A window that holds next to nothing resembles itself; one that holds most of the mass is asked for.
-    best = int(np.argmin(np.where(np.isfinite(divergence) & (inside >= MOST * total), divergence, np.inf)))
-    return float(shares[best])
+    # A window with little mass resembles itself, so only windows with most of the mass count.
+    valid = np.isfinite(divergence) & (inside >= MIN_WINDOW_MASS * total)
+    return float(shares[int(np.argmin(np.where(valid, divergence, np.inf)))])

@@ -1,12 +1,12 @@
-"""HistogramObserver: what the observers that search for a range keep.
+"""HistogramObserver: the state of observers that search for a range.
 
-One histogram for all of them, with bins by a float's own bits: its sign, its exponent and the leading bits of its
-mantissa. The bins are there before the data are, so that nothing is rescaled when a range grows: counts are integers,
-merging is addition, and neither the order of batches nor their size nor the number of processes changes a bit.
+Bins are a float's own bits: its sign, its exponent and the leading bits of its mantissa. They do not depend on the
+data, so nothing is rescaled when a range grows: counts are integers, merging is addition, and neither the order of
+batches nor their size nor the number of processes changes a bit.
 
 A row is the bins of one sign and exponent; only rows that occur are kept. Below the smallest normal float32, bins are
-evenly spaced and the same for every dtype; numbers beyond float32 are refused. Next to the histogram stand the exact
-smallest and largest value, at which the outermost bins are cut. Inside a bin the mass counts as evenly spread.
+evenly spaced and the same for every dtype; numbers beyond float32 are rejected. The outermost bins are cut at the exact
+smallest and largest value. Inside a bin the mass counts as evenly distributed.
 """
 
 from abc import abstractmethod
@@ -36,7 +36,7 @@ BEYOND = 2.0**128
 
 
 class Bins(NamedTuple):
-    """The histogram as numbers: ends of the bins in ascending order, mass of each set and bin, bounds of each set."""
+    """A histogram: edges of the bins in ascending order, mass of each set and bin, bounds of each set."""
 
     lower: Float64
     upper: Float64
@@ -84,16 +84,16 @@ class HistogramObserver(Observer):
             self._counts, self.weighted = self._with_room_for(units), True
         if not data.size:
             return minmax(data, tiling)
-        missed, _, found = histogram(data, tiling, self.precision, _places(self._rows), self._counts, units)
+        missed, _, bounds = histogram(data, tiling, self.precision, _places(self._rows), self._counts, units)
         if missed.any():
             new = np.flatnonzero(missed)
             fresh = np.zeros((new.size, tiling.sets, 2**self.precision), np.int64)
             histogram(data, tiling, self.precision, _places(new), fresh, units)
             self._take_rows(new, fresh)
-        return found
+        return bounds
 
     def _with_room_for(self, added: Counts) -> Counts:
-        """The counts in units of weights, after a look whether 64-bit integers hold what comes to them."""
+        """The counts in units of weights, if 64-bit integers hold the sum with what is added."""
         held = self._counts if self.weighted else _as_units(self._counts)
         total = float(held.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
         if total >= 2.0**62:
@@ -117,13 +117,8 @@ class HistogramObserver(Observer):
         merged[np.searchsorted(union, rows)] += counts
         self._rows, self._counts = union, merged
 
-    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        if self._lo is None or self._hi is None:
-            return lo, hi
-        return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
-
     def merge(self, other: Self) -> Self:
-        """Take in what another observer of the same kind has seen; commutative and associative."""
+        """Merge what another observer of the same kind has seen into this one; commutative and associative."""
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
             counts = other._counts
@@ -145,7 +140,7 @@ class HistogramObserver(Observer):
         >>> Percentile().observe([1.0, 1.0, -2.0]).bins().mass
         array([[1., 2.]])
         """
-        found = Observer.range(self)
+        bounds = Observer.range(self)
         lower, upper = (edges.ravel() for edges in bin_edges(self._rows, self.precision))
         mass = np.moveaxis(self._counts, 1, 0).reshape(self._counts.shape[1], -1)
         massless = ~mass.any(axis=1)
@@ -157,7 +152,7 @@ class HistogramObserver(Observer):
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")
         unit = 2.0**-WEIGHT_BITS if self.weighted else 1.0
-        lo, hi = (np.asarray(end, np.float64).ravel() for end in found)
+        lo, hi = (np.asarray(bound, np.float64).ravel() for bound in bounds)
         held = mass[:, occur][:, order].astype(np.float64) * unit
         return Bins(lower[occur][order], upper[occur][order], held, lo, hi)
 
@@ -170,7 +165,7 @@ class HistogramObserver(Observer):
         return {**super()._settings(), "precision": self.precision}
 
     def _described(self, *settings: str) -> str:
-        """The settings, and the precision where it is not the common one."""
+        """The repr; the precision only if it is not the common one."""
         own = [*settings, f"granularity={self.granularity!r}"]
         if self.precision != COMMON_PRECISION:
             own.append(f"precision={self.precision}")
@@ -223,11 +218,11 @@ class SearchObserver(HistogramObserver):
 
     def _range_for(self, spec: QuantSpec) -> Range:
         shape = Observer.range(self).lo.shape
-        return Range(*(end.reshape(shape) for end in self._search(spec, self.bins())))
+        return Range(*(bound.reshape(shape) for bound in self._search(spec, self.bins())))
 
     @abstractmethod
     def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
-        """The ends of the best range of each set."""
+        """The bounds of the best range of each set."""
 
 
 def _places(rows: NDArray[np.int64]) -> NDArray[np.int16]:

@@ -1,21 +1,25 @@
 """MinMax and EMAMinMax: the smallest and largest finite value of each set, over all batches or as a moving average.
 
 ``MinMax`` is exact, and the same for any order and partition of the data. ``EMAMinMax`` averages the batches' ranges,
-per set and bound in float32: ``fl(fl(d * old) + fl((1 - d) * new))``, the first batch is copied. ``decay`` d is the
-part kept. The average depends on the order and size of batches by definition.
+per set and bound in float32: ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d; the first batch is copied. The
+average depends on the order and size of batches.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
+from array_api_compat import numpy
 from numpy.typing import ArrayLike
 
 from detent.granularity import Granularity, PerTensor
 from detent.observers.observer import Bounds, Observer
 from detent.scale_mode import EMA
 
-__all__ = ["EMAMinMax", "MinMax", "mix_ranges"]
+__all__ = ["EMAMinMax", "MinMax"]
+
+AnyArray: TypeAlias = Any  # of any library, as is its namespace
+Pair: TypeAlias = tuple[AnyArray, AnyArray]
 
 
 class MinMax(Observer):
@@ -28,13 +32,8 @@ class MinMax(Observer):
     Range(lo=array(-3.), hi=array(2.))
     """
 
-    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        if self._lo is None or self._hi is None:
-            return lo, hi
-        return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
-
     def merge(self, other: Self) -> Self:
-        """Take in what another MinMax has seen; commutative and associative."""
+        """Merge what another MinMax has seen into this one; commutative and associative."""
         self._check_same_kind(other)
         if other._lo is not None and other._hi is not None:
             self._lo, self._hi = self._blended(other._lo, other._hi)
@@ -67,7 +66,7 @@ class EMAMinMax(Observer):
         return super().reset()
 
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Take in one batch; a batch without elements counts for nothing."""
+        """Take in one batch; a batch without elements is ignored."""
         if np.size(x) or weight is not None:
             super().observe(x, weight)
             self.batches += 1
@@ -82,7 +81,7 @@ class EMAMinMax(Observer):
         return mix_ranges((self._lo, self._hi), (lo, hi), decay)
 
     def merge(self, other: Self) -> Self:
-        """Take in another average as if it were the mean of its ``n`` batches, which come after: ``decay**n`` is kept.
+        """Merge another average as the mean of its ``n`` batches, which come after: ``decay**n`` of this one is kept.
 
         Neither commutative nor associative.
 
@@ -113,14 +112,24 @@ class EMAMinMax(Observer):
 
 
 def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
-    """The kept part of the old range plus the new part; sets that one side has not seen take the other's range."""
-    kept, added = np.float32(decay), np.float32(1.0 - decay)
-    if (old[0] <= old[1]).all() and (new[0] <= new[1]).all():
+    """The moving average of ranges; sets that one side has not seen take the other's range."""
+    seen = old[0] <= old[1]
+    if seen.all() and (new[0] <= new[1]).all():  # the usual case, without selections
+        kept, added = np.float32(decay), np.float32(1.0 - decay)
         lo, hi = (kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True))
         return np.asarray(lo), np.asarray(hi)
-    unseen, missing = old[0] > old[1], new[0] > new[1]
     with np.errstate(all="ignore"):  # inf - inf of sets without values, not selected
-        ends = [kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True)]
-        parts = zip(old, new, ends, strict=True)
-        ends = [np.where(unseen, after, np.where(missing, before, mixed)) for before, after, mixed in parts]
-    return np.asarray(ends[0], np.float32), np.asarray(ends[1], np.float32)
+        lo, hi = mix_seen_ranges(numpy, old, new, decay, seen)
+    return np.asarray(lo), np.asarray(hi)
+
+
+def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
+    """``mix_ranges`` of arrays of any library, which may be traced; ``seen`` marks the sets that have an old range."""
+    empty = new[0] > new[1]
+
+    def mix(before: AnyArray, after: AnyArray) -> AnyArray:
+        before, after = xp.astype(before, xp.float32), xp.astype(after, xp.float32)
+        mixed = xp.full_like(before, decay) * before + xp.full_like(after, 1.0 - decay) * after
+        return xp.where(seen, xp.where(empty, before, mixed), after)
+
+    return mix(old[0], new[0]), mix(old[1], new[1])

@@ -26,7 +26,7 @@ from detent.observers.histogram import Bins, SearchObserver
 from detent.scale_rule import derive
 from detent.spec import QuantSpec
 
-__all__ = ["MSE", "Grid", "least_error"]
+__all__ = ["MSE"]
 
 Float64 = NDArray[np.float64]
 COARSE, COARSE_STEP = 41, 0.5  # scales, and octaves from one to the next
@@ -47,7 +47,6 @@ class Grid:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The lowest and the highest code, or level."""
         return float(self.spec.qmin), float(self.spec.qmax)
 
     def errors(self, bins: Bins, scale: Float64, zero: Float64) -> Float64:
@@ -59,9 +58,9 @@ class Grid:
         return grid_errors(self.norm, self.ends, levels, tuple(bins), scale, zero)
 
     def of_ranges(self, bins: Bins, lo: Float64, hi: Float64) -> tuple[Float64, Float64, Float64]:
-        """The error of each range with the parameters that it gives, and those."""
-        found = derive(self.spec, lo, hi, self.dtype)
-        scale, zero = found.scale.astype(np.float64), found.zero_point.astype(np.float64)
+        """The error of each range, and its scale and zero point."""
+        derived = derive(self.spec, lo, hi, self.dtype)
+        scale, zero = derived.scale.astype(np.float64), derived.zero_point.astype(np.float64)
         return self.errors(bins, scale, zero), scale, zero
 
     def least_clipping(self, bins: Bins, reach: Float64) -> Float64:
@@ -124,8 +123,8 @@ def _descend(errors: Callable[[Float64], Float64], depth: Float64, per_octave: i
     for _ in range(2):
         tried = np.maximum((centers[:, :, None] + step[:, :, None] * around).reshape(len(depth), -1), 0)
         seen = errors(tried)
-        error, found = _least(seen, tried)
-        best, least = np.where(error < least, found, best), np.minimum(error, least)
+        error, octave = _least(seen, tried)
+        best, least = np.where(error < least, octave, best), np.minimum(error, least)
         parts = seen.reshape(len(depth), centers.shape[1], -1)
         inside = np.argmin(parts, axis=2)[:, :, None]
         centers = np.take_along_axis(tried.reshape(parts.shape), inside, axis=2)[:, :, 0]
@@ -197,14 +196,9 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
 class MSE(SearchObserver):
     """The range of each set with the least mean ``|x - quantized x|^norm``, clipping and rounding both.
 
-    Made for sets of some hundred values and more: of fewer, the bins know too little, and a higher ``precision`` or
-    ``MinMax`` does better.
-
-    The spec decides the levels, so that ``params(spec)`` and ``range(spec)`` search for it. Weights say how much an
-    element's error matters; they are rounded to multiples of 2^-24, so that weighted observers merge exactly too.
-
-    Attributes:
-        norm: the power of an error; 2 is the mean squared error.
+    For sets with hundreds of values or more; with fewer, a higher ``precision`` or ``MinMax`` does better. The search
+    depends on the spec. Weights say how much an element's error matters; they are rounded to multiples of 2^-24, so
+    weighted observers merge exactly too.
 
     >>> import detent as dt, numpy as np
     >>> x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)

@@ -1,7 +1,4 @@
-"""Observer: what every range observer is. One range per set; non-finite values are skipped and counted.
-
-A range observer knows nothing of models, formats or files: it sees arrays and answers with ``Range(lo, hi)``.
-"""
+"""Observer: the base of all range observers. One range per set; non-finite values are skipped and counted."""
 
 import json
 from abc import ABC, abstractmethod
@@ -45,7 +42,7 @@ class Range(NamedTuple):
 
 
 class Observer(ABC):
-    """A range of each set, made from batches.
+    """A range of each set, observed on batches.
 
     Attributes:
         granularity: which elements share a range.
@@ -92,43 +89,43 @@ class Observer(ABC):
                 f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
             )
         low, high, nonfinite = self._measured(data, tiling, weight)
-        lo, hi = self._as_state((low, high))
-        self._lo, self._hi = self._blended(lo, hi)
+        self._lo, self._hi = self._blended(*self._as_state(low, high))
         self.count += data.size - nonfinite
         self.nonfinite += nonfinite
         self._double |= data.dtype == np.float64
         return self
 
     def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
-        """The batch's bounds and how many elements are not finite; observers that keep more take it in here."""
+        """The batch's bounds and how many elements are not finite; observers with a histogram add to it here."""
         if weight is not None:
             raise UnsupportedError(f"{self!r} takes no weights: MSE, Percentile and Entropy do")
         return minmax(data, tiling)
 
-    def _as_state(self, ends: tuple[Bounds, Bounds]) -> tuple[Bounds, Bounds]:
+    def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:
         """The bounds in the state's type, which must hold them; (inf, -inf) marks a set without finite values."""
         if self.state_type == "float64":
-            return ends[0].astype(np.float64), ends[1].astype(np.float64)
+            return low.astype(np.float64), high.astype(np.float64)
         with np.errstate(all="ignore"):
-            lo, hi = (np.asarray(end).astype(self.state_type) for end in ends)
-        lost = (np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)
-        if lost.any():
+            lo, hi = low.astype(self.state_type), high.astype(self.state_type)
+        if ((np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)).any():
             raise RangeError(
-                f"the range [{np.min(ends[0])}, {np.max(ends[1])}] is beyond the {self.state_type} that {self!r} "
-                "keeps: rescale the data or use MinMax"
+                f"the range [{np.min(low)}, {np.max(high)}] is beyond the {self.state_type} that {self!r} keeps: "
+                "rescale the data or use MinMax"
             )
         return lo, hi
 
-    @abstractmethod
     def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        """The state after a batch with these bounds; the observer itself stays as it is."""
+        """The state's bounds after a batch with these: the union; the observer itself does not change."""
+        if self._lo is None or self._hi is None:
+            return lo, hi
+        return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Take in what another observer of the same kind has seen."""
+        """Merge what another observer of the same kind has seen into this one."""
 
     def is_like(self, other: object) -> bool:
-        """Whether the other is of the same kind and has the same settings, as observers that merge do."""
+        """Whether the other is of the same kind and has the same settings, so that the two can merge."""
         return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
 
     def _check_same_kind(self, other: Self) -> None:
@@ -173,13 +170,13 @@ class Observer(ABC):
         >>> MinMax().observe(np.array([-1.0, 4.0], np.float32)).params("uint8").zero_point
         array(51, dtype=int32)
         """
-        wanted = get_spec(spec)
-        if wanted.granularity != self.granularity:
+        spec = get_spec(spec)
+        if spec.granularity != self.granularity:
             raise ShapeError(
-                f"the spec has granularity {wanted.granularity}, the observer {self.granularity}: make both the same"
+                f"the spec has granularity {spec.granularity}, the observer {self.granularity}: make both the same"
             )
-        found = self._range_for(wanted)
-        return QuantParams.from_range(wanted, found.lo, found.hi, dtype=self._scale_dtype)
+        lo, hi = self._range_for(spec)
+        return QuantParams.from_range(spec, lo, hi, dtype=self._scale_dtype)
 
     @property
     def _scale_dtype(self) -> str:
@@ -198,14 +195,14 @@ class Observer(ABC):
         return 2 * self.granularity.tiling(shape).sets * np.dtype(self.state_type).itemsize
 
     def _settings(self) -> dict[str, object]:
-        """What distinguishes two observers of one kind, as JSON-ready data."""
+        """The constructor's arguments, as JSON-ready data."""
         return {"granularity": self.granularity.to_dict()}
 
     def _counters(self) -> dict[str, int]:
         return {"count": self.count, "nonfinite": self.nonfinite, "double": int(self._double)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything observed: counters as integers, ranges as arrays (absent where nothing was observed)."""
+        """Everything observed: counters as integers, ranges as arrays (absent if nothing was observed)."""
         return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
 
     def _arrays(self) -> dict[str, Array]:
@@ -219,10 +216,10 @@ class Observer(ABC):
         Raises:
             StateError: other keys, another version, or values that no observer could hold.
         """
-        wanted = {"version", *self._counters()}
-        if not isinstance(state, Mapping) or set(state) not in (wanted, wanted | set(self.array_names)):
+        keys = {"version", *self._counters()}
+        if not isinstance(state, Mapping) or set(state) not in (keys, keys | set(self.array_names)):
             given = sorted(state) if isinstance(state, Mapping) else state
-            raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(wanted)}, got {given!r}")
+            raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(keys)}, got {given!r}")
         version = plain(state["version"])
         if type(version) is not int or version != STATE_VERSION:
             raise StateError(f"this detent reads observer state version {STATE_VERSION}, got {state['version']!r}")
@@ -272,8 +269,8 @@ class Observer(ABC):
         """
         state = self.state_dict()
         arrays: dict[str, Array] = {name: state.pop(name) for name in self.array_names if name in state}
-        about = {"kind": type(self).__name__, "settings": self._settings(), "state": state}
-        return storage.dumps(arrays, {METADATA: json.dumps(about)})
+        metadata = {"kind": type(self).__name__, "settings": self._settings(), "state": state}
+        return storage.dumps(arrays, {METADATA: json.dumps(metadata)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -285,11 +282,11 @@ class Observer(ABC):
         arrays, metadata = storage.loads(data)
         with reading(f"not the bytes of a {cls.__name__}"):
             text = table(metadata, "the metadata", (METADATA,))[METADATA]
-            about = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
-            if about["kind"] != cls.__name__:
-                raise FileFormatError(f"these are the bytes of a {about['kind']}, expected a {cls.__name__}")
-            settings = {**about["settings"], "granularity": granularity_from_dict(about["settings"]["granularity"])}
-            return cls(**settings).load_state_dict({**about["state"], **arrays})
+            entries = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
+            if entries["kind"] != cls.__name__:
+                raise FileFormatError(f"these are the bytes of a {entries['kind']}, expected a {cls.__name__}")
+            settings = {**entries["settings"], "granularity": granularity_from_dict(entries["settings"]["granularity"])}
+            return cls(**settings).load_state_dict({**entries["state"], **arrays})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(granularity={self.granularity!r})"

@@ -40,17 +40,13 @@ def calibrate(
 ) -> Watching:
     """Feed every batch to the observers, which are changed and returned.
 
-    With a checkpoint, what was observed is saved every so often, at the end, and when the batches are interrupted; the
-    next run with the same file, fresh observers and the same batches goes on from there, and gives the same bits as one
-    that was never interrupted.
+    The state is saved in the checkpoint file after ``every`` batches, at the end, and on an interrupt. The next run
+    with the same file, fresh observers and the same batches resumes there, with the same bits as an uninterrupted run.
 
     Args:
         batches: arrays for one observer, ``{name: array}`` for several.
         observers: one, or one per name; a batch may hold more names than are observed.
-        progress: whether to show a bar on a terminal, or a function of the batches done and the batches in all, which
-            is None where their number is not known.
-        checkpoint: a file.
-        every: after how many batches to save.
+        progress: whether to show a bar on a terminal, or a function of the batches done and their total or None.
 
     Raises:
         NotCalibratedError: there was no batch, or an observer has seen nothing finite.
@@ -66,36 +62,39 @@ def calibrate(
     named = _named(observers)
     step = as_integer("every", every, at_least=1)
     path = None if checkpoint is None else Path(checkpoint)
-    held = _load(path, named) if path is not None and path.exists() else _Held(0, 0)
+    saved = _load(path, named) if path is not None and path.exists() else _CheckpointHeader(0, 0)
     total = len(batches) if isinstance(batches, Sized) else None
-    report = reporter(progress, "calibrating", "batches", held.batches)
-    seen, mark, whole = 0, held.mark, True
+    report = reporter(progress, "calibrating", "batches", saved.batches)
+    count, mark, is_complete = 0, saved.mark, True
     try:
-        for seen, batch in enumerate(batches, start=1):
-            if seen <= held.batches:
-                if seen == held.batches and _mark(batch, named, alone=alone) != held.mark:
-                    raise FileFormatError(f"batch {seen} is not the one that {path} ends with: remove the file")
+        for count, batch in enumerate(batches, start=1):
+            if count <= saved.batches:
+                if count == saved.batches and _mark(batch, named, alone=alone) != saved.mark:
+                    raise FileFormatError(f"batch {count} is not the one that {path} ends with: remove the file")
                 continue
-            whole = False
-            _feed(seen, batch, named, alone=alone)
-            whole = True
+            is_complete = False
+            _feed(count, batch, named, alone=alone)
+            is_complete = True
             if path is not None:
                 mark = _mark(batch, named, alone=alone)
-                if seen % step == 0:
-                    _save(path, named, _Held(seen, mark))
-            report(seen, total)
+                if count % step == 0:
+                    _save(path, named, _CheckpointHeader(count, mark))
+            report(count, total)
     finally:
         # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
-        if path is not None and whole and seen > held.batches:
-            _save(path, named, _Held(seen, mark))
+        if path is not None and is_complete and count > saved.batches:
+            _save(path, named, _CheckpointHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
-    if seen < held.batches:
-        raise FileFormatError(f"{path} holds {held.batches} batches and only {seen} came: remove the file")
-    if not seen:
+    if count < saved.batches:
+        raise FileFormatError(f"{path} holds {saved.batches} batches and only {count} came: remove the file")
+    if not count:
         raise NotCalibratedError("there was no batch to calibrate with: give at least one")
     for name, observer in named.items():
-        _check_seen("" if alone else f"{name!r}: ", observer)
+        try:
+            Observer.range(observer)
+        except NotCalibratedError as error:
+            raise NotCalibratedError(f"{'' if alone else f'{name!r}: '}{error}") from error
     return observers
 
 
@@ -128,18 +127,11 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone
 
 def _mark(batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> int:
     """A checksum of what the observers see of a batch."""
-    found = 0
+    checksum = 0
     for name in observers:
         array = np.ascontiguousarray(batch if alone else batch[name])  # type: ignore[call-overload, index]
-        found = crc32(array.view(np.uint8).data if array.size else b"", found)
-    return found
-
-
-def _check_seen(name: str, observer: Observer) -> None:
-    try:
-        Observer.range(observer)
-    except NotCalibratedError as error:
-        raise NotCalibratedError(f"{name}{error}") from error
+        checksum = crc32(array.view(np.uint8).data if array.size else b"", checksum)
+    return checksum
 
 
 def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -153,22 +145,18 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     missing = [name for name in named if name not in shapes]
     if missing:
         raise ShapeError(f"no shape was given for {missing[0]!r}, only for {list(shapes)!r}")
-    found = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
-    return {**found, "total": sum(found.values())}
+    sizes = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
+    return {**sizes, "total": sum(sizes.values())}
 
 
 def reporter(
     progress: Callable[[int, int], object] | Progress | None, verb: str, unit: str, done: int = 0
 ) -> Callable[[int, int | None], object]:
-    """The function of what is done and of the total that a caller's ``progress`` stands for."""
+    """A function of what is done and of the total: ``progress`` itself, a bar if it is True or None, or nothing."""
     if callable(progress):
         return progress  # type: ignore[return-value]  # callers that know the total always give it
     shown = (progress is None or progress) and sys.stderr.isatty()
-    return ProgressBar(sys.stderr, verb, unit, done) if shown else _show_nothing
-
-
-def _show_nothing(done: int, total: int | None) -> None:
-    del done, total
+    return ProgressBar(sys.stderr, verb, unit, done) if shown else lambda _done, _total: None
 
 
 class ProgressBar:
@@ -198,29 +186,27 @@ class ProgressBar:
         self.is_open = False
 
 
-class _Held(NamedTuple):
-    """What a checkpoint holds: how many batches, and the checksum of the last."""
-
+class _CheckpointHeader(NamedTuple):
     batches: int
-    mark: int
+    mark: int  # the checksum of the last batch
 
 
-def _save(path: Path, observers: Mapping[str, Observer], held: _Held) -> None:
+def _save(path: Path, observers: Mapping[str, Observer], header: _CheckpointHeader) -> None:
     arrays: dict[str, Any] = {
         name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
     }
-    about = {"version": VERSION, "batches": held.batches, "mark": held.mark}
-    storage.write_atomic(path, storage.dumps(arrays, {METADATA: json.dumps(about)}))
+    metadata = json.dumps({"version": VERSION, **header._asdict()})
+    storage.write_atomic(path, storage.dumps(arrays, {METADATA: metadata}))
 
 
-def _load(path: Path, observers: Mapping[str, Observer]) -> _Held:
+def _load(path: Path, observers: Mapping[str, Observer]) -> _CheckpointHeader:
     """Bring the observers to the state of the file."""
     arrays, metadata = storage.read(path)
     with reading(f"{path} is not a calibration checkpoint"):
-        about = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
-        about = table(about, f"the checkpoint {path}", ("batches", "mark"), version=VERSION)
-        done = as_integer("batches", about["batches"], at_least=1, error=FileFormatError)
-        mark = as_integer("mark", about["mark"], at_least=0, error=FileFormatError)
+        data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
+        entries = table(data, f"the checkpoint {path}", _CheckpointHeader._fields, version=VERSION)
+        done = as_integer("batches", entries["batches"], at_least=1, error=FileFormatError)
+        mark = as_integer("mark", entries["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
             raise FileFormatError(f"{path} holds {sorted(arrays)!r}, the observers are {sorted(observers)!r}")
         saved = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
@@ -231,4 +217,4 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _Held:
             raise StateError(f"{name!r} has observed {observer.count} values: go on from {path} with a fresh observer")
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
-    return _Held(done, mark)
+    return _CheckpointHeader(done, mark)

@@ -23,8 +23,8 @@ class Percentile(HistogramObserver):
         lower, upper: in percent.
 
     >>> import detent as dt, numpy as np
-    >>> found = dt.observers.Percentile(1, 99).observe(np.linspace(-1, 1, 100_001)).range()
-    >>> found.lo.round(3), found.hi.round(3)
+    >>> lo, hi = dt.observers.Percentile(1, 99).observe(np.linspace(-1, 1, 100_001)).range()
+    >>> lo.round(3), hi.round(3)
     (np.float64(-0.98), np.float64(0.98))
     """
 
@@ -60,31 +60,35 @@ def _percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
     below = np.floor(rank)
     first, second = _elements(bins, below, total), _elements(bins, below + 1, total)
     part = rank - below
-    # Neither end of the range can be missed by rounding.
+    # Rounding must not leave the range.
     return np.clip(np.where(part > 0, first * (1 - part) + second * part, first), bins.lo, bins.hi)
 
 
 def _weighted_percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
     """The value of each set that has that share of the mass below it."""
-    found = np.empty(len(bins.mass))
+    values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)
-        wanted = share / WHOLE * after[-1]
-        place = min(int(np.searchsorted(after, wanted, side="left")), len(mass) - 1)
-        low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
-        inside = (wanted - (after[place] - mass[place])) / mass[place] if mass[place] else 0.0
-        found[i] = low + (high - low) * min(max(inside, 0.0), 1.0)
-    return np.clip(found, bins.lo, bins.hi)
+        target = share / WHOLE * after[-1]
+        place = min(int(np.searchsorted(after, target, side="left")), len(mass) - 1)
+        inside = (target - (after[place] - mass[place])) / mass[place] if mass[place] else 0.0
+        values[i] = _inside_bin(bins, i, place, min(max(inside, 0.0), 1.0))
+    return np.clip(values, bins.lo, bins.hi)
 
 
 def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Where the element of each set's rank lies: the elements of a bin are evenly spread over it."""
-    after = np.cumsum(bins.mass, axis=1)
-    found = np.empty(len(after))
-    for i, (ends, mass) in enumerate(zip(after, bins.mass, strict=True)):
-        place = min(int(np.searchsorted(ends, min(rank[i], total[i] - 1), side="right")), len(mass) - 1)
-        low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
-        inside = min(max(rank[i] - (ends[place] - mass[place]) + 0.5, 0.0) / max(mass[place], 1e-300), 1.0)
-        found[i] = low + (high - low) * inside
-    found = np.where(rank <= 0, bins.lo, found)
-    return np.where(rank >= total - 1, bins.hi, found)
+    """The element of each set's rank; the elements of a bin are evenly distributed over it."""
+    values = np.empty(len(bins.mass))
+    for i, mass in enumerate(bins.mass):
+        after = np.cumsum(mass)
+        place = min(int(np.searchsorted(after, min(rank[i], total[i] - 1), side="right")), len(mass) - 1)
+        inside = max(rank[i] - (after[place] - mass[place]) + 0.5, 0.0) / max(mass[place], 1e-300)
+        values[i] = _inside_bin(bins, i, place, min(inside, 1.0))
+    values = np.where(rank <= 0, bins.lo, values)
+    return np.where(rank >= total - 1, bins.hi, values)
+
+
+def _inside_bin(bins: Bins, i: int, place: int, share: float) -> float:
+    """The value at that share of a bin, which is cut at the bounds of set ``i``."""
+    low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
+    return float(low + (high - low) * share)

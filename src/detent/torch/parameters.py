@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from detent.codec import parse
 from detent.errors import NotCalibratedError, SpecError, StateError
 from detent.granularity import PerAxis, PerTensor
-from detent.observers.minmax import mix_ranges
+from detent.observers.minmax import mix_ranges, mix_seen_ranges
 from detent.params import QuantParams
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.scale_rule import derive
 from detent.spec import QuantSpec
-from detent.torch import traced
+from detent.torch import traced, traced_namespace
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
 from detent.torch.operator import rounded_zero_point
 
@@ -284,10 +284,9 @@ class ParameterState(nn.Module):
         """``merge_range`` in torch operations, which cannot branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # only mode EMA comes here
         seen = (self.initialized != 0) & (self.lo <= self.hi)
-        empty = lo > hi
-        for average, new in ((self.lo, lo), (self.hi, hi)):
-            mixed = torch.where(empty, average, traced.blend(average, new, decay))
-            average.copy_(torch.where(seen, mixed, new))
+        low, high = mix_seen_ranges(traced_namespace, (self.lo, self.hi), (lo, hi), decay, seen)
+        self.lo.copy_(low)
+        self.hi.copy_(high)
         self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
 
     def add_pending(self, lo: Array, hi: Array) -> None:

@@ -23,7 +23,6 @@ from detent.ste import Estimator
 from detent.torch import traced_namespace as xp
 
 __all__ = [
-    "blend",
     "derive",
     "fake_quantize",
     "fake_quantize_backward",
@@ -86,12 +85,6 @@ def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = 
     wide_lo, wide_hi = (xp.astype(bound.detach(), torch.float64) for bound in (lo, hi))
     scale, zero_point, _ = float_parameters(xp, spec, wide_lo, wide_hi, dtype or lo.dtype)
     return scale, zero_point
-
-
-def blend(old: Tensor, new: Tensor, decay: float) -> Tensor:
-    """The moving average of a bound in float32, ``fl(fl(d * old) + fl((1 - d) * new))``."""
-    old, new = (xp.astype(bound.detach(), torch.float32) for bound in (old, new))
-    return torch.full_like(old, decay) * old + torch.full_like(new, 1.0 - decay) * new
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
