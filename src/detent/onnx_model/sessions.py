@@ -254,7 +254,7 @@ class Probe:
     def _grouped(self, feeds: Mapping[str, Array]) -> list[list[Reading]]:
         sizes = self._sizes(feeds)
         if sum(sizes.values()) <= self._budget:
-            return [self._readings]
+            return [self._readings] if self._readings else []
         groups: list[list[Reading]] = []
         held: set[str] = set()
         for reading in self._readings:
