@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import detent as dt
-from detent.spec import NAMED_SPECS, get_spec
+from detent.spec import NAMED_SPECS, get_spec, stored_nbytes
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,9 @@ def test_specs_of_another_process_hash_as_ours():
     env = os.environ | {"PYTHONHASHSEED": "1"}
     sent = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True, timeout=60).stdout
     assert pickle.loads(sent) in {dt.QuantSpec("int8")}
+
+
+def test_stored_bytes_are_packed_or_take_the_first_width_that_a_file_has():
+    spec = dt.QuantSpec.parse("int3/axis0")
+    assert stored_nbytes(spec, (8, 64)) == 8 * 64 * 3 // 8 + 8 * 4
+    assert stored_nbytes(spec, (8, 64), widths=(4, 8, 16)) == 8 * 64 // 2 + 8 * 4 + 8 // 2

@@ -5,6 +5,7 @@ import pytest
 import safetensors.numpy
 
 from detent import storage
+from detent.errors import FileFormatError
 
 ARRAYS = {
     "empty": np.zeros((0, 3), np.float32),
@@ -62,3 +63,10 @@ def test_we_read_what_the_library_writes(tmp_path):
 def test_paths(kind, tmp_path):
     storage.write_atomic(kind(tmp_path / "a"), storage.dumps({}, {"k": "v"}))
     assert storage.read(kind(tmp_path / "a")) == ({}, {"k": "v"})
+
+
+def test_a_missing_directory_is_an_error_before_anything_is_written(tmp_path):
+    assert storage.check_directory(tmp_path) == tmp_path
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileFormatError, match="is not a directory: create it"):
+        storage.check_directory(tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""Granularity: which elements of an array share one (scale, zero point) pair, a *set*.
+"""Granularity: which elements of an array share one (scale, zero point) pair, a parameter set, *set* for short.
 
 Every granularity is a tiling of the array by equal blocks: a block spans ``block[i]`` indices of axis ``i`` and the
 last block of an axis may be ragged. ``axis`` always names the axis that is *kept*.

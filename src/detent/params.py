@@ -343,7 +343,7 @@ class QuantParams:
         return (self.spec, *((str(part.dtype), part.shape, part.tobytes()) for part in parts if part is not None))
 
     def __reduce__(self) -> tuple[type["QuantParams"], tuple[object, ...]]:
-        """Copies and unpickled values are built, checked and frozen anew."""
+        """Copies and unpickled values are constructed and checked again."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __eq__(self, other: object) -> bool:
@@ -365,7 +365,7 @@ def numbers(name: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def as_scale(name: str, value: ArrayLike) -> NDArray[np.floating]:
-    """The scale as float64 where it was a float64 array, as float32 otherwise."""
+    """The scale as float64 if it is a float64 array, else as float32."""
     is_double = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64
     with np.errstate(all="ignore"):
         return numbers(name, value).astype(np.float64 if is_double else np.float32)
@@ -456,7 +456,7 @@ def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
 
 
 def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
-    """Raise unless every zero point is a code, and the symmetric one where the spec is."""
+    """Raise unless every zero point is a code, and the symmetric one if the spec is symmetric."""
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
     if spec.symmetric:
         low = high = spec.symmetric_zero_point

@@ -1,7 +1,7 @@
-"""Kernels: the arithmetic behind every operation, on plain arrays and vocabulary values.
+"""Kernels: the arithmetic of every operation.
 
-Guarantees: the same input bits give the same output bits for any thread count, CPU level, memory layout and array
-library; every fast kernel has a slow twin in ``reference`` and equals it bit for bit.
+The same input bits give the same output bits for any thread count, instruction set, memory layout and array library;
+every native kernel equals its reference kernel bit for bit.
 """
 
 from detent.kernels.native import dtype_name, join_team

@@ -136,7 +136,7 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing."""
+    """The largest magnitude of x ("value") or of the error; NaN if there is any, 0 for empty data."""
     choice = current_kernels()
     result = None if choice == "reference" else native.largest_error(term, x, y)
     if result is not None:
@@ -161,12 +161,12 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range of float64 bounds by a native kernel; None where only the scale rule can."""
+    """Scale and zero point of each range of float64 bounds by a native kernel; None if there is none for them."""
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 
 def checksum(x: Array) -> int:
-    """A number that tells whether any bit of x has changed since it was last computed, in this process."""
+    """A number that changes if any bit of x changes; comparable only in this process."""
     result = None if current_kernels() == "reference" else native.checksum(x)
     if result is not None:
         return result

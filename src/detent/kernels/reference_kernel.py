@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 
 class ReferenceKernel:
-    """The slow and obvious implementation of a problem."""
+    """A problem computed by its reference function."""
 
     backend = "reference"
 

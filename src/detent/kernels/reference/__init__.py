@@ -1,8 +1,8 @@
-"""Reference kernels over the array API: slow, obvious, and the truth that every other kernel is compared with.
+"""Reference kernels over the array API, which every other kernel must equal bit for bit.
 
-They run unchanged on NumPy, torch and any other array that ``array_api_compat`` knows, take plain arrays and vocabulary
-values, and check nothing: shapes, dtypes and NaN are the plan's business. Guarantee: one rounding per operation in the
-compute type, no fused multiply-add, no dependence on memory layout.
+They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports, and check nothing:
+plans check shapes, dtypes and NaN. Guarantee: one rounding per operation in the compute type, no fused multiply-add, no
+dependence on memory layout.
 
 Functions that a compiler traces take ``xp``, the namespace of their arrays, because looking it up cannot be traced;
 None looks it up. For the same reason nothing on their way is cached by a decorator.

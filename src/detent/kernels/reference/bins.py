@@ -62,7 +62,7 @@ def histogram(
 
 
 def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
-    """The lower and upper ends of the bins of each row, in the order of their keys."""
+    """The lower and upper edges of the bins of each row, in the order of their keys."""
     exponent = (rows % 256)[:, None]
     steps = np.arange(2**bits + 1) / 2**bits
     unit = np.ldexp(1.0, np.maximum(exponent - _BIAS, _SMALLEST))

@@ -136,7 +136,7 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """The largest magnitude of x ("value") or of the error; NaN where there is one, 0 where there is nothing."""
+    """The largest magnitude of x ("value") or of the error; NaN if there is any, 0 for empty data."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
