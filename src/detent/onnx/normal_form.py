@@ -341,12 +341,12 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
-    lean, weights = without_weights(model)  # inference copies a model twice
+    lean, _ = without_weights(model)  # inference copies a model twice
     try:
         inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes help to explain plans, and are needed for nothing else
         return model
-    if weights:
-        del inferred.graph.initializer[:]
-        inferred.graph.initializer.extend(model.graph.initializer)
-    return inferred
+    for name in ("node", "input", "output", "value_info"):  # nodes too: bodies have shapes of their own
+        model.graph.ClearField(name)
+        getattr(model.graph, name).extend(getattr(inferred.graph, name))
+    return model

@@ -119,11 +119,11 @@ def _best_strength(
         return result
 
     def error(factors: Array, half: int) -> float:
-        data, every = ((x / factors).astype(np.float32) for x in (halves[half], whole))
+        data, every = ((x / factors).astype(np.float32, copy=False) for x in (halves[half], whole))
         inputs = {spec: fake_quantize(data, QuantParams.from_data(spec, every)) for spec in {spec for spec, _ in specs}}
         total = 0.0
         for i, weight in enumerate(weights):
-            matrix = np.ascontiguousarray((weight * factors[:, None]).astype(np.float32))
+            matrix = np.ascontiguousarray((weight * factors[:, None]).astype(np.float32, copy=False))
             rounded = fake_quantize(matrix, weight_params(matrix, aligned[i]))
             total += noise(references[half][i], inputs[specs[i][0]] @ rounded) / powers[half][i]
         return total
