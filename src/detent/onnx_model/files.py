@@ -115,12 +115,6 @@ def load(source: ModelSource) -> ModelProto:
 
     Raises:
         FileFormatError, UnsupportedError: see ``load_model``.
-
-    >>> from onnx import parser
-    >>> model = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Relu(x) }')
-    >>> load(model).graph.node[0].op_type
-    'Relu'
     """
     return _copy(source.proto) if isinstance(source, LoadedModel) else load_model(source).proto
 

@@ -86,14 +86,6 @@ BITS = {
     for kind in TensorProto.DataType.values()
     if kind not in {TensorProto.UNDEFINED, TensorProto.STRING}
 }
-_INTEGERS = {
-    (4, True): TensorProto.INT4,
-    (4, False): TensorProto.UINT4,
-    (8, True): TensorProto.INT8,
-    (8, False): TensorProto.UINT8,
-    (16, True): TensorProto.INT16,
-    (16, False): TensorProto.UINT16,
-}
 
 
 def element_type(format: Format, least: int = 4) -> int:
@@ -107,13 +99,13 @@ def element_type(format: Format, least: int = 4) -> int:
     >>> [TensorProto.DataType.Name(element_type(get_format(name))) for name in names]
     ['INT4', 'UINT8', 'INT16', 'FLOAT8E5M2']
     """
+    name = format.onnx
     if format.is_integer:
-        width = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, least)), None)
-        if width is not None:
-            return _INTEGERS[width, format.signed]
-    elif format.onnx:
-        return int(TensorProto.DataType.Value(format.onnx))
-    raise UnsupportedError(f"ONNX has no type for the codes of {format.name}")
+        bits = next((bits for bits in (4, 8, 16) if bits >= max(format.bits, least)), None)
+        name = f"{'' if format.signed else 'U'}INT{bits}" if bits else ""
+    if not name:
+        raise UnsupportedError(f"ONNX has no type for the codes of {format.name}")
+    return int(TensorProto.DataType.Value(name))
 
 
 def is_integer_type(kind: int) -> bool:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from detent.codec import check_version, parse
-from detent.errors import FileFormatError
+from detent.codec import check_version, decode, parse
 from detent.onnx_model.graph import QUANTIZERS, array_of
 
 __all__ = ["Provenance", "digest_of", "digests_of"]
@@ -21,8 +20,6 @@ __all__ = ["Provenance", "digest_of", "digests_of"]
 KEY = "detent"
 VERSION = 1
 TEXT_LIMIT = 1 << 24
-_TEXTS = ("made_by", "target", "recipe", "options", "data", "source")
-_NAMES = ("weights", "activations", "digests")
 _LAYOUT = ("axis", "block_size")
 QUANTIZER_DIGITS, MODEL_DIGITS = 8, 32  # of a digest, hexadecimal
 
@@ -78,11 +75,10 @@ class Provenance:
         texts = [entry.value for entry in model.metadata_props if entry.key == KEY]
         if not texts:
             return None
-        fields = parse(texts[-1], f"the metadata entry {KEY!r}", limit=TEXT_LIMIT)
-        check_version(fields.pop("version", None), VERSION, f"the metadata entry {KEY!r}")
-        if not _is_sound(fields):
-            raise FileFormatError(f"the metadata entry {KEY!r} has unexpected keys or values")
-        return cls(**fields)
+        entry = f"the metadata entry {KEY!r}"
+        fields = parse(texts[-1], entry, limit=TEXT_LIMIT)
+        check_version(fields.pop("version", None), VERSION, entry)
+        return decode(cls, fields, entry)
 
 
 def digest_of(model: ModelProto) -> str:
@@ -120,11 +116,3 @@ def _hash(facts: tuple[Any, ...], content: bytes = b"") -> str:
     digest = sha256(repr(facts).encode())
     digest.update(content)
     return digest.hexdigest()[:QUANTIZER_DIGITS]
-
-
-def _is_sound(fields: dict[str, Any]) -> bool:
-    texts = [fields.get(key) for key in _TEXTS]
-    tables = [fields.get(key) for key in _NAMES]
-    texts += [text for table in tables if isinstance(table, dict) for text in table.values()]
-    are_tables = all(isinstance(table, dict) for table in tables)
-    return set(fields) == {*_TEXTS, *_NAMES} and are_tables and all(isinstance(text, str) for text in texts)

@@ -66,16 +66,10 @@ Array = NDArray[Any]
 Form = Literal["codes", "float", "table"]
 COMPUTED = "its scale or zero point is computed, not constant"
 _CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # between the codes of a weight and their DequantizeLinear
-_CODE_TYPES = (
-    TensorProto.INT8,
-    TensorProto.UINT8,
-    TensorProto.INT4,
-    TensorProto.UINT4,
-    TensorProto.INT16,
-    TensorProto.UINT16,
-    TensorProto.FLOAT8E4M3FN,
-    TensorProto.FLOAT8E5M2,
-)
+_CODE_TYPES = [
+    TensorProto.DataType.Value(name)
+    for name in ("INT4", "UINT4", "INT8", "UINT8", "INT16", "UINT16", "FLOAT8E4M3FN", "FLOAT8E5M2")
+]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators that keep codes in their own form
 _TABLE_STEPS = {  # what may follow each operator on the way from a table's Gather to its Mul
@@ -383,20 +377,9 @@ class _Scope:
             if producer.op_type != QUANTIZE or producer.input[0] not in self.constants:
                 return None
             origin, path, form = producer.input[0], (QUANTIZE,), "float"
-        return self._weight(origin, node, qparams, (scale, zero_point), path, form, node.output[0])
-
-    def _weight(
-        self,
-        name: str,
-        node: NodeProto,
-        qparams: QdqParams,
-        constants: tuple[str, str],
-        path: tuple[str, ...],
-        form: Form,
-        numbers: str,
-    ) -> WeightCodes:
-        readers = _described(self._readers(numbers))
-        return WeightCodes(name, self.constants[name], node, qparams, constants, path, form, readers, self.inner)
+        tensor, names = self.constants[origin], (scale, zero_point)
+        readers = _described(self._readers(node.output[0]))
+        return WeightCodes(origin, tensor, node, qparams, names, path, form, readers, self.inner)
 
     def _table(self, gather: NodeProto) -> WeightCodes | None:
         """Rows of codes that are looked up, cast, and multiplied by a scale; scales may be looked up with them."""
@@ -420,11 +403,11 @@ class _Scope:
         qparams = self._table_params(table, scale, zero, is_grouped=is_grouped) if scale else None
         if qparams is None:
             return None
-        numbers = node.output[0]
-        last = self._readers(numbers)
+        last = self._readers(node.output[0])
         if is_grouped and len(last) == 1 and last[0].op_type == "Reshape":
-            numbers = last[0].output[0]
-        return self._weight(gather.input[0], node, qparams, (scale, zero), tuple(path), "table", numbers)
+            last = self._readers(last[0].output[0])
+        names, readers = (scale, zero), _described(last)
+        return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
         """The constant that a Sub or Mul of a table reads, looked up with the rows or one number; "" if neither."""

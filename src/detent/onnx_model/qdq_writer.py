@@ -10,17 +10,9 @@ PerAxis(a)      one per channel                axis=a
 PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
 =============== ============================== ======================
 
-``QdqWriter`` adds constants and makes nodes; where they go, and which codes they hold, is decided elsewhere:
-
-==================== ==================================================================
-activation           [Clip ->] QuantizeLinear -> DequantizeLinear
-weight               codes -> DequantizeLinear
-bias                 int32 codes -> DequantizeLinear
-switch               If(flag), a quantized tensor or the float one
-==================== ==================================================================
-
-A Clip is written if fewer codes are used than the type has: its bounds are the values of the outermost ones. ``gather``
-dequantizes only the rows of a table that are looked up:
+``QdqWriter`` adds constants and makes nodes; where they go, and which codes they hold, is decided elsewhere. A Clip
+before QuantizeLinear is written if fewer codes are used than the type has: its bounds are the values of the outermost
+ones. ``gather`` dequantizes only the rows of a table that are looked up:
 
 ==================== ==================================================================
 scale                nodes

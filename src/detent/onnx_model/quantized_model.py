@@ -128,15 +128,10 @@ class QuantizedModel:
 
 
 def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, whoever wrote it: a path, which is checked as ``load`` does, or a model in memory.
+    """Read a quantized model, whoever wrote it, from a file or from memory; see ``QuantizedModel`` for an example.
 
     Raises:
         FileFormatError, UnsupportedError: as ``load``.
-
-    >>> import onnx
-    >>> load_quantized(onnx.parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')).weights
-    {}
     """
     model = load_model(source).proto
     return QuantizedModel.of(QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model))

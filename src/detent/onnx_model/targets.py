@@ -67,11 +67,7 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """The spec with the codes that the target takes.
-
-        Raises:
-            SpecError: the target limits codes, and the spec is not symmetric.
-        """
+        """The spec with the codes that the target takes; SpecError if it limits codes and the spec is affine."""
         if self.limit is None or not spec.format.is_integer or max(-spec.qmin, spec.qmax) <= self.limit:
             return spec
         if not spec.symmetric:
@@ -106,11 +102,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def get_target(value: Target | str) -> Target:
-    """The target of that name; a ``Target`` is returned as it is.
-
-    >>> get_target("openvino").runtime
-    'openvino'
-    """
+    """The target of that name; a ``Target`` is returned as it is."""
     if isinstance(value, Target):
         return value
     if value not in TARGETS:

@@ -23,7 +23,7 @@ from detent.onnx.normal_form import prepare
 from detent.onnx.quantized_graph import float_form, insert
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
-from detent.onnx_model.graph import Graph
+from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.sessions import make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
@@ -42,7 +42,6 @@ Feed = dict[str, Array]
 # Weight-only products are computed in float: what is measured is the noise of the weights.
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
 EXCLUDED = ("excluded", "no rule matches")
-PRODUCTS = ("MatMul", "Gemm")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
@@ -167,7 +166,7 @@ def _groups(
     groups = []
     for (_, of_layer), names in sharing.items():
         layer = layers[names[0]]
-        is_product = all(layers[name].node.op_type in PRODUCTS for name in names)
+        is_product = all(layers[name].node.op_type in MATMULS for name in names)
         nbytes = {
             label: weight_nbytes(spec, layer.shape, storage, is_product=is_product)
             for label, spec in zip(specs, of_layer, strict=True)
@@ -216,17 +215,17 @@ def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantPar
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """The noise at the outputs of the model that a recipe makes, quantizers inserted and run as a file would be."""
+    """The noise at the outputs of a model that a recipe quantizes, with its quantizers as in a file."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
-    made = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
-    seen = _calibrated(made, feeds)
-    names = _float_outputs(made.model)
-    sessions = make_session(original), make_session(insert(made, seen), config=EXACT)
+    graph_plan = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)
+    names = _float_outputs(graph_plan.model)
+    quantized = insert(graph_plan, _calibrated(graph_plan, feeds))
 
-    def run(at: int) -> Iterator[Sequence[Array]]:
+    def run(model: ModelProto, config: Mapping[str, str] | None = None) -> Iterator[Sequence[Array]]:
+        session = make_session(model, config=config)
         with ort_errors():
             for feed in feeds:
-                yield sessions[at].run(names, feed)
+                yield session.run(names, feed)
 
-    return OutputNoise(names, run(0)).noise(run(1))
+    return OutputNoise(names, run(original)).noise(run(quantized, EXACT))
