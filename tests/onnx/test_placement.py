@@ -153,8 +153,8 @@ def test_transformers_keep_attention_and_normalisation_float():
     assert found["MatMulIntegerToFloat"] == 5
     assert found["LayerNormalization"] == 1
     assert {line.name: line.reason for line in plan.layers if line.reason} == {
-        "scores": "a product of two activations",
-        "mixed": "a product of two activations",
+        "scores": "a matmul of two activations",
+        "mixed": "a matmul of two activations",
     }
     close(model, made, feeds, 30)
 

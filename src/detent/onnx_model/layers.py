@@ -107,7 +107,8 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
     if producer is not None and producer.op_type == DEQUANTIZE:
         return "its weight is quantized already"
     if weight not in graph.constants:
-        return "its constant comes first" if node.input[0] in graph.constants else "a product of two activations"
+        is_left = node.input[0] in graph.constants
+        return "constant on the left (W @ x); only x @ W is supported" if is_left else "a matmul of two activations"
     if graph.kind(weight) != TensorProto.FLOAT:
         return f"its weight is {TensorProto.DataType.Name(graph.kind(weight))}, not FLOAT"
     return ""
