@@ -454,8 +454,6 @@ def test_values_and_state_are_the_same_traced(name: str, mode: dt.ScaleMode | st
         assert_same(scale.detach().reshape(values.params.scale.shape), values.params.scale)
         expected = values.params.zero_point if values.zero_point is None else array(values.zero_point)
         assert_same(zero_point.detach().reshape(expected.shape), expected)
-    if isinstance(native.mode, dt.PerBatch) and switch == "evaluation":
-        return  # only the native one keeps the parameters of the last batch as its state
     for key, state in native.state_dict().items():
         assert bits(traced.state_dict()[key]) == bits(state), key
     if isinstance(native.mode, dt.EMA):
@@ -478,5 +476,26 @@ def test_compiled_steps_are_the_eager_ones(mode: str) -> None:
         assert_same(one.grad, other.grad)
     for ours, theirs in zip(eager.parameters(), module.parameters(), strict=True):
         assert_same(theirs.grad, ours.grad)
-    if mode != "per_batch":
-        assert bits(module.scale) == bits(eager.scale)
+    assert bits(module.scale) == bits(eager.scale)
+
+
+def test_compiled_evaluation_per_batch_keeps_the_parameters_of_the_last_batch() -> None:
+    torch._dynamo.reset()
+    eager, module = (qt.FakeQuantize("uint8", "per_batch").eval() for _ in range(2))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for x in batches(count=3):
+        assert_same(compiled(tensor(x)), eager(tensor(x)))
+        assert module.params == eager.params
+
+
+def test_exported_evaluation_per_batch_writes_nothing() -> None:
+    module = qt.FakeQuantize("uint8", "per_batch").eval()
+    exported = torch.export.export(module, (tensor(batches()[0]),))
+    assert not exported.graph_signature.buffers_to_mutate
+    assert_same(exported.module()(tensor(batches()[2])), module(tensor(batches()[2])))
+
+
+def test_vmap_per_batch_takes_the_range_of_each_sample() -> None:
+    module = qt.FakeQuantize("uint8", "per_batch").eval()
+    x = torch.linspace(-1, 2, 24).reshape(4, 6)
+    assert_same(torch.func.vmap(module)(x), torch.stack([module(row) for row in x]))

@@ -165,7 +165,7 @@ class FakeQuantize(ParameterState):
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
             values = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
-            if self.training:
+            if self.training or _may_write_in_evaluation():
                 self.hold_traced(*values)
         elif isinstance(mode, EMA) and updates:
             self._move_average_traced(x)
@@ -315,6 +315,13 @@ class FakeQuantize(ParameterState):
             scales = f"scale {low:.3g}" if low == high else f"scales {low:.3g} to {high:.3g}"
         off = ", delayed" * self.delayed + ", disabled" * (not self.enabled)
         return f"{self.spec}, {self.mode}, {ste}, {scales}{off}"
+
+
+def _may_write_in_evaluation() -> bool:
+    """Exported programs stay pure, and ``torch.func`` cannot write to captured buffers."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    return not torch._C._are_functorch_transforms_active()
 
 
 def _in_backward() -> bool:
