@@ -123,17 +123,85 @@ def test_a_plan_changes_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_observes_once(reentrant):
-    plain, saving = (calibrated(mlp(), "w4a4") for _ in range(2))
-    x = 3 * X
-    plain(x).sum().backward()
-    again = x.clone().requires_grad_(reentrant)
-    checkpoint(saving, again, use_reentrant=reentrant).sum().backward()
-    for name, quantizer in quantizers_of(saving).items():
-        assert torch.equal(quantizer.scale, quantizers_of(plain)[name].scale), name
+class Blocks(nn.Module):
+    """An MLP that recomputes its blocks in backward, unless ``reentrant`` is None."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.reentrant = nn.ModuleList([mlp(), mlp()]), None
+        self.between = nn.Linear(4, 8)
+
+    def forward(self, x):
+        first, second = self.blocks
+        if self.reentrant is None:
+            return second(self.between(first(x)))
+        x = checkpoint(first, x, use_reentrant=self.reentrant)
+        return checkpoint(second, self.between(x), use_reentrant=self.reentrant)
+
+
+def assert_same_training(plain, saving, reentrant):
+    """The same state and gradients after three steps."""
+    saving.reentrant = reentrant
+    for model in (plain, saving):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in (3 * X, X + 0.25, -2 * X):
+            optimizer.zero_grad()
+            model(x.clone().requires_grad_()).square().sum().backward()
+            optimizer.step()
+    for key, state in plain.state_dict().items():
+        assert torch.equal(saving.state_dict()[key], state), key
     for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("mode", ["ema", "per_batch", "learned", "fixed"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_does_not_count_twice(reentrant, mode, native, monkeypatch):
+    if not native:
+        for module in ("quantizer", "quantized_layer"):
+            monkeypatch.setattr(f"detent.torch.{module}.is_plain", lambda x: False)
+    recipe = dt.Recipe.preset("w4a4", mode=mode)
+    assert_same_training(*(calibrated(Blocks(), recipe) for _ in range(2)), reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_does_not_count_twice_in_a_delay(reentrant):
+    plain, saving = (calibrated(Blocks()) for _ in range(2))
+    for model in (plain, saving):
+        qt.Schedule(model, delay=9)
+    assert_same_training(plain, saving, reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputed_forward_rounds_as_the_first_one(reentrant):
+    rule = dt.Rule(weight=dt.QuantSpec("int4", rounding="stochastic(1)"), input="uint8")
+    plain, saving = (calibrated(mlp(), dt.Recipe([rule])) for _ in range(2))
+    for _ in range(2):
+        plain(X).square().sum().backward()
+        checkpoint(saving, X.clone().requires_grad_(), use_reentrant=reentrant).square().sum().backward()
+        for ours, theirs in zip(saving.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    assert saving[0].weight_quantizer.step == plain[0].weight_quantizer.step == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_last_batch_is_not_a_recomputed_one(reentrant):
+    recipe = dt.Recipe([dt.Rule(input="uint8", mode="per_batch")])
+    plain, saving = (qt.prepare(Blocks(), recipe) for _ in range(2))
+    saving.reentrant = reentrant
+    for model in (plain, saving):
+        sum(model(x.clone().requires_grad_()).sum() for x in (X, 3 * X)).backward()
+    for key, state in plain.state_dict().items():
+        assert torch.equal(saving.state_dict()[key], state), key
+
+
+def test_a_recomputed_forward_is_not_watched():
+    model, calls = calibrated(mlp()), []
+    for quantizer in quantizers_of(model).values():
+        quantizer.watcher = lambda quantizer, *_: calls.append(quantizer.name)
+    checkpoint(model, X, use_reentrant=False).sum().backward()
+    assert sorted(calls) == sorted(quantizers_of(model))
 
 
 def test_freezing_is_final():

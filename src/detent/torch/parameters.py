@@ -241,13 +241,12 @@ class ParameterState(nn.Module):
                     self.zero_point_shift.zero_()
         return self
 
-    def hold(self, params: QuantParams) -> QuantParams:
+    def hold(self, params: QuantParams) -> None:
         """Keep the parameters of a batch: in the buffers if shapes agree; per-token shapes vary with the batch."""
         if self.scale.shape == params.scale.shape:
             self._store(params)
         else:
             self._memo.params = params
-        return params
 
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
         """``hold`` in torch operations."""

@@ -29,6 +29,7 @@ from detent.tensor import QuantizedTensor
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
 from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, product, runs_as_product
+from detent.torch.operator import Values
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["QuantizedLayer", "QuantizedProduct", "WeightCache", "WeightKey", "quantized_class"]
@@ -230,27 +231,30 @@ class QuantizedProduct(QuantizedLayer):
     def _factor(self, quantizer: FakeQuantize) -> Tensor | None:
         return None if self.fold is None or quantizer.absorbs_gain else self.fold.factor(self.weight)
 
+    def _scaled_weight(self, quantizer: FakeQuantize) -> tuple[Tensor | None, Tensor]:
+        factor, weight = self._factor(quantizer), self.weight.detach()
+        return factor, weight if factor is None else weight * factor
+
     def _running_weight(self, quantizer: FakeQuantize | None) -> QuantizedWeight:
         """The running weight, from the cache where nothing has changed."""
         weight = self.weight
         if quantizer is None:
             return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
         step = quantizer.next_step()
+        learned: Values | None = None
 
         def make(keep: bool) -> QuantizedWeight:
-            data, factor = weight.detach(), self._factor(quantizer)
-            scaled = data if factor is None else data * factor
-            quantized = quantizer.quantize(scaled, step, None if keep else "weight")
+            factor, scaled = self._scaled_weight(quantizer)
+            quantized = quantizer.quantize(scaled, step, None if keep else "weight", learned)
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
             return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
 
         if quantizer.is_stochastic or not quantizer.is_ready:  # never the same twice, or about to change
             return make(False)
+        if quantizer.is_learned:  # once per forward and in its graph, whatever is cached
+            learned = quantizer.values_for(self._scaled_weight(quantizer)[1])
         quantized = self._cached(quantizer, None if quantizer.absorbs_gain else self.fold, make)
-        if not (quantizer.is_learned and quantized.keep):
-            return quantized
-        # the cached scale belongs to another forward's graph
-        return quantized._replace(operand=Operand(quantizer.values_for(weight), quantizer.ste, step))
+        return quantized if learned is None else quantized._replace(operand=Operand(learned, quantizer.ste, step))
 
     def _exported_constant(self, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
         """The exported weight, as a constant."""

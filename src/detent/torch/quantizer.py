@@ -137,6 +137,8 @@ class FakeQuantize(ParameterState):
             return 0
         now = int(self.step)
         if self.training:
+            if _is_recomputed():
+                return (now - 1) % STEP_LIMIT  # that of the forward which is repeated
             self.step.fill_((now + 1) % STEP_LIMIT)
         return now
 
@@ -145,9 +147,12 @@ class FakeQuantize(ParameterState):
     def values_for(self, x: Tensor) -> Values:
         """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
         mode, params = self.mode, None
-        updates = self.training and self.observing and not _in_backward()
+        recomputed = _is_recomputed()
+        updates = self.training and self.observing and not recomputed
         if isinstance(mode, PerBatch):
-            params = self.hold(self.params_for(x))
+            params = self._params_of_batch(x)
+            if not recomputed:
+                self.hold(params)
         elif isinstance(mode, EMA) and updates:
             params = self._move_average(x)
         elif isinstance(mode, Learned) and updates and not self.is_initialized:
@@ -155,24 +160,25 @@ class FakeQuantize(ParameterState):
             self.set_params(self._params_of_batch(x))
         if params is None:
             params = self.params
-        if self.watcher is not None:
+        if self.watcher is not None and not recomputed:
             self.watcher(self, x, params)
         return Values(params, *self.learned_values()) if self.is_learned else Values(params)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``values_for`` in torch operations: scale and zero point as tensors."""
-        mode, updates = self.mode, self.training and self.observing
+        mode, recomputed = self.mode, _is_recomputed()
+        updates = self.training and self.observing and not recomputed
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
             values = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
-            if self.training or _may_write_in_evaluation():
+            if not recomputed and (self.training or _may_write_in_evaluation()):
                 self.hold_traced(*values)
         elif isinstance(mode, EMA) and updates:
             self._move_average_traced(x)
         elif isinstance(mode, Learned):
             scale, zero_point = self.learned_values()
             values = scale, self.zero_point if zero_point is None else zero_point
-        if self.watcher is not None and not torch.compiler.is_compiling():
+        if self.watcher is not None and not recomputed and not torch.compiler.is_compiling():
             self.watcher(self, x, None)
         return values
 
@@ -180,18 +186,22 @@ class FakeQuantize(ParameterState):
         """The parameters for x, without changing the state; NotCalibratedError if there are none."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
-    def quantize(self, x: Tensor, step: int, slot: Slot | None = None) -> Quantized:
-        """Fake-quantize x, a plain tensor without gradients; mode PerBatch in one pass over memory if a kernel can."""
+    def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
+        """Fake-quantize x, a plain tensor without gradients, by ``values_for(x)`` if no values are given.
+
+        Mode PerBatch takes range and values in one pass over memory if a kernel can.
+        """
         dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
         if dynamic is None:
-            values = self.values_for(x)
+            values = self.values_for(x) if values is None else values
             return Quantized(eager.fake_quantize(x, values.params, step, slot), values, self.ste)
         quantized, params, nonfinite = dynamic
         if nonfinite:
             self._refuse_nan(x)
-        self.hold(params)
-        if self.watcher is not None:
-            self.watcher(self, x, params)
+        if not _is_recomputed():
+            self.hold(params)
+            if self.watcher is not None:
+                self.watcher(self, x, params)
         passes = self._never_clips and not nonfinite
         return Quantized(quantized, Values(params), Identity() if passes else self.ste)
 
@@ -292,7 +302,7 @@ class FakeQuantize(ParameterState):
     def _look_at_passing(self, x: Tensor) -> None:
         if self.is_calibrating:
             self._observe(x)
-        elif isinstance(self.mode, EMA) and self.training and self.observing:
+        elif isinstance(self.mode, EMA) and self.training and self.observing and not _is_recomputed():
             move = self._move_average if self._is_native(x) else self._move_average_traced
             move(x)
 
@@ -324,6 +334,6 @@ def _may_write_in_evaluation() -> bool:
     return not torch._C._are_functorch_transforms_active()
 
 
-def _in_backward() -> bool:
-    """Whether checkpointing repeats a forward for its gradients, which has been observed before."""
-    return torch._C._current_graph_task_id() != -1
+def _is_recomputed() -> bool:
+    """Whether activation checkpointing repeats a forward in backward, which must not change the state again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
