@@ -154,6 +154,33 @@ def test_frozen_equals_unfused_within_rounding(name: str, mode: str) -> None:
     assert state == qt.quantized_state(model)["0.weight"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("spec", ["int8/axis0", "int4/axis0", "float8_e4m3fn/axis0", "uint8/axis0", "int8"])
+@pytest.mark.parametrize("mode", ["ema", "learned", "fixed"])
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_frozen_weights_are_the_same_traced(name: str, mode: str, spec: str, dtype: torch.dtype) -> None:
+    """The gain goes into the scale, not into each value, wherever the scale absorbs it."""
+    model, shape = pairs()[name]
+    with torch.no_grad():
+        model[1].weight[:4] = torch.tensor([0.0, -0.7, 1e-30, -1e-6])
+    qt.prepare(model.to(dtype), dt.Recipe([dt.Rule(weight=spec, mode=mode)]))
+    with qt.calibrating(model):
+        model(torch.randn(shape, dtype=dtype))
+    layer = qt.freeze(model.eval())[0]
+    constant = layer._native_weight(layer.weight_quantizer)[1].tensor
+    assert_same(layer._traced_weight(layer.weight_quantizer), constant)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # dynamo's own
+@pytest.mark.parametrize("mode", ["ema", "learned"])
+def test_a_frozen_model_computes_the_same_compiled(mode: str) -> None:
+    torch._dynamo.reset()
+    model, x = made("conv2d", dt.Recipe.preset("w8a8", mode=mode))
+    model(x)
+    qt.freeze(model.eval())
+    assert_same(torch.compile(model, backend="aot_eager")(x), model(x))
+
+
 def test_freezing_keeps_the_codes() -> None:
     model, x = made("conv2d")
     model(x)

@@ -19,15 +19,17 @@ from copy import deepcopy
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from detent.kernels.reference.elements import code_values
 from detent.params import QuantParams
+from detent.spec import QuantSpec
 from detent.tensor import QuantizedTensor
-from detent.torch.arrays import fingerprint, full_tensor, on_cpu, to_array
+from detent.torch import traced_namespace as xp
+from detent.torch.arrays import fingerprint, full_tensor, on_cpu, scale_dtype, to_array, to_tensor
 
 __all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
 
@@ -81,12 +83,20 @@ class Fold:
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
         """Multiply symmetric per-channel weights by g: the scale takes |g|, the codes its sign."""
-        gain = to_array(on_cpu(self.gain())).astype(quantized.params.scale.dtype)
-        scale = np.where(gain == 0, quantized.params.scale, quantized.params.scale * np.abs(gain))
-        floor = np.finfo(scale.dtype).smallest_normal
-        params = QuantParams(quantized.spec, np.maximum(scale, floor))
-        signs = np.sign(gain).astype(quantized.codes.dtype).reshape(-1, *(1,) * (quantized.codes.ndim - 1))
+        scale = to_tensor(quantized.params.scale)
+        gain = on_cpu(self.gain()).to(scale.dtype)
+        params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))
+        signs = to_array(gain.sign()).astype(quantized.codes.dtype).reshape(-1, *(1,) * (quantized.codes.ndim - 1))
         return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
+
+    def fake_quantize_with_gain(self, weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+        """The dequantized ``codes_with_gain`` of a float weight, in torch operations and without gradients."""
+        scale = scale.detach().to(scale_dtype(weight))
+        gain = self.gain().to(scale.dtype)
+        old, new, sign = (_per_channel(part, weight) for part in (scale, _scale_with_gain(scale, gain), gain.sign()))
+        values = code_values(xp, spec, xp.astype(weight.detach(), scale.dtype), old, torch.zeros_like(old), step=0)
+        y = xp.astype(values * sign * new, weight.dtype)
+        return y if spec.format.kind == "float" else xp.where(y == 0, torch.zeros_like(y), y)
 
     def bias(self, bias: Tensor | None) -> Tensor:
         """The bias of the folded layer, ``(b - mean) * g + beta``."""
@@ -102,6 +112,11 @@ class Fold:
 
 def _per_channel(values: Tensor, weight: Tensor) -> Tensor:
     return values.reshape(-1, *(1,) * (weight.ndim - 1))
+
+
+def _scale_with_gain(scale: Tensor, gain: Tensor) -> Tensor:
+    scaled = torch.where(gain == 0, scale, scale * gain.abs())
+    return scaled.clamp(min=torch.finfo(scale.dtype).smallest_normal)
 
 
 class QuantizedNorm(nn.Module):

@@ -29,7 +29,7 @@ from detent.tensor import QuantizedTensor
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
 from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, product, runs_as_product
-from detent.torch.operator import Values
+from detent.torch.operator import Values, apply_traced
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["QuantizedLayer", "QuantizedProduct", "WeightCache", "WeightKey", "quantized_class"]
@@ -222,11 +222,15 @@ class QuantizedProduct(QuantizedLayer):
     def _traced_weight(self, quantizer: FakeQuantize | None) -> Tensor:
         """The weight that enters the product, in torch operations."""
         weight, fold = self.weight, self.fold
-        if fold is not None and fold.is_fused:
-            if quantizer is None:
-                return fold.with_gain(weight)
-            return fold.with_gain(quantizer(weight)) if quantizer.absorbs_gain else quantizer(fold.with_gain(weight))
-        return weight if quantizer is None else running_weight(weight, self._factor(quantizer), quantizer)
+        if fold is None or not fold.is_fused:
+            return weight if quantizer is None else running_weight(weight, self._factor(quantizer), quantizer)
+        weight = weight.detach()  # the exported weight is a constant
+        if quantizer is not None and quantizer.absorbs_gain:
+            return fold.fake_quantize_with_gain(weight, quantizer.traced_values_for(weight)[0], quantizer.spec)
+        folded = fold.with_gain(weight)
+        if quantizer is None:
+            return folded
+        return apply_traced(folded, *quantizer.traced_values_for(folded), quantizer.spec, quantizer.ste)
 
     def _factor(self, quantizer: FakeQuantize) -> Tensor | None:
         return None if self.fold is None or quantizer.absorbs_gain else self.fold.factor(self.weight)
