@@ -167,8 +167,8 @@ def test_frozen_weights_are_the_same_traced(name: str, mode: str, spec: str, dty
     with qt.calibrating(model):
         model(torch.randn(shape, dtype=dtype))
     layer = qt.freeze(model.eval())[0]
-    constant = layer._native_weight(layer.weight_quantizer)[1].tensor
-    assert_same(layer._traced_weight(layer.weight_quantizer), constant)
+    constant = layer._native_weight(layer.weight, layer.weight_quantizer)[1].tensor
+    assert_same(layer._traced_weight(layer.weight, layer.weight_quantizer), constant)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # dynamo's own

@@ -93,16 +93,13 @@ def to_array(x: Tensor) -> NDArray[Any]:
     """A NumPy array that shares the tensor's memory."""
     data = x.detach()
     if x.dtype == torch.bfloat16:
-        return _shared(data.view(torch.int16)).view(_BFLOAT16)
-    return _shared(data)
-
-
-def _shared(x: Tensor) -> NDArray[Any]:
+        array: NDArray[Any] = to_array(data.view(torch.int16)).view(_BFLOAT16)
+        return array
     if is_distributed():  # numpy() would pin the memory, which FSDP frees after each forward
-        array: NDArray[Any] = np.from_dlpack(x)
+        array = np.from_dlpack(data)
         if array.flags.writeable:
             return array
-    return x.numpy()
+    return data.numpy()
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:

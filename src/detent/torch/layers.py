@@ -27,7 +27,7 @@ from detent.ste import Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import Slot
 from detent.torch.batchnorm import running_weight
-from detent.torch.operator import Values, gradient_of, learned_gradients, values_for_backward
+from detent.torch.operator import Values, gradient_of, learned_gradients
 
 __all__ = [
     "Convolution",
@@ -210,7 +210,7 @@ def runs_as_product(layer: type[nn.Module]) -> bool:
 class Operand(NamedTuple):
     """How one operand of a product is quantized."""
 
-    values: Values | None  # None: stays float
+    values: Values | None  # whose params hold the learned values; None: stays float
     ste: Estimator
     step: int = 0  # the counter of stochastic rounding
 
@@ -220,7 +220,9 @@ class Operand(NamedTuple):
 
     def for_backward(self) -> "Operand":
         """The operand without tensors of a graph, which backward may keep."""
-        return self if self.values is None else self._replace(values=values_for_backward(self.values))
+        if self.values is None or not self.values.is_learned:
+            return self
+        return self._replace(values=self.values.without_graph())
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
         """The trained scale and zero point."""

@@ -34,6 +34,7 @@ __all__ = [
     "Values",
     "apply",
     "apply_traced",
+    "check_finite_zero_point",
     "fake_quantize",
     "gradient_of",
     "learned_gradients",
@@ -41,7 +42,6 @@ __all__ = [
     "registered_backward",
     "registered_fake_quantize",
     "rounded_zero_point",
-    "values_for_backward",
 ]
 
 
@@ -95,6 +95,10 @@ class Values(NamedTuple):
         """Whether scale or zero point receives a gradient."""
         return self.scale is not None or self.zero_point is not None
 
+    def without_graph(self) -> "Values":
+        """The values as backward may keep them: only shape and dtype of the learned tensors."""
+        return Values(self.params, *_without_data(self.scale, self.zero_point))
+
 
 def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
     """``fake_quantize`` for arguments of the right types."""
@@ -145,10 +149,15 @@ def params_with(values: Values) -> QuantParams:
     if values.scale is not None:
         scale = _in_shape("scale", values.scale, scale.shape)
     if values.zero_point is not None:
-        if not torch.isfinite(values.zero_point).all():  # which rounding and clamping would hide
-            raise ParamsError(f"zero_point holds values that are not finite: {values.zero_point!r}")
+        check_finite_zero_point(values.zero_point)
         zero_point = _in_shape("zero_point", rounded_zero_point(values.zero_point, spec), zero_point.shape)
     return QuantParams(spec, scale, zero_point)
+
+
+def check_finite_zero_point(zero_point: Tensor) -> None:
+    """Raise for NaN and infinity, which rounding and clamping would hide."""
+    if not torch.isfinite(zero_point).all():
+        raise ParamsError(f"zero_point holds values that are not finite: {zero_point!r}")
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
@@ -192,11 +201,6 @@ def learned_gradients(
         for part, like in zip(parts, values[1:], strict=True)
     )
     return gx, gs, gz
-
-
-def values_for_backward(values: Values) -> Values:
-    """The values as backward may keep them: numbers in the params, only shape and dtype of the learned tensors."""
-    return Values(params_with(values), *_without_data(*values[1:])) if values.is_learned else values
 
 
 def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -174,7 +174,10 @@ class ParameterState(nn.Module):
     @property
     def params(self) -> QuantParams:
         """The current parameters."""
-        self.refresh()
+        return self.refresh().stored_params()
+
+    def stored_params(self) -> QuantParams:
+        """The parameters in the buffers."""
         memo = self._memo
         if memo.params is not None and (self.scale.shape == (0,) or self._holds(memo.params)):
             return memo.params
@@ -204,11 +207,11 @@ class ParameterState(nn.Module):
         shift, span = full_tensor(self.zero_point_shift), self.spec.qmax - self.spec.qmin
         return scale, _ZeroPoint.apply(self.initial_zero_point, shift, self.initial_scale, span)
 
-    def refresh(self) -> Self:
-        """Update ``scale`` and ``zero_point`` from the learned shifts; other modes do it in forward."""
+    def refresh(self, learned: tuple[Tensor, Tensor | None] | None = None) -> Self:
+        """Update ``scale`` and ``zero_point`` from the learned values; other modes do it in forward."""
         if isinstance(self.mode, Learned) and self.is_initialized:
             with torch.no_grad():
-                scale, zero_point = self.learned_values()
+                scale, zero_point = self.learned_values() if learned is None else learned
                 if not torch.equal(self.scale, scale):
                     self.scale.copy_(scale)
                 rounded = self.zero_point if zero_point is None else rounded_zero_point(zero_point, self.spec)

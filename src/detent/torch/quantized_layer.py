@@ -184,19 +184,19 @@ class QuantizedProduct(QuantizedLayer):
     def _product(self, x: Tensor, inputs: FakeQuantize | None, weights: FakeQuantize | None) -> Tensor:
         if self.kind.product is None:
             raise UnsupportedError(f"{self.float_class.__name__} is no product")
-        kind = self.kind.product(self)
+        kind, weight, fold = self.kind.product(self), self.weight, self.fold  # looking up a parameter takes long
         x = self._padded(x)
-        unbatched = self.weight.ndim > 2 and x.ndim == self.weight.ndim - 1
+        unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
         x = x.unsqueeze(0) if unbatched else x
-        bias = self.fold.bias(self.bias) if self.fold is not None and self.fold.is_fused else self.bias
-        if is_plain(x) and is_plain(self.weight):
+        bias = fold.bias(self.bias) if fold is not None and fold.is_fused else self.bias
+        if is_plain(x) and is_plain(weight):
             operand = FLOAT
             if inputs is not None and x.numel():
                 operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
-            weight, quantized = self._native_weight(weights)
-            y = product(kind, x, weight, bias, operand, quantized)
+            trained, quantized = self._native_weight(weight, weights)
+            y = product(kind, x, trained, bias, operand, quantized)
         else:
-            y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weights), bias)
+            y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weight, weights), bias)
         return y.squeeze(0) if unbatched else y
 
     def _padded(self, x: Tensor) -> Tensor:
@@ -209,21 +209,21 @@ class QuantizedProduct(QuantizedLayer):
 
     # The weight that a forward multiplies with
 
-    def _native_weight(self, quantizer: FakeQuantize | None) -> tuple[Tensor, QuantizedWeight]:
+    def _native_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, QuantizedWeight]:
         """The tensor that receives the gradient, and the weight that enters the product."""
-        fold, weight = self.fold, self.weight
+        fold = self.fold
         if fold is None or not fold.is_fused:
-            return weight, self._running_weight(quantizer)
+            return weight, self._running_weight(weight, quantizer)
         if self.training and torch.is_grad_enabled() and weight.requires_grad:
             warnings.warn(FROZEN, stacklevel=3)
-        constant = self._exported_constant(quantizer, fold)
+        constant = self._exported_constant(weight, quantizer, fold)
         return constant.tensor, constant
 
-    def _traced_weight(self, quantizer: FakeQuantize | None) -> Tensor:
+    def _traced_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> Tensor:
         """The weight that enters the product, in torch operations."""
-        weight, fold = self.weight, self.fold
+        fold = self.fold
         if fold is None or not fold.is_fused:
-            return weight if quantizer is None else running_weight(weight, self._factor(quantizer), quantizer)
+            return weight if quantizer is None else running_weight(weight, self._factor(weight, quantizer), quantizer)
         weight = weight.detach()  # the exported weight is a constant
         if quantizer is not None and quantizer.absorbs_gain:
             return fold.fake_quantize_with_gain(weight, quantizer.traced_values_for(weight)[0], quantizer.spec)
@@ -232,23 +232,20 @@ class QuantizedProduct(QuantizedLayer):
             return folded
         return apply_traced(folded, *quantizer.traced_values_for(folded), quantizer.spec, quantizer.ste)
 
-    def _factor(self, quantizer: FakeQuantize) -> Tensor | None:
-        return None if self.fold is None or quantizer.absorbs_gain else self.fold.factor(self.weight)
+    def _factor(self, weight: Tensor, quantizer: FakeQuantize) -> Tensor | None:
+        return None if self.fold is None or quantizer.absorbs_gain else self.fold.factor(weight)
 
-    def _scaled_weight(self, quantizer: FakeQuantize) -> tuple[Tensor | None, Tensor]:
-        factor, weight = self._factor(quantizer), self.weight.detach()
-        return factor, weight if factor is None else weight * factor
-
-    def _running_weight(self, quantizer: FakeQuantize | None) -> QuantizedWeight:
+    def _running_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
         """The running weight, from the cache where nothing has changed."""
-        weight = self.weight
+        data = weight.detach()
         if quantizer is None:
-            return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
+            return QuantizedWeight(FLOAT, None, data, keep=True)
         step = quantizer.next_step()
         learned: Values | None = None
 
         def make(keep: bool) -> QuantizedWeight:
-            factor, scaled = self._scaled_weight(quantizer)
+            factor = self._factor(weight, quantizer)
+            scaled = data if factor is None else data * factor
             quantized = quantizer.quantize(scaled, step, None if keep else "weight", learned)
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
             return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
@@ -256,24 +253,24 @@ class QuantizedProduct(QuantizedLayer):
         if quantizer.is_stochastic or not quantizer.is_ready:  # never the same twice, or about to change
             return make(False)
         if quantizer.is_learned:  # once per forward and in its graph, whatever is cached
-            learned = quantizer.values_for(self._scaled_weight(quantizer)[1])
-        quantized = self._cached(quantizer, None if quantizer.absorbs_gain else self.fold, make)
+            factor = self._factor(weight, quantizer)
+            learned = quantizer.values_for(data if factor is None else data * factor)
+        quantized = self._cached(weight, quantizer, None if quantizer.absorbs_gain else self.fold, make)
         return quantized if learned is None else quantized._replace(operand=Operand(learned, quantizer.ste, step))
 
-    def _exported_constant(self, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
+    def _exported_constant(self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:
         """The exported weight, as a constant."""
 
         def make(_: bool) -> QuantizedWeight:
             if quantizer is None:
-                return QuantizedWeight(FLOAT, None, fold.with_gain(self.weight.detach()), keep=True)
+                return QuantizedWeight(FLOAT, None, fold.with_gain(weight.detach()), keep=True)
             return QuantizedWeight(FLOAT, None, to_tensor(self.exported_weight("weight").dequantize()), keep=True)
 
-        return self._cached(quantizer, fold, make)
+        return self._cached(weight, quantizer, fold, make)
 
     def _cached(
-        self, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
+        self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
     ) -> QuantizedWeight:
-        weight = self.weight
         # sharded weights are refilled without a trace and must not be kept whole; inference tensors have no version
         if is_distributed() or weight.is_inference():
             return make(False)

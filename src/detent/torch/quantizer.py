@@ -40,7 +40,7 @@ from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
 from detent.torch import eager, traced
 from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
-from detent.torch.operator import Values, apply, apply_traced
+from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
 from detent.torch.parameters import ParameterState
 
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
@@ -147,7 +147,7 @@ class FakeQuantize(ParameterState):
     def values_for(self, x: Tensor) -> Values:
         """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
         mode, params = self.mode, None
-        recomputed = _is_recomputed()
+        recomputed = torch._C._current_graph_task_id() != -1  # as in _is_recomputed
         updates = self.training and self.observing and not recomputed
         if isinstance(mode, PerBatch):
             params = self._params_of_batch(x)
@@ -158,11 +158,17 @@ class FakeQuantize(ParameterState):
         elif isinstance(mode, Learned) and updates and not self.is_initialized:
             self._refuse_own_start()
             self.set_params(self._params_of_batch(x))
+        learned: tuple[Tensor | None, Tensor | None] = (None, None)
+        if isinstance(mode, Learned):
+            learned = scale, zero_point = self.learned_values()
+            if zero_point is not None:
+                check_finite_zero_point(zero_point)
+            self.refresh((scale, zero_point))
         if params is None:
-            params = self.params
+            params = self.stored_params()
         if self.watcher is not None and not recomputed:
             self.watcher(self, x, params)
-        return Values(params, *self.learned_values()) if self.is_learned else Values(params)
+        return Values(params, *learned)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``values_for`` in torch operations: scale and zero point as tensors."""
