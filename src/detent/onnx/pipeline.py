@@ -68,14 +68,14 @@ WEIGHT_ONLY_HINT = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one layer.
+    """How one layer was quantized.
 
     Attributes:
-        name, type: of its node.
-        weight, input: its specs, "" for what stays float.
-        reason: why it was left alone.
+        name, type: name and operator of its node.
+        weight, input: specs of its weight and its input, "" for what stays float.
+        reason: why it stays float.
         kernel: the operator that computes it in ONNX Runtime on this machine.
-        note: what else there is to know.
+        note: a remark of the plan.
 
     >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").in_integers
     True
@@ -91,33 +91,33 @@ class LayerReport:
 
     @property
     def in_integers(self) -> bool:
-        """Whether it is computed in integers."""
+        """Whether ONNX Runtime computes it in integers."""
         return self.kernel in INTEGER_KERNELS
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What ``qo.quantize`` did; ``str`` is a table.
+    """The result of ``qo.quantize``; ``str`` is a table.
 
     Attributes:
-        output: the file.
-        plan: as it was carried out.
-        nbytes_before, nbytes_after: of both files.
-        layers: what became of each.
-        output_sqnr_db: of the first output, on the first batches; None without data.
-        outputs_sqnr_db: of all outputs.
-        seconds: that it took.
-        steps: what was tried to keep the accuracy, and what came of it.
-        hints: what a user should know.
-        decisions: what ``qo.rewrite`` makes the file's model from.
+        output: path of the quantized file.
+        plan: the plan, with the layers that float fallback kept in float.
+        nbytes_before, nbytes_after: sizes of the float and the quantized file.
+        layers: a report per layer.
+        output_sqnr_db: SQNR of the first output on the first batches; None where nothing was compared.
+        outputs_sqnr_db: SQNR of each output.
+        seconds: how long it took.
+        steps: what the accuracy passes changed.
+        hints: advice for running the file.
+        decisions: everything that was decided; ``qo.rewrite`` makes the same model of it again.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
     >>> plan = GraphPlan(Recipe([]), get_target("openvino"), (), None)
-    >>> made = QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0)
-    >>> print(made)
+    >>> report = QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0)
+    >>> print(report)
     a.onnx: 8 -> 2 bytes (0.250), 0 of 0 layers quantized, 0 in integers, 1.0 s
-    >>> json.loads(made.to_json())["nbytes_after"]
+    >>> json.loads(report.to_json())["nbytes_after"]
     2
     """
 
