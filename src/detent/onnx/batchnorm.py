@@ -47,10 +47,10 @@ def _fold_next(graph: Graph, layer: NodeProto) -> bool:
     if weight.dtype != np.float32:
         return False
     channels = _channels(layer, weight)
-    found = _affine(graph, follower, result, channels, weight.ndim)
-    if found is None:
+    affine = _affine(graph, follower, result, channels, weight.ndim)
+    if affine is None:
         return False
-    gain, offset = found
+    gain, offset = affine
     bias = (
         graph.array(layer.input[2]).astype(np.float64)
         if len(layer.input) > 2 and layer.input[2]

@@ -39,14 +39,14 @@ def convert(
     model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
 ) -> ModelProto:
     """The model in at least that operator set, with an IR version that runtimes read."""
-    found = Graph(model).opset
+    own = Graph(model).opset
     converted = model
-    if found < opset:
+    if own < opset:
         try:
             converted = version_converter.convert_version(model, opset)
         except Exception as error:
             raise UnsupportedError(
-                f"the model has operator set {found}, its quantizers need {opset}, and it cannot be converted: {error}"
+                f"the model has operator set {own}, its quantizers need {opset}, and it cannot be converted: {error}"
             ) from error
         present = {entry.domain for entry in converted.opset_import}
         for entry in model.opset_import:
@@ -57,8 +57,8 @@ def convert(
         )
     needed_ir = min(max(converted.ir_version, 8 if opset < BLOCKED else NEWEST_IR), NEWEST_IR)
     converted.ir_version = needed_ir if ir_version is None else ir_version
-    if found < opset and feed is not None:
-        _compare(model, converted, feed, (found, opset))
+    if own < opset and feed is not None:
+        _compare(model, converted, feed, (own, opset))
     return converted
 
 
@@ -162,10 +162,10 @@ def to_normal_form(
 
 def _refuse(model: ModelProto, *, force: bool) -> None:
     kinds = {node.op_type for node in model.graph.node}
-    found = sorted(kinds & set(QUANTIZED))
-    if found and not force:
+    present = sorted(kinds & set(QUANTIZED))
+    if present and not force:
         raise UnsupportedError(
-            f"the model is quantized already, it has {', '.join(found)}: quantize the float model it was made from, or "
+            f"the model is quantized already, it has {', '.join(present)}: quantize the float model it was made from, or "
             "give force=True (--allow-quantized) to quantize what is left of it in float"
         )
     halves = [tensor for tensor in model.graph.initializer if tensor.data_type in {10, 16}]
@@ -325,11 +325,11 @@ def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str
             raise SpecError(f"decisions: constant {name!r} must hold NaN only where the model computes it")
 
 
-def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[str, NDArray[Any]] | None:
+def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]] | None:
     """What some nodes compute; None where that would be too large, or cannot be computed alone."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
     part = GraphProto(name="constants", node=nodes, initializer=[graph.constants[name] for name in sorted(read)])
-    part.output.extend(helper.make_empty_tensor_value_info(name) for name in wanted)
+    part.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
     model = ModelProto(graph=part, ir_version=graph.model.ir_version, opset_import=graph.model.opset_import)
     if sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
         return None
@@ -337,7 +337,7 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], wanted: list[str]) -> dict[s
         results = make_session(model, optimize=False).run(None, {})
     except (UnsupportedError, RuntimeError):
         return None
-    return {name: np.asarray(value) for name, value in zip(wanted, results, strict=True)}
+    return {name: np.asarray(value) for name, value in zip(outputs, results, strict=True)}
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:

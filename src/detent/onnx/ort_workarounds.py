@@ -20,10 +20,10 @@ GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
 def guard_float(graph: Graph) -> list[str]:
     """Protect the float layers of a graph with quantizers; returns their names."""
-    found = [node for node in graph.nodes if node.op_type in GUARDED and _is_threatened(graph, node)]
-    for node in found:
+    threatened = [node for node in graph.nodes if node.op_type in GUARDED and _is_threatened(graph, node)]
+    for node in threatened:
         _keep(graph, node.input[0], [node])
-    return [graph.node_name(node) for node in found]
+    return [graph.node_name(node) for node in threatened]
 
 
 def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
@@ -35,18 +35,18 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 def share_floats(graph: Graph) -> list[str]:
     """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names."""
-    found = []
+    shared = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])
         if scaled is None or scaled.op_type not in {"Mul", "Div"}:
             continue
         for tensor in scaled.input:
-            made = graph.producer(tensor)
+            producer = graph.producer(tensor)
             readers = [each for each in graph.consumers(tensor) if each is scaled or each.op_type == "Mul"]
-            if made is not None and made.op_type == "DequantizeLinear" and len(readers) > 1:
+            if producer is not None and producer.op_type == "DequantizeLinear" and len(readers) > 1:
                 _keep(graph, tensor, readers)
-                found.append(tensor)
-    return found
+                shared.append(tensor)
+    return shared
 
 
 def _is_threatened(graph: Graph, node: NodeProto) -> bool:
