@@ -12,7 +12,7 @@ import pytest
 
 import detent as dt
 from detent.cli import main
-from detent.cli.inspect_command import Held
+from detent.cli.inspect_command import TensorRow
 from detent.onnx_model import save
 
 from .cli_cases import detent, environment
@@ -121,7 +121,7 @@ def test_inspect_quantized(shop):
     assert done.returncode == 0, done.stderr
     for part in ("recipe w8a8, target onnxruntime", "sha256", "3 weights, 3 biases", "uint8 axis0", "activation"):
         assert part in done.stdout
-    rows = [Held(**{**row, "shape": row["shape"] and tuple(row["shape"])}).cells() for row in tensors(shop)]
+    rows = [TensorRow(**{**row, "shape": row["shape"] and tuple(row["shape"])}).cells() for row in tensors(shop)]
     for row in rows:
         assert any(all(cell in line for cell in row) for line in done.stdout.splitlines())
     assert "producer" not in done.stdout
@@ -251,7 +251,7 @@ def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):
     run(monkeypatch, capsys, tmp_path, "quantize", "other.onnx", "--recipe", "w8a16", "-q", "--no-bench")
     code, out, _ = run(monkeypatch, capsys, pair, "compare", "model.w8a8.onnx", tmp_path / "other.w8a16.onnx")
     assert code == 0
-    assert "no layer in common: are they of one origin?" in out
+    assert "the two models share no layer names: were both made from the same float model?" in out
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):
         (["a.json", "a.json", "-d", "few.npz"], "--data and --source are for models"),
         (["model.w8a8.onnx", "few.npz"], "not an ONNX model"),
         (["model.w8a8.onnx", "model.onnx"], "model.onnx is not quantized"),
-        (["model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz"], "give --source, the float model"),
-        (["model.w8a8.onnx", "model.w4a8.onnx", "--source", "model.onnx"], "give --data, as well"),
+        (["model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz"], "add --source (the float model)"),
+        (["model.w8a8.onnx", "model.w4a8.onnx", "--source", "model.onnx"], "add --data"),
     ],
     ids=["no file", "broken", "data", "no model", "float", "data alone", "source alone"],
 )
@@ -306,7 +306,7 @@ def test_sensitivity_json(shop, monkeypatch, capsys):
         (["model.onnx", "-d", "few.npz", "--widths", "4,many"], "expected bits from 2 to 8"),
         (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "5"], "the smallest takes"),
         (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "200%"], "invalid percentage '200%'"),
-        (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "give --budget as well"),
+        (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "needs --budget"),
         (["model.onnx"], "--data"),
     ],
     ids=["no file", "widths", "budget", "share", "recipe", "usage"],

@@ -19,7 +19,7 @@ from onnx import helper
 import detent.onnx as qo
 import detent.report as qr
 from detent.cli import main
-from detent.cli.exits import check_free, fail
+from detent.cli.exits import check_can_write, fail
 from detent.cli.model_contents import model_contents
 from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
@@ -84,8 +84,8 @@ def test_folder_that_takes_no_file_is_told_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     with pytest.raises(SpecError, match=r"cannot be written to \(Permission denied\): choose another directory"):
-        check_free(tmp_path / "a.onnx", force=True)
-    check_free(tmp_path / "a.onnx", force=True, is_written=False)
+        check_can_write(tmp_path / "a.onnx", force=True)
+    check_can_write(tmp_path / "a.onnx", force=True, is_written=False)
 
 
 @pytest.mark.parametrize("flag", ["-o", "--report"])
@@ -174,7 +174,7 @@ def test_compare_of_a_page_of_somebody_else(inside, tmp_path, capsys):
 def test_report_of_widths_needs_a_budget(inside, capsys):
     arguments = ["sensitivity", "model.onnx", "-d", "few.npz", "--widths", "4,8", "--report", "x.json"]
     assert main(arguments) == 2
-    assert "give --budget as well" in capsys.readouterr().err
+    assert "needs --budget" in capsys.readouterr().err
 
 
 def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):

@@ -88,7 +88,7 @@ def made_verification(differing=0):
         12345,
         differing,
         first,
-        {"optimised": EndToEnd(100, 1, 1, "fc0_Q", {"y": 41.5}, 0.96875, "sums in another order")},
+        {"optimized": EndToEnd(100, 1, 1, "fc0_Q", {"y": 41.5}, 0.96875, "sums in another order")},
         (Kernel("fc0", "QGemm", 640, 0, 0, False), Kernel("fc1", "QLinearAdd", 0, 0, 0, False)),
         None,
         (f"a note {EVIL}",),

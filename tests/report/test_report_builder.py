@@ -23,7 +23,7 @@ from detent import metrics
 from detent.errors import DtypeError, FileFormatError, ShapeError, UnsupportedError
 from detent.onnx_model import Provenance, array_of, load, make_session, save
 from detent.onnx_model.qdq_reader import open_quantized
-from detent.report.tensor_stats import Distribution, SiteWatch, code_histogram
+from detent.report.tensor_stats import Distribution, QuantizerStats, code_histogram
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_clip_of_the_quantizer_is_part_of_it():
 
 def test_values_that_are_no_numbers_are_told():
     artifact = open_quantized(sites_model())
-    watched = SiteWatch(artifact, artifact.quantize_nodes[0])
+    watched = QuantizerStats(artifact, artifact.quantize_nodes[0])
     watched.reading().take({"x": np.float32([1, 2, np.inf]), "q": np.uint8([5, 7, 255])})
     found = watched.result()
     assert found.note == "1 values were infinite or not a number"

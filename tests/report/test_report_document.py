@@ -249,8 +249,8 @@ def test_reports_without_a_common_layer(page):
     other = replace(page, layers=tuple(replace(layer, name=f"other {layer.name}") for layer in page.layers))
     both = qr.compare(page, other)
     assert not both.is_of_one_origin
-    assert str(both).splitlines()[2] == "no layer in common: are they of one origin?"
-    assert "No layer in common" in both.to_html()
+    assert str(both).splitlines()[2] == "the two models share no layer names: were both made from the same float model?"
+    assert "share no layer names" in both.to_html()
     assert not json.loads(both.to_json())["is_of_one_origin"]
     assert "in common" not in qr.compare(page, page).to_html()
     assert qr.compare(page, replace(page, layers=())).is_of_one_origin

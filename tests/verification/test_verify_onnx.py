@@ -46,12 +46,12 @@ def test_every_integer_kernel_is_exact(report):
 
 def test_end_to_end(report):
     runs = report.end_to_end
-    assert {"unoptimised", "optimised"} <= set(runs)
-    assert runs["unoptimised"].compared_codes == 0  # a float source has no codes
-    assert runs["optimised"].compared_codes > 0
-    assert runs["optimised"].differing_codes <= 10
+    assert {"unoptimized", "optimized"} <= set(runs)
+    assert runs["unoptimized"].compared_codes == 0  # a float source has no codes
+    assert runs["optimized"].compared_codes > 0
+    assert runs["optimized"].differing_codes <= 10
     assert 10 < report.output_sqnr_db < 60
-    assert report.output_sqnr_db == runs["optimised"].output_sqnr_db["y"]
+    assert report.output_sqnr_db == runs["optimized"].output_sqnr_db["y"]
     assert 0.5 < report.agreement <= 1.0
 
 
@@ -188,7 +188,7 @@ def test_both_settings_of_weight_only_products_are_shown():
     report = dt.verify(weight_only(quantized=False), weight_only(), data)
     assert report.ok
     assert report.compared_codes == 64 * 48
-    fast, exact = report.end_to_end["optimised"], report.end_to_end["accuracy_level_0"]
+    fast, exact = report.end_to_end["optimized"], report.end_to_end["accuracy_level_0"]
     assert exact.output_sqnr_db["y"] > 100
     assert fast.output_sqnr_db["y"] < 70
     assert "session.qdq_matmulnbits_accuracy_level" in str(report)
@@ -233,7 +233,7 @@ def test_a_second_consumer_may_die(worker, message, tmp_path, monkeypatch):
     monkeypatch.setattr(openvino, "WORKER", script)
     monkeypatch.setattr(levels, "is_installed", lambda: True)
     report = dt.verify(chain(quantized=False), chain(), batches(1), levels=(2,))
-    assert set(report.end_to_end) == {"unoptimised", "optimised"}
+    assert set(report.end_to_end) == {"unoptimized", "optimized"}
     assert message in report.notes[0]
 
 
@@ -283,7 +283,7 @@ def test_codes_of_any_type(kind, zero):
     report = dt.verify(made, made, [x])
     assert report.ok
     assert report.compared_codes == x.size
-    assert report.end_to_end["optimised"].differing_codes == 0
+    assert report.end_to_end["optimized"].differing_codes == 0
 
 
 def test_channels_of_an_activation():
@@ -371,4 +371,4 @@ def test_json_holds_everything(report):
     assert found["kernels"][0]["node"] == report.kernels[0].node
     assert set(found["end_to_end"]) == set(report.end_to_end)
     same = json.loads(dt.verify(chain(), chain(), batches(1), levels=(2,)).to_json())
-    assert same["end_to_end"]["unoptimised"]["output_sqnr_db"]["y"] == "inf"
+    assert same["end_to_end"]["unoptimized"]["output_sqnr_db"]["y"] == "inf"

@@ -82,7 +82,7 @@ def test_what_was_trained_is_what_is_shipped(report):
 
 
 def test_end_to_end_stays_close(report):
-    for run in ("unoptimised", "optimised"):
+    for run in ("unoptimized", "optimized"):
         found = report.end_to_end[run]
         assert found.compared_codes == ACTIVATIONS
         assert found.differing_codes <= found.compared_codes // 100
@@ -180,7 +180,7 @@ def test_a_wrong_input_of_a_quantizer_is_no_difference_of_its_own(pair):
     model, artifact = pair
     report = dt.verify(model, change(artifact, "conv.weight_codes", plus_one((3, 1, 2, 0))), images(1))
     assert report.differing_codes == 1
-    assert report.end_to_end["unoptimised"].differing_codes > 0
+    assert report.end_to_end["unoptimized"].differing_codes > 0
 
 
 def test_what_the_file_lacks_is_named(pair):
@@ -245,7 +245,7 @@ def test_recipes(name, tmp_path):
     report = dt.verify(model, path, images())
     assert report.ok
     assert report.compared_codes > 0
-    assert report.end_to_end["unoptimised"].output_sqnr_db["output"] > 20
+    assert report.end_to_end["unoptimized"].output_sqnr_db["output"] > 20
     assert sum(row.differing for row in report.kernels) == 0
     if name == "clipped":
         assert any(node.op_type == "Clip" for node in load(path).graph.node)
@@ -321,7 +321,7 @@ def test_a_transformer(tmp_path):
     report = dt.verify(model, path, data)
     assert report.ok
     assert report.compared_codes > 0
-    assert report.end_to_end["optimised"].output_sqnr_db["output"] > 20
+    assert report.end_to_end["optimized"].output_sqnr_db["output"] > 20
 
 
 def test_a_model_that_is_not_frozen(tmp_path):

@@ -16,23 +16,31 @@ from detent.cli import (
     sensitivity_command,
     verify_command,
 )
+from detent.cli.exits import report_errors
 
 __all__ = ["make_app"]
 
-ABOUT = """Quantize neural networks, and prove that what you ship is what you tried.
+ABOUT = """Quantize neural networks, and verify that the exported file matches the model.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]"""
 CODES = (
-    "Exit codes: 0 done, 1 a difference (of verify) or a limit missed, 2 bad input, 3 a missing extra, 130 interrupted."
+    "Exit codes: 0 done, 1 a mismatch, a limit not met or nothing quantized, 2 bad input, 3 a missing extra, 130 "
+    "interrupted."
 )
+COMMANDS = {
+    "demo": demo_command,
+    "quantize": quantize_command,
+    "verify": verify_command,
+    "inspect": inspect_command,
+    "compare": compare_command,
+    "sensitivity": sensitivity_command,
+    "bench": bench_command,
+    "doctor": doctor_command,
+}
 
 
 def make_app() -> typer.Typer:
-    """All commands.
-
-    >>> [command.name for command in make_app().registered_commands]
-    ['demo', 'quantize', 'verify', 'inspect', 'compare', 'sensitivity', 'bench', 'doctor']
-    """
+    """All commands."""
     app = typer.Typer(
         name="detent",
         help=ABOUT,
@@ -42,17 +50,8 @@ def make_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for module in (
-        demo_command,
-        quantize_command,
-        verify_command,
-        inspect_command,
-        compare_command,
-        sensitivity_command,
-        bench_command,
-        doctor_command,
-    ):
-        module.register(app)
+    for name, module in COMMANDS.items():
+        app.command(name, help=module.HELP)(report_errors(module.run))
     return app
 
 

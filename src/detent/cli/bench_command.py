@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from detent.cli.exits import guarded, require
+from detent.cli.exits import require
 from detent.cli.options import AsJson, BatchSize, Data, Quiet
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Time a float model against its quantized one in ONNX Runtime: alternating runs, medians, and their ratio.
 
@@ -20,12 +20,7 @@ Example: [bold]detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224 --t
 MAX_BATCHES = 8
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bench", help=HELP)(guarded(_bench))
-
-
-def _bench(
+def run(
     first: Annotated[Path, typer.Argument(metavar="FLOAT", help="The float model.", show_default=False)],
     second: Annotated[Path, typer.Argument(metavar="QUANTIZED", help="The quantized one.", show_default=False)],
     *,
@@ -43,8 +38,8 @@ def _bench(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    require("onnx")
-    require("onnxruntime")
+    """Time both models; see ``HELP``."""
+    require("onnx", "onnxruntime")
     from detent.evaluate.speed import (  # noqa: PLC0415 - these load ONNX Runtime
         duration_text,
         parse_shapes,

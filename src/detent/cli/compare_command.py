@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from detent.cli.exits import check_distinct, check_free, check_is_file, guarded, require
+from detent.cli.exits import check_distinct, check_is_file, check_report_path, require
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
 from detent.cli.screen import Screen
 from detent.errors import SpecError
@@ -14,7 +14,7 @@ from detent.errors import SpecError
 if TYPE_CHECKING:
     from detent.report import Report as Page
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Compare two reports (.html or .json), or two quantized models of one float model (.onnx), layer by layer.
 
@@ -26,14 +26,11 @@ MAX_BATCHES = 8
 REPORTS = (".html", ".json")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("compare", help=HELP)(guarded(_compare))
-
-
-def _compare(
+def run(
     first: Annotated[Path, typer.Argument(metavar="A", help="A report or a model.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="Another of them.", show_default=False)],
+    second: Annotated[
+        Path, typer.Argument(metavar="B", help="The report or model to compare with A.", show_default=False)
+    ],
     data: Data = None,
     source: Annotated[
         Path | None, typer.Option("--source", help="The float model that both were made from.", show_default=False)
@@ -44,10 +41,9 @@ def _compare(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    check_free(report, force=force, suffixes=REPORTS)
+    """Compare two reports or models; see ``HELP``."""
+    check_report_path(report, force=force)
     check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
-    if report is not None and report.suffix.lower() == ".html":
-        require("jinja2")
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
     screen = Screen(as_json=as_json, quiet=quiet)
@@ -68,10 +64,9 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
             raise SpecError("--data and --source are for models: a report has been measured already")
         return qr.Report.load(path)
     if (data is None) != (source is None):
-        lacking = "--source, the float model that they were made from" if source is None else "--data"
-        raise SpecError(f"what two models compute is compared with both --data and --source: give {lacking}, as well")
-    require("onnx")
-    require("onnxruntime")
+        lacking = "--source (the float model)" if source is None else "--data"
+        raise SpecError(f"comparing outputs needs --data and --source: add {lacking}")
+    require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX
     from detent.onnx_model.files import load_model  # noqa: PLC0415
     from detent.onnx_model.qdq_reader import is_quantized  # noqa: PLC0415

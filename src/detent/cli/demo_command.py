@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from detent.cli.exits import DIFFERENCE, guarded, require
+from detent.cli.exits import DIFFERENCE, require
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
 from detent.storage import check_directory
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Train a small network, quantize it at 8, 4 and 2 bits, export, verify, and write demo-report.html.
 
@@ -23,23 +23,18 @@ files of these names.
 Example: [bold]detent demo[/bold]"""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("demo", help=HELP)(guarded(_demo))
-
-
-def _demo(
+def run(
     folder: Annotated[
         Path, typer.Argument(help="Where its four files are written; those of these names are replaced.")
     ] = Path(),
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for weight initialization and batch order.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="4 bits only and few epochs, in seconds.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
+    """Run the demo; see ``HELP``."""
     check_directory(folder, writable=False)
-    for module in ("torch", "onnx", "onnxscript", "onnxruntime", "jinja2"):
-        require(module)
+    require("torch", "onnx", "onnxscript", "onnxruntime", "jinja2")
     from detent import demo  # noqa: PLC0415 - it loads PyTorch
 
     screen = Screen(as_json=as_json, quiet=quiet)

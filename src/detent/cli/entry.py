@@ -50,13 +50,5 @@ def _leave(message: str, code: int, *, as_json: bool) -> int:
 
 
 def failure(message: str, code: int) -> str:
-    """The document that --json prints where there is no result.
-
-    >>> print(failure("no such file", 2), end="")
-    {
-      "ok": false,
-      "error": "no such file",
-      "exit_code": 2
-    }
-    """
+    """The document that --json prints where there is no result."""
     return json.dumps({"ok": False, "error": message, "exit_code": code}, indent=2) + "\n"

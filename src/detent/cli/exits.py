@@ -22,11 +22,12 @@ __all__ = [
     "DIFFERENCE",
     "INTERRUPTED",
     "MISSING",
+    "check_can_write",
     "check_distinct",
-    "check_free",
     "check_is_file",
+    "check_report_path",
     "fail",
-    "guarded",
+    "report_errors",
     "require",
 ]
 
@@ -36,39 +37,20 @@ R = TypeVar("R")
 
 
 def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
-    """Say what is wrong on stderr, and leave.
-
-    >>> try:
-    ...     fail("no such file")
-    ... except typer.Exit as done:
-    ...     print(done.exit_code)
-    2
-    """
+    """Print an error on stderr, and exit."""
     typer.echo(f"error: {visible(message)}", err=True)
     raise typer.Exit(code)
 
 
-def guarded(function: Callable[P, R]) -> Callable[P, R]:
-    """A command whose errors are messages and exit codes, and no tracebacks.
-
-    Errors that detent does not raise on purpose keep their traceback: they are bugs.
-
-    >>> @guarded
-    ... def command():
-    ...     raise SpecError("no such recipe")
-    >>> try:
-    ...     command()
-    ... except typer.Exit as done:
-    ...     print(done.exit_code)
-    2
-    """
+def report_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn the errors of a command into messages and exit codes; what is a bug keeps its traceback."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
         except (KeyboardInterrupt, ImportError, DetentError, MemoryError, OSError) as error:
-            message, code = _told(error)
+            message, code = _message_and_code(error)
             if kwargs.get("as_json"):  # whoever reads stdout gets a document there, whatever happens
                 sys.stdout.write(failure(message, code))
             fail(message, code)
@@ -76,7 +58,7 @@ def guarded(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _told(error: BaseException) -> tuple[str, int]:
+def _message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
     if isinstance(error, ImportError):
@@ -88,7 +70,7 @@ def _told(error: BaseException) -> tuple[str, int]:
             raise error
         named = f"{error.filename}: " if error.filename else ""
         return f"{named}{error.strerror or error}", BAD_INPUT
-    return "out of memory: see --dry-run, or give fewer samples at a time", BAD_INPUT
+    return "out of memory: estimate with --dry-run, or lower --batch-size", BAD_INPUT
 
 
 def _missing(error: ImportError) -> str:
@@ -104,36 +86,22 @@ def _code(error: DetentError) -> int:
     return MISSING if isinstance(error.__cause__, ImportError) or INSTALL in str(error) else BAD_INPUT
 
 
-def require(module: str) -> None:
-    """Make sure that a module is there before anything takes long.
-
-    >>> require("onnx")
-    """
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        error.name = error.name or module
-        raise
+def require(*modules: str) -> None:
+    """Import modules, so that a missing one is reported before anything takes long."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            error.name = error.name or module
+            raise
 
 
-def check_free(
+def check_can_write(
     path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = (), is_written: bool = True
 ) -> None:
-    """Refuse a file that exists, a folder that does not or takes no file, or a name of another kind.
+    """Reject a file that exists, a directory that does not or is not writable, or another suffix.
 
-    Args:
-        path: what is to be written, None for nothing.
-        force: whether it may exist.
-        suffixes: that it may have.
-        is_written: False where nothing is written in the end, so that any folder will do.
-
-    Raises:
-        SpecError: with what to do.
-
-    >>> check_free("report.txt", force=False, suffixes=(".html", ".json"))
-    Traceback (most recent call last):
-    ...
-    detent.errors.SpecError: report.txt: expected a name that ends in .html or .json
+    With ``is_written`` False any directory will do.
     """
     if path is None:
         return
@@ -141,7 +109,7 @@ def check_free(
     if suffixes and target.suffix.lower() not in suffixes:
         raise SpecError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
     if target.is_dir():
-        raise SpecError(f"{path} is a folder: give the name of a file")
+        raise SpecError(f"{path} is a directory: give the name of a file")
     check_directory(target.parent, writable=False, error=SpecError)
     if target.exists() and not force:
         raise SpecError(f"{path} exists already: give --force to replace it, or another name")
@@ -149,20 +117,15 @@ def check_free(
         check_directory(target.parent, error=SpecError)
 
 
+def check_report_path(path: Path | None, *, force: bool, is_written: bool = True) -> None:
+    """Reject a report that cannot be written, or not without Jinja."""
+    check_can_write(path, force=force, suffixes=(".html", ".json"), is_written=is_written)
+    if path is not None and path.suffix.lower() == ".html":
+        require("jinja2")
+
+
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Refuse a file that would be written over another one, or over one that is read.
-
-    Args:
-        written, read: files by the options that name them.
-
-    Raises:
-        SpecError: with both options.
-
-    >>> check_distinct({"--output": Path("a.json"), "--report": Path("./a.json")}, {})
-    Traceback (most recent call last):
-    ...
-    detent.errors.SpecError: --output and --report are the same file, a.json: give one of them another name
-    """
+    """Reject a file that would be written over another one, or over one that is read."""
     names = [(option, path) for option, path in written.items() if path is not None]
     others = [(option, path) for option, path in read.items() if path is not None]
     for i, (option, path) in enumerate(names):
@@ -178,15 +141,6 @@ def _is_same(a: Path, b: Path) -> bool:
 
 
 def check_is_file(path: Path) -> None:
-    """Refuse what is no file, in the same words everywhere.
-
-    Raises:
-        FileFormatError: with what is there instead.
-
-    >>> check_is_file(Path("nothing.onnx"))
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: nothing.onnx: there is no such file
-    """
+    """Reject what is not a file."""
     if not path.is_file():
-        raise FileFormatError(f"{path} is no file" if path.exists() else f"{path}: there is no such file")
+        raise FileFormatError(f"{path} is not a file" if path.exists() else f"{path}: there is no such file")

@@ -1,9 +1,4 @@
-"""``detent inspect``: what a file holds. ONNX models, float or quantized by anyone, and detent's safetensors.
-
-Contents: what ``detent inspect`` found in a file, whatever its kind.
-
-Tensor contents: what a safetensors file of detent holds: a quantized tensor, or other arrays.
-"""
+"""``detent inspect``: the contents of a file; ``model_contents`` reads ONNX models, safetensors are read here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,7 +11,7 @@ import typer
 from numpy.typing import NDArray
 
 from detent import storage
-from detent.cli.exits import check_is_file, guarded, require
+from detent.cli.exits import check_is_file, require
 from detent.cli.options import AsJson, Quiet
 from detent.cli.screen import Screen
 from detent.errors import FileFormatError
@@ -24,31 +19,24 @@ from detent.metrics import code_usage
 from detent.tables import bytes_text
 from detent.tensor import QuantizedTensor
 
-__all__ = ["Contents", "Held", "register", "span", "tensor_contents"]
+__all__ = ["HELP", "Contents", "TensorRow", "run", "tensor_contents"]
 
-LONG = 200
+HELP = """Say what a file holds: formats, sizes, ranges and quantizers of an ONNX model or of detent's safetensors.
+
+Example: [bold]detent inspect model.w8a8.onnx[/bold]"""
+HEADER = 9  # bytes: a length of eight, and the brace that every header of safetensors begins with
+MAX_CHARS_SHOWN = 200  # of a fact
+MAX_ROWS_SHOWN = 40
 
 
 @dataclass(frozen=True)
-class Held:
-    """One tensor or quantizer of a file.
-
-    Attributes:
-        name: in the file.
-        kind: weight, bias, activation, float, ...
-        type: its spec or element type.
-        shape: None for activations.
-        nbytes: in the file.
-        low, high: the ends of its values, or of what a quantizer of activations can hold; None where not known.
-
-    >>> Held("w", "weight", "int8", (2, 3), 6, -1.0, 1.0).cells()
-    ('w', 'weight', 'int8', '2x3', '6 B', '-1 .. 1')
-    """
+class TensorRow:
+    """One tensor or quantizer of a file."""
 
     name: str
-    kind: str
-    type: str
-    shape: tuple[int, ...] | None
+    kind: str  # weight, bias, activation, constant, array
+    type: str  # its spec or element type
+    shape: tuple[int, ...] | None  # None for activations
     nbytes: int
     low: float | None = None
     high: float | None = None
@@ -58,39 +46,22 @@ class Held:
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         size = "" if self.shape is None else bytes_text(self.nbytes)
         kind = " ".join(self.type.split("/")[:2])  # the rest would not fit a line
-        return self.name, self.kind, kind, shape, size, span(self.low, self.high)
-
-
-def span(low: float | None, high: float | None) -> str:
-    """The ends of a range in a few digits.
-
-    >>> span(-0.123456, 2.0)
-    '-0.123 .. 2'
-    """
-    return "" if low is None or high is None else f"{low:.3g} .. {high:.3g}"
+        span = "" if self.low is None or self.high is None else f"{self.low:.3g} .. {self.high:.3g}"
+        return self.name, self.kind, kind, shape, size, span
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that was found.
-
-    Attributes:
-        facts: what the file says of itself, by label.
-        rows: its tensors and quantizers.
-        document: the same for machines.
-
-    >>> Contents({"file": "a.onnx"}, ()).show(Screen(), limit=None)
-    file: a.onnx
-    """
+    """Contents of a file: facts by label, a row per tensor or quantizer, and both as JSON."""
 
     facts: Mapping[str, str]
-    rows: Sequence[Held]
+    rows: Sequence[TensorRow]
     document: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self, screen: Screen, limit: int | None) -> None:
         """Print it."""
         for name, text in self.facts.items():
-            screen.say(f"{name}: {text if len(text) <= LONG else text[:LONG] + ' ...'}")
+            screen.say(f"{name}: {text if len(text) <= MAX_CHARS_SHOWN else text[:MAX_CHARS_SHOWN] + ' ...'}")
         shown = self.rows if limit is None else self.rows[:limit]
         if shown:
             columns = ("tensor", "kind", "type", "shape", "size", "range")
@@ -100,17 +71,7 @@ class Contents:
 
 
 def tensor_contents(path: str | PathLike[str]) -> Contents:
-    """Read a safetensors file.
-
-    Raises:
-        FileFormatError: damaged, or with types that detent does not write.
-
-    >>> import detent as dt, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     dt.quantize(np.zeros(3, np.float32), dt.QuantParams.int8_symmetric()).save(f"{folder}/q.safetensors")
-    ...     tensor_contents(f"{folder}/q.safetensors").facts["spec"]
-    'int8/tensor/symmetric/onnx'
-    """
+    """Read a safetensors file."""
     arrays, metadata = storage.read(path)
     rows = [_row(name, array) for name, array in arrays.items()]
     facts = {"file": f"{fspath(path)}, {Path(path).stat().st_size:,} bytes, safetensors"}
@@ -128,7 +89,7 @@ def tensor_contents(path: str | PathLike[str]) -> Contents:
         values = tensor.dequantize("float32") if tensor.size else np.zeros(1, np.float32)
         low, high = float(values.min()), float(values.max())
         scale = np.asarray(tensor.params.scale, np.float32)
-        about = {
+        summary = {
             "spec": str(tensor.spec),
             "shape": list(tensor.shape),
             "dtype": tensor.dtype.name,
@@ -140,56 +101,46 @@ def tensor_contents(path: str | PathLike[str]) -> Contents:
             "largest_scale": float(scale.max()),
             "code_usage": code_usage(tensor) if tensor.size else 0.0,
         }
-        document["quantized_tensor"] = about
+        document["quantized_tensor"] = summary
         facts |= {
             "spec": str(tensor.spec),
             "tensor": f"{'x'.join(map(str, tensor.shape)) or 'scalar'}, {tensor.nbytes:,} bytes for {tensor.dtype}",
             "range": f"{low:.4g} .. {high:.4g}",
             "scales": f"{scale.size:,}, {float(scale.min()):.4g} .. {float(scale.max()):.4g}",
-            "codes in use": f"{100 * float(str(about['code_usage'])):.1f} %",
+            "codes in use": f"{100 * float(str(summary['code_usage'])):.1f} %",
         }
     document["tensors"] = [asdict(row) for row in rows]
     return Contents(facts, rows, document)
 
 
-def _row(name: str, array: NDArray[Any]) -> Held:
-    ends = (float(array.min()), float(array.max())) if array.size else (None, None)
-    return Held(name, "array", array.dtype.name, array.shape, array.nbytes, *ends)
+def _row(name: str, array: NDArray[Any]) -> TensorRow:
+    lo, hi = (float(array.min()), float(array.max())) if array.size else (None, None)
+    return TensorRow(name, "array", array.dtype.name, array.shape, array.nbytes, lo, hi)
 
 
-HELP = """Say what a file holds: formats, sizes, ranges and quantizers of an ONNX model or of detent's safetensors.
-
-Example: [bold]detent inspect model.w8a8.onnx[/bold]"""
-HEADER = 9  # bytes: a length of eight, and the brace that every header of safetensors begins with
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("inspect", help=HELP)(guarded(_inspect))
-
-
-def _inspect(
+def run(
     file: Annotated[Path, typer.Argument(help="An ONNX model, or a safetensors file of detent.", show_default=False)],
     everything: Annotated[bool, typer.Option("--all", help="All tensors, and not only the first 40.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
+    """Show what a file holds; see ``HELP``."""
     screen = Screen(as_json=as_json, quiet=quiet)
     check_is_file(file)
     if _is_safetensors(file):
-        found = tensor_contents(file)
+        contents = tensor_contents(file)
     else:
         require("onnx")
         from detent.cli.model_contents import model_contents  # noqa: PLC0415 - it loads ONNX
 
         try:
-            found = model_contents(file)
+            contents = model_contents(file)
         except FileFormatError as error:
             if file.suffix.lower() == ".onnx":
                 raise
             raise FileFormatError(f"{error}; inspect reads ONNX models and safetensors files") from error
-    found.show(screen, limit=None if everything else 40)
-    screen.emit(found.document)
+    contents.show(screen, limit=None if everything else MAX_ROWS_SHOWN)
+    screen.emit(contents.document)
 
 
 def _is_safetensors(file: Path) -> bool:

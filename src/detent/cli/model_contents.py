@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
-from detent.cli.inspect_command import Contents, Held
+from detent.cli.inspect_command import Contents, TensorRow
 from detent.errors import FileFormatError
 from detent.onnx_model import Provenance, array_of, load_model
 from detent.onnx_model.graph import Graph, element_range
@@ -20,23 +20,12 @@ from detent.onnx_model.quantized_model import ActivationQuantizer, QuantizedMode
 
 __all__ = ["model_contents"]
 
-OPERATORS = 12
+MAX_OPERATORS_SHOWN = 12
+MAX_SKIPPED_SHOWN = 8
 
 
 def model_contents(path: str | PathLike[str]) -> Contents:
-    """Read an ONNX model, checked as ``qo.load`` does.
-
-    >>> import tempfile
-    >>> from onnx import parser
-    >>> from detent.onnx_model import save
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(made, f"{folder}/a.onnx")
-    ...     found = model_contents(f"{folder}/a.onnx")
-    >>> found.facts["operators"], found.rows[0].cells()
-    ('1 MatMul', ('w', 'constant', 'float32', '1x1', '4 B', '3 .. 3'))
-    """
+    """Read an ONNX model, checked as ``qo.load`` does."""
     loaded = load_model(path)
     model, size = loaded.proto, loaded.nbytes
     read = QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model)
@@ -50,7 +39,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     facts = {
         "file": f"{fspath(path)}, {size:,} bytes, ONNX",
         "producer": f"{model.producer_name} {model.producer_version}".strip(),
-        "versions": f"IR {model.ir_version}, operator set {graph.opset}",
+        "versions": f"IR {model.ir_version}, opset {graph.opset}",
         "inputs": ", ".join(f"{name} {text}" for name, text in inputs.items()),
         "outputs": ", ".join(f"{name} {text}" for name, text in outputs.items()),
         "operators": _operators(quantized.nodes),
@@ -64,7 +53,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         facts["data"] = f"sha256 {provenance.data}" if provenance.data else "none"
     if broken:
         facts["metadata"] = broken
-    facts |= {f"not read: {name}": reason for name, reason in list(quantized.skipped.items())[:8]}
+    facts |= {f"not read: {name}": reason for name, reason in list(quantized.skipped.items())[:MAX_SKIPPED_SHOWN]}
     document = {
         "file": fspath(path),
         "kind": "onnx",
@@ -96,18 +85,17 @@ def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
 
 
 def _origin(provenance: Provenance) -> dict[str, Any]:
-    recipe = _json(provenance.recipe)
     return {
         "made_by": provenance.made_by,
         "target": provenance.target,
-        "recipe": recipe,
+        "recipe": _json(provenance.recipe),
         "data_sha256": provenance.data,
     }
 
 
 def _recipe_name(provenance: Provenance) -> str:
-    found = _json(provenance.recipe)
-    return str(found.get("name") or "without a name") if isinstance(found, dict) else "unknown"
+    recipe = _json(provenance.recipe)
+    return str(recipe.get("name") or "without a name") if isinstance(recipe, dict) else "unknown"
 
 
 def _json(text: str) -> Any:  # noqa: ANN401 - any document
@@ -119,8 +107,8 @@ def _json(text: str) -> Any:  # noqa: ANN401 - any document
 
 def _operators(nodes: Mapping[str, int]) -> str:
     ordered = sorted(nodes.items(), key=lambda each: (-each[1], each[0]))
-    more = f" and {len(ordered) - OPERATORS} more" if len(ordered) > OPERATORS else ""
-    return ", ".join(f"{count:,} {name}" for name, count in ordered[:OPERATORS]) + more
+    more = f" and {len(ordered) - MAX_OPERATORS_SHOWN} more" if len(ordered) > MAX_OPERATORS_SHOWN else ""
+    return ", ".join(f"{count:,} {name}" for name, count in ordered[:MAX_OPERATORS_SHOWN]) + more
 
 
 def _shape_text(value: ValueInfoProto) -> str:
@@ -132,23 +120,25 @@ def _shape_text(value: ValueInfoProto) -> str:
     return f"{name}[{', '.join(sizes)}]" if kind.HasField("shape") else name
 
 
-def _quantized_rows(model: QuantizedModel) -> Iterator[Held]:
+def _quantized_rows(model: QuantizedModel) -> Iterator[TensorRow]:
     for name, tensor in model.weights.items():
-        yield Held(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, *_ends(tensor.dequantize("float32")))
+        yield TensorRow(
+            name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, *_range(tensor.dequantize("float32"))
+        )
     for name, bias in model.biases.items():
-        yield Held(name, "bias", "int32", bias.codes.shape, bias.nbytes, *_ends(bias.dequantize()))
+        yield TensorRow(name, "bias", "int32", bias.codes.shape, bias.nbytes, *_range(bias.dequantize()))
     for each in model.activations:
-        yield Held(each.tensor, "activation", each.type.lower(), None, 0, *_reach(each))
+        yield TensorRow(each.tensor, "activation", each.type.lower(), None, 0, *_code_range(each))
 
 
-def _ends(values: NDArray[Any]) -> tuple[float, float] | tuple[None, None]:
+def _range(values: NDArray[Any]) -> tuple[float, float] | tuple[None, None]:
     if not values.size or values.dtype.kind not in "fiub":
         return None, None
     return float(values.min()), float(values.max())
 
 
-def _reach(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]:
-    """What a quantizer can hold: the ends of its codes as numbers."""
+def _code_range(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]:
+    """The numbers that the smallest and the largest code stand for."""
     if "INT" not in each.type:
         return None, None
     low, high = element_range(TensorProto.DataType.Value(each.type))
@@ -156,12 +146,12 @@ def _reach(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]
     return float(((low - zero) * scale).min()), float(((high - zero) * scale).max())
 
 
-def _constants(model: ModelProto, quantized: set[str]) -> list[Held]:
+def _constants(model: ModelProto, quantized: set[str]) -> list[TensorRow]:
     """The constants that belong to no quantizer, the largest first."""
     rows = []
     for tensor in model.graph.initializer:
         if tensor.name not in quantized:
             values = array_of(tensor)
             shape = tuple(int(size) for size in tensor.dims)
-            rows.append(Held(tensor.name, "constant", values.dtype.name, shape, values.nbytes, *_ends(values)))
+            rows.append(TensorRow(tensor.name, "constant", values.dtype.name, shape, values.nbytes, *_range(values)))
     return sorted(rows, key=lambda row: -row.nbytes)

@@ -16,7 +16,7 @@ Data = Annotated[
         "--data",
         "-d",
         help="Batches of inputs: an .npz with an array per input (an .npy for one input), whose first axis counts "
-        "samples, or a folder with an .npz or .npy per batch.",
+        "samples, or a directory with an .npz or .npy per batch.",
         show_default=False,
     ),
 ]
@@ -30,9 +30,5 @@ Report = Annotated[
 
 
 def recipe_file(recipe: str) -> Path | None:
-    """The file of a recipe, None for a preset.
-
-    >>> recipe_file("w8a8") is None, recipe_file("mix.toml").name
-    (True, 'mix.toml')
-    """
+    """The file of a recipe; None for a preset."""
     return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from detent.cli.exits import DIFFERENCE, check_distinct, check_free, check_is_file, fail, guarded, require
+from detent.cli.exits import (
+    DIFFERENCE,
+    check_can_write,
+    check_distinct,
+    check_is_file,
+    check_report_path,
+    fail,
+    require,
+)
 from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
     from detent.onnx_model.files import LoadedModel
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Quantize an ONNX file, evaluate the result and list the most sensitive layers.
 
@@ -34,12 +42,7 @@ MAX_STEPS_SHOWN = 6
 LARGEST_SEED = (1 << 63) - 1
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("quantize", help=HELP)(guarded(_quantize))
-
-
-def _quantize(
+def run(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
     *,
@@ -105,8 +108,8 @@ def _quantize(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    require("onnx")
-    require("onnxruntime")
+    """Quantize and evaluate; see ``HELP``."""
+    require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415
 
@@ -129,8 +132,6 @@ def _quantize(
     read = {"--data": data, "--recipe": recipe_file(recipe), "--checkpoint": checkpoint}
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
-    if report is not None and report.suffix.lower() == ".html":
-        require("jinja2")
     source = load_model(model)
     split = None if data is None else qe.split_batches(source, data, batch_size)
     _check_data(source, split, agreement=fail_below_agreement is not None)
@@ -235,8 +236,8 @@ def _check_files(
     if output.exists() and output.samefile(model):
         raise SpecError(f"{output} is the model itself: give --output another name")
     check_distinct({"--output": output, "--report": report}, {"the model": model, **read})
-    check_free(output, force=force or dry_run, is_written=not dry_run)
-    check_free(report, force=force or dry_run, suffixes=(".html", ".json"), is_written=not dry_run)
+    check_can_write(output, force=force or dry_run, is_written=not dry_run)
+    check_report_path(report, force=force or dry_run, is_written=not dry_run)
 
 
 def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | None) -> None:

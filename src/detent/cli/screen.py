@@ -17,7 +17,7 @@ from detent.codec import encode
 
 __all__ = ["Screen", "visible"]
 
-LEAST, PROSE = 20, 12  # characters of a name, and of a reason, that are not folded
+MIN_NAME_WIDTH, MIN_PROSE_WIDTH = 20, 12  # characters of a cell that are not folded
 GAP = 2
 # All that a terminal obeys instead of showing it, but for the ends of lines: C0, DEL and C1.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
@@ -29,30 +29,7 @@ def _console(stream: IO[str], width: int | None = None) -> Console:
 
 
 class Screen:
-    """The two streams.
-
-    Args:
-        as_json: stdout gets one JSON document and nothing else.
-        quiet: nothing is said but errors and that document.
-
-    >>> screen = Screen(as_json=False)
-    >>> screen.say("3 layers")
-    3 layers
-    >>> screen.table(("layer", "dB"), [("fc", "41.2")], right=(1,))
-    layer    dB
-    ───────────
-    fc     41.2
-    >>> screen.emit({"layers": 3})
-    >>> Screen(as_json=True).emit({"layers": float("inf")})
-    {
-      "layers": "inf"
-    }
-    >>> screen.note("reading"), screen.warn("slow")
-    (None, None)
-    >>> with screen.progress("calibrating") as step, screen.stages() as named:
-    ...     step(1, 2), named("training", 1, 2)
-    (None, None)
-    """
+    """Results on stdout, notes on stderr; ``as_json`` leaves stdout to one document, ``quiet`` leaves only errors."""
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
@@ -84,27 +61,26 @@ class Screen:
         right: Sequence[int] = (),
         fold: Sequence[int] = (0,),
     ) -> None:
-        """A table of the result; no cell is ever cut.
+        """Print a table of the result; no cell is ever cut.
 
-        Args:
-            columns, rows: the head and the cells.
-            right: columns of numbers.
-            fold: columns of names and prose, whose cells a terminal too narrow for them folds. Elsewhere than on a
-                terminal nothing is folded, so that programs find one row per line.
+        On a terminal too narrow for it, columns in ``fold`` are folded; elsewhere programs find one row per line.
         """
         if not self._speaks:
             return
         rows = [[cell.translate(_CONTROL_IN_CELLS) for cell in row] for row in rows]
-        made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         longest = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
-        least = [min(width, PROSE if i else LEAST) if i in fold else width for i, width in enumerate(longest)]
+        least = [
+            min(width, MIN_PROSE_WIDTH if i else MIN_NAME_WIDTH) if i in fold else width
+            for i, width in enumerate(longest)
+        ]
         for i, name in enumerate(columns):
             justify: Literal["left", "right"] = "right" if i in right else "left"
-            made.add_column(name, justify=justify, overflow="fold", no_wrap=i not in fold, min_width=least[i])
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=i not in fold, min_width=least[i])
         for row in rows:
-            made.add_row(*map(Text, row))
+            table.add_row(*map(Text, row))
         room = self._out.width if self._out.is_terminal else sum(longest) + GAP * len(longest)
-        _console(self._out.file, max(room, sum(least) + GAP * len(least))).print(made, crop=False)
+        _console(self._out.file, max(room, sum(least) + GAP * len(least))).print(table, crop=False)
 
     def emit(self, document: Mapping[str, Any]) -> None:
         """The result for machines."""
@@ -113,7 +89,7 @@ class Screen:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
-        """The same for a job of several parts; the function takes the part's name first."""
+        """A progress bar for a job of several parts; the function takes the part's name first."""
         with self._bar() as step:
             yield step
 
@@ -136,9 +112,5 @@ class Screen:
 
 
 def visible(text: str) -> str:
-    r"""The text with its control characters spelled out, for names in files may hold what moves a cursor.
-
-    >>> print(visible("fc\x1b[2J"))
-    fc\x1b[2J
-    """
+    """Escape control characters: names come from untrusted files."""
     return text.translate(_CONTROL)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from detent.cli.exits import check_distinct, check_free, guarded, require
+from detent.cli.exits import check_can_write, check_distinct, check_report_path, require
 from detent.cli.options import AsJson, BatchSize, Force, Quiet, Report, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from detent.onnx_model.files import LoadedModel
     from detent.sensitivity import Mix, Sensitivity
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Measure the noise that each layer causes alone, and choose bits per layer under a budget of bytes.
 
@@ -36,12 +36,7 @@ WIDTHS = tuple("2345678")
 MAX_CHARS_SHOWN = 80  # of an argument in a message
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("sensitivity", help=HELP)(guarded(_sensitivity))
-
-
-def _sensitivity(
+def run(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
     data: Annotated[Path, typer.Option("--data", "-d", help="Batches of inputs, as `detent quantize` takes them.")],
@@ -71,19 +66,17 @@ def _sensitivity(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
+    """Measure layers, and choose their bits; see ``HELP``."""
     bits = None if widths is None else _widths(widths)
     if save_recipe is not None and budget is None:
-        raise SpecError("--save-recipe writes the mix that a budget chooses: give --budget as well")
+        raise SpecError("--save-recipe needs --budget, which chooses the bits that it writes")
     if report is not None and bits is not None and budget is None:
-        raise SpecError("with --widths a report is one of the mix that a budget chooses: give --budget as well")
+        raise SpecError("--report with --widths needs --budget, which chooses the bits to report on")
     read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
     check_distinct({"--save-recipe": save_recipe, "--report": report}, read)
-    check_free(save_recipe, force=force, suffixes=(".toml", ".json"))
-    check_free(report, force=force, suffixes=(".html", ".json"))
-    if report is not None and report.suffix.lower() == ".html":
-        require("jinja2")
-    require("onnx")
-    require("onnxruntime")
+    check_can_write(save_recipe, force=force, suffixes=(".toml", ".json"))
+    check_report_path(report, force=force)
+    require("onnx", "onnxruntime")
     import detent.sensitivity as qs  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415
     from detent.onnx_model.files import load_model  # noqa: PLC0415

@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from detent.cli.exits import DIFFERENCE, guarded, require
+from detent.cli.exits import DIFFERENCE, require
 from detent.cli.options import AsJson, BatchSize, Quiet
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
-__all__ = ["register"]
+__all__ = ["HELP", "run"]
 
 HELP = """Verify a quantized file against its source, code by code; exit 1 on a mismatch.
 
@@ -21,17 +21,14 @@ this machine with exact arithmetic.
 Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/bold]"""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("verify", help=HELP)(guarded(_verify))
-
-
-def _verify(
+def run(
     source: Annotated[Path, typer.Argument(help="The float model that the file was made from.", show_default=False)],
     artifact: Annotated[Path, typer.Argument(help="The quantized file.", show_default=False)],
     data: Annotated[Path, typer.Option("--data", "-d", help="Batches of inputs, as `detent quantize` takes them.")],
     *,
-    levels: Annotated[str, typer.Option("--levels", help="Some of 1, 2 and 3.")] = "1,2,3",
+    levels: Annotated[
+        str, typer.Option("--levels", help="Levels to run: 1 codes, 2 outputs, 3 integer kernels.")
+    ] = "1,2,3",
     batches: Annotated[
         int | None, typer.Option("--batches", min=1, help="How many to look at.", show_default="all")
     ] = None,
@@ -39,9 +36,9 @@ def _verify(
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
+    """Verify a file; see ``HELP``."""
     level_numbers = _levels(levels)
-    require("onnx")
-    require("onnxruntime")
+    require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415
     from detent.verification import verify  # noqa: PLC0415

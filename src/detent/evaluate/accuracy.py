@@ -26,17 +26,11 @@ EVALUATION_BATCHES = 8  # when nothing is held out
 
 @dataclass(frozen=True)
 class Split:
-    """Batches split into a calibration and an evaluation part; ``split_batches`` makes one.
-
-    Attributes:
-        calibration: the batches to calibrate with.
-        evaluation: the batches to evaluate on.
-        is_held_out: True if no evaluation batch is a calibration batch.
-    """
+    """Batches split into a calibration and an evaluation part; ``split_batches`` makes one."""
 
     calibration: Batches
     evaluation: Batches
-    is_held_out: bool
+    is_held_out: bool  # no evaluation batch is a calibration batch
 
     def __str__(self) -> str:
         if self.is_held_out:
@@ -82,18 +76,13 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
 class Accuracy:
     """How close the outputs of a quantized model are to those of its float model.
 
-    Attributes:
-        outputs_sqnr_db: SQNR of each float output, over all batches.
-        agreement: top-1 agreement; None where the first output holds no class scores.
-        batches: how many batches were compared.
-
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
     ('z', 30.5)
     """
 
-    outputs_sqnr_db: Mapping[str, float]
-    agreement: float | None
+    outputs_sqnr_db: Mapping[str, float]  # of each float output, over all batches
+    agreement: float | None  # top-1 agreement; None where the first output holds no class scores
     batches: int
 
     @property
@@ -109,11 +98,6 @@ class Accuracy:
 
 def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSource) -> Accuracy:
     """Run a float model and its quantized model on the same batches, and compare their outputs.
-
-    Args:
-        source: the float model.
-        artifact: the quantized model.
-        data: batches, such as ``Split.evaluation``.
 
     Raises:
         UnsupportedError: ONNX Runtime does not run one of them.
@@ -143,16 +127,6 @@ def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
 
     Raises:
         SpecError: the first output does not hold one row of class scores per sample.
-
-    >>> import numpy as np
-    >>> from onnx import parser
-    >>> check_supports_agreement(parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y) { y = Abs(x) }'),
-    ...     {"x": np.float32([1, 2])})
-    Traceback (most recent call last):
-    ...
-    detent.errors.SpecError: the first output has shape (2,): agreement needs one row of class scores per sample, \
-so set a limit for the SQNR
     """
     model = load_model(source)
     session, comparison = make_session(model), OutputComparison(model.outputs)

@@ -40,16 +40,6 @@ _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main
 class DryRun:
     """Estimates from quantizing with the first batches.
 
-    Attributes:
-        nbytes_before, nbytes_after: sizes of the float and the quantized file.
-        memory_growth: bytes by which resident memory grew; None where the system does not tell.
-        seconds: wall time of the dry run.
-        batches: calibration batches that it used.
-        total_batches: calibration batches that there are.
-        seconds_per_batch: calibration time of one batch.
-        layers: one dict per layer: name, type, weight, input, reason, note, nbytes_before, nbytes_after.
-        steps: accuracy passes that changed the model, as text.
-
     >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
     >>> run.memory_bound == 144 << 20, run.total_seconds
     (True, 8.0)
@@ -57,13 +47,13 @@ class DryRun:
 
     nbytes_before: int
     nbytes_after: int
-    memory_growth: int | None
-    seconds: float
-    batches: int
+    memory_growth: int | None  # bytes by which resident memory grew; None where the system does not tell
+    seconds: float  # wall time of the dry run
+    batches: int  # calibration batches that it used
     total_batches: int
     seconds_per_batch: float
-    layers: tuple[Mapping[str, Any], ...]
-    steps: tuple[str, ...]
+    layers: tuple[Mapping[str, Any], ...]  # name, type, weight, input, reason, note, nbytes_before, nbytes_after
+    steps: tuple[str, ...]  # accuracy passes that changed the model
 
     @property
     def memory_bound(self) -> int | None:

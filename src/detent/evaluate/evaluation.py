@@ -9,6 +9,7 @@ file is still written.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from detent.verification import VerifyReport, verify
 __all__ = ["Checks", "Evaluation", "SensitiveLayer", "evaluate_result", "quantize_and_evaluate"]
 
 VERIFY_BATCHES = TIMING_BATCHES = 2
+TIMING_SECONDS = 1.0
 RANKING_SAMPLES = 4  # with fewer, the layers found to be the most sensitive vary with the samples
 MIN_RANKING_SECONDS = 20.0  # that measuring sensitivity may take; more where quantization took longer
 MAX_LAYERS_NAMED = 3
@@ -38,17 +40,11 @@ StageProgress = Callable[[str, int, int | None], object]
 
 
 class Checks(NamedTuple):
-    """Which checks ``evaluate_result`` makes, besides accuracy.
+    """Which checks ``evaluate_result`` makes, besides accuracy."""
 
-    Attributes:
-        verify: compare codes and integer kernels; see ``dt.verify``.
-        time: time both models.
-        sensitivity: measure the noise of each layer alone.
-    """
-
-    verify: bool = True
+    verify: bool = True  # codes and integer kernels
     time: bool = True
-    sensitivity: bool = True
+    sensitivity: bool = True  # noise of each layer alone
 
 
 class SensitiveLayer(NamedTuple):
@@ -63,11 +59,8 @@ class Evaluation:
     """Evaluation of a quantized model; ``str`` is a summary.
 
     Attributes:
-        source: the float model.
         quantized: the quantized model, as its file holds it.
-        result: what ``qo.quantize`` did.
-        split: the batches; None without data.
-        accuracy: of the evaluation batches; None without data.
+        split, accuracy: None without data.
         timing: of both models; None where it was not asked for or failed.
         verification: of the first evaluation batches.
         sensitivity: noise of each layer alone.
@@ -101,12 +94,7 @@ class Evaluation:
         return any(not layer.reason for layer in self.result.layers)
 
     def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
-        """Limits that are not met, a failed verification, and that nothing was quantized, one text each.
-
-        Args:
-            min_sqnr_db: lowest SQNR of any float output.
-            min_agreement: lowest top-1 agreement, 0 to 1.
-        """
+        """Limits that are not met, a failed verification, and that nothing was quantized, one text each."""
         sqnr_db = None if self.accuracy is None else self.accuracy.sqnr_db
         agreement = None if self.accuracy is None else self.accuracy.agreement
         missed = [] if self.is_anything_quantized else [self._nothing_quantized()]
@@ -222,10 +210,8 @@ def quantize_and_evaluate(
     """Quantize a model with the calibration part of the data, and evaluate the file on the held-out part.
 
     Args:
-        model: the float model.
-        output: the file to write.
+        model, output, recipe: as for ``qo.quantize``.
         data: batches; None for weight-only recipes, which are then not compared with the float model.
-        recipe: see ``qo.quantize``.
         batch_size: samples of an .npz or .npy file per batch; see ``split_batches``.
         checks: the checks to make.
         progress: called with the name of a stage, the steps done, and their number.
@@ -247,7 +233,7 @@ def quantize_and_evaluate(
     source = load_model(model)
     split = None if data is None else split_batches(source, data, batch_size)
     calibration = None if split is None else split.calibration
-    stage = None if progress is None else _stage(progress, "calibrating")
+    stage = None if progress is None else partial(progress, "calibrating")
     compare = split is None or split.is_held_out  # otherwise the evaluation runs the same batches
     result = qo.quantize(source, output, calibration, recipe, progress=stage, compare=compare, **options)
     return evaluate_result(source, result, split, checks=checks, progress=progress)
@@ -263,12 +249,8 @@ def evaluate_result(
 ) -> Evaluation:
     """Evaluate the file that ``qo.quantize`` wrote beside its float model.
 
-    Args:
-        source: the float model.
-        result: what ``qo.quantize`` returned.
-        split: calibration and evaluation batches; None without data, then only time is measured.
-        checks: the checks to make.
-        progress: called with the name of a stage, the steps done, and their number.
+    Without a split of the data only time is measured. ``progress`` is called with the name of a stage, the steps done,
+    and their number.
 
     Raises:
         FileFormatError: the file is no longer there, or damaged.
@@ -298,7 +280,8 @@ class _Evaluator:
         verification: VerifyReport | None = None
         sensitivity: qs.Sensitivity | None = None
         if self.split is not None:
-            accuracy = measure_accuracy(self.source, self.quantized, self._counted(self.split, "evaluating"))
+            batches = self.split.evaluation.counted(partial(self.progress, "evaluating"))
+            accuracy = measure_accuracy(self.source, self.quantized, batches)
             is_anything_quantized = any(not layer.reason for layer in self.result.layers)
             if checks.verify and is_anything_quantized:
                 verification = self._verify(self.split)
@@ -317,22 +300,17 @@ class _Evaluator:
             tuple(self.warnings),
         )
 
-    def _counted(self, split: Split, stage: str) -> BatchSource:
-        return split.evaluation.counted(_stage(self.progress, stage))
-
     def _time(self) -> Timing | None:
         try:
-            if self.split is None:
-                feeds = [random_inputs(self.source)]
-            else:
-                feeds = list(self.split.evaluation.first(TIMING_BATCHES))
-            return time_models(self.source, self.quantized, feeds, progress=_stage(self.progress, "timing"))
+            split, progress = self.split, partial(self.progress, "timing")
+            feeds = [random_inputs(self.source)] if split is None else list(split.evaluation.first(TIMING_BATCHES))
+            return time_models(self.source, self.quantized, feeds, seconds=TIMING_SECONDS, progress=progress)
         except DetentError as error:
             self.warnings.append(f"not timed: {error}")
             return None
 
     def _verify(self, split: Split) -> VerifyReport | None:
-        batches = split.evaluation.first(VERIFY_BATCHES).counted(_stage(self.progress, "verifying"))
+        batches = split.evaluation.first(VERIFY_BATCHES).counted(partial(self.progress, "verifying"))
         try:
             return verify(self.source, self.quantized, batches, levels=(1, 3))
         except DetentError as error:
@@ -357,7 +335,7 @@ class _Evaluator:
                     split.calibration.first(samples),
                     decisions,
                     samples=samples,
-                    progress=_stage(self.progress, "measuring sensitivity"),
+                    progress=partial(self.progress, "measuring sensitivity"),
                     announce=check_cost,
                 )
             except (_TooLongError, DetentError) as error:
@@ -372,9 +350,3 @@ class _Evaluator:
         hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())
         return (hint,) if hint else ()
 
-
-def _stage(progress: StageProgress, name: str) -> Callable[[int, int | None], None]:
-    def step(done: int, total: int | None) -> None:
-        progress(name, done, total)
-
-    return step

@@ -46,9 +46,8 @@ def build(  # noqa: PLR0913 - all that may be known of a model
         verification: what ``dt.verify`` returned.
         sensitivity: what ``qs.measure`` returned; ranks layers by the noise that each causes alone.
         mix: what ``choose`` returned.
-        title: of the page; the file's name by default.
-        facts: labels and texts for the summary.
-        tables: tables for the summary.
+        title: of the report; the file's name by default.
+        facts, tables: labels, texts and tables for the summary.
         command: the command line that made the file.
 
     Raises:
@@ -82,10 +81,6 @@ def build(  # noqa: PLR0913 - all that may be known of a model
 
 def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Report:
     """Build the report of a model that ``detent.evaluate`` has evaluated; its metrics are those of the evaluation.
-
-    Args:
-        evaluation: what ``quantize_and_evaluate`` or ``evaluate_result`` returned.
-        command: the command line that made the file.
 
     >>> import tempfile, numpy as np, detent.evaluate as qe, detent.report as qr
     >>> from onnx import parser

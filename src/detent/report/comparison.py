@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -15,16 +14,12 @@ from detent.tables import table_lines
 __all__ = ["ComparedLayer", "Comparison", "compare"]
 
 KIND, VERSION = "detent-comparison", 1
-STRANGERS = "no layer in common: are they of one origin?"
+NO_LAYER_IN_COMMON = "the two models share no layer names: were both made from the same float model?"
 
 
 @dataclass(frozen=True)
 class ComparedLayer:
-    """One layer of two reports; None where one of them has no such layer.
-
-    >>> ComparedLayer("fc", Layer("fc", "Gemm", "float"), Layer("fc", "Gemm", "integers")).is_changed
-    True
-    """
+    """One layer of two reports; None where one of them has no such layer."""
 
     name: str
     a: Layer | None
@@ -33,11 +28,9 @@ class ComparedLayer:
     @property
     def sqnr_change_db(self) -> float | None:
         """How many dB the second is better, by what both know: the result's SQNR, or else the weight's."""
-        for find in (_output, _weight):
-            first, second = find(self.a), find(self.b)
-            if first is not None and second is not None:
-                return _change(first, second)
-        return None
+        results = [None if layer is None else layer.output_sqnr_db for layer in (self.a, self.b)]
+        change = _change(*results)
+        return _change(_weight(self.a), _weight(self.b)) if None in results else change
 
     @property
     def nbytes_change(self) -> int | None:
@@ -52,14 +45,12 @@ class ComparedLayer:
         return _way(self.a) != _way(self.b) or not _same_codes(self.a, self.b)
 
 
-def _change(first: float, second: float) -> float | None:
+def _change(first: float | None, second: float | None) -> float | None:
+    if first is None or second is None:
+        return None
     if isfinite(first) and isfinite(second):
         return second - first
     return 0.0 if first == second else None
-
-
-def _output(layer: Layer | None) -> float | None:
-    return None if layer is None else layer.output_sqnr_db
 
 
 def _weight(layer: Layer | None) -> float | None:
@@ -102,8 +93,7 @@ class Comparison:
     @property
     def sqnr_change_db(self) -> float | None:
         """How many dB the second's worst output is better than the first's; None where that is not known."""
-        first, second = self.a.sqnr_db, self.b.sqnr_db
-        return None if first is None or second is None else _change(first, second)
+        return _change(self.a.sqnr_db, self.b.sqnr_db)
 
     @property
     def is_of_one_origin(self) -> bool:
@@ -112,10 +102,10 @@ class Comparison:
 
     def to_json(self) -> str:
         """Both reports' figures and the changes, as JSON."""
-        about: dict[str, Any] = {"kind": KIND, "version": VERSION}
+        document: dict[str, Any] = {"kind": KIND, "version": VERSION}
         for name, report in (("a", self.a), ("b", self.b)):
             total, quantized, integers = report.counts
-            about[name] = {
+            document[name] = {
                 "title": report.title,
                 "nbytes": report.nbytes_after,
                 "layers": total,
@@ -125,8 +115,8 @@ class Comparison:
                 "agreement": encode(report.agreement),
                 "recipe": report.reproduction.recipe,
             }
-        about["is_of_one_origin"] = self.is_of_one_origin
-        about["layers"] = [
+        document["is_of_one_origin"] = self.is_of_one_origin
+        document["layers"] = [
             {
                 "name": each.name,
                 "sqnr_change_db": each.sqnr_change_db,
@@ -137,7 +127,7 @@ class Comparison:
             }
             for each in self.layers
         ]
-        return json.dumps(about, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     def to_html(self) -> str:
         """One page that needs no network.
@@ -154,18 +144,13 @@ class Comparison:
 
         Raises:
             FileFormatError: another suffix.
-
-        >>> compare(Report("a", 1, 1), Report("b", 1, 1)).save("both.txt")
-        Traceback (most recent call last):
-        ...
-        detent.errors.FileFormatError: reports are .html or .json files, got 'both.txt': give it such a suffix
         """
         write_page(self, path)
 
     def __str__(self) -> str:
         lines = [_head(self.a, None), _head(self.b, self.a.nbytes_after)]
         if not self.is_of_one_origin:
-            lines.append(STRANGERS)
+            lines.append(NO_LAYER_IN_COMMON)
         head = ("layer", "type", self.a.title, self.b.title, "dB", "bytes")
         rows = [_row(each) for each in self.layers]
         return "\n".join([*lines, *(table_lines([head, *rows], right=(4, 5)) if rows else [])])
@@ -207,17 +192,10 @@ def compare(a: Report, b: Report) -> Comparison:
 
     Raises:
         DtypeError: something else than reports.
-
-    >>> len(compare(Report("a", None, 1), Report("b", None, 1)).layers)
-    0
     """
     for each in (a, b):
         if not isinstance(each, Report):
             raise DtypeError(f"compare takes two reports, got {type(each).__name__}: make one with qr.build")
-    first, second = _by_name(a.layers), _by_name(b.layers)
+    first, second = ({layer.name: layer for layer in each.layers} for each in (a, b))
     names = dict.fromkeys((*second, *first))
     return Comparison(a, b, tuple(ComparedLayer(name, first.get(name), second.get(name)) for name in names))
-
-
-def _by_name(layers: Sequence[Layer]) -> dict[str, Layer]:
-    return {layer.name: layer for layer in layers}

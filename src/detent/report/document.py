@@ -39,31 +39,24 @@ __all__ = [
     "short",
     "write_page",
 ]
+
+Status = Literal["integers", "quantized", "float"]
+Basis = Literal["sensitivity", "output", "weight", "input", "none"]
+BINS = 64
 DIGITS = 6
+VERSION, KIND = 2, "detent-report"
+ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
+MAX_LAYERS_SHOWN = MAX_CHARS_SHOWN = 20
 
 
 def short(value: float) -> float:
-    """A number with as many digits as a report shows at most.
-
-    >>> short(1 / 3)
-    0.333333
-    """
+    """A number with as many digits as a report shows at most."""
     return float(f"{value:.{DIGITS}g}")
-
-
-Status = Literal["integers", "quantized", "float"]
-BINS = 64
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts in bins of one width.
-
-    Attributes:
-        low: where the first bin begins.
-        width: of a bin.
-        counts: at most 64.
-        of: what was counted: "values", or "codes" less their zero point.
+    """Counts in at most 64 bins of one width, of "values", or of "codes" less their zero point.
 
     >>> Histogram(-1.0, 0.5, (1, 3, 2, 2)).high
     1.0
@@ -91,24 +84,17 @@ class Tensor:
     """What is known of a weight or an activation and its quantizer.
 
     Attributes:
-        name: in the file.
-        spec: format and granularity.
         shape: of a weight; () of activations, whose shapes vary.
         elements: how many were looked at.
         minimum, maximum: of the values that were seen; of weights as they are decoded.
-        clip_low, clip_high: what the quantizer can hold, where that is the same for all elements; in the units of the
-            histogram.
+        clip_low, clip_high: the quantizer's range in the units of the histogram, if it is the same for all elements.
         sqnr_db: of quantizing this tensor alone.
         clip_fraction: the share of elements beyond the range.
-        codes_used, codes_available: how many codes occur, of how many that there are.
         code_low, code_high: the smallest and the largest code that occur, less the zero point.
-        digest: of codes, scales and zero points, so that two weights can be told apart; "" of activations.
+        digest: of codes, scales and zero points of a weight.
         scales: how many there are.
         histogram: of the values of activations, of the codes of weights.
-        note: what else there is to know.
 
-    >>> Tensor("w", "int8/axis0", codes_used=64, codes_available=256).code_usage
-    0.25
     >>> Tensor("w", "uint8/axis0", code_low=-8, code_high=7).codes_text
     'codes -8..7'
     """
@@ -150,11 +136,9 @@ class Layer:
     Attributes:
         name, type: of its node, or of its module where it comes from PyTorch.
         status: "integers" where the runtime computes with integers, "quantized" where it decodes and computes in
-            float, "float" where it was left alone.
+            float, "float" where it was kept in float.
         kernel: the operator that computes it in ONNX Runtime on this machine.
-        reason: why it was left in float.
-        note: what else there is to know.
-        weight, input: its quantized tensors.
+        reason: why it was kept in float.
         output_sqnr_db: of what it computes, beside the float model, with all layers before it quantized too.
         damage: its share of the noise, by what ``Report.damage_basis`` says.
         nbytes_float, nbytes: of its weight in float32, and in the file with its scales.
@@ -188,11 +172,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Size:
-    """A part of the file.
-
-    >>> Size("codes of weights", 1024).nbytes
-    1024
-    """
+    """Bytes of a part of the file."""
 
     name: str
     nbytes: int
@@ -204,15 +184,8 @@ class Size:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a user's own, which the summary shows.
+    """A table of a user's own, which the summary shows; a column of numbers is set flush right.
 
-    Attributes:
-        title: above it.
-        columns: its head.
-        rows: cells of text; a column of numbers is set flush right.
-
-    >>> Table("Accuracy", ("model", "top 1"), (("float", "98.1 %"), ("w8a8", "98.0 %"))).title
-    'Accuracy'
     >>> Table("Accuracy", ("model", "top 1"), (("float",),))
     Traceback (most recent call last):
     ...
@@ -241,18 +214,12 @@ class Reproduction:
 
     Attributes:
         made_by: the version of detent that wrote the file; "" where another program did.
-        target: what it was made for.
-        recipe: its name.
-        recipe_toml: all of it.
+        recipe, recipe_toml: name and text of the recipe.
         data: a hash of the calibration data.
         sha256: of the file.
-        command: the command line, where it is known.
         versions: of the packages that made this report.
-        machine, level: the processor family, and the CPU level of the kernels.
+        machine, level: the processor family, and the instruction set of the kernels.
         origin: "onnx" of files that ``qo.quantize`` wrote, "torch" of those of ``qt.export_onnx``.
-
-    >>> Reproduction(recipe="w8a8").target
-    ''
     """
 
     made_by: str = ""
@@ -273,21 +240,14 @@ def option_of(spec: str, options: Sequence[str]) -> str:
 
     Options are as a user says them, the spec is as the layer has it: its axis is the one of the layer's outputs, and
     it says all that options leave out.
-
-    >>> option_of("int8/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
-    'int8/axis0'
-    >>> option_of("int4/group32@0/symmetric/onnx", ("int4/group3", "int4/group32"))
-    'int4/group32'
-    >>> option_of("int3/axis1/symmetric/onnx", ("int2/axis0", "int8/axis0"))
-    ''
     """
-    wanted = _parsed(spec)
-    if wanted is None:
+    own = _parsed(spec)
+    if own is None:
         return ""
     parsed = {option: each for option in options if (each := _parsed(option)) is not None}
-    like = [option for option, each in parsed.items() if _key(each) == _key(wanted)]
+    like = [option for option, each in parsed.items() if _key(each) == _key(own)]
     if len(like) > 1:  # symmetric and affine ones, say
-        like = [option for option in like if replace(parsed[option], granularity=wanted.granularity) == wanted]
+        like = [option for option in like if replace(parsed[option], granularity=own.granularity) == own]
     return like[0] if len(like) == 1 else ""
 
 
@@ -300,8 +260,8 @@ def _parsed(text: str) -> QuantSpec | None:
 
 def _key(spec: QuantSpec) -> tuple[object, ...]:
     """The format and how many elements share a scale, wherever they lie."""
-    about = spec.granularity.to_dict()
-    return spec.format.name, about["kind"], about.get("size"), str(about.get("sizes"))
+    granularity = spec.granularity.to_dict()
+    return spec.format.name, granularity["kind"], granularity.get("size"), str(granularity.get("sizes"))
 
 
 def _write_difference(difference: Difference) -> dict[str, object]:
@@ -335,31 +295,20 @@ _LEAVES = {
 }
 
 
-Basis = Literal["sensitivity", "output", "weight", "input", "none"]
-VERSION, KIND = 2, "detent-report"
-ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
-SHOWN = 20
-
-
 @dataclass(frozen=True)
 class Report:
-    """What quantization did to a model; ``build`` makes one, ``str`` is a table of the layers that hurt most.
+    """What quantization did to a model; ``build`` makes one, ``str`` is a table of the most sensitive layers.
 
     Attributes:
-        title: of the page.
-        nbytes_before, nbytes_after: of the float file, None where that is not known, and of the quantized one.
         layers: by damage, worst first; those in float come last.
         others: quantized activations that no layer reads directly.
         sizes: what the bytes of the file are.
         damage_basis: what damage is a share of: the noise at the outputs that a layer causes alone ("sensitivity"), the
             noise in results ("output"), in weights ("weight") or in inputs ("input"), each relative to its signal.
-        output_sqnr_db: of each output.
         output_sqnr_against: what outputs were compared with.
-        agreement: the share of samples of the same largest class.
-        batches: how many were run.
+        agreement: top-1 agreement.
         facts, tables: a user's own.
         sensitivity, mix, verification: as ``qs.measure``, ``choose`` and ``dt.verify`` returned them.
-        reproduction: what it takes to make the file again.
         steps: what was done to keep the accuracy.
         notes: what could not be looked at.
 
@@ -370,14 +319,6 @@ class Report:
     fc     Gemm  QGemm    100.0 %  -      -
     >>> page.counts, Report.from_json(page.to_json()) == page, page.to_html()[:15]
     ((1, 1, 1), True, '<!DOCTYPE html>')
-    >>> several = Report("small", 100, 30, output_sqnr_db={"a": 30.0, "b": 20.0})
-    >>> several.worst_output, several.sqnr_db
-    ('b', 20.0)
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     page.save(f"{folder}/page.html")
-    ...     Report.load(f"{folder}/page.html") == page
-    True
     """
 
     title: str
@@ -422,8 +363,8 @@ class Report:
 
     def to_json(self) -> str:
         """Everything, as JSON; figures that are no finite numbers are written as text."""
-        about = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
-        return json.dumps(about, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        document = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
+        return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
@@ -431,21 +372,17 @@ class Report:
 
         Raises:
             FileFormatError: no JSON, another version, or keys and values that a report does not have.
-
-        >>> Report.from_json('{"kind": "detent-report", "version": 1}')
-        Traceback (most recent call last):
-        ...
-        detent.errors.FileFormatError: the report has version 1, this detent reads 2: make it again
         """
-        about = parse(text, "the report")
-        kind, version = about.pop("kind", None), about.pop("version", None)
+        document = parse(text, "the report")
+        kind, version = (document.pop(key, None) for key in ("kind", "version"))
         if kind != KIND:
-            raise FileFormatError(f"the text is no report of detent's: its kind is {str(kind)[:SHOWN]!r}, not {KIND!r}")
+            shown = str(kind)[:MAX_CHARS_SHOWN]
+            raise FileFormatError(f"the text is no report of detent's: its kind is {shown!r}, not {KIND!r}")
         if type(version) is not int or version != VERSION:  # True and 1.0 equal 1
-            shown = str(version)[:SHOWN]
+            shown = str(version)[:MAX_CHARS_SHOWN]
             raise FileFormatError(f"the report has version {shown}, this detent reads {VERSION}: make it again")
         try:
-            return decode(cls, about, "report", _LEAVES)
+            return decode(cls, document, "report", _LEAVES)
         except SpecError as error:
             raise FileFormatError(f"the report cannot be read: {error}") from error
 
@@ -468,10 +405,10 @@ class Report:
             raise FileFormatError(f"{source} is no UTF-8 text: {error}") from error
         if source.suffix.lower() == ".json":
             return cls.from_json(text)
-        found = ISLAND.search(text)
-        if found is None:
+        island = ISLAND.search(text)
+        if island is None:
             raise FileFormatError(f"{source} is no page of detent's: it holds no report-data")
-        return cls.from_json(found.group(1))
+        return cls.from_json(island.group(1))
 
     def to_html(self) -> str:
         """One page that needs no network.
@@ -488,11 +425,6 @@ class Report:
 
         Raises:
             FileFormatError: another suffix.
-
-        >>> Report("small", 100, 30).save("page.pdf")
-        Traceback (most recent call last):
-        ...
-        detent.errors.FileFormatError: reports are .html or .json files, got 'page.pdf': give it such a suffix
         """
         write_page(self, path)
 
@@ -505,9 +437,9 @@ class Report:
             f"{self.title}: {before}{self.nbytes_after:,} bytes{ratio}, {quantized} of {total} layers quantized, "
             f"{integers} in integers{sqnr}"
         )
-        rows = [_row(layer) for layer in self.layers[:SHOWN]]
+        rows = [_row(layer) for layer in self.layers[:MAX_LAYERS_SHOWN]]
         lines = table_lines([("layer", "type", "runs as", "damage", "SQNR", "clip"), *rows]) if rows else []
-        rest = [f"and {total - SHOWN} more"] if total > SHOWN else []
+        rest = [f"and {total - MAX_LAYERS_SHOWN} more"] if total > MAX_LAYERS_SHOWN else []
         return "\n".join([head, *lines, *rest])
 
 
@@ -520,13 +452,7 @@ class Page(Protocol):
 
 
 def write_page(page: Page, path: str | os.PathLike[str]) -> None:
-    """Write a .html or .json file, atomically.
-
-    >>> write_page(Report("small", 100, 30), "page.pdf")
-    Traceback (most recent call last):
-    ...
-    detent.errors.FileFormatError: reports are .html or .json files, got 'page.pdf': give it such a suffix
-    """
+    """Write a .html or .json file, atomically."""
     target = Path(path)
     check_suffix(target)
     text = page.to_json() if target.suffix.lower() == ".json" else page.to_html()
@@ -534,10 +460,7 @@ def write_page(page: Page, path: str | os.PathLike[str]) -> None:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse files that are neither HTML nor JSON.
-
-    >>> check_suffix(Path("page.html"))
-    """
+    """Refuse files that are neither HTML nor JSON."""
     if path.suffix.lower() not in {".html", ".json"}:
         raise FileFormatError(f"reports are .html or .json files, got {os.fspath(path)!r}: give it such a suffix")
 

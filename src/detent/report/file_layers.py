@@ -25,23 +25,14 @@ SUFFIX = ".weight"
 
 @dataclass(frozen=True, eq=False)
 class FileLayer:
-    """A layer of the file.
-
-    Attributes:
-        name: the name of its module or node.
-        node: its node.
-        weight: the codes of its weight; None if that is float or absent.
-        quantizer: the QuantizeLinear node of its input.
-        float_weight: the name of its float weight, "" if there is none.
-        reason: why it is float, if the file tells.
-    """
+    """A layer of the file."""
 
     name: str
     node: NodeProto
     weight: WeightCodes | None = None
-    quantizer: QuantizeNode | None = None
+    quantizer: QuantizeNode | None = None  # of its input
     float_weight: str = ""
-    reason: str = ""
+    reason: str = ""  # why it is float, if the file tells
 
     @property
     def is_quantized(self) -> bool:
@@ -55,22 +46,7 @@ class FileLayer:
 
 
 def origin_of(artifact: QuantizedGraph) -> Origin:
-    """Tell what the file was made from: an ONNX file, a PyTorch module, or something else.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) y = MatMul(x, v) }''')
-    >>> made.graph.node[1].name = "fc.weight"
-    >>> from detent.onnx_model import Provenance
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> origins = [origin_of(open_quantized(made))]
-    >>> for name in ("fc.weight", "0.weight"):  # the node, or a parameter of a module
-    ...     Provenance({"w": name}).write(made)
-    ...     origins.append(origin_of(open_quantized(made)))
-    >>> origins
-    ['other', 'onnx', 'torch']
-    """
+    """Tell what the file was made from: an ONNX file, a PyTorch module, or something else."""
     provenance = artifact.provenance
     if provenance is None:
         return "other"
@@ -84,16 +60,7 @@ def origin_of(artifact: QuantizedGraph) -> Origin:
 
 
 def find_layers(artifact: QuantizedGraph) -> list[FileLayer]:
-    """All layers, in the order of the graph.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> [layer] = find_layers(open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) [fc] y = MatMul(x, v) }''')))
-    >>> layer.name, layer.weight.name, layer.quantizer, layer.output
-    ('fc', 'w', None, 'y')
-    """
+    """All layers, in the order of the graph."""
     return _Finder(artifact).layers()
 
 
@@ -162,16 +129,7 @@ class _Finder:
 
 
 def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[str, str]:
-    """The operator that computes each layer in ONNX Runtime on this machine.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) [fc] y = MatMul(x, v) }'''))
-    >>> kernels_by_layer(artifact, find_layers(artifact)) in ({'fc': 'MatMul'}, {'fc': 'MatMulNBits'})
-    True
-    """
+    """The operator that computes each layer in ONNX Runtime on this machine."""
     nodes = {each.weight.name: node_name(each.node) for each in layers if each.weight is not None}
     kernels = kernels_of(artifact.model, names=nodes)  # other programs name no layers, and PyTorch's are modules
     return {each.name: kernels[node_name(each.node)] for each in layers if node_name(each.node) in kernels}

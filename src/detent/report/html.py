@@ -1,8 +1,8 @@
 """Reports as HTML: numbers as text, charts as SVG paths, pages by Jinja templates.
 
 Everything is in the page: styles, script and data; it loads nothing. Jinja escapes every text, since a file may name
-its layers as it likes. The policy in the page's head lets the
-page's own style and script run, by their hashes, and forbids all connections.
+its layers as it likes. The policy in the page's head lets the page's own style and script run, by their hashes, and
+forbids all connections.
 """
 
 import re
@@ -49,17 +49,13 @@ MINUS = "\u2212"
 WIDTH, HEIGHT = 320.0, 96.0
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
 CURVE_POINTS = 256  # of a curve that are drawn
-TINY = 1e-4
+MIN_SHARE_SHOWN = 1e-4
 Lines = tuple[float | None, float | None]
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number of so many digits, with a real minus sign.
-
-    >>> number(-0.12345), number(123456), number(None)
-    ('\u22120.1235', '123,456', '\u2013')
-    """
+    """A number of so many digits, with a real minus sign."""
     if value is None or isnan(value):
         return NONE
     if not isfinite(value):
@@ -70,37 +66,25 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def db(value: float | None) -> str:
-    """Decibels with one digit after the point.
-
-    >>> db(-3.14159), db(float("inf")), db(None)
-    ('\u22123.1', '\u221e', '\u2013')
-    """
+    """Decibels with one digit after the point."""
     if value is None or not isfinite(value):
         return number(value)
     return f"{value:.1f}".replace("-", MINUS)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share in percent, behind a narrow space; what is not 0 never looks like 0.
-
-    >>> [percent(share).replace("\u202f", " ") for share in (0.25, 0.0, 1e-7)]
-    ['25.0 %', '0 %', '< 0.01 %']
-    """
+    """A share in percent, behind a narrow space; what is not 0 never looks like 0."""
     if value is None or not isfinite(value):
         return NONE
     if value == 0:
         return "0\u202f%"
-    if value < TINY:
+    if value < MIN_SHARE_SHOWN:
         return "< 0.01\u202f%"
     return f"{100 * value:.{digits if value >= 0.01 else 2}f}\u202f%"
 
 
 def nbytes(value: float | None) -> str:
-    """Bytes with a unit, by thousands.
-
-    >>> nbytes(848518), nbytes(512), nbytes(None)
-    ('849 kB', '512 B', '\u2013')
-    """
+    """Bytes with a unit, by thousands."""
     if value is None:
         return NONE
     size, unit = float(value), 0
@@ -112,22 +96,14 @@ def nbytes(value: float | None) -> str:
 
 
 def noise_db(value: float | None) -> str:
-    """The SQNR in decibels of a relative noise power.
-
-    >>> noise_db(0.01), noise_db(0.0)
-    ('20.0', '\u221e')
-    """
+    """The SQNR in decibels of a relative noise power."""
     if value is None or not value >= 0:
         return NONE
     return db(sqnr_of(value))
 
 
 def signed(value: float | None, digits: int = 1) -> str:
-    """A change with its sign.
-
-    >>> signed(0.25), signed(-5), signed(0.0), signed(None)
-    ('+0.2', '\u22125', '0', '\u2013')
-    """
+    """A change with its sign."""
     if value is None:
         return NONE
     if isinstance(value, int):
@@ -138,38 +114,21 @@ def signed(value: float | None, digits: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram as a drawing.
+    """A histogram as a drawing."""
 
-    Attributes:
-        path, clipped: strokes of the bars within the range, and of those beyond.
-        thick: how thick they are.
-        low, high: where the clip lines stand; None where they are outside or not known.
-        first, last: the values at both ends of the drawing.
-        data: what a tooltip needs.
-        text: what the drawing says, in words.
-
-    >>> drawn = bars(Tensor("w", "int8", histogram=Histogram(0.0, 1.0, (1, 3))))
-    >>> drawn.path[:12], drawn.low
-    ('M80 96V50M24', None)
-    """
-
-    path: str
-    clipped: str
+    path: str  # strokes of the bars within the range
+    clipped: str  # and of those beyond
     thick: float
-    low: float | None
+    low: float | None  # where the clip lines stand; None where they are outside or not known
     high: float | None
-    first: float
+    first: float  # the values at both ends of the drawing
     last: float
-    data: str
+    data: str  # what a tooltip needs
     text: str
 
 
 def bars(tensor: Tensor) -> Bars | None:
-    """The drawing of a tensor's histogram, its clip lines within it; None without a histogram.
-
-    >>> bars(Tensor("w", "int8")) is None
-    True
-    """
+    """The drawing of a tensor's histogram, its clip lines within it; None without a histogram."""
     shown = tensor.histogram
     if shown is None:
         return None
@@ -229,24 +188,20 @@ def _described(tensor: Tensor, shown: Histogram) -> str:
         (tensor.minimum, tensor.maximum) if shown.of == "values" else (shown.low + 0.5, _last_code(tensor, shown))
     )
     where = f"are {number(start)}" if start == stop else f"lie from {number(start)} to {number(stop)}"
-    said = [
+    parts = [
         f"Histogram of {number(tensor.elements)} {what} from {number(low)} to {number(high)}",
         f"{percent(shown.counts[fullest] / total)} of them {where}",
     ]
     if tensor.clip_low is not None and tensor.clip_high is not None:
-        said.append(f"the quantizer holds {number(tensor.clip_low)} to {number(tensor.clip_high)}")
+        parts.append(f"the quantizer holds {number(tensor.clip_low)} to {number(tensor.clip_high)}")
     if tensor.clip_fraction is not None:
-        said.append(f"{percent(tensor.clip_fraction)} are clipped")
-    return "; ".join(said) + "."
+        parts.append(f"{percent(tensor.clip_fraction)} are clipped")
+    return "; ".join(parts) + "."
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of the bar of sizes.
-
-    >>> slices([Size("codes", 3), Size("graph", 1)])[1].x
-    75.0
-    """
+    """A part of the bar of sizes."""
 
     name: str
     nbytes: int
@@ -257,18 +212,14 @@ class Slice:
 
 
 def slices(sizes: Sequence[Size]) -> list[Slice]:
-    """The parts of a bar of width 100.
-
-    >>> [part.width for part in slices([Size("codes", 3), Size("graph", 1)])]
-    [75.0, 25.0]
-    """
+    """The parts of a bar of width 100."""
     total = sum(part.nbytes for part in sizes) or 1
-    found, at = [], 0.0
+    parts, at = [], 0.0
     for tone, part in enumerate(sizes):
         share = part.nbytes / total
-        found.append(Slice(part.name, part.nbytes, share, round(at, 3), round(100 * share, 3), tone % 6))
+        parts.append(Slice(part.name, part.nbytes, share, round(at, 3), round(100 * share, 3), tone % 6))
         at += 100 * share
-    return found
+    return parts
 
 
 @dataclass(frozen=True)
@@ -291,23 +242,14 @@ def curve_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, flo
 
 
 def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve | None:
-    """The drawing of what bytes buy; None without at least two points.
-
-    >>> drawn = curve([(100, 10.0), (200, 20.0)])
-    >>> drawn.path, drawn.text
-    ('M0 240L640 0', 'From 10.0 dB at 100 B to 20.0 dB at 200 B, in 2 steps.')
-    """
+    """The drawing of what bytes buy; None without at least two points."""
     points = [(size, value) for size, value in points if isfinite(value)]
     if len(points) < 2:
         return None
-    xs = [float(size) for size, _ in points]
-    ys = [value for _, value in points]
-    extra = (
-        [] if mix is None else [value for value in (mix.predicted_sqnr_db, mix.measured_sqnr_db) if value is not None]
-    )
-    extra = [value for value in extra if isfinite(value)]
-    x0, x1 = min(xs), max(xs)
-    y0, y1 = min(ys + extra), max(ys + extra)
+    xs, ys = [float(size) for size, _ in points], [value for _, value in points]
+    mixes = (None, None) if mix is None else (mix.predicted_sqnr_db, mix.measured_sqnr_db)
+    finite = [value for value in mixes if value is not None and isfinite(value)]
+    x0, x1, y0, y1 = min(xs), max(xs), min(ys + finite), max(ys + finite)
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x0) / ((x1 - x0) or 1.0)
@@ -320,11 +262,10 @@ def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve 
     x_ticks = tuple((place(x0 + i * (x1 - x0) / 4, y0)[0], nbytes(x0 + i * (x1 - x0) / 4)) for i in range(5))
     y_ticks = tuple((place(x0, y0 + i * (y1 - y0) / 4)[1], db(y0 + i * (y1 - y0) / 4)) for i in range(5))
     text = f"From {db(ys[0])} dB at {nbytes(xs[0])} to {db(ys[-1])} dB at {nbytes(xs[-1])}, in {len(points)} steps."
-    predicted = None if mix is None or not isfinite(mix.predicted_sqnr_db) else place(mix.nbytes, mix.predicted_sqnr_db)
-    real = None
-    if mix is not None and mix.measured_sqnr_db is not None and isfinite(mix.measured_sqnr_db):
-        real = place(mix.nbytes, mix.measured_sqnr_db)
-    return Curve(path, dots, x_ticks, y_ticks, text, predicted, real)
+    predicted, measured = (
+        place(mix.nbytes, each) if mix is not None and each is not None and isfinite(each) else None for each in mixes
+    )
+    return Curve(path, dots, x_ticks, y_ticks, text, predicted, measured)
 
 
 BASES = {
@@ -341,14 +282,7 @@ _NUMERIC = re.compile(r"[\s<>=~±+\-\u2212\u2013.,\d]*\d[\d.,]*\s*(%|dB|ms|s|x|\
 
 
 def render_report(report: Report) -> str:
-    """The page of a report.
-
-    Raises:
-        UnsupportedError: Jinja is not installed.
-
-    >>> "<h1>a &lt;b&gt;</h1>" in render_report(Report("a <b>", None, 8))
-    True
-    """
+    """The page of a report."""
     total, quantized, integers = report.counts
     points = () if report.sensitivity is None else curve_points(report.sensitivity.curve())
     return _render(
@@ -368,25 +302,13 @@ def render_report(report: Report) -> str:
 
 
 def render_comparison(both: Comparison) -> str:
-    """The page of two reports side by side.
-
-    Raises:
-        UnsupportedError: Jinja is not installed.
-
-    >>> from detent.report.comparison import compare
-    >>> "<td>a</td>" in render_comparison(compare(Report("a", None, 8), Report("b", None, 8)))
-    False
-    """
+    """The page of two reports side by side."""
     title = f"{both.a.title} and {both.b.title}"
     return _render("comparison.html.j2", title, both=both, island=_island(both.to_json()))
 
 
 def skip_argument(name: str) -> str:
-    """What to type behind --skip for that layer alone, whatever its name: patterns and the shell take no part of it.
-
-    >>> print(skip_argument("head"), skip_argument("head[0] a"))
-    head 'head[[]0] a'
-    """
+    """What to type behind --skip for that layer alone, whatever its name: patterns and the shell take no part of it."""
     return shlex.quote(exact_pattern(name))
 
 
@@ -413,7 +335,7 @@ def _hash(text: str) -> str:
 def _island(text: str) -> str:
     """JSON that no text in it can leave: a script element ends at the first ``</``."""
     escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-    return re.sub("[<>&\u2028\u2029]", lambda found: escaped[found.group()], text)
+    return re.sub("[<>&\u2028\u2029]", lambda match: escaped[match.group()], text)
 
 
 @cache
@@ -422,28 +344,20 @@ def _environment() -> "Environment":
         import jinja2  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise UnsupportedError(f"HTML reports need jinja2: {install_hint('jinja2')}") from error
-    made = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("detent.report", "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for each in (
-        number,
-        db,
-        noise_db,
-        percent,
-        nbytes,
-        signed,
-        bars,
-    ):
-        made.filters[each.__name__] = each
-    made.filters["numeric"] = lambda text: _NUMERIC.fullmatch(text.strip()) is not None
-    made.filters["key"] = _key
-    made.filters["skip"] = skip_argument
-    made.filters["run_name"] = lambda name: name.replace("_", " ")
-    return made
+    filters = (number, db, noise_db, percent, nbytes, signed, bars)
+    environment.filters.update({each.__name__: each for each in filters})
+    environment.filters["numeric"] = lambda text: _NUMERIC.fullmatch(text.strip()) is not None
+    environment.filters["key"] = _key
+    environment.filters["skip"] = skip_argument
+    environment.filters["run_name"] = lambda name: name.replace("_", " ")
+    return environment
 
 
 def _key(value: float | None) -> str:

@@ -9,8 +9,9 @@ and a width w that is a power of two. Where data need more bins than there are, 
 no count is lost, and the order of batches does not matter to the bins.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from math import ceil, floor, frexp, isfinite
 from typing import Any
@@ -20,8 +21,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import DetentError, UnsupportedError
-from detent.metrics import SignalNoise, sqnr_db
-from detent.onnx_model import Graph
+from detent.metrics import OutputComparison, SignalNoise, sqnr_db
+from detent.onnx_model import Graph, QdqParams
 from detent.onnx_model.graph import BITS, attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Probe, Reading, ort_errors
@@ -29,36 +30,34 @@ from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
 from detent.verification.codes import layout_in_file, layout_of, spread
-from detent.verification.outputs import OutputCheck
 
 __all__ = [
     "ActivationStats",
     "Distribution",
     "FloatWeights",
-    "SiteWatch",
+    "QuantizerStats",
     "code_histogram",
     "is_same_weight",
+    "measure_activations",
+    "measure_weight",
     "size_parts",
     "stored_nbytes",
-    "watch",
-    "weigh",
 ]
 
 Array = NDArray[Any]
-FINE = 2048  # bins that are kept; what is shown has fewer, each made of whole ones
+Feed = Mapping[str, Array]
+FINE_BINS = 2048  # bins that are kept; what is shown has fewer, each made of whole ones
+FLOAT_NBYTES = 4
+SAME_SHARE = 0.995  # of the elements lie within half a step of the weight that was rounded, or were clipped
+SLACK = 1e-3  # of a step
+WIDE = 4  # codes that take up a smaller part of their type are of fewer bits
+MAX_RESULT_ELEMENTS = 1 << 17  # of one result of one batch that are kept
+MAX_CODES_COUNTED = 1 << 16
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
 class Distribution:
-    """Values, counted batch by batch.
-
-    >>> seen = Distribution()
-    >>> seen.add(np.float32([0.0, 1.0, 1.0, 3.0, np.nan]))
-    >>> seen.add(np.float32([-4.0]))
-    >>> seen.minimum, seen.maximum, seen.count, seen.not_finite
-    (-4.0, 3.0, 5, 1)
-    >>> sum(seen.histogram(8).counts)
-    5
-    """
+    """Values, counted batch by batch."""
 
     def __init__(self) -> None:
         self.minimum, self.maximum = np.inf, -np.inf
@@ -95,7 +94,7 @@ class Distribution:
 
     def _widen(self) -> None:
         reach = max(self.maximum - self.minimum, abs(self.maximum) * 1e-6, abs(self.minimum) * 1e-6, 1e-30)
-        needed = max(frexp(min(reach, 1e300) / (FINE - 2))[1], -100)
+        needed = max(frexp(min(reach, 1e300) / (FINE_BINS - 2))[1], -100)
         if self._exponent is None:
             self._exponent = needed
         while self._exponent < needed:
@@ -118,11 +117,7 @@ class Distribution:
 
 
 def code_histogram(counts: Array, low: float) -> Histogram | None:
-    """Counts of codes, the first of which is ``low``, in at most 64 bins of whole codes.
-
-    >>> code_histogram(np.array([1, 0, 2]), -1)
-    Histogram(low=-1.5, width=1.0, counts=(1, 0, 2), of='codes')
-    """
+    """Counts of codes, the first of which is ``low``, in at most 64 bins of whole codes."""
     if not counts.size:
         return None
     per_bin = max(1, ceil(counts.size / BINS))
@@ -131,83 +126,48 @@ def code_histogram(counts: Array, low: float) -> Histogram | None:
     return Histogram(low - 0.5, float(per_bin), tuple(merged.tolist()), "codes")
 
 
-FLOAT_NBYTES = 4
-SAME = 0.995  # of all elements lie within half a step of the weight that was rounded, or were clipped
-SLACK = 1e-3
-FEW = 4
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-
-
-@dataclass(frozen=True, eq=False)
 class FloatWeights:
-    """The weights of the float model, found by the nodes that read them.
+    """The weights of the float model, by the nodes that read them."""
 
-    >>> from onnx import parser
-    >>> graph = Graph(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> FloatWeights(graph).of("fc", "MatMul")
-    array([[3.]], dtype=float32)
-    """
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = {(graph.node_name(node), node.op_type): node for node in reversed(graph.nodes)}
 
-    graph: Graph
-
-    def of(self, node: str, op_type: str) -> Array | None:
-        """The weight of a node of that name and type; None where it has none."""
-        for each in self.graph.nodes:
-            if self.graph.node_name(each) == node and each.op_type == op_type:
-                names = [name for name in each.input[:2] if name in self.graph.constants]
-                return self.graph.array(names[0]) if names and self._is_float(names[0]) else None
-        return None
-
-    def _is_float(self, name: str) -> bool:
-        return self.graph.kind(name) == TensorProto.FLOAT
+    def of(self, name: str, op_type: str) -> Array | None:
+        """The weight of the first node of that name and type; None where it has none."""
+        node, graph = self._nodes.get((name, op_type)), self._graph
+        constants = [] if node is None else [each for each in node.input[:2] if each in graph.constants]
+        return graph.array(constants[0]) if constants and graph.kind(constants[0]) == TensorProto.FLOAT else None
 
 
-def is_same_weight(expected: Array, codes: Array, found: Array, scale: Array) -> bool:
-    """Whether codes are those of a weight, rounded; and not of one that was scaled, folded or trained before.
-
-    >>> scale = np.broadcast_to(np.float32(0.5), 2)
-    >>> is_same_weight(np.float32([1.1, 9.0]), np.int8([2, 127]), np.float32([1.0, 63.5]), scale)
-    False
-    >>> is_same_weight(np.float32([1.1, 9.0]), np.int8([2, 18]), np.float32([1.0, 9.0]), scale)
-    True
-    """
-    if expected.shape != found.shape or not expected.size:
+def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) -> bool:
+    """Whether codes are those of a weight, rounded; and not of one that was scaled, folded or trained before."""
+    if expected.shape != decoded.shape or not expected.size:
         return False
-    near = np.abs(expected - found) <= (0.5 + SLACK) * scale
+    near = np.abs(expected - decoded) <= (0.5 + SLACK) * scale
     if codes.dtype.kind in "iu":  # those beyond the range have the outermost code, and go further out
         ends = (codes == codes.min()) | (codes == codes.max())
-        near |= ends & (np.abs(expected) > np.abs(found)) & (np.sign(expected) == np.sign(found))
-    return float(np.mean(near)) >= SAME
+        near |= ends & (np.abs(expected) > np.abs(decoded)) & (np.sign(expected) == np.sign(decoded))
+    return float(np.mean(near)) >= SAME_SHARE
 
 
-def weigh(weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None) -> tuple[Tensor, bool]:
-    """What is known of a weight, and whether it is the expected one.
+def measure_weight(
+    weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None
+) -> tuple[Tensor, bool]:
+    """What is known of a weight, and whether it is the float model's, given as ``expected``.
 
-    Args:
-        weight: of the file.
-        expected: what the float model has in its place.
-        spec: what the recipe says of it; the file knows the type of its codes only.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
-    >>> found, same = weigh(artifact.weights[0], np.float32([1.5, 2.1]))
-    >>> found.spec, found.codes_used, found.maximum, round(found.sqnr_db, 1), same
-    ('int8/tensor', 2, 2.0, 28.2, True)
+    The spec is the recipe's: the file knows only the type of its codes.
     """
     codes = weight.codes
-    place = layout_in_file(weight, codes.shape)
-    scale, zero = (spread(part, place, codes.shape) for part in (weight.qparams.scale, weight.qparams.zero_point))
+    layout = layout_in_file(weight, codes.shape)
+    scale, zero = (spread(part, layout, codes.shape) for part in (weight.qparams.scale, weight.qparams.zero_point))
     name = _weight_spec_text(weight, codes.shape) if spec is None else str(spec)
     base = Tensor(weight.name, name, codes.shape, int(codes.size), scales=int(weight.qparams.scale.size))
     if scale is None or zero is None or not codes.size:
         return replace(base, note="its scales do not fit its codes"), False
     decoded = ((codes.astype(np.float32) - zero.astype(np.float32)) * scale).astype(np.float32)
-    ends = short(float(decoded.min())), short(float(decoded.max()))
-    base = replace(base, minimum=ends[0], maximum=ends[1], digest=_digest(codes, weight))
+    lo, hi = short(float(decoded.min())), short(float(decoded.max()))
+    base = replace(base, minimum=lo, maximum=hi, digest=_digest(codes, weight))
     if codes.dtype.kind in "iu":
         base = _count(base, codes, zero, weight, spec)
     expected = _oriented(expected, codes.shape)
@@ -242,13 +202,11 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
     shift = int(zero.flat[0]) if np.all(zero == zero.flat[0]) else 0
     base = replace(base, code_low=first - shift, code_high=last - shift)
     low, high = int(weight.qparams.low) - shift, int(weight.qparams.high) - shift
-    if spec is not None and spec.format.is_integer and _fits(spec, first - shift, last - shift):
+    if spec is not None and spec.format.is_integer and spec.qmin <= first - shift and last - shift <= spec.qmax:
         low, high = int(spec.qmin), int(spec.qmax)
-    elif high - low > FEW * (last - first):  # codes of few bits in a wide type: its ends say nothing of their range
-        available = high - low + 1
-        return replace(
-            base, codes_used=used, codes_available=available, histogram=code_histogram(counts, first - shift)
-        )
+    elif high - low > WIDE * (last - first):  # codes of few bits in a wide type, whose range says nothing of theirs
+        histogram = code_histogram(counts, first - shift)
+        return replace(base, codes_used=used, codes_available=high - low + 1, histogram=histogram)
     padded = np.pad(counts, (first - shift - low, high - (last - shift)))
     return replace(
         base,
@@ -260,22 +218,8 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
     )
 
 
-def _fits(spec: QuantSpec, first: int, last: int) -> bool:
-    return bool(spec.qmin <= first and last <= spec.qmax)
-
-
 def stored_nbytes(artifact: QuantizedGraph, layer: FileLayer) -> tuple[int | None, int | None]:
-    """The bytes of a layer's weight in float32, and in the file with scales and zero points; None where it has none.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> from detent.report.file_layers import find_layers
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[1,2] x) => (float[1,1] y) <float s = {0.5}, int8[2,1] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) [fc] y = MatMul(x, v) }'''))
-    >>> stored_nbytes(artifact, find_layers(artifact)[0])
-    (8, 7)
-    """
+    """The bytes of a layer's weight in float32, and in the file with scales and zero points; None where it has none."""
     graph = artifact.graph
     if layer.weight is not None:
         names = {name for name in (layer.weight.name, *layer.weight.constants) if name in graph.constants}
@@ -294,23 +238,14 @@ def _nbytes(graph: Graph, name: str) -> int:
 
 
 def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
-    """What the bytes of a file are; what is left is the graph and its metadata.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[2] x) => (float[2] y) <float s = {0.5}, int8[2] w = {3, 4}, int8 z = {0}>
-    ...     { v = DequantizeLinear(w, s, z) y = Add(x, v) }'''))
-    >>> [(part.name, part.nbytes) for part in size_parts(artifact, 100)]
-    [('codes of weights', 2), ('scales and zero points', 5), ('graph and metadata', 93)]
-    """
+    """What the bytes of a file are; what is left is the graph and its metadata."""
     graph = artifact.graph
     names: dict[str, str] = {}
     for weight in artifact.weights:
         names[weight.name] = "int32 biases" if weight.is_bias else "codes of weights"
         names |= dict.fromkeys((name for name in weight.constants if name), "scales and zero points")
-    for site in artifact.quantize_nodes:
-        names |= dict.fromkeys((name for name in (site.scale, site.zero_point) if name), "scales and zero points")
+    for each in artifact.quantize_nodes:
+        names |= dict.fromkeys((name for name in (each.scale, each.zero_point) if name), "scales and zero points")
     sums = dict.fromkeys(
         ("codes of weights", "scales and zero points", "int32 biases", "float constants", "other constants"), 0
     )
@@ -327,78 +262,65 @@ def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
     return (*parts, Size("graph and metadata", rest)) if rest > 0 else tuple(parts)
 
 
-Feed = Mapping[str, Array]
-KEPT = 1 << 17  # elements of one result of one batch
-BITS_COUNTED = 1 << 16
+class QuantizerStats:
+    """What goes through one quantizer, summed over batches."""
 
-
-class SiteWatch:
-    """What goes through one quantizer, summed over batches.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
-    >>> watched = SiteWatch(artifact, artifact.quantize_nodes[0])
-    >>> watched.reading().take({"x": np.float32([0.5, -90.0]), "q": np.uint8([4, 0])})
-    >>> found = watched.result()
-    >>> found.clip_fraction, found.codes_used, found.clip_low, found.minimum
-    (0.5, 2, -1.5, -90.0)
-    """
-
-    def __init__(self, artifact: QuantizedGraph, site: QuantizeNode) -> None:
-        self._site, self._how = site, site.qparams
-        self._x = site.unclipped if artifact.has_own_clip(site) else site.x
-        if self._x != site.x:
-            self._how = _narrowed(artifact, site)
+    def __init__(self, artifact: QuantizedGraph, quantizer: QuantizeNode) -> None:
+        self._quantizer, self._qparams = quantizer, quantizer.qparams
+        self._x = quantizer.unclipped if artifact.has_own_clip(quantizer) else quantizer.x
+        if self._x != quantizer.x:
+            self._qparams = _narrowed(artifact, quantizer)
         self._seen, self._noise = Distribution(), SignalNoise()
         self._clipped = self._elements = 0
         self._counts: Array | None = None
 
     def reading(self) -> Reading:
-        """What has to be looked at."""
-        return Reading((self._x, self._site.codes), self._take)
+        """The tensors to look at."""
+        return Reading((self._x, self._quantizer.codes), self._take)
 
     def _take(self, arrays: Mapping[str, Array]) -> None:
-        x, codes = arrays[self._x], arrays[self._site.codes]
+        x, codes = arrays[self._x], arrays[self._quantizer.codes]
         if not x.size or x.dtype.kind != "f":
             return
-        place = layout_of(self._how, max(x.ndim, 1))
-        scale, zero = (spread(part, place, x.shape) for part in (self._how.scale, self._how.zero_point))
+        layout = layout_of(self._qparams, max(x.ndim, 1))
+        scale, zero = (spread(part, layout, x.shape) for part in (self._qparams.scale, self._qparams.zero_point))
         if scale is None or zero is None:
             return
         self._seen.add(x)
         self._elements += x.size
-        if not self._how.scale.ndim:  # one number, not one per element
-            scale, zero = self._how.scale, self._how.zero_point
+        if not self._qparams.scale.ndim:  # one number, not one per element
+            scale, zero = self._qparams.scale, self._qparams.zero_point
         decoded = (codes.astype(np.float32) - zero.astype(np.float32)) * scale
         self._noise.add(x.astype(np.float32), decoded.astype(np.float32))
-        if codes.dtype.kind == "f" and not self._how.format.is_integer:
+        if codes.dtype.kind == "f" and not self._qparams.format.is_integer:
             return
         # A code is clamped where the nearest whole number lies outside.
-        low, high = ((end - zero).astype(np.float32) * scale for end in (self._how.low - 0.5, self._how.high + 0.5))
+        limits = self._qparams.low - 0.5, self._qparams.high + 0.5
+        low, high = ((limit - zero).astype(np.float32) * scale for limit in limits)
         self._clipped += int(np.count_nonzero((x < low) | (x > high)))
         self._count(codes)
 
     def _count(self, codes: Array) -> None:
-        low, size = int(self._how.low), int(self._how.high - self._how.low) + 1
-        if size > BITS_COUNTED:
+        low, size = int(self._qparams.low), int(self._qparams.high - self._qparams.low) + 1
+        if size > MAX_CODES_COUNTED:
             return
         whole = np.clip(codes.astype(np.int64).ravel() - low, 0, size - 1)
         counts = np.bincount(whole, minlength=size)
         self._counts = counts if self._counts is None else self._counts + counts
 
     def result(self) -> Tensor:
-        """What was found; of quantizers that saw nothing, what the file says."""
-        how, seen = self._how, self._seen
-        base = Tensor(self._x, _activation_spec_text(self._site), elements=self._elements, scales=int(how.scale.size))
-        is_integer = _is_integer(self._site)
-        if is_integer and not how.scale.ndim:
-            scale, zero = float(how.scale), float(how.zero_point)
-            base = replace(base, clip_low=short((how.low - zero) * scale), clip_high=short((how.high - zero) * scale))
+        """The statistics; of quantizers that saw nothing, what the file says."""
+        qparams, seen = self._qparams, self._seen
+        base = Tensor(
+            self._x, _activation_spec_text(self._quantizer), elements=self._elements, scales=int(qparams.scale.size)
+        )
+        is_integer = _is_integer(self._quantizer)
+        if is_integer and not qparams.scale.ndim:
+            scale, zero = float(qparams.scale), float(qparams.zero_point)
+            lo, hi = (short((limit - zero) * scale) for limit in (qparams.low, qparams.high))
+            base = replace(base, clip_low=lo, clip_high=hi)
         if is_integer:
-            base = replace(base, codes_available=int(how.high - how.low) + 1)
+            base = replace(base, codes_available=int(qparams.high - qparams.low) + 1)
         if not self._elements:
             return base
         if seen.not_finite:
@@ -411,100 +333,70 @@ class SiteWatch:
         return replace(base, sqnr_db=short(self._noise.sqnr_db))
 
 
-def _narrowed(artifact: QuantizedGraph, site: QuantizeNode) -> Any:  # noqa: ANN401 - a QdqParams
+def _narrowed(artifact: QuantizedGraph, quantizer: QuantizeNode) -> QdqParams:
     """The parameters with the codes that a Clip before the quantizer leaves."""
-    node, graph = artifact.graph.producer(site.x), artifact.graph
+    node, graph = artifact.graph.producer(quantizer.x), artifact.graph
     names = [] if node is None else list(node.input[1:3])
-    if len(names) != 2 or not all(name in graph.constants for name in names) or site.qparams.scale.ndim:
-        return site.qparams
-    scale, zero = float(site.qparams.scale), int(site.qparams.zero_point)
+    if len(names) != 2 or not all(name in graph.constants for name in names) or quantizer.qparams.scale.ndim:
+        return quantizer.qparams
+    scale, zero = float(quantizer.qparams.scale), int(quantizer.qparams.zero_point)
     low, high = (round(float(graph.array(name).reshape(-1)[0]) / scale) + zero for name in names)
-    low, high = max(low, int(site.qparams.low)), min(high, int(site.qparams.high))
-    return replace(site.qparams, low=low, high=high) if low < high else site.qparams
+    low, high = max(low, int(quantizer.qparams.low)), min(high, int(quantizer.qparams.high))
+    return replace(quantizer.qparams, low=low, high=high) if low < high else quantizer.qparams
 
 
-def _is_integer(site: QuantizeNode) -> bool:
+def _is_integer(quantizer: QuantizeNode) -> bool:
     try:
-        return site.qparams.format.is_integer
+        return quantizer.qparams.format.is_integer
     except DetentError:
         return False
 
 
-def _activation_spec_text(site: QuantizeNode) -> str:
+def _activation_spec_text(quantizer: QuantizeNode) -> str:
     try:
-        name = site.qparams.format.name
+        name = quantizer.qparams.format.name
     except DetentError:
-        name = f"type {site.qparams.kind}"
-    if site.qparams.block:
-        return f"{name}/group{site.qparams.block}"
-    return f"{name}/axis{site.qparams.axis}" if site.qparams.scale.ndim else f"{name}/tensor"
+        name = f"type {quantizer.qparams.kind}"
+    if quantizer.qparams.block:
+        return f"{name}/group{quantizer.qparams.block}"
+    return f"{name}/axis{quantizer.qparams.axis}" if quantizer.qparams.scale.ndim else f"{name}/tensor"
 
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """What was seen.
+    """Statistics of activations, over all batches."""
 
-    Attributes:
-        tensors: by the QuantizeLinear node's name.
-        results: SQNR of tensors that both models have.
-        outputs: SQNR of the model's outputs, and the agreement of their classes.
-        agreement: None where there are none.
-        batches: how many there were.
-        notes: what could not be done.
-
-    >>> ActivationStats({}, {}, {}, None, 0, ()).batches
-    0
-    """
-
-    tensors: Mapping[str, Tensor]
-    results: Mapping[str, float]
-    outputs: Mapping[str, float]
+    tensors: Mapping[str, Tensor]  # by the name of the QuantizeLinear node
+    results: Mapping[str, float]  # SQNR of tensors that both models have
+    outputs: Mapping[str, float]  # SQNR of the model's outputs
     agreement: float | None
     batches: int
     notes: tuple[str, ...]
 
 
-def watch(
+def measure_activations(
     artifact: QuantizedGraph, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
 ) -> ActivationStats:
-    """Run the file, and the float model beside it.
-
-    Args:
-        artifact: the file.
-        feeds: batches.
-        reference: the float model, None for none.
-        results: tensors whose SQNR is wanted, where both models have them.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> artifact = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
-    >>> source = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) { y = Identity(x) }''')
-    >>> found = watch(artifact, [{"x": np.float32([0.5, 1.75])}], source)
-    >>> found.batches, round(found.outputs["y"], 1)
-    (1, 17.2)
-    """
-    watches = {site.node: SiteWatch(artifact, site) for site in artifact.quantize_nodes}
-    readings = [each.reading() for each in watches.values()]
-    beside = None if reference is None else _Beside(artifact, reference, results)
-    if beside is not None:
-        readings += beside.readings()
+    """Run the file, and the float model beside it; the SQNR of ``results`` is measured where both models have them."""
+    quantizers = {each.node: QuantizerStats(artifact, each) for each in artifact.quantize_nodes}
+    readings = [each.reading() for each in quantizers.values()]
+    floats = None if reference is None else _FloatModel(artifact, reference, results)
+    if floats is not None:
+        readings += floats.readings()
     probe = Probe(artifact.model, readings, kinds=artifact.kinds)
     batches = 0
     for feed in feeds:
-        if beside is not None:
-            beside.run(feed)
+        if floats is not None:
+            floats.run(feed)
         _run(probe, feed)
         batches += 1
-    found = {name: each.result() for name, each in watches.items()}
-    if beside is None:
-        return ActivationStats(found, {}, {}, None, batches, ())
-    ends = beside.ends.result()
-    outputs = {name: short(db) for name, db in ends.output_sqnr_db.items()}
-    noise = {name: short(each.sqnr_db) for name, each in beside.noise.items()}
-    return ActivationStats(found, noise, outputs, ends.agreement, batches, (*beside.notes, *beside.ends.notes))
+    tensors = {name: each.result() for name, each in quantizers.items()}
+    if floats is None:
+        return ActivationStats(tensors, {}, {}, None, batches, ())
+    outputs = {name: short(db) for name, db in floats.comparison.sqnr_db.items()}
+    noise = {name: short(each.sqnr_db) for name, each in floats.noise.items()}
+    notes = (*floats.notes, *floats.comparison.notes)
+    return ActivationStats(tensors, noise, outputs, floats.comparison.agreement, batches, notes)
 
 
 def _run(probe: Probe, feed: Feed) -> None:
@@ -515,7 +407,7 @@ def _run(probe: Probe, feed: Feed) -> None:
         raise (error.__cause__ if isinstance(error.__cause__, DetentError) else error) from None
 
 
-class _Beside:
+class _FloatModel:
     """The float model, whose results are kept until the file's own are there."""
 
     def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
@@ -523,58 +415,51 @@ class _Beside:
         self.notes: dict[str, None] = {}
         self.noise: dict[str, SignalNoise] = {}
         self.inputs, self.outputs = graph.inputs, artifact.graph.outputs
-        self.ends = OutputCheck(self.outputs)
-        made = {name for node in graph.nodes for name in node.output if name}
+        self.comparison = OutputComparison(self.outputs)
+        computed = {name for node in graph.nodes for name in node.output if name}
         own = {name for node in artifact.graph.nodes for name in node.output if name}
-        self.results = [name for name in dict.fromkeys(results) if name in made & own]
+        self.results = [name for name in dict.fromkeys(results) if name in computed & own]
         self.fits = set(self.inputs) <= set(artifact.graph.inputs)
-        self.has_outputs = set(self.outputs) <= made
+        self.has_outputs = set(self.outputs) <= computed
         if not self.fits:
             self.notes["the source has other inputs than the file: results were not compared"] = None
             self.results = []
         elif not self.has_outputs:
             self.notes["the source has other outputs than the file: outputs were not compared"] = None
         self._kept: dict[str, Array] = {}
-        self._expected: dict[str, Array] = {}
-        wanted = [Reading((name,), self._keeper(name)) for name in self.results]
-        if self.has_outputs:
-            wanted.append(Reading(tuple(self.outputs), self._expect))
-        self._probe = Probe(reference, wanted)
+        self._expected: list[Array] = []
+        self._probe = Probe(reference, self._readings(self._keep, self._keep_outputs))
+
+    def _readings(self, take: Callable[[str, Feed], None], take_outputs: Callable[[Feed], None]) -> list[Reading]:
+        readings = [Reading((name,), partial(take, name)) for name in self.results]
+        return [*readings, Reading(tuple(self.outputs), take_outputs)] if self.has_outputs else readings
 
     def run(self, feed: Feed) -> None:
-        self._kept, self._expected = {}, {}
+        self._kept, self._expected = {}, []
         if self.fits:
             _run(self._probe, {name: feed[name] for name in self.inputs})
 
     def readings(self) -> list[Reading]:
-        found = [Reading((name,), self._comparer(name)) for name in self.results]
-        return [*found, Reading(tuple(self.outputs), self._compare_ends)] if self.has_outputs and self.fits else found
+        return self._readings(self._compare, self._compare_outputs) if self.fits else []
 
-    def _keeper(self, name: str) -> Any:  # noqa: ANN401 - a function
-        def keep(arrays: Mapping[str, Array]) -> None:
-            self._kept[name] = _some(arrays[name])
+    def _keep(self, name: str, arrays: Feed) -> None:
+        self._kept[name] = _some(arrays[name])
 
-        return keep
+    def _keep_outputs(self, arrays: Feed) -> None:
+        self._expected = [np.asarray(arrays[name]) for name in self.outputs]
 
-    def _expect(self, arrays: Mapping[str, Array]) -> None:
-        self._expected = {name: arrays[name] for name in self.outputs}
+    def _compare(self, name: str, arrays: Feed) -> None:
+        expected, got = self._kept.pop(name), _some(arrays[name])
+        if expected.shape == got.shape and expected.dtype.kind == got.dtype.kind == "f":
+            noise = self.noise.setdefault(name, SignalNoise())
+            noise.add(expected.astype(np.float32), got.astype(np.float32))
 
-    def _comparer(self, name: str) -> Any:  # noqa: ANN401 - a function
-        def compare(arrays: Mapping[str, Array]) -> None:
-            expected, found = self._kept.pop(name), _some(arrays[name])
-            if expected.shape == found.shape and expected.dtype.kind == found.dtype.kind == "f":
-                noise = self.noise.setdefault(name, SignalNoise())
-                noise.add(expected.astype(np.float32), found.astype(np.float32))
-
-        return compare
-
-    def _compare_ends(self, arrays: Mapping[str, Array]) -> None:
-        expected = [np.asarray(self._expected[name]) for name in self.outputs]
-        self.ends.add_outputs(expected, [np.asarray(arrays[name]) for name in self.outputs])
+    def _compare_outputs(self, arrays: Feed) -> None:
+        self.comparison.add(self._expected, [np.asarray(arrays[name]) for name in self.outputs])
 
 
 def _some(values: Array) -> Array:
     """At most so many elements, evenly spread; an odd step meets every channel."""
     flat = np.asarray(values).ravel()
-    step = -(-flat.size // KEPT)
+    step = -(-flat.size // MAX_RESULT_ELEMENTS)
     return flat.copy() if step <= 1 else flat[:: step | 1].copy()

@@ -15,6 +15,7 @@ where weights are signed and beyond 64. Sums are wrong then, by many codes, with
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -48,26 +49,16 @@ MATRIX = 2
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a kernel has to give.
+    """What a kernel has to give."""
 
-    Attributes:
-        values: codes, or floats.
-        slack: for floats, how far rounding may move them; None for codes.
-        step: for floats, the value of one unit of the sum.
-        axis: of the channels.
-
-    >>> Prediction(np.uint8([3])).axis
-    -1
-    """
-
-    values: Array
-    slack: Array | None = None
-    step: Array | None = None
-    axis: int = -1
+    values: Array  # codes, or floats
+    slack: Array | None = None  # how far rounding may move floats; None for codes
+    step: Array | None = None  # the value of one unit of the sum, for floats
+    axis: int = -1  # of the channels
 
 
 def _largest(x: Array) -> int:
-    return int(max(abs(int(x.min(initial=0))), abs(int(x.max(initial=0)))))
+    return max(-int(x.min(initial=0)), int(x.max(initial=0)))
 
 
 def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
@@ -77,11 +68,7 @@ def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] |
 
 
 def product_sums(a: Array, b: Array) -> Array:
-    """The exact matrix product of integers.
-
-    >>> product_sums(np.array([[255, 255]]), np.array([[127], [127]]))
-    array([[64770]])
-    """
+    """The exact matrix product of integers."""
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
     if b.ndim == MATRIX:  # one product of matrices, not one for each sample
         sums: Array = np.matmul(a.reshape(-1, a.shape[-1]).astype(dtype), b.astype(dtype))
@@ -92,23 +79,15 @@ def product_sums(a: Array, b: Array) -> Array:
 def conv_sums(
     x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
 ) -> Array:
-    """The exact convolution of integers, (N, C, ...) with (M, C / group, ...); the border is 0.
+    """The exact convolution of integers without zero points, (N, C, ...) with (M, C / group, ...); the border is 0.
 
-    Args:
-        x, w: integers without their zero points.
-        strides, dilations: one per spatial axis.
-        pads: those at the beginning of each spatial axis, then those at the end.
-        group: how many groups of channels there are.
-
-    >>> x, w = np.arange(5).reshape(1, 1, 5), np.array([[[1, 10]]])
-    >>> conv_sums(x, w, strides=[2], dilations=[1], pads=[1, 0])
-    array([[[ 0, 21, 43]]])
+    Pads are those at the beginning of each spatial axis, then those at the end.
     """
     spatial, kernel = x.ndim - 2, w.shape[2:]
     borders = [(0, 0), (0, 0), *zip(pads[:spatial], pads[spatial:], strict=True)]
     dtype = _float_type(x, w, tuple(range(1, w.ndim)))
     padded = np.pad(x.astype(dtype), borders)
-    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    reach = _reach(kernel, dilations)
     sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
     samples, each = x.shape[0], w.shape[1]
     weights = w.astype(dtype).reshape(group, w.shape[0] // group, each, *kernel)
@@ -123,12 +102,13 @@ def conv_sums(
     return total.astype(np.int64).reshape(samples, w.shape[0], *sizes)
 
 
-def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
-    """The codes of sums: one float32 multiply, half-even rounding, zero point, clamp.
+def _reach(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
+    """How many elements a kernel spans along each axis."""
+    return [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
 
-    >>> requantize(np.array([5, 7, 900]), np.float32(0.5), 3, np.dtype("uint8"))
-    array([  5,   7, 255], dtype=uint8)
-    """
+
+def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
+    """The codes of sums: one float32 multiply, half-even rounding, zero point, clamp."""
     limits = np.iinfo(kind)
     scaled = sums.astype(np.float32) * np.asarray(multiplier, np.float32)
     rounded = np.rint(scaled, out=np.asarray(scaled))
@@ -141,20 +121,17 @@ def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Arr
     zero = np.zeros((), np.int32) if zero_point is None else np.asarray(zero_point).astype(np.int32)
     if zero.size == 1:
         zero = zero.reshape(())
-    elif axis is not None:
-        zero = zero.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
-    return x.astype(np.int32) - zero
+    return x.astype(np.int32) - (zero if axis is None else _along(zero, x.ndim, axis))
 
 
 def _flat(values: Array | None) -> Array:
     """A scale as one number, or as it is."""
-    found = np.asarray(values, np.float32)
-    return found.reshape(()) if found.size == 1 else found
+    scale = np.asarray(values, np.float32)
+    return scale.reshape(()) if scale.size == 1 else scale
 
 
 def _multiplier(x_scale: Array | None, w_scale: Array | None, y_scale: Array | None) -> Array:
-    made: Array = (_flat(x_scale) * _flat(w_scale)) / _flat(y_scale)
-    return made
+    return np.asarray((_flat(x_scale) * _flat(w_scale)) / _flat(y_scale))
 
 
 def _along(values: Array, rank: int, axis: int) -> Array:
@@ -162,31 +139,36 @@ def _along(values: Array, rank: int, axis: int) -> Array:
     return values if not values.ndim else values.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
-def _same_pads(attributes: Attributes, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]) -> list[int]:
-    how = attributes.get("auto_pad", b"NOTSET")
-    how = how.decode() if isinstance(how, bytes) else how
-    if how == "NOTSET":
+def _pads(attributes: Attributes, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]) -> list[int]:
+    auto_pad = attributes.get("auto_pad", b"NOTSET")
+    auto_pad = auto_pad.decode() if isinstance(auto_pad, bytes) else auto_pad
+    if auto_pad == "NOTSET":
         return list(attributes.get("pads") or [0] * (2 * len(sizes)))
-    if how == "VALID":
+    if auto_pad == "VALID":
         return [0] * (2 * len(sizes))
     needed = [max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in zip(sizes, strides, reach, strict=True)]
     small, large = [each // 2 for each in needed], [each - each // 2 for each in needed]
-    return [*small, *large] if how == "SAME_UPPER" else [*large, *small]
+    return [*small, *large] if auto_pad == "SAME_UPPER" else [*large, *small]
 
 
 def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
     rank = w.ndim - 2
     strides = list(attributes.get("strides") or [1] * rank)
     dilations = list(attributes.get("dilations") or [1] * rank)
-    reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
-    pads = _same_pads(attributes, x.shape[2:], reach, strides)
+    pads = _pads(attributes, x.shape[2:], _reach(w.shape[2:], dilations), strides)
     return conv_sums(x, w, strides=strides, dilations=dilations, pads=pads, group=int(attributes.get("group", 1)))
+
+
+def _present(*inputs: Array | None) -> list[Array]:
+    present = [each for each in inputs if each is not None]
+    if len(present) < len(inputs):
+        raise UnsupportedError("an input is missing")
+    return present
 
 
 def _qlinear_conv(inputs: Inputs, attributes: Attributes) -> Prediction:
     x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*inputs, None)[:9]
-    if x is None or w is None or y_zero is None:
-        raise UnsupportedError("an input is missing")
+    x, w, y_zero = _present(x, w, y_zero)
     last = bool(attributes.get("channels_last", 0))
     moved = np.moveaxis(x, -1, 1) if last else x
     sums = _conv(_shifted(moved, x_zero), _shifted(w, w_zero, 0), attributes)
@@ -199,8 +181,7 @@ def _qlinear_conv(inputs: Inputs, attributes: Attributes) -> Prediction:
 
 def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs[:8]
-    if a is None or b is None or y_zero is None:
-        raise UnsupportedError("an input is missing")
+    a, b, y_zero = _present(a, b, y_zero)
     sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
     codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)
     return Prediction(codes)
@@ -232,24 +213,21 @@ def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
 
 def _matmul_to_float(inputs: Inputs, _: Attributes) -> Prediction:
     a, b, a_scale, b_scale, a_zero, b_zero, bias = (*inputs, None, None, None)[:7]
-    if a is None or b is None:
-        raise UnsupportedError("an input is missing")
+    a, b = _present(a, b)
     sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
     return _floats(sums, _flat(a_scale) * _flat(b_scale), bias)
 
 
 def _matmul_integer(inputs: Inputs, _: Attributes) -> Prediction:
     a, b, a_zero, b_zero = (*inputs, None, None)[:4]
-    if a is None or b is None:
-        raise UnsupportedError("an input is missing")
+    a, b = _present(a, b)
     rows = None if a_zero is None or a_zero.size == 1 else a.ndim - 2
     return Prediction(product_sums(_shifted(a, a_zero, rows), _shifted(b, b_zero)).astype(np.int32))
 
 
 def _conv_integer(inputs: Inputs, attributes: Attributes) -> Prediction:
     x, w, x_zero, w_zero = (*inputs, None, None)[:4]
-    if x is None or w is None:
-        raise UnsupportedError("an input is missing")
+    x, w = _present(x, w)
     sums = _conv(_shifted(x, x_zero), _shifted(w, w_zero, 0), attributes)
     return Prediction(sums.astype(np.int32), axis=1)
 
@@ -271,51 +249,18 @@ _ZERO_POINTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
 
 def is_integer_kernel(node: NodeProto) -> bool:
-    """Whether a node of an optimised graph computes with integers.
-
-    >>> is_integer_kernel(NodeProto(op_type="QLinearConv")), is_integer_kernel(NodeProto(op_type="QuantizeLinear"))
-    (True, False)
-    """
+    """Whether a node of an optimized graph computes with integers."""
     return node.op_type.startswith(CODE_OPERATORS)
 
 
-class _Row:
-    """What was found of one kernel, over all batches."""
-
-    def __init__(self, node: NodeProto) -> None:
-        self.name, self.kernel = node.name or node.output[0], node.op_type
-        self.compared = self.differing = self.steps = 0
-        self.saturated = False
-        self.worst: Difference | None = None
-
-    @property
-    def row(self) -> Kernel:
-        return Kernel(self.name, self.kernel, self.compared, self.differing, self.steps, self.saturated)
-
-
 def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> tuple[Kernel, Difference | None]:
-    """A kernel's result beside what exact arithmetic gives.
+    """Compare a kernel's result with exact arithmetic; returns the metrics, and the largest difference if it saturates.
 
-    Args:
-        node: of the optimised graph.
-        inputs: its inputs, None for those that are left out.
-        got: what the kernel gave.
-
-    Returns:
-        The figures, and the largest difference where sums saturate.
-
-    Raises:
-        UnsupportedError: the node has a form that the oracle does not know.
-
-    >>> node = helper.make_node("MatMulInteger", ["a", "b"], ["y"], name="product")
-    >>> a, b = np.full((1, 2), 255, np.uint8), np.full((2, 1), 127, np.int8)
-    >>> row, difference = compare_kernel(node, [a, b], np.array([[32767]], np.int32))  # as AVX2 has it
-    >>> row.differing, row.max_steps, row.saturated, difference.expected
-    (1, 32003, True, 64770)
+    Inputs that are left out are None. Raises UnsupportedError for a form of the node that the oracle does not know.
     """
     attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     expected = ORACLES[node.op_type](inputs, attributes)
-    name, size = node.name or node.output[0], int(expected.values.size)
+    name, size = _name(node), int(expected.values.size)
     if expected.values.shape != got.shape:
         raise UnsupportedError(f"the result has shape {got.shape}, expected {expected.values.shape}")
     if _is_equal(expected, got):
@@ -350,11 +295,7 @@ def _steps(expected: Prediction, got: Array) -> Array:
 
 def _can_saturate(node: NodeProto, inputs: list[Array | None]) -> bool:
     weights = inputs[_WEIGHTS.get(node.op_type, 1)]
-    return weights is not None and weights.dtype == np.int8 and _reach(weights) > SAFE_CODE
-
-
-def _reach(weights: Array) -> int:
-    return max(-int(weights.min(initial=0)), int(weights.max(initial=0)))
+    return weights is not None and weights.dtype == np.int8 and _largest(weights) > SAFE_CODE
 
 
 def _describe(
@@ -367,13 +308,13 @@ def _describe(
     weights = inputs[_WEIGHTS.get(node.op_type, 1)]
     if risky and weights is not None:
         why = (
-            f"two products overflow 16 bits, for int8 weights reach {_reach(weights)}: "
+            f"two products overflow 16 bits, for int8 weights reach {_largest(weights)}: "
             "quantize for target 'onnxruntime' or 'onnxruntime-avx2'"
         )
     place = _ZERO_POINTS.get(node.op_type, len(inputs))
     scale, zero = inputs[place - 1 : place + 1] if place < len(inputs) else (None, None)
     return Difference(
-        node.name or node.output[0],
+        _name(node),
         node.output[0],
         index,
         expected.values[index].item(),
@@ -386,58 +327,47 @@ def _describe(
 
 
 class KernelCheck:
-    """Level 3: every integer kernel of an optimised graph.
-
-    Args:
-        model: the optimised graph.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
-    ...     g (uint8[1, 2] a, int8[2, 1] b) => (int32[1, 1] y) { y = MatMulInteger(a, b) }''')
-    >>> check = KernelCheck(made)
-    >>> arrays = {"a": np.uint8([[1, 2]]), "b": np.int8([[3], [4]]), "y": np.int32([[11]])}
-    >>> [reading.take(arrays) for reading in check.readings()]
-    [None]
-    >>> check.rows()[0].compared, check.saturation()
-    (1, None)
-    """
+    """Level 3: every integer kernel of an optimized graph."""
 
     def __init__(self, model: ModelProto) -> None:
         self._nodes = [node for node in model.graph.node if is_integer_kernel(node)]
-        self._rows = {node.output[0]: _Row(node) for node in self._nodes}
+        rows = ((node.output[0], Kernel(_name(node), node.op_type, 0, 0, 0, saturated=False)) for node in self._nodes)
+        self._rows = dict(rows)
+        self._worst: dict[str, Difference] = {}
         self.notes: dict[str, None] = {}
 
     def readings(self) -> list[Reading]:
-        """What has to be looked at."""
-        return [self._reading(node) for node in self._nodes if node.op_type in ORACLES]
+        """Inputs and outputs of the kernels whose formulas are known."""
+        return [
+            Reading((*dict.fromkeys(filter(None, node.input)), node.output[0]), partial(self._take, node))
+            for node in self._nodes
+            if node.op_type in ORACLES
+        ]
 
-    def _reading(self, node: NodeProto) -> Reading:
-        names = (*dict.fromkeys(name for name in node.input if name), node.output[0])
-        return Reading(names, self._taker(node))
-
-    def _taker(self, node: NodeProto) -> Callable[[Mapping[str, Array]], None]:
-        row = self._rows[node.output[0]]
-
-        def take(arrays: Mapping[str, Array]) -> None:
-            inputs = [arrays[name] if name else None for name in node.input]
-            try:
-                found, difference = compare_kernel(node, inputs, arrays[node.output[0]])
-            except UnsupportedError as error:
-                self.notes[f"{row.name} ({row.kernel}) was not compared: {error}"] = None
-                return
-            row.compared += found.compared
-            row.differing += found.differing
-            row.saturated |= found.saturated
-            if difference is not None and (row.worst is None or found.max_steps > row.steps):
-                row.worst = difference
-            row.steps = max(row.steps, found.max_steps)
-
-        return take
+    def _take(self, node: NodeProto, arrays: Mapping[str, Array]) -> None:
+        output = node.output[0]
+        row = self._rows[output]
+        try:
+            new, difference = compare_kernel(
+                node, [arrays[name] if name else None for name in node.input], arrays[output]
+            )
+        except UnsupportedError as error:
+            self.notes[f"{row.node} ({row.kernel}) was not compared: {error}"] = None
+            return
+        if difference is not None and (output not in self._worst or new.max_steps > row.max_steps):
+            self._worst[output] = difference
+        compared, differing = row.compared + new.compared, row.differing + new.differing
+        steps, saturated = max(row.max_steps, new.max_steps), row.saturated or new.saturated
+        self._rows[output] = Kernel(row.node, row.kernel, compared, differing, steps, saturated)
 
     def rows(self) -> tuple[Kernel, ...]:
         """A row for each kernel, in the graph's order."""
-        return tuple(self._rows[node.output[0]].row for node in self._nodes)
+        return tuple(self._rows[node.output[0]] for node in self._nodes)
 
     def saturation(self) -> Difference | None:
         """The largest wrong code of the first kernel whose sums saturate."""
-        return next((row.worst for row in self._rows.values() if row.worst is not None), None)
+        return next((self._worst[output] for output in self._rows if output in self._worst), None)
+
+
+def _name(node: NodeProto) -> str:
+    return node.name or node.output[0]

@@ -32,6 +32,7 @@ from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
 from detent.verification.openvino import is_installed
 from detent.verification.outputs import (
+    ORDER,
     CurrentBatch,
     FusedCodes,
     GraphCheck,
@@ -52,16 +53,7 @@ ACCURACY = "session.qdq_matmulnbits_accuracy_level"
 def run_levels(
     source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str], levels: tuple[int, ...]
 ) -> VerifyReport:
-    """Run the requested verification levels over the data.
-
-    >>> import numpy as np
-    >>> from onnx import parser
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> run_levels(made, made, [np.float32([0.5, 1.5])], (1, 2)).end_to_end["optimised"].compared_codes
-    2
-    """
+    """Run the requested verification levels over the data."""
     file = open_quantized(artifact)
     batches = open_batches(data, inputs_of(file.model))
     return _Verification(file, _as_source(source, file), levels).run(batches)
@@ -79,7 +71,7 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
         )
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
-    return OnnxSource(open_quantized(model) if has_quantizers else model.proto, artifact)
+    return OnnxSource(model, open_quantized(model) if has_quantizers else None, artifact)
 
 
 class _Verification:
@@ -132,24 +124,20 @@ class _Verification:
     def _probes(self) -> list[Probe]:
         """The file as written, for levels 1 and 2, and as ONNX Runtime optimizes it, for levels 2 and 3."""
         by_level = [self.activations.readings()] if 1 in self.levels else []
-        written = self._written_check() if 2 in self.levels else None
-        if written is not None:
+        written: GraphCheck | None = None
+        if 2 in self.levels:
+            codes = {each.node: FusedCodes(each.codes, channels_last=False) for each in self.artifact.quantize_nodes}
+            written = GraphCheck(self.artifact, self.batch, [ORDER, *self.source.causes], codes, is_written=True)
+            self.end_to_end["unoptimized"] = written
             by_level.append(written.readings())
         # Readings of one quantizer stand side by side, since they share tensors.
         readings = [each for readings in zip_longest(*by_level) for each in readings if each is not None]
         probes = [Probe(self.artifact.model, readings, kinds=self.artifact.kinds)] if readings else []
         if {2, 3} & set(self.levels):
-            probes.append(self._optimised_probe(written, probes[0] if probes else None))
+            probes.append(self._optimized_probe(written, probes[0] if probes else None))
         return probes
 
-    def _written_check(self) -> GraphCheck:
-        codes = {each.node: FusedCodes(each.codes, channels_last=False) for each in self.artifact.quantize_nodes}
-        causes = ["sums in another order", *self.source.causes]
-        check = GraphCheck(self.artifact, self.batch, causes, codes, is_written=True)
-        self.end_to_end["unoptimised"] = check
-        return check
-
-    def _optimised_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
+    def _optimized_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
         model = optimized(self.artifact.model)
         readings: list[Reading] = []
         kinds: dict[str, int] = {}
@@ -158,21 +146,25 @@ class _Verification:
             written.keep = codes
             nodes = [each for each in self.artifact.quantize_nodes if each.node in codes]
             kinds = {codes[each.node].tensor: each.qparams.kind for each in nodes}
-            check = GraphCheck(self.artifact, self.batch, self._optimised_causes(model), codes)
-            self.end_to_end["optimised"] = check
+            check = GraphCheck(self.artifact, self.batch, self._optimized_causes(model), codes)
+            self.end_to_end["optimized"] = check
             readings += check.readings()
             if any(node.op_type == "MatMulNBits" for node in model.graph.node):
-                self._add_accurate_session()
+                self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY: "0"})
+                self.notes[
+                    "products with float inputs run with 8-bit activations in ONNX Runtime, unless the session has "
+                    f"{ACCURACY} set to 0 or 1; the file cannot carry it: compare 'optimized' with 'accuracy level 0'"
+                ] = None
             if is_installed():
-                self._add_openvino()
+                self.end_to_end["openvino"] = OpenVinoCheck(self.artifact, self.batch)
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
             readings += self.kernels.readings()
         return Probe(model, readings, kinds=kinds, written=written_probe)
 
-    def _optimised_causes(self, model: ModelProto) -> list[str]:
+    def _optimized_causes(self, model: ModelProto) -> list[str]:
         """What may move values in the optimized graph."""
-        causes = ["sums in another order", *self.source.causes]
+        causes = [ORDER, *self.source.causes]
         kernels = sorted({node.op_type for node in model.graph.node if is_integer_kernel(node)})
         unknown = [name for name in kernels if name not in ORACLES]
         if kernels:
@@ -185,23 +177,10 @@ class _Verification:
         if rounded:
             causes.append("float biases that ONNX Runtime rounds to int32")
             self.notes[
-                f"ONNX Runtime rounds {len(rounded)} float biases to the unit of their products when it optimises, the "
+                f"ONNX Runtime rounds {len(rounded)} float biases to the unit of their products when it optimizes, the "
                 f"first is {rounded[0]!r}; disabled_optimizers=['WeightBiasQuantization'] keeps them"
             ] = None
         return causes
-
-    def _add_accurate_session(self) -> None:
-        self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY: "0"})
-        self.notes[
-            f"products with float inputs run with 8-bit activations in ONNX Runtime, unless the session has {ACCURACY} "
-            "set to 0 or 1; the file cannot carry it: compare 'optimised' with 'accuracy level 0'"
-        ] = None
-
-    def _add_openvino(self) -> None:
-        try:
-            self.end_to_end["openvino"] = OpenVinoCheck(self.artifact, self.batch)
-        except UnsupportedError as error:
-            self.notes[str(error)] = None
 
     def _run_batch(self, feeds: Mapping[str, Array], probes: list[Probe], *, is_first: bool) -> None:
         self.batch.codes = {}

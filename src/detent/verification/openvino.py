@@ -33,22 +33,7 @@ def is_installed() -> bool:
 
 
 class OpenVino:
-    """A model in OpenVINO on the CPU, with float32 where it is not quantized.
-
-    Args:
-        model: an ONNX model.
-
-    Raises:
-        UnsupportedError: OpenVINO does not take it; its reason is in the message.
-
-    >>> from onnx import parser
-    >>> made = parser.parse_model(
-    ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[1] x) => (float[1] y) { y = Abs(x) }')
-    >>> if is_installed():
-    ...     second = OpenVino(made)
-    ...     assert second.run({"x": np.float32([-2])})[0].item() == 2.0
-    ...     second.close()
-    """
+    """A model in OpenVINO on the CPU, with float32 where it is not quantized."""
 
     def __init__(self, model: ModelProto) -> None:
         self._names = Graph(model).inputs
@@ -63,14 +48,13 @@ class OpenVino:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._wait("take")
+        self._is_loaded = False  # the other process loads the model while this one goes on
 
     def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs for a batch.
-
-        Raises:
-            UnsupportedError: OpenVINO does not run the model, or died.
-        """
+        """The outputs for a batch; raises UnsupportedError if OpenVINO does not load or run the model, or died."""
+        if not self._is_loaded:
+            self._wait("take")
+            self._is_loaded = True
         np.savez(self._folder / "inputs.npz", *(feeds[name] for name in self._names))
         try:
             if self._process.stdin is not None:
@@ -79,20 +63,20 @@ class OpenVino:
         except OSError:  # it is gone: its answer, or the lack of one, says so
             pass
         self._wait("run")
-        with np.load(self._folder / "outputs.npz") as found:
-            return [found[f"arr_{i}"] for i in range(len(found.files))]
+        with np.load(self._folder / "outputs.npz") as outputs:
+            return [outputs[f"arr_{i}"] for i in range(len(outputs.files))]
 
     def _wait(self, what: str) -> None:
-        said = ""
+        answer = ""
         for line in self._process.stdout or ():
-            said = line.strip()
-            if said in {"ready", "done"}:
+            answer = line.strip()
+            if answer in {"ready", "done"}:
                 return
-            if said.startswith(FAILED):
+            if answer.startswith(FAILED):
                 break
-            said = ""  # OpenVINO's own words
+            answer = ""  # OpenVINO's own output
         self.close()
-        why = said.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
+        why = answer.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
         raise UnsupportedError(f"OpenVINO does not {what} the model: {why}")
 
     def close(self) -> None:

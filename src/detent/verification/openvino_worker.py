@@ -11,10 +11,10 @@ __all__: list[str] = []
 
 
 def _answer(compiled: Any, folder: Path, names: list[str]) -> None:  # noqa: ANN401 - a model of OpenVINO
-    with np.load(folder / "inputs.npz") as given:
-        feeds = {name: given[f"arr_{i}"] for i, name in enumerate(names)}
-    found = compiled(feeds)
-    np.savez(folder / "outputs.npz", *(found[i] for i in range(len(compiled.outputs))))
+    with np.load(folder / "inputs.npz") as inputs:
+        feeds = {name: inputs[f"arr_{i}"] for i, name in enumerate(names)}
+    results = compiled(feeds)
+    np.savez(folder / "outputs.npz", *(results[i] for i in range(len(compiled.outputs))))
 
 
 def _serve(folder: Path) -> None:

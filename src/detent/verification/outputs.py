@@ -32,6 +32,7 @@ from detent.verification.source import Reference
 from detent.verification.verify_report import EndToEnd
 
 __all__ = [
+    "ORDER",
     "CurrentBatch",
     "FusedCodes",
     "GraphCheck",
@@ -42,6 +43,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+ORDER = "sums in another order"
 MOVED = "move values across the boundary of two codes"
 LATER = ", and later layers start from what differs"
 _SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")
@@ -49,21 +51,9 @@ _FUSED = ("Relu", "Clip")
 
 
 class OutputCheck:
-    """One way to run a file, beside its source.
+    """One way to run a file, beside its source; causes are what may move values, so that codes differ."""
 
-    Args:
-        names: those of the outputs.
-        causes: what may move values, so that codes differ.
-
-    >>> check = OutputCheck(["y"])
-    >>> check.add_outputs([np.float32([[1.0, 2.0]])], [np.float32([[1.0, 3.0]])])
-    >>> check.add_codes("fc_Q", np.uint8([1, 2]), np.uint8([1, 3]))
-    >>> found = check.result()
-    >>> found.differing_codes, found.first_node, found.agreement, round(found.output_sqnr_db["y"], 2)
-    (1, 'fc_Q', 1.0, 6.99)
-    """
-
-    def __init__(self, names: Sequence[str], causes: Sequence[str] = ("sums in another order",)) -> None:
+    def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
         self._outputs, self._causes = OutputComparison(names), tuple(causes)
         self._codes = [0, 0, 0]
         self._first: str | None = None
@@ -89,7 +79,7 @@ class OutputCheck:
             self._first = node
 
     def result(self) -> EndToEnd:
-        """What was found."""
+        """The metrics over all batches."""
         compared, differing, steps = self._codes
         cause = f"{', '.join(self._causes)}: they {MOVED}{LATER if steps > 1 else ''}" if differing else ""
         sqnr_db, agreement = self._outputs.sqnr_db, self._outputs.agreement
@@ -98,16 +88,10 @@ class OutputCheck:
 
 @dataclass
 class CurrentBatch:
-    """The batch that runs now.
-
-    Attributes:
-        reference: what the source gives for it.
-        codes: what the file as written gave for quantizers that the source does not know, by node.
-        outputs: the outputs of the file as written.
-    """
+    """The batch that runs now: what the source gives for it, and what the file as written gave."""
 
     reference: Reference = field(default_factory=lambda: Reference([]))
-    codes: dict[str, Array] = field(default_factory=dict)
+    codes: dict[str, Array] = field(default_factory=dict)  # by node, of quantizers that the source does not know
     outputs: list[Array] = field(default_factory=list)
 
 
@@ -118,24 +102,16 @@ class FusedCodes(NamedTuple):
     channels_last: bool
 
 
-def find_codes(artifact: QuantizedGraph, optimised: ModelProto) -> dict[str, FusedCodes]:
+def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
     """Find the codes of QuantizeLinear nodes in the optimized graph, as far as they are still there, by node.
 
     Many keep their name. Convolutions with their channels last give theirs under the name of the convolution, with
     their axes in another order; they are found through the node they were: ``conv1``, now ``conv1_token_3``.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> file = open_quantized(parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }'''))
-    >>> find_codes(file, file.model)
-    {'QuantizeLinear_q': FusedCodes(tensor='q', channels_last=False)}
     """
-    written = {name for node in optimised.graph.node for name in node.output}
+    written = {name for node in optimized.graph.node for name in node.output}
     channels_last = {
         _SUFFIX.sub("", node.name): node.output[0]
-        for node in optimised.graph.node
+        for node in optimized.graph.node
         if attribute_of(node, "channels_last", 0) and node.name
     }
     fused = {}
@@ -150,15 +126,7 @@ def find_codes(artifact: QuantizedGraph, optimised: ModelProto) -> dict[str, Fus
 
 
 class GraphCheck(OutputCheck):
-    """A graph of the file in ONNX Runtime, as written or optimized, beside the source.
-
-    Args:
-        artifact: the file.
-        batch: what the source gives.
-        causes: what may move values, so that codes differ.
-        codes: where the codes of QuantizeLinear nodes are, by node.
-        is_written: whether the graph is the file as written; what it gives is kept for the other runs.
-    """
+    """A graph of the file in ONNX Runtime, as written or optimized, beside the source."""
 
     def __init__(
         self,
@@ -207,15 +175,11 @@ class SessionCheck(OutputCheck):
 
 
 class OpenVinoCheck(OutputCheck):
-    """The outputs of the file in OpenVINO, beside the source's; as codes, beside those of ONNX Runtime.
-
-    Raises:
-        UnsupportedError: OpenVINO does not load the model, or does not run it.
-    """
+    """The outputs of the file in OpenVINO, beside the source's; as codes, beside those of ONNX Runtime."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch) -> None:
         self._openvino = OpenVino(artifact.model)
-        super().__init__(artifact.graph.outputs, ["sums in another order", "multiplication where ONNX divides"])
+        super().__init__(artifact.graph.outputs, [ORDER, "multiplication where ONNX divides"])
         self._graph, self._batch = artifact.graph, batch
 
     def run(self, feeds: Mapping[str, Array]) -> None:

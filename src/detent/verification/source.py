@@ -1,13 +1,13 @@
-"""Source: what a file is compared with, and what a source has to say; and the ONNX model as one."""
+"""Source: what a file is compared with; and ``OnnxSource``, an ONNX model as one, float or quantized itself."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
-from onnx import ModelProto
 
-from detent.onnx_model import QdqParams, make_session
+from detent.onnx_model import LoadedModel, make_session
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.sessions import Probe, Reading
 from detent.params import QuantParams
@@ -22,12 +22,8 @@ Array = NDArray[Any]
 class Reference:
     """What a source gives for one batch.
 
-    Attributes:
-        outputs: in the order of the file's.
-        codes: of activations by the file's QuantizeLinear nodes, in the file's numbers, where the source knows them.
-
-    >>> Reference([]).codes
-    {}
+    Outputs are in the order of the file's. Codes of activations are by the file's QuantizeLinear nodes and in the
+    file's numbers, where the source knows them.
     """
 
     outputs: list[Array]
@@ -36,16 +32,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a source says of one quantizer.
-
-    Attributes:
-        params: its parameters.
-        shift: what the file adds to its codes.
-        x: the tensor of the file that it quantizes.
-
-    >>> Expected(QuantParams.int8_symmetric(), 128, "x").shift
-    128
-    """
+    """A quantizer of the source: its parameters, what the file adds to its codes, the file's tensor that it gets."""
 
     params: QuantParams
     shift: int
@@ -53,19 +40,12 @@ class Expected:
 
 
 class Source(Protocol):
-    """What a file was made from.
+    """What a file was made from."""
 
-    Attributes:
-        knows_weights: whether it knows every weight that the file may hold.
-        names: the file's constants of codes, and the weights of the source that they are.
-        notes: what was not compared.
-        causes: what makes the file's sums others than the source's, by intention.
-    """
-
-    knows_weights: bool
-    names: Mapping[str, str]
-    notes: dict[str, None]
-    causes: list[str]
+    knows_weights: bool  # whether it knows every weight that the file may hold
+    names: Mapping[str, str]  # the file's constants of codes, and the weights of the source that they are
+    notes: dict[str, None]  # what was not compared
+    causes: list[str]  # what makes the file's sums differ from the source's, by intention
 
     def weights(self) -> dict[str, QuantizedTensor]:
         """The quantized weights by name."""
@@ -83,8 +63,8 @@ class Source(Protocol):
         """Quantizers of activations that took part in the runs so far and that no node of the file is."""
         ...
 
-    def expected(self, site: QuantizeNode) -> Expected | None:
-        """The quantizer behind a node; None where only the file knows it."""
+    def expected(self, quantizer: QuantizeNode) -> Expected | None:
+        """The source's quantizer that a node is; None where only the file knows it."""
         ...
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
@@ -93,114 +73,74 @@ class Source(Protocol):
 
 
 class OnnxSource:
-    """An ONNX model: float, or quantized itself.
-
-    Args:
-        model: the source, as an ``QuantizedGraph`` where it is quantized.
-        artifact: the file.
-
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> import numpy as np
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> source = OnnxSource(open_quantized(made), open_quantized(made))
-    >>> found = source.run({"x": np.float32([1.2])})
-    >>> found.outputs, found.codes["QuantizeLinear_q"], list(source.weights()), source.absent_weights({})
-    ([array([1.], dtype=float32)], array([5], dtype=uint8), [], {})
-    >>> source.expected(open_quantized(made).quantize_nodes[0]).x, source.is_float
-    ('x', False)
-    """
+    """An ONNX model: float, or quantized itself."""
 
     knows_weights = False
 
-    def __init__(self, model: Any, artifact: QuantizedGraph) -> None:  # noqa: ANN401 - a QuantizedGraph or a ModelProto
-        self._quantized = model if isinstance(model, QuantizedGraph) else None
-        self._proto: ModelProto = model.model if isinstance(model, QuantizedGraph) else model
-        sites = {site.node: site for site in self._quantized.quantize_nodes} if self._quantized is not None else {}
-        self._sites = {site.node: sites[site.node] for site in artifact.quantize_nodes if site.node in sites}
-        self.names: Mapping[str, str] = (
-            {}
-            if self._quantized is None
-            else {
-                weight.name: weight.name for weight in self._quantized.weights if weight.direct and not weight.is_bias
-            }
-        )
-        self._session: Any = None
+    def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
+        self.model, self._quantized = model, quantized
+        self.is_float = quantized is None
+        own = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
+        self._quantizers = {each.node: own[each.node] for each in artifact.quantize_nodes if each.node in own}
+        weights = () if quantized is None else quantized.weights
+        self._weights = [each for each in weights if each.direct and not each.is_bias]
+        self.names: Mapping[str, str] = {weight.name: weight.name for weight in self._weights}
         self.notes: dict[str, None] = {}
         self.causes: list[str] = []
-        self._found = Reference([])
-        self._probe = self._make_probe() if self._sites else None
-
-    @property
-    def model(self) -> ModelProto:
-        """The model itself."""
-        return self._proto
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it has no quantizers of its own, which could be compared."""
-        return self._quantized is None
+        self._session: Any = None
+        self._reference = Reference([])
+        self._probe = self._make_probe() if self._quantizers else None
 
     def _make_probe(self) -> Probe:
-        outputs = tuple(value.name for value in self._proto.graph.output)
+        outputs = self.model.outputs
 
         def take_outputs(arrays: Mapping[str, Array]) -> None:
-            self._found.outputs = [arrays[name] for name in outputs]
+            self._reference.outputs = [arrays[name] for name in outputs]
 
-        def taker(site: QuantizeNode) -> Reading:
-            def take(arrays: Mapping[str, Array]) -> None:
-                self._found.codes[site.node] = arrays[site.codes]
+        def take_codes(quantizer: QuantizeNode, arrays: Mapping[str, Array]) -> None:
+            self._reference.codes[quantizer.node] = arrays[quantizer.codes]
 
-            return Reading((site.codes,), take)
-
-        readings = [*(taker(site) for site in self._sites.values()), Reading(outputs, take_outputs)]
-        return Probe(self._proto, readings, kinds={site.codes: site.qparams.kind for site in self._sites.values()})
+        quantizers = self._quantizers.values()
+        readings = [Reading((each.codes,), partial(take_codes, each)) for each in quantizers]
+        kinds = {each.codes: each.qparams.kind for each in quantizers}
+        return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Those of a quantized source; nothing of a float model, whose weights folding and smoothing change."""
-        found: dict[str, QuantizedTensor] = {}
-        own = self._quantized
-        for weight in () if own is None else own.weights:
-            if own is not None and weight.name in self.names:
-                codes = weight.codes
-                found[weight.name] = QuantizedTensor.from_codes(codes, weight.qparams.params(codes.shape))
-        return found
+        """Those of a quantized source; none of a float model, whose weights folding and smoothing change."""
+        return {
+            weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
+            for weight in self._weights
+        }
 
     def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - of every source
-        """Nothing: folding and correction change biases."""
+        """Always None: folding and correction change biases."""
         return None
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
-        """Nothing: what is quantized is the file's decision."""
+        """Always empty: the file decides what is quantized."""
         return {}
 
     def absent_quantizers(self) -> list[str]:
-        """Nothing, likewise."""
+        """Always empty: the file decides what is quantized."""
         return []
 
-    def expected(self, site: QuantizeNode) -> Expected | None:
+    def expected(self, quantizer: QuantizeNode) -> Expected | None:
         """The quantizer of the same node, where the source is quantized itself."""
-        own = self._sites.get(site.node)
-        if own is None:
+        own = self._quantizers.get(quantizer.node)
+        if own is None or self._quantized is None:
             return None
-        how: QdqParams = own.qparams
-        shape = self._proto_shape(own.x)
-        if shape is None and how.scale.ndim:
+        shape = self._quantized.graph.shape(own.x)
+        if shape is None and own.qparams.scale.ndim:
             return None
-        return Expected(how.params(shape or (1, 1)), 0, site.x)
-
-    def _proto_shape(self, name: str) -> tuple[int, ...] | None:
-        shape = None if self._quantized is None else self._quantized.graph.shape(name)
-        return None if shape is None else tuple(size or 1 for size in shape)
+        known = (1, 1) if shape is None else tuple(size or 1 for size in shape)
+        return Expected(own.qparams.params(known or (1, 1)), 0, quantizer.x)
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
         """The outputs, and the codes of nodes that the file has as well."""
         if self._probe is not None:
-            self._found = Reference([])
+            self._reference = Reference([])
             self._probe.run(feeds)
-            return self._found
+            return self._reference
         if self._session is None:
-            self._session = make_session(self._proto)
+            self._session = make_session(self.model)
         return Reference(list(self._session.run(None, dict(feeds))))

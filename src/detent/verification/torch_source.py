@@ -33,12 +33,7 @@ Array = NDArray[Any]
 
 
 def shift_of(params: QuantParams, kind: int) -> int:
-    """What a file adds to codes that it stores as that type.
-
-    >>> from onnx import TensorProto
-    >>> shift_of(QuantParams.int8_symmetric(), TensorProto.UINT8), shift_of(QuantParams.int8_symmetric(), 3)
-    (128, 0)
-    """
+    """What a file adds to codes that it stores as that type."""
     format = params.spec.format
     if not format.is_integer or not format.signed:
         return 0
@@ -47,26 +42,7 @@ def shift_of(params: QuantParams, kind: int) -> int:
 
 
 class TorchSource:
-    """A prepared model.
-
-    Args:
-        model: calibrated or trained; it is left as it is.
-        artifact: the file.
-
-    Raises:
-        StateError: the model is not prepared, or the file does not say what its quantizers are.
-
-    >>> import detent.torch as qt
-    >>> from onnx import parser
-    >>> from detent.onnx_model.qdq_reader import open_quantized
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> TorchSource(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8"), open_quantized(made))
-    Traceback (most recent call last):
-    ...
-    detent.errors.StateError: the file does not say which quantizer is which: write it with qt.export_onnx
-    """
+    """A prepared model."""
 
     knows_weights = True
 
@@ -78,9 +54,9 @@ class TorchSource:
         self._names = artifact.provenance.activations
         self.names = artifact.provenance.weights
         self._quantizers = quantizers_of(model)
-        self._sites: dict[str, list[QuantizeNode]] = defaultdict(list)
-        for site in artifact.quantize_nodes:
-            self._sites[self._names.get(site.node, "")].append(site)
+        self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # by the name of their quantizer
+        for node in artifact.quantize_nodes:
+            self._nodes[self._names.get(node.node, "")].append(node)
         self.notes: dict[str, None] = {}
         self.causes = self._find_causes()
         self._called: set[str] = set()
@@ -88,46 +64,46 @@ class TorchSource:
 
     def _find_causes(self) -> list[str]:
         """What makes the file's sums others than the model's, by intention."""
-        found = []
+        causes = []
         if any(weight.is_bias for weight in self._artifact.weights):
-            found.append("biases rounded to the unit of their sums")
+            causes.append("biases rounded to the unit of their sums")
         folds = any(isinstance(each, QuantizedProduct) and each.fold is not None for each in self._model.modules())
         if folds and not is_frozen(self._model):
-            found.append("batch normalisations that are folded in the file only (qt.freeze folds the model's)")
-        return found
+            causes.append("batch norms that are folded in the file only (qt.freeze folds the model's)")
+        return causes
 
     def weights(self) -> dict[str, QuantizedTensor]:
         """The quantized weights by their full names."""
         return quantized_state(self._model)
 
-    def expected(self, site: QuantizeNode) -> Expected | None:
+    def expected(self, quantizer: QuantizeNode) -> Expected | None:
         """The quantizer that the file says a node is."""
-        name = self._names.get(site.node)
-        quantizer = None if name is None else self._quantizers.get(name)
-        if quantizer is None:
+        node, name = quantizer, self._names.get(quantizer.node)
+        module = None if name is None else self._quantizers.get(name)
+        if module is None:
             return None
-        params = quantizer.params
-        shift = shift_of(params, site.qparams.kind)
-        narrow = needs_clip(QdqParams.of(params, Container(site.qparams.kind, shift), 1 + params.scale.ndim))
-        return Expected(params, shift, site.unclipped if narrow else site.x)
+        params = module.params
+        shift = shift_of(params, node.qparams.kind)
+        narrow = needs_clip(QdqParams.of(params, Container(node.qparams.kind, shift), 1 + params.scale.ndim))
+        return Expected(params, shift, node.unclipped if narrow else node.x)
 
     def bias(self, weight: str) -> Array | None:
-        """The bias of the layer of a weight, with a batch normalisation folded in; None where there is none."""
+        """The bias of the layer of a weight, with a batch norm folded in; None where there is none."""
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
         if not isinstance(layer, QuantizedProduct):
             return None
-        found = layer.bias if layer.fold is None else layer.fold.bias(layer.bias)
-        return None if found is None else to_array(on_cpu(found))
+        bias = layer.bias if layer.fold is None else layer.fold.bias(layer.bias)
+        return None if bias is None else to_array(on_cpu(bias))
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """Those of the weights that a file lacks whose layers ran; a tied weight is there under its first name."""
         first: dict[int, str] = {}
-        tied = set()
-        for full, layer, name, _ in weight_layers(self._model):
-            if first.setdefault(id(layer._parameters[name]), full) in missing:
-                continue
-            tied.add(full)
+        tied = {
+            full
+            for full, layer, name, _ in weight_layers(self._model)
+            if first.setdefault(id(layer._parameters[name]), full) not in missing
+        }
         return {name: tensor for name, tensor in missing.items() if name not in tied and self._is_used(name)}
 
     def _is_used(self, weight: str) -> bool:
@@ -146,31 +122,30 @@ class TorchSource:
         with self._watched(seen), torch.no_grad():
             result = self._call(feeds)
         outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
-        wanted = self._artifact.graph.outputs
-        if len(outputs) != len(wanted):
-            raise ShapeError(f"the model gives {len(outputs)} tensors, the file {len(wanted)}: {', '.join(wanted)}")
+        names = self._artifact.graph.outputs
+        if len(outputs) != len(names):
+            raise ShapeError(f"the model gives {len(outputs)} tensors, the file {len(names)}: {', '.join(names)}")
         self._quantized.update(seen)
         return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(seen))
 
     def _call(self, feeds: Mapping[str, Array]) -> object:
-        place = next((each.device for each in self._model.parameters()), torch.device("cpu"))
-        inputs = {name: torch.from_numpy(np.array(each)).to(place) for name, each in feeds.items()}
+        device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
+        inputs = {name: torch.from_numpy(np.array(each)).to(device) for name, each in feeds.items()}
         by_name = set(inputs) <= set(inspect.signature(self._model.forward).parameters)
         return call_with(self._model, inputs if by_name else tuple(inputs.values()))
 
     def _codes(self, seen: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
-        found = {}
-        for name, sites in self._sites.items():
+        by_node = {}
+        for name, nodes in self._nodes.items():
             calls = seen.get(name, [])
-            if name and len(calls) != len(sites):
-                self.notes[f"{name} ran {len(calls)} times and is {len(sites)} nodes: not compared from end to end"] = (
-                    None
-                )
+            if name and len(calls) != len(nodes):
+                note = f"{name} ran {len(calls)} times and is {len(nodes)} nodes: not compared from end to end"
+                self.notes[note] = None
                 continue
-            for site, (codes, params) in zip(sites, calls, strict=False):
-                shift = shift_of(params, site.qparams.kind)
-                found[site.node] = codes.astype(np.int32) + shift if params.spec.format.is_integer else codes
-        return found
+            for node, (codes, params) in zip(nodes, calls, strict=False):
+                shift = shift_of(params, node.qparams.kind)
+                by_node[node.node] = codes.astype(np.int32) + shift if params.spec.format.is_integer else codes
+        return by_node
 
     @contextmanager
     def _watched(self, seen: dict[str, list[tuple[Array, QuantParams]]]) -> Iterator[None]:

@@ -29,15 +29,15 @@ def verify(
 
     Level 1: the file's weights are the source's, code by code and bit by bit of their scales, and every quantizer, fed
     the tensor that ONNX Runtime saw, gives the codes that ONNX Runtime gave. Level 2: both from end to end, with and
-    without ONNX Runtime's optimisations; sums in another order make differences here, which are no errors. Level 3: the
-    integer kernels that ONNX Runtime runs on this machine against exact integer arithmetic.
+    without ONNX Runtime's optimizations; another accumulation order makes differences here, which are not errors. Level
+    3: the integer kernels that ONNX Runtime runs on this machine against exact integer arithmetic.
 
     Args:
         source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from. Of the latter no
             weights are compared, for folding and smoothing change them.
         artifact: the quantized model, a path or in memory.
         data: batches, each a dict of arrays by input name, a tuple in the inputs' order, or one array; or a file or
-            folder of them, as ``detent.onnx`` takes it. They are read once, one at a time.
+            directory of them, as ``detent.onnx`` takes it. They are read once, one at a time.
         levels: which of 1, 2 and 3.
         raise_on_difference: raise where the report is not ok.
 
@@ -46,22 +46,22 @@ def verify(
         SpecError, ShapeError, DtypeError: data that do not fit the model, no data, other levels.
         FileFormatError, UnsupportedError: a damaged file, or one without quantizers.
 
-    >>> import numpy as np, torch, detent as dt, detent.torch as qt
-    >>> from onnx import TensorProto, parser
-    >>> made = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
+    >>> import numpy as np, detent as dt
+    >>> from onnx import parser
+    >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
     ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
     ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> report = dt.verify(made, made, [np.linspace(-9, 9, 100, dtype=np.float32)], levels=(1,))
+    >>> report = dt.verify(model, model, [np.linspace(-9, 9, 100, dtype=np.float32)], levels=(1,))
     >>> print(report)
     codes that differ: 0 of 100
     level 1: every code of the file is that of its source (1 batch)
     """
-    wanted = tuple(sorted(set(levels)))
-    if not wanted or not set(wanted) <= set(LEVELS):
-        raise SpecError(f"levels are some of {LEVELS}, got {wanted}")
+    levels = tuple(sorted(set(levels)))
+    if not levels or not set(levels) <= set(LEVELS):
+        raise SpecError(f"levels are some of {LEVELS}, got {levels}")
     from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
 
-    report = run_levels(source, artifact, data, wanted)
+    report = run_levels(source, artifact, data, levels)
     if raise_on_difference and not report.ok:
         raise VerificationError(f"the file does not compute what its source computes\n{report}", report)
     return report

@@ -10,13 +10,12 @@ from detent.errors import DtypeError
 
 __all__ = ["Difference", "EndToEnd", "Kernel", "VerifyReport"]
 
-NOTES_SHOWN = 8
-PROVED = {
+MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12
+MATCHES = {
     "source": "every code of the file is that of its source",
     "digests": "every quantizer gives its codes, and the weights are as they were written for this source",
     "nothing": "every quantizer gives its codes; the weights were not compared",
 }
-KERNELS_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,10 @@ class Difference:
     """One code, scale or zero point that is not what the source says.
 
     Attributes:
-        node: the node that it belongs to.
-        tensor: the tensor of the file.
-        index: of the element in that tensor.
+        node, tensor: of the file; the index is that of the element in the tensor.
         expected, got: what the source says, and what the file or the runtime has.
         x: what was quantized, where that is known.
         scale, zero_point: those that belong to the element, as the source has them.
-        cause: in words.
 
     >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "wrong code"))
     fc_Q: wrong code, fc_q[0, 3] is 18, expected 17 (x 0.35, scale 0.02, zero point 0)
@@ -64,9 +60,8 @@ class EndToEnd:
         compared_codes, differing_codes: codes of activations, of the source and of this run.
         max_steps: the largest distance of two codes.
         first_node: the first node whose codes differ.
-        output_sqnr_db: the ratio of signal and noise of each float output.
-        agreement: the share of samples of the same largest class; None where the first output holds no classes.
-        cause: why codes differ, in words.
+        output_sqnr_db: SQNR of each float output.
+        agreement: top-1 agreement; None where the first output holds no classes.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
     EndToEnd(1 of 100 codes differ, by at most 1 step, first at fc_Q; y 61.2 dB; agreement 100.00 %)
@@ -91,25 +86,21 @@ class EndToEnd:
         return "; ".join(part for part in parts if part)
 
     def _codes(self) -> str:
-        said = f"{self.differing_codes:,} of {self.compared_codes:,} codes differ"
+        counts = f"{self.differing_codes:,} of {self.compared_codes:,} codes differ"
         if not self.differing_codes:
-            return said
+            return counts
         steps = f"{self.max_steps} step{'s' if self.max_steps != 1 else ''}"
-        return f"{said}, by at most {steps}, first at {self.first_node}"
+        return f"{counts}, by at most {steps}, first at {self.first_node}"
 
 
 class Kernel(NamedTuple):
     """One integer kernel of ONNX Runtime beside exact arithmetic.
 
     Attributes:
-        node: its name in the optimised graph.
-        kernel: its operator.
+        node, kernel: name and operator in the optimized graph.
         compared, differing: codes; 0 compared where its formula is not known here.
         max_steps: the largest distance of two codes.
         saturated: whether sums themselves are wrong.
-
-    >>> Kernel("conv1", "QLinearConv", 1568, 0, 0, False).differing
-    0
     """
 
     node: str
@@ -127,13 +118,10 @@ class VerifyReport:
     A code differs where its number, its scale or its zero point does.
 
     Attributes:
-        levels: those that were asked for.
-        batches: how many batches of data there were.
         compared_codes, differing_codes: of level 1: weights, and activations fed with what ONNX Runtime saw.
         first_difference: of level 1.
-        end_to_end: level 2 by run, "unoptimised" and "optimised"; also "accuracy_level_0" for products that compute
+        end_to_end: level 2 by run, "unoptimized" and "optimized"; also "accuracy_level_0" for products that compute
             with 8-bit activations unless told otherwise, and "openvino" where that is installed.
-        kernels: level 3, a row for each integer kernel.
         saturation: the largest wrong code of the first kernel whose sums saturate.
         notes: what was not compared, and what else should be known.
         weights_by: what the weights were compared with: "source"; "digests" of how they were written for that source,
@@ -143,8 +131,6 @@ class VerifyReport:
     >>> print(report)
     codes that differ: 0 of 100
     level 1: every code of the file is that of its source (1 batch)
-    >>> report.ok, report.output_sqnr_db, report.agreement, report.to_json()[:33]
-    (True, None, None, '{"version": 1, "ok": true, "level')
     """
 
     levels: tuple[int, ...]
@@ -165,22 +151,22 @@ class VerifyReport:
 
     @property
     def output_sqnr_db(self) -> float | None:
-        """The ratio of signal and noise of the first float output, optimised; None without level 2."""
-        found = self.end_to_end.get("optimised")
-        return None if found is None else next(iter(found.output_sqnr_db.values()), None)
+        """SQNR of the first float output, optimized; None without level 2."""
+        run = self.end_to_end.get("optimized")
+        return None if run is None else next(iter(run.output_sqnr_db.values()), None)
 
     @property
     def agreement(self) -> float | None:
-        """The share of samples of the same largest class, optimised; None where there are no classes."""
-        found = self.end_to_end.get("optimised")
-        return None if found is None else found.agreement
+        """Top-1 agreement, optimized; None where there are no classes."""
+        run = self.end_to_end.get("optimized")
+        return None if run is None else run.agreement
 
     def __bool__(self) -> bool:
         raise DtypeError("a VerifyReport is neither true nor false: ask report.ok")
 
     def to_json(self) -> str:
         """Everything, as JSON; figures that are no finite numbers are written as text."""
-        about = {
+        document = {
             "version": 1,
             "ok": self.ok,
             "levels": self.levels,
@@ -196,24 +182,23 @@ class VerifyReport:
             "notes": self.notes,
             "weights_by": self.weights_by,
         }
-        return json.dumps(encode(about), allow_nan=False)
+        return json.dumps(encode(document), allow_nan=False)
 
     def __str__(self) -> str:
         lines = [f"codes that differ: {self.differing_codes} of {self.compared_codes}"]
         batches = f"{self.batches} batch{'es' if self.batches != 1 else ''}"
         if 1 in self.levels:
             first = self.first_difference
-            said = PROVED[self.weights_by] if first is None else str(first)
-            lines.append(f"level 1: {said} ({batches})")
+            summary = MATCHES[self.weights_by] if first is None else str(first)
+            lines.append(f"level 1: {summary} ({batches})")
         lines += [f"level 2, {name.replace('_', ' ')}: {each}" for name, each in self.end_to_end.items()]
-        lines += [
-            f"         {cause}" for cause in dict.fromkeys(each.cause for each in self.end_to_end.values()) if cause
-        ]
+        causes = dict.fromkeys(each.cause for each in self.end_to_end.values() if each.cause)
+        lines += [f"         {cause}" for cause in causes]
         if 3 in self.levels:
             lines += self._kernel_lines()
-        lines += [f"note: {note}" for note in self.notes[:NOTES_SHOWN]]
-        if len(self.notes) > NOTES_SHOWN:
-            lines.append(f"note: and {len(self.notes) - NOTES_SHOWN} more, see report.notes")
+        lines += [f"note: {note}" for note in self.notes[:MAX_NOTES_SHOWN]]
+        if len(self.notes) > MAX_NOTES_SHOWN:
+            lines.append(f"note: and {len(self.notes) - MAX_NOTES_SHOWN} more, see report.notes")
         return "\n".join(lines)
 
     def _kernel_lines(self) -> list[str]:
@@ -226,6 +211,6 @@ class VerifyReport:
         lines += [
             f"         {each.node} ({each.kernel}): {each.differing:,} of {each.compared:,}, by at most "
             f"{each.max_steps} steps{', saturated' if each.saturated else ''}"
-            for each in bad[:KERNELS_SHOWN]
+            for each in bad[:MAX_KERNELS_SHOWN]
         ]
         return lines
