@@ -26,23 +26,7 @@ from detent.sensitivity.layer_noise import Mix
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = [
-    "Bars",
-    "Curve",
-    "Slice",
-    "bars",
-    "curve",
-    "db",
-    "nbytes",
-    "noise_db",
-    "number",
-    "percent",
-    "render_comparison",
-    "render_report",
-    "signed",
-    "skip_argument",
-    "slices",
-]
+__all__ = ["render_comparison", "render_report", "skip_argument"]
 
 NONE = "\u2013"
 MINUS = "\u2212"
