@@ -36,7 +36,7 @@ RANKING_SAMPLES = 4  # with fewer, the layers found to be the most sensitive var
 MIN_RANKING_SECONDS = 20.0  # that measuring sensitivity may take; more where quantization took longer
 MAX_LAYERS_NAMED = 3
 MAX_OUTPUTS_SHOWN = 4
-StageProgress = Callable[[str, int, int | None], object]
+StageProgress = Callable[[str, int, int | None], None]
 
 
 class Checks(NamedTuple):
@@ -349,4 +349,3 @@ class _Evaluator:
             return ()
         hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())
         return (hint,) if hint else ()
-
