@@ -165,8 +165,8 @@ def _refuse(model: ModelProto, *, force: bool) -> None:
     present = sorted(kinds & set(QUANTIZED))
     if present and not force:
         raise UnsupportedError(
-            f"the model is quantized already, it has {', '.join(present)}: quantize the float model it was made from, or "
-            "give force=True (--allow-quantized) to quantize what is left of it in float"
+            f"the model is quantized already, it has {', '.join(present)}: quantize the float model it was made from, "
+            "or give force=True (--allow-quantized) to quantize what is left of it in float"
         )
     halves = [tensor for tensor in model.graph.initializer if tensor.data_type in {10, 16}]
     if halves and not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in model.graph.initializer):
