@@ -14,7 +14,9 @@ import pytest
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper, parser
 
 import detent as dt
+from detent.cli import main
 from detent.onnx_model import load, save
+from detent.onnx_model.quantized_model import load_quantized
 
 MEGABYTE = 1 << 20
 CHILD = """
@@ -504,6 +506,52 @@ def test_a_model_in_memory_that_is_nested_deep(depth):
         graph = attribute.g
     with pytest.raises(dt.FileFormatError, match="nested"):
         load(model)
+
+
+# Quantizers that lie
+
+
+def quantizer(codes, scale, dtype=np.int8):
+    """A DequantizeLinear node over codes and scales of these shapes."""
+    return [helper.make_node("DequantizeLinear", ["w", "s"], ["y"], name="dq")], codes, scale, dtype
+
+
+def table(codes, scale, *, is_grouped=False):
+    """Rows of codes of this shape, looked up together with their scales."""
+    nodes = [helper.make_node("Gather", ["w", "x"], ["r"]), helper.make_node("Cast", ["r"], ["f"], to=1)]
+    nodes += [helper.make_node("Reshape", ["f", "x"], ["g"])] if is_grouped else []
+    nodes += [helper.make_node("Gather", ["s", "x"], ["t"])]
+    return [*nodes, helper.make_node("Mul", ["g" if is_grouped else "f", "t"], ["y"])], codes, scale, np.int8
+
+
+LYING = {
+    "a scalar with two scales": (quantizer((), (2,)), "scales of shape (2,) for codes of shape ()"),
+    "an int32 scalar with two scales": (quantizer((), (2,), np.int32), "scales of shape (2,) for codes of shape ()"),
+    "a bias with a scale too few": (
+        quantizer((2, 3), (2,), np.int32),
+        "scales of shape (2,) for codes of shape (2, 3)",
+    ),
+    "a table without rows": (table((), (2,)), ""),
+    "a table without columns": (table((2, 0), (2, 0), is_grouped=True), ""),
+    "scales without columns": (table((2, 4), (2, 0), is_grouped=True), ""),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_a_quantizer_that_lies_is_listed_or_no_quantizer(name, tmp_path):
+    (nodes, codes, scale, dtype), reason = LYING[name]
+    tensors = [
+        numpy_helper.from_array(np.ones(codes, dtype), "w"),
+        numpy_helper.from_array(np.ones(scale, np.float32), "s"),
+    ]
+    x, y = (helper.make_tensor_value_info(each, kind, None) for each, kind in (("x", 7), ("y", 1)))
+    graph = helper.make_graph(nodes, "g", [x], [y], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    save(model, tmp_path / "model.onnx")
+    quantized = load_quantized(tmp_path / "model.onnx")
+    assert (quantized.weights, quantized.biases) == ({}, {})
+    assert [reason in each for each in quantized.skipped.values()] == [True] * bool(reason)
+    assert main(["inspect", str(tmp_path / "model.onnx")]) == 0
 
 
 # Fuzz

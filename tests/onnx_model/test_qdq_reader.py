@@ -99,13 +99,14 @@ def test_values_are_those_of_onnx_runtime(kind, way, with_zero):
     model = model_of(nodes, tensors)
     found = load_quantized(model)
     kept = found.biases if kind == "INT32" else found.weights
+    if kind == "INT32" and way == "blocks":  # which ONNX Runtime does not have
+        assert ("scales of shape (3, 4)" in str(found.skipped), kept) == (True, {})
+        return
     assert not found.skipped
     assert list(kept) == ["w"]
     assert np.array_equal(np.asarray(kept["w"].codes, np.float64), codes.astype(np.float64))
     assert found.readers["w"] == ("Gemm layer",)
     assert found.float_nbytes == 0
-    if kind == "INT32" and way == "blocks":
-        return  # of which ONNX Runtime has none
     same_bits(kept["w"].dequantize(), float_of(model, ["v"])["v"])
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from onnx import NodeProto, TensorProto
 
+from detent.errors import FileFormatError
 from detent.onnx_model import QdqParams
 from detent.onnx_model.qdq_reader import WeightCodes
 from detent.params import QuantParams
@@ -38,6 +39,8 @@ def test_layouts():
     gathered = WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",))
     assert str(layout_in_file(gathered, (9, 4))) == "axis 1"
     assert str(layout_of(QuantParams.int8_symmetric(), 2)) == "one for all"
+    with pytest.raises(FileFormatError, match=r"scales of shape \(4,\) for codes of shape \(\)"):
+        layout_in_file(gathered, ())
     per_column = layout_of(QuantParams("int8/axis1", np.ones(2)), 2)
     assert spread(np.array([1, 2]), per_column, (1, 2)).tolist() == [[1, 2]]
     assert spread(np.array([1, 2, 3]), per_column, (1, 2)) is None

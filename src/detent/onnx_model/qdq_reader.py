@@ -384,7 +384,8 @@ class _Scope:
     def _table(self, gather: NodeProto) -> WeightCodes | None:
         """Rows of codes that are looked up, cast, and multiplied by a scale; scales may be looked up with them."""
         table = self.constants[gather.input[0]]
-        if table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
+        is_empty = not table.dims or 0 in table.dims
+        if is_empty or table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
             return None
         path, node, zero = list[str](), gather, ""
         while node.op_type != "Mul":
@@ -421,7 +422,7 @@ class _Scope:
 
     def _table_params(self, table: TensorProto, scale: str, zero: str, *, is_grouped: bool) -> QdqParams | None:
         scales, kind = array_of(self.constants[scale]), table.data_type
-        if scales.dtype != np.float32:
+        if scales.dtype != np.float32 or not scales.size:
             return None
         zeros = array_of(self.constants[zero]).astype(np.int64) if zero else np.zeros(scales.shape, np.int64)
         if zeros.size != scales.size:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper
 
-from detent.errors import ParamsError, UnsupportedError
+from detent.errors import FileFormatError, ParamsError, UnsupportedError
 from detent.formats import FORMATS, Format
 from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
 from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, element_range
@@ -111,7 +111,15 @@ class QdqParams:
         """The granularity for data of that shape."""
         if self.block:
             return PerGroup(self.block, axis=self.axis)
-        return PerTensor() if self.scale.size == 1 and self.scale.ndim == 0 else PerAxis(self.axis % len(shape))
+        return PerAxis(self.axis_in(len(shape))) if self.scale.ndim else PerTensor()
+
+    def axis_in(self, rank: int) -> int:
+        """The axis of several scales in data of that rank."""
+        if not rank:
+            raise FileFormatError(
+                f"scales of shape {self.scale.shape} for codes of shape (): expected one scale, store it as a scalar"
+            )
+        return self.axis % rank
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
         """Convert to parameters for data of that shape; codes stay those of the file."""

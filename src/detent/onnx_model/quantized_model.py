@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, inliner
 
 from detent import ops
-from detent.errors import DetentError, UnsupportedError
+from detent.errors import DetentError, FileFormatError, UnsupportedError
 from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import describe
 from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Record, Unread, WeightCodes
@@ -161,6 +161,7 @@ class _View:
         name, qparams = weight.name, weight.qparams
         try:
             if weight.is_bias:
+                _check_bias(weight)
                 self.biases[name] = QuantizedBias(weight.codes, qparams.scale, qparams.zero_point, qparams.axis)
             else:
                 tensor = _tensor(weight)
@@ -189,6 +190,14 @@ def _tensor(weight: WeightCodes) -> QuantizedTensor:
     if weight.form == "float":
         return ops.quantize(weight.codes, params)
     return QuantizedTensor(weight.codes, params)
+
+
+def _check_bias(weight: WeightCodes) -> None:
+    scales, shape = weight.qparams.scale.shape, weight.codes.shape
+    if scales and scales != (shape[axis := weight.qparams.axis_in(len(shape))],):
+        raise FileFormatError(
+            f"scales of shape {scales} for codes of shape {shape}: expected one, or {shape[axis]} along axis {axis}"
+        )
 
 
 def _constant_params(weight: WeightCodes) -> QdqParams:

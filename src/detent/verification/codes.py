@@ -96,7 +96,7 @@ class ScaleLayout:
 def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
     """Where the scales of a file's quantizer, or of parameters, lie in data of that rank."""
     if isinstance(params, QdqParams):
-        return ScaleLayout(params.axis % rank, params.block) if params.scale.ndim else ScaleLayout(None)
+        return ScaleLayout(params.axis_in(rank), params.block) if params.scale.ndim else ScaleLayout(None)
     granularity = params.spec.granularity
     if isinstance(granularity, PerGroup):
         return ScaleLayout(granularity.axis % rank, granularity.size)
@@ -362,9 +362,9 @@ def _dequantized(weight: WeightCodes) -> Array | DetentError:
             axis = layout_in_file(weight, codes.shape).axis
             return dequantize(codes, replace(qparams, axis=1 if axis is None else axis).params(codes.shape))
         QuantParams("int8" if not qparams.scale.ndim else "int8/axis0", qparams.scale)  # its scales must be sound
+        scale = spread(qparams.scale, layout_of(qparams, codes.ndim), codes.shape)
     except DetentError as error:
         return error
-    scale = spread(qparams.scale, layout_of(qparams, codes.ndim), codes.shape)
     return codes.astype(np.float32) * np.asarray(scale, np.float32)
 
 
