@@ -410,3 +410,19 @@ def test_inputs_that_are_no_tensors_or_of_no_type():
 
 def test_this_folder_does_not_shadow_onnx():
     assert not Path(__file__).with_name("__init__.py").exists()
+
+
+def test_counted_batches_leave_the_original_whole():
+    batches, calls = open_batches([x(2), x(5)], [X]), []
+    batches.check_first()
+    counted = batches.counted(lambda *done: calls.append(done))
+    assert shapes(counted) == shapes(batches) == shapes(counted) == [{"x": (2, 3)}, {"x": (5, 3)}]
+    assert calls == [(1, 2), (2, 2)] * 2
+
+
+def test_counted_batches_of_an_iterator_take_the_pass_that_has_begun():
+    batches = open_batches(iter([x(2), x(5)]), [X])
+    batches.check_first()
+    assert shapes(batches.counted(lambda *_: None)) == [{"x": (2, 3)}, {"x": (5, 3)}]
+    with pytest.raises(dt.SpecError, match="give a list, a file or a directory"):
+        list(batches)

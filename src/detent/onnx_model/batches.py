@@ -307,7 +307,7 @@ class Batches:
     def counted(self, progress: Callable[[int, int | None], None]) -> "Batches":
         """These batches; each pass calls ``progress`` with the batches done and their number."""
         counted = copy(self)
-        counted._progress = progress
+        counted._progress, self._begun = progress, None  # a pass that has begun is read once
         return counted
 
     def check_first(self) -> Feed:
