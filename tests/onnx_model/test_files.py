@@ -69,3 +69,10 @@ def test_functions_take_loaded_models(path, tmp_path):
 def _quantized(path, folder, batch):
     qo.quantize(path, folder / "again.onnx", batch)
     return (folder / "again.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("source", [3, None, ["m.onnx"]], ids=repr)
+@pytest.mark.parametrize("function", [load, load_model, qo.decide, qo.load_quantized])
+def test_what_is_no_model_is_rejected(function, source):
+    with pytest.raises(dt.SpecError, match="a model is a path, a ModelProto or a LoadedModel, got "):
+        function(source)

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, EncodeError, Message
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from detent import storage
-from detent.errors import FileFormatError, UnsupportedError
+from detent.errors import FileFormatError, SpecError, UnsupportedError
 from detent.onnx_model.batches import InputInfo, inputs_of
 from detent.onnx_model.graph import BITS, MAIN, check_depth, sort_nodes
 from detent.onnx_model.provenance import digest_of
@@ -91,6 +91,7 @@ def load_model(source: ModelSource) -> LoadedModel:
     Raises:
         FileFormatError: not an ONNX model, damaged, cyclic, or with external data where they must not be.
         UnsupportedError: a newer version than ONNX Runtime reads.
+        SpecError: neither a path nor a model.
 
     >>> load_model("nothing.onnx")
     Traceback (most recent call last):
@@ -104,6 +105,8 @@ def load_model(source: ModelSource) -> LoadedModel:
         model = _copy(source)
         _check(model, _ExternalData(None), "the model")
         return LoadedModel(model, None, _nbytes(model))
+    if not isinstance(source, str | PathLike):
+        raise SpecError(f"a model is a path, a ModelProto or a LoadedModel, got {source!r:.80}: give one of them")
     path = Path(source)
     model, external = _parse(path), _ExternalData(path.parent)
     _check(model, external, os.fspath(path))
