@@ -10,14 +10,17 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx_graphs import Maker, images, rows, weights
 
 import detent as dt
 import detent.onnx as qo
-from detent.errors import DetentError
+import detent.sensitivity as qs
+from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.onnx.decisions import REWRITE_VERSION
+from detent.onnx_model.batches import inputs_of
 from detent.spec import QuantSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
@@ -267,6 +270,8 @@ BAD_JSON = {
     "ir_version": (lambda d: json_with(d, ir_version=1 << 40), "ir_version"),
     "target": (lambda d: json_with(d, target="gpu"), "gpu"),
     "recipe": (lambda d: json_with(d, recipe="{"), "recipe"),
+    "list as recipe": (lambda d: json_with(d, recipe="[1]"), "recipe"),
+    "NaN as options": (lambda d: json_with(d, options="NaN"), "options"),
     "spec": (lambda d: d.to_json().replace('"uint8/tensor/affine"', '"uint77"'), "uint77"),
     "huge array": (lambda d: json_with(d, constants={"c": HUGE}), "shape"),
     "huge rank": (lambda d: json_with(d, constants={"c": {**HUGE, "shape": [1] * 400}}), "decisions"),
@@ -362,6 +367,11 @@ UNFIT = {
     "unknown source": (lambda d: placement_with(d, 0, source_tensor="q"), "'q'"),
     "factor": (lambda d: placement_with(d, 0, factor=np.nan), "factor"),
     "not a multiple": (multiple_of_input, "times a constant"),
+    "reader twice": (lambda d: placement_with(d, 1, readers=("first", "first")), "readers has 'first' twice"),
+    "spec of a group's member": (
+        lambda d: replace(placement_with(d, 1, group="b", spec=QuantSpec("uint4")), ranges={"b": d.ranges["b"]}),
+        "its spec must be",
+    ),
     "constant of a placement": (lambda d: placement_with(d, 0, constants=("w1",)), "w1"),
     "observed range": (
         lambda d: replace(d, ranges={"x": replace(d.ranges["x"], observed_range=(1.0, 0.0))}),
@@ -374,6 +384,8 @@ UNFIT = {
     "equalized maker": (lambda d: entry_with(d, "equalized", maker="second"), "'b'"),
     "number of factors": (lambda d: entry_with(d, "equalized", factors=np.ones(5, np.float32)), "factors"),
     "NaN in factors": (lambda d: entry_with(d, "equalized", factors=np.full(6, np.nan, np.float32)), "factors"),
+    "readers of factors": (lambda d: entry_with(d, "equalized", readers=()), "at least one layer"),
+    "gain": (lambda d: entry_with(d, "equalized", gain_db=np.inf), "finite"),
     "large factors": (lambda d: entry_with(d, "equalized", factors=np.full(6, 2, np.float32)), "factors"),
 }
 
@@ -386,11 +398,53 @@ def test_decisions_that_do_not_fit_are_rejected(case):
         qo.rewrite(model, change(decisions))
 
 
+@pytest.mark.parametrize("case", ["unknown layer", "missing layer", "input without a placement", "unknown tensor"])
+def test_unfit_decisions_are_not_measured(case):
+    change, message = UNFIT[case]
+    model, decisions = chain()
+    [given] = inputs_of(model)
+    data = [{given.name: np.zeros([size or 1 for size in given.shape], np.float32)}]
+    with pytest.raises(DetentError, match=message):
+        qs.measure(model, data, change(decisions))
+
+
+def test_decisions_are_frozen():
+    decisions = replace(chain()[1], constants={"c": np.ones(2, np.float32)})
+    with pytest.raises(AttributeError):
+        decisions.ranges.clear()
+    with pytest.raises(ValueError, match="read-only"):
+        decisions.constants["c"][0] = 7
+    with pytest.raises(SpecError, match="opset"):
+        replace(decisions, opset=13.0)
+
+
+def test_layers_in_float_need_a_name_and_a_reason():
+    _, decisions = chain()
+    assert not decisions.with_layers_in_float("first", "by hand").layers[0].is_quantized
+    with pytest.raises(SpecError, match="needs a reason"):
+        decisions.with_layers_in_float(["first"], "")
+
+
+def test_another_onnx_may_convert_differently(monkeypatch):
+    model = chain()[0]
+    model.opset_import[0].version = 11
+    decisions = qo.decide(model, recipe="w8a16")
+    assert decisions.onnx_version == onnx.__version__
+    qo.rewrite(model, decisions)
+    monkeypatch.setattr(onnx, "__version__", "1.0.0")
+    with pytest.raises(UnsupportedError, match=r"onnx 1\.0\.0"):
+        qo.rewrite(model, decisions)
+    assert qo.decide(chain()[0], recipe="w8a16").onnx_version == ""
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tensor": "q"}, "fc"),
         ({"layers": ("words",)}, "words"),
+        ({"layers": ("fc", "fc")}, "twice"),
+        ({"layers": ()}, "at least one layer"),
+        ({"strength": np.nan}, "finite"),
         ({"factors": np.ones(7, np.float32)}, "8 inputs"),
         ({"factors": np.zeros(8, np.float32)}, "factors"),
         ({"folded": True}, "normalization"),

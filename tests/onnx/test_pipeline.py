@@ -9,6 +9,8 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
+from detent.errors import FileFormatError, SpecError
+from detent.onnx import pipeline
 from detent.onnx_model import TARGETS, Graph, Provenance, make_session, save
 
 FEEDS = images(6)
@@ -275,3 +277,42 @@ def test_foreign_operators_are_left_alone(tmp_path):
     report = quantize(model, tmp_path)
     assert "Gelu" in operators(qo.load(report.output))
     assert report.output_sqnr_db > 25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"seed": "a"}, "seed"),
+        ({"memory_budget": "500MB"}, "memory_budget"),
+        ({"memory_budget": -3}, "memory_budget"),
+        ({"skip": 3}, "skip"),
+        ({"skip": [3]}, "skip"),
+    ],
+)
+def test_unusable_options_are_rejected_by_name(tmp_path, options, message):
+    with pytest.raises(SpecError, match=message):
+        qo.quantize(conv_chain(), tmp_path / "a.onnx", images(1), progress=False, **options)
+
+
+def test_numpy_integers_are_seeds():
+    assert qo.decide(conv_chain(), images(1), seed=np.int64(3), progress=False).options == '{"seed": 3}'
+
+
+def test_a_missing_directory_is_noticed_first(tmp_path):
+    with pytest.raises(FileFormatError, match="missing is not a directory"):
+        qo.quantize("nothing.onnx", tmp_path / "missing" / "a.onnx")
+
+
+def test_a_checkpoint_and_several_passes_are_refused_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "_balanced", lambda *_: pytest.fail("accuracy passes ran first"))
+    with pytest.raises(SpecError, match="a checkpoint serves one pass"):
+        qo.quantize(
+            conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, checkpoint=tmp_path / "c", progress=False
+        )
+
+
+def test_reports_of_equal_outputs_are_valid_json(tmp_path):
+    report = qo.quantize(conv_chain(), tmp_path / "a.onnx", images(1), skip="*", progress=False)
+    assert report.output_sqnr_db == np.inf
+    assert json.loads(report.to_json(), parse_constant=pytest.fail)["output_sqnr_db"] == "inf"

@@ -6,7 +6,6 @@ passed on. A check that cannot be made (a model too large to time, one that cann
 file is still written.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -156,7 +155,7 @@ class Evaluation:
         """The result and its evaluation as a JSON-ready dict; numbers may be infinite or NaN."""
         accuracy, timing, codes = self.accuracy, self.timing, self.verification
         provenance = Provenance.read(self.quantized.proto)
-        document = json.loads(self.result.to_json())
+        document = self.result.to_dict()
         calibration_sqnr = document.pop("outputs_sqnr_db")
         if not calibration_sqnr and accuracy is not None and self.split is not None and not self.split.is_held_out:
             calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # of the same batches

@@ -39,6 +39,7 @@ __all__ = [
     "activation_params",
     "calibrate",
     "calibrate_groups",
+    "check_passes",
     "choose_clipped",
     "choose_params",
     "observed_tensors",
@@ -50,7 +51,7 @@ Array = NDArray[Any]
 FLOAT_FAILS = "the float model itself fails on these data"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-SAMPLES, SAMPLE_BYTES = 8, 64 << 20  # of the first batches that are kept for comparisons
+SAMPLES, SAMPLE_BYTES = 4, 64 << 20  # of the first batches that are kept for comparisons
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
@@ -148,8 +149,7 @@ def calibrate_groups(
     observers = _observers(plan, placements, observer)
     kept = _Kept(batches)
     groups = [list(observers)] if groups is None else groups
-    if checkpoint is not None and len(groups) > 1:
-        raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
+    check_passes(groups, checkpoint)
     for number, names in enumerate(groups):
         part = {name: observers[name] for name in names}
         source: Iterable[Feed] = kept if not number else batches
@@ -162,6 +162,12 @@ def calibrate_groups(
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
     return Calibration(observers, tuple(kept.samples), kept.count, batches.fingerprint(), scaled)
+
+
+def check_passes(groups: Sequence[Sequence[str]], checkpoint: str | PathLike[str] | None) -> None:
+    """Refuse a checkpoint where several passes are needed."""
+    if checkpoint is not None and len(groups) > 1:
+        raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
 
 
 def _observers(

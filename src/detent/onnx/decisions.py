@@ -1,7 +1,8 @@
 """Decisions: everything that quantizing an ONNX model decides, as one value.
 
 ``qo.decide`` looks at data, searches and compares; ``qo.rewrite`` applies what it decided. The same model and the same
-decisions give the same file, byte for byte, whatever the machine and the number of threads:
+decisions give the same file, byte for byte, whatever the machine and the number of threads (and with the same version
+of onnx, where that has to convert the model to a newer opset):
 
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the versions of ONNX that it is written in
@@ -9,6 +10,7 @@ constants              floats that ONNX Runtime computed from constants, where a
 layers                 specs, weight scales and corrected biases, or why a layer is kept in float
 equalized, smoothed    factors between layers (cross-layer equalization, SmoothQuant), in the order of application
 placements, ranges     behind which tensors Q/DQ pairs stand, and their scales and zero points
+onnx_version           the onnx that converted the model to a newer opset, which another one may do differently
 source, data, recipe,  digests and texts that the file carries on; nothing is decided by them
 options, written_by
 ====================== ===============================================================================================
@@ -23,6 +25,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -112,6 +115,7 @@ class QuantizerPlacement:
             raise SpecError(f"{where}: activations of a file have one float scale per tensor, got {self.spec}")
         if not isfinite(self.factor) or self.factor <= 0:
             raise SpecError(f"{where}: its factor must be positive and finite, got {self.factor}")
+        _check_unique(where, "readers", self.readers)
 
     @property
     def is_read_by_all(self) -> bool:
@@ -251,7 +255,9 @@ class Equalized(_ComparedByContent):
     gain_db: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", _factors(f"equalized {self.tensor!r}", self.factors, EQUALIZED_FACTORS))
+        where = f"equalized {self.tensor!r}"
+        object.__setattr__(self, "factors", _factors(where, self.factors, EQUALIZED_FACTORS))
+        _check_change(where, "readers", self.readers, self.strength, self.gain_db)
 
     def __str__(self) -> str:
         layers = ", ".join((self.maker, *self.readers))
@@ -282,10 +288,12 @@ class Smoothed(_ComparedByContent):
     gain_db: float
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", _factors(f"smoothed {self.tensor!r}", self.factors, SMOOTHED_FACTORS))
+        where = f"smoothed {self.tensor!r}"
+        object.__setattr__(self, "factors", _factors(where, self.factors, SMOOTHED_FACTORS))
+        _check_change(where, "layers", self.layers, self.strength, self.gain_db)
 
     def __str__(self) -> str:
-        cost = "" if self.folded else ", at the cost of a product"
+        cost = "" if self.folded else ", at the cost of a Mul node"
         what = f"smoothed {self.tensor} ({', '.join(self.layers)})"
         return f"{what} with strength {self.strength:g}: {self.gain_db:.1f} dB less noise{cost}"
 
@@ -300,13 +308,23 @@ def _factors(where: str, factors: Array, limits: tuple[np.float32, np.float32]) 
     return read_only(values)
 
 
+def _check_change(where: str, what: str, layers: tuple[str, ...], strength: float, gain_db: float) -> None:
+    """Refuse changes of no layer, of one layer twice, and figures that are not finite."""
+    if not layers:
+        raise SpecError(f"{where}: its {what} must name at least one layer")
+    _check_unique(where, what, layers)
+    if not (isfinite(strength) and isfinite(gain_db)):
+        raise SpecError(f"{where}: strength and gain_db must be finite, got {strength} and {gain_db}")
+
+
 @dataclass(frozen=True, eq=False)
 class Decisions(_ComparedByContent):
     """Everything that was decided for one model; the parts are tuples in the order of application.
 
     Attributes:
-        version, rewrite_version: see the module.
+        version, rewrite_version: the format of this value, and of the bytes that ``qo.rewrite`` makes of it.
         written_by: the version of detent that decided.
+        onnx_version: the version of onnx that converted the model to the opset; "" where nothing was converted.
         target: name of the target.
         opset, ir_version: versions of ONNX that the file is written in.
         source, data: digests of the float model and of the calibration data; "" where they are not known.
@@ -329,6 +347,7 @@ class Decisions(_ComparedByContent):
     version: int = VERSION
     rewrite_version: int = REWRITE_VERSION
     written_by: str = ""
+    onnx_version: str = ""
     target: str = "onnxruntime"
     opset: int = OPSETS[0]
     ir_version: int = IR_VERSIONS[0]
@@ -347,14 +366,16 @@ class Decisions(_ComparedByContent):
         self._check_versions()
         get_target(self.target)
         for name in ("recipe", "options"):
-            _check_json_text(name, getattr(self, name))
+            parse(getattr(self, name) or "{}", f"decisions: {name}", error=SpecError)
         for name in ("constants", "layers", "equalized", "smoothed", "placements", "ranges"):
             if len(getattr(self, name)) > MAX_ENTRIES:
                 raise SpecError(f"decisions: {name} has {len(getattr(self, name))} entries, at most {MAX_ENTRIES}")
-        _check_unique("layers", [each.name for each in self.layers])
-        _check_unique("equalized", [each.tensor for each in self.equalized])
-        _check_unique("smoothed", [each.tensor for each in self.smoothed])
-        _check_unique("placements", [each.tensor for each in self.placements])
+        constants = {name: read_only(value) for name, value in self.constants.items()}
+        object.__setattr__(self, "constants", MappingProxyType(constants))
+        object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
+        _check_unique("decisions", "layers", [each.name for each in self.layers])
+        for name in ("equalized", "smoothed", "placements"):
+            _check_unique("decisions", name, [each.tensor for each in getattr(self, name)])
         self._check_groups()
 
     def _check_versions(self) -> None:
@@ -365,7 +386,7 @@ class Decisions(_ComparedByContent):
             if value != supported:
                 raise SpecError(f"decisions: this detent reads {name} {supported}, got {value!r}: decide again")
         for name, value, allowed in (("opset", self.opset, OPSETS), ("ir_version", self.ir_version, IR_VERSIONS)):
-            if value not in allowed:
+            if type(value) is not int or value not in allowed:
                 raise SpecError(f"decisions: {name} must be in {allowed[0]}..{allowed[-1]}, got {value!r}")
 
     def _check_groups(self) -> None:
@@ -378,6 +399,9 @@ class Decisions(_ComparedByContent):
                 raise SpecError(f"{where}: its source tensor {each.source_tensor!r} has no placement before it")
             if each.group != each.tensor and each.group not in known:
                 raise SpecError(f"{where}: its group {each.group!r} has no placement before it")
+            first = known.get(each.source_tensor or each.group, each)
+            if each.spec != first.spec:
+                raise SpecError(f"{where}: its spec must be {first.spec}, as that of {first.tensor!r}, got {each.spec}")
             known[each.tensor] = each
             if each.group == each.tensor and not each.source_tensor:
                 own.add(each.group)
@@ -405,8 +429,11 @@ class Decisions(_ComparedByContent):
         """The same with some layers kept in float; Q/DQ pairs that only they read go, too.
 
         Raises:
-            SpecError: there is no such layer.
+            SpecError: there is no such layer, or no reason.
         """
+        names = (names,) if isinstance(names, str) else names
+        if not reason:
+            raise SpecError("a layer that is kept in float needs a reason, such as 'too sensitive'")
         unknown = sorted(set(names) - {each.name for each in self.layers})
         if unknown:
             raise SpecError(f"there are no layers {unknown}: decisions.layers has the names")
@@ -442,16 +469,9 @@ def scaled(params: QuantParams, factor: float) -> QuantParams:
     return QuantParams(params.spec, np.float32(params.scale * np.float64(factor)), params.zero_point)
 
 
-def _check_json_text(name: str, text: str) -> None:
-    try:
-        json.loads(text or "{}")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SpecError(f"decisions: {name} must be JSON text or empty: {error}") from error
-
-
-def _check_unique(what: str, names: Iterable[str]) -> None:
+def _check_unique(where: str, what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise SpecError(f"decisions: {what} has {name!r} twice")
+            raise SpecError(f"{where}: {what} has {name!r} twice")
         seen.add(name)

@@ -18,7 +18,7 @@ from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import MSE
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.placement import place_quantizers
-from detent.onnx_model.graph import Graph
+from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
@@ -261,7 +261,7 @@ def weight_problem(spec: QuantSpec, layer: Layer) -> str:
     if layer.node.op_type == "Gather" and kind == PerAxis(1) and not spec.symmetric:
         return "a table looked up by rows has one scale per row, or symmetric ones per column"
     if isinstance(kind, PerGroup):
-        if layer.node.op_type not in {"MatMul", "Gemm", "Gather"}:
+        if layer.node.op_type not in {*MATMULS, "Gather"}:
             return f"groups are for matrices, {layer.node.op_type} has none"
         if layer.shape[kind.axis] % kind.size:
             return (
@@ -285,7 +285,7 @@ def activation_problem(spec: QuantSpec) -> str:
 
 def _stored(spec: QuantSpec, layer: Layer) -> int:
     """The bytes of codes, scales and zero points in the file."""
-    is_matmul = layer.node.op_type in {"MatMul", "Gemm"}
+    is_matmul = layer.node.op_type in MATMULS
     return stored_nbytes(spec, layer.shape, (4, 8, 16) if is_matmul else (8, 16))  # others take no 4-bit types
 
 

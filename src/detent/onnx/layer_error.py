@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.onnx.graph_plan import GraphPlan
-from detent.onnx_model.graph import Graph, attribute_of
+from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter
 from detent.onnx_model.sessions import make_session, ort_errors, record
@@ -32,8 +32,6 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 PART_ROWS = 512  # of a matrix that are compared
 PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # of an image that are compared, and the side of the blocks they are taken in
-# Threads that wait do not spin: hundreds of short runs would burn a second core for nothing.
-PATIENT = {"session.intra_op.allow_spinning": "0"}
 
 
 class Probe:
@@ -46,12 +44,13 @@ class Probe:
     def run(self, x: Array, weight: Array) -> Array:
         """The result without a bias."""
         kind = self.layer.node.op_type
-        if kind in {"MatMul", "Gemm"}:
+        if kind in MATMULS:
             matrix = weight.T if attribute_of(self.layer.node, "transB", 0) else weight
             return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
-            self._session = make_session(_alone(self.layer.node), threads=1)  # pools of many sessions would spin
-        result: Array = self._session.run(None, {"x": x, "w": weight})[0]
+            self._session = make_session(_alone(self.layer.node), threads=1)  # many sessions, few at work
+        with ort_errors():
+            result: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return result
 
 
@@ -84,9 +83,9 @@ class IsolatedLayers:
 
 def part_of(layer: Layer, x: Array) -> Array:
     """A part of a layer's input that shows how well it is quantized: spread rows of a matrix, or blocks of an image."""
-    if layer.node.op_type in {"MatMul", "Gemm"}:
+    if layer.node.op_type in MATMULS:
         flat = x.reshape(-1, x.shape[-1])
-        return flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS]
+        return np.ascontiguousarray(flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS])  # a view would keep all of x
     sizes = layer.shape[2:]
     gaps = attribute_of(layer.node, "dilations", [1] * len(sizes))
     left = PART_POINTS
@@ -168,7 +167,7 @@ class SwitchableModel:
             copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
         graph.drop_unread()
         self._off = {switch.flag: np.array(False) for switch in switches}
-        self._session = make_session(graph.finish(), config=PATIENT)
+        self._session = make_session(graph.finish())
 
     def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
         """The outputs of these names with some weights replaced, and some quantizers turned on."""

@@ -21,7 +21,7 @@ from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, subgraphs
-from detent.onnx_model.sessions import make_session, without_weights
+from detent.onnx_model.sessions import make_session, ort_errors, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
@@ -63,7 +63,8 @@ def convert(
 
 
 def _compare(before: ModelProto, after: ModelProto, feed: Mapping[str, NDArray[Any]], opsets: tuple[int, int]) -> None:
-    results = [make_session(each).run(None, dict(feed)) for each in (before, after)]
+    with ort_errors():
+        results = [make_session(each).run(None, dict(feed)) for each in (before, after)]
     for name, old, new in zip(Graph(before).outputs, *results, strict=True):
         if np.shape(old) == np.shape(new) and _close(np.asarray(old), np.asarray(new)):
             continue
@@ -334,8 +335,9 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[
     if sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
         return None
     try:
-        results = make_session(model, optimize=False).run(None, {})
-    except (UnsupportedError, RuntimeError):
+        with ort_errors():
+            results = make_session(model, optimize=False).run(None, {})
+    except UnsupportedError:
         return None
     return {name: np.asarray(value) for name, value in zip(outputs, results, strict=True)}
 

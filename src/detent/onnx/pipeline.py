@@ -10,25 +10,28 @@ needs. ``QuantizeReport`` says what was done to a model, and what it costs.
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto
 
 from detent import __version__
+from detent.checks import as_integer
+from detent.codec import encode
 from detent.errors import NotCalibratedError, SpecError
 from detent.granularity import PerGroup
-from detent.metrics import SignalNoise
+from detent.metrics import OutputComparison
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.calibration import (
     Progress,
     calibrate_groups,
+    check_passes,
     choose_clipped,
     choose_params,
     observed_tensors,
@@ -44,10 +47,11 @@ from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
-from detent.onnx_model.sessions import kernels_of, make_session
+from detent.onnx_model.sessions import kernels_of, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
+from detent.storage import check_directory
 from detent.tables import table_lines
 
 __all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
@@ -133,9 +137,10 @@ class QuantizeReport:
     hints: tuple[str, ...] = field(default=())
     decisions: Decisions | None = field(default=None, repr=False)
 
-    def to_json(self) -> str:
-        """The same as JSON."""
-        plain: dict[str, Any] = {
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values; numbers may be infinite."""
+        names = ("nbytes_before", "nbytes_after", "output_sqnr_db", "seconds")
+        return {
             "output": str(self.output),
             "recipe": json.loads(self.plan.recipe.to_json()),
             "target": self.plan.target.name,
@@ -143,9 +148,12 @@ class QuantizeReport:
             "outputs_sqnr_db": dict(self.outputs_sqnr_db),
             "steps": list(self.steps),
             "hints": list(self.hints),
+            **{name: getattr(self, name) for name in names},
         }
-        names = ("nbytes_before", "nbytes_after", "output_sqnr_db", "seconds")
-        return json.dumps(plain | {name: getattr(self, name) for name in names}, indent=2)
+
+    def to_json(self) -> str:
+        """The report as JSON; infinite numbers are text."""
+        return json.dumps(encode(self.to_dict()), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
         rows = [
@@ -186,7 +194,11 @@ class _Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "skip", (self.skip,) if isinstance(self.skip, str) else tuple(self.skip))
+        skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
+        if not all(isinstance(name, str) for name in skip):
+            raise SpecError(f"skip holds names of layers or globs, got {self.skip!r}")
+        object.__setattr__(self, "skip", skip)
+        object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
         if self.keep_float not in {"auto", "none"}:
             raise SpecError(
                 f"keep_float is 'auto' or 'none', got {self.keep_float!r}; skip= names layers to leave in float"
@@ -210,6 +222,11 @@ class _Run:
     memory_budget: int | None = None
     progress: Progress | None = None
     checkpoint: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_budget is not None:
+            budget = as_integer("memory_budget", self.memory_budget, at_least=1)
+            object.__setattr__(self, "memory_budget", budget)
 
 
 @dataclass(frozen=True)
@@ -245,7 +262,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     """Quantize a model file: ``decide``, then ``rewrite``, then compare both models and save.
 
     Args:
-        model: a path or a ModelProto, in float32.
+        model: a float32 model: a path, a ModelProto, or what ``load_model`` of ``detent.evaluate`` returned.
         output: the file to write; an existing one is replaced in one step.
         data: calibration batches: an iterable of dicts, tuples or arrays, an .npz, or a directory of .npz or .npy
             files; not needed for weight-only recipes.
@@ -266,7 +283,8 @@ def quantize(  # noqa: PLR0913 - the options of the main job
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and there are no data.
-        UnsupportedError, FileFormatError, SpecError, ShapeError, NaNError: model, recipe or data do not fit.
+        UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: model, recipe or data do not
+            fit.
 
     >>> import tempfile, numpy as np, detent.onnx as qo
     >>> from onnx import parser
@@ -278,6 +296,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     'MatMulIntegerToFloat'
     """
     start = time.perf_counter()
+    check_directory(Path(output).parent)
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
     original = load_model(model)
@@ -309,7 +328,7 @@ def decide(  # noqa: PLR0913 - the options of the main job
 ) -> Decisions:
     """Decide how to quantize a model: all that ``qo.quantize`` decides, for ``qo.rewrite`` to apply.
 
-    The arguments and errors are those of ``qo.quantize``.
+    The arguments and errors are those of ``qo.quantize``, without ``output`` and ``compare``.
 
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
@@ -342,6 +361,7 @@ def _decide(
     graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
     facts = Decisions(
         written_by=__version__,
+        onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
         target=target.name,
         opset=graph_plan.graph.opset,
         ir_version=prepared.model.ir_version,
@@ -354,7 +374,7 @@ def _decide(
         return _decide_with_data(facts, graph_plan, batches, options, run)
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
-        steps = (f"converted from operator set {own_opset} to {facts.opset}; not compared, without data",)
+        steps = (f"converted from opset {own_opset} to {facts.opset}; not compared, without data",)
     return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
 
@@ -364,6 +384,7 @@ def _decide_with_data(
     groups: list[list[str]] | None = None
     if run.memory_budget is not None:  # fail early if the budget is too small
         groups = tensor_groups(graph_plan, batches, run.memory_budget)
+        check_passes(groups, run.checkpoint)
     graph_plan, equalized, smoothed = _balanced(graph_plan, batches, options)
     grouped = [name for group in groups or () for name in group]
     if run.memory_budget is not None and grouped != observed_tensors(graph_plan):
@@ -428,7 +449,7 @@ def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) 
 
 
 def _needs_low_bits(recipe: Recipe) -> bool:
-    """Whether quantizers are written that older operator sets do not have."""
+    """Whether quantizers are written that older opsets do not have."""
     for rule in recipe.rules:
         for spec in (rule.weight, rule.input, rule.output):
             if spec is not None and (spec.bits not in {5, 6, 7, 8} or isinstance(spec.granularity, PerGroup)):
@@ -436,18 +457,14 @@ def _needs_low_bits(recipe: Recipe) -> bool:
     return False
 
 
-def output_sqnr(
-    before: ModelSource, after: ModelProto, feeds: Sequence[Feed], config: Mapping[str, str] | None = None
-) -> dict[str, float]:
+def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
     """The SQNR in decibels of every float output over some batches."""
     names = Graph(after).outputs
-    sessions = make_session(before), make_session(after, config=config)
-    powers: dict[str, SignalNoise] = {}
-    for feed in feeds:
-        for name, old, new in zip(names, *(session.run(names, feed) for session in sessions), strict=True):
-            if getattr(old, "dtype", None) == np.float32:
-                powers.setdefault(name, SignalNoise()).add(np.ravel(old), np.ravel(new))
-    return {name: each.sqnr_db for name, each in powers.items()}
+    sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
+    with ort_errors():
+        for feed in feeds:
+            comparison.add(*(session.run(names, feed) for session in sessions))
+    return dict(comparison.sqnr_db)
 
 
 def _finish(

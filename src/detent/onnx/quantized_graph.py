@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto
 
 from detent import __version__
-from detent.errors import NotCalibratedError, SpecError
+from detent.errors import NotCalibratedError, SpecError, UnsupportedError
 from detent.granularity import PerGroup
 from detent.onnx import equalization, smoothquant
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
@@ -33,7 +34,7 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["float_form", "insert", "layer_decisions", "placed", "rewrite"]
+__all__ = ["check_fits", "float_form", "insert", "layer_decisions", "placed", "rewrite"]
 
 Array = NDArray[Any]
 
@@ -91,6 +92,11 @@ def _check_opset(model: ModelProto, decisions: Decisions) -> None:
     allowed = {max(own, needed_opset(low_bits=low_bits)) for low_bits in (False, True)}
     if decisions.opset not in allowed:
         raise SpecError(f"decisions: opset must be one of {sorted(allowed)} for this model, got {decisions.opset}")
+    if own < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
+        raise UnsupportedError(
+            f"onnx {decisions.onnx_version} converted the model from opset {own} to {decisions.opset}, and onnx "
+            f"{onnx.__version__}, which is installed, may convert it differently: install that version, or decide again"
+        )
 
 
 def insert(
@@ -208,9 +214,7 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
 def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
     """Write quantizers into a model in normal form, which is changed."""
     graph, target = Graph(model), get_target(decisions.target)
-    layers = {layer.name: layer for layer in layers_of(graph)}
-    _check_layers(graph, layers, decisions)
-    _check_placements(graph, decisions)
+    layers = check_fits(graph, decisions)
     writer = _Writer(graph, target, decisions)
     for placement in decisions.placements:
         if placement.source_tensor:
@@ -237,6 +241,17 @@ def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
         decisions.options,
     ).write(finished)
     return finished
+
+
+def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
+    """The layers of a model in normal form, if the decisions fit it."""
+    layers = {layer.name: layer for layer in layers_of(graph)}
+    _check_layers(graph, layers, decisions)
+    for each in decisions.placements:
+        problem = _placement_problem(graph, each)
+        if problem:
+            raise SpecError(f"placement of {each.tensor!r}: {problem}")
+    return layers
 
 
 def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decisions) -> None:
@@ -282,14 +297,6 @@ def _layer_problem(
     return ""
 
 
-def _check_placements(graph: Graph, decisions: Decisions) -> None:
-    """Refuse placements behind tensors that the model does not have, for nodes that do not read them."""
-    for each in decisions.placements:
-        problem = _placement_problem(graph, each)
-        if problem:
-            raise SpecError(f"placement of {each.tensor!r}: {problem}")
-
-
 def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     """Why no Q/DQ pair can stand there; "" where one can."""
     tensor, producer = placement.tensor, graph.producer(placement.tensor)
@@ -304,9 +311,19 @@ def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     for name in placement.constants:
         if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
             return f"{name!r} is not a constant number"
+        if _reader_of_number(graph, name, tensor) is None:
+            return f"the operator that makes it does not read {name!r}"
     if placement.source_tensor:
         return _scaled_problem(graph, placement, producer)
     return ""
+
+
+def _reader_of_number(graph: Graph, name: str, result: str) -> NodeProto | None:
+    """The node that reads a constant and makes a tensor, alone or with Relu and Clip behind it."""
+    node = graph.producer(result)
+    while node is not None and name not in node.input and node.op_type in {"Relu", "Clip"}:
+        node = graph.producer(node.input[0])
+    return node if node is not None and name in node.input else None
 
 
 def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
@@ -420,9 +437,7 @@ class _Writer:
         code_name = graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8)
         names = code_name, *self._writer.parameters(name, qparams)
         dequantized = graph.fresh(f"{name}_dequantized")
-        node = graph.producer(result)
-        while node is not None and name not in node.input:  # behind the Relu or Clip
-            node = graph.producer(node.input[0])
+        node = _reader_of_number(graph, name, result)
         if node is not None:
             graph.redirect(name, dequantized, [node])
             graph.insert([self._writer.dequantized(names, dequantized, name, qparams)])

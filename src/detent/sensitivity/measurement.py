@@ -142,7 +142,8 @@ def measure(  # noqa: PLR0913 - the options of one job
         data: for an ONNX model as ``qo.quantize`` takes it; for a module batches, each a tensor, a tuple of its
             arguments, or a dict of them by name.
         recipe: which layers are measured; without widths also how: weight and input of the layer as its rule says.
-            ``qo.Decisions`` measure the layers with the parameters that their file has.
+            ``qo.Decisions`` measure the layers with the parameters that their file has; ``refine`` and ``run_mix``
+            then run the recipe, with ranges of their own.
         widths: only weights are quantized, once per width: a number of bits (symmetric, a scale per output channel)
             or the text of a spec, such as "int4/group32".
         samples: how many, counted along the first axis of the inputs; a batch is cut if the model allows it.
@@ -172,7 +173,7 @@ def measure(  # noqa: PLR0913 - the options of one job
     specs, stored = None if widths is None else as_widths(widths), as_storage(storage)
     count, skipped = as_integer("samples", samples, at_least=1), (skip,) if isinstance(skip, str) else tuple(skip)
     name = target if isinstance(target, str) else target.name
-    if type(recipe).__name__ == "Decisions":  # by name: onnx is not loaded here
+    if _is_decisions(recipe):
         decisions = cast("Decisions", recipe)
         if specs is not None:
             raise SpecError("decisions hold the specs of all weights: give a recipe to measure other widths")
@@ -294,6 +295,11 @@ def _open(
     from detent.sensitivity.onnx_bench import open_recipe  # noqa: PLC0415 - it loads ONNX Runtime
 
     return open_recipe(_as_source(model), data, recipe, widths, samples, target, skip, storage)
+
+
+def _is_decisions(recipe: object) -> bool:
+    decisions = sys.modules.get("detent.onnx.decisions")  # not imported yet: then it is none
+    return decisions is not None and isinstance(recipe, decisions.Decisions)
 
 
 def _is_module(model: object) -> bool:

@@ -20,11 +20,11 @@ from detent.onnx.decisions import Decisions, LayerDecision
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
 from detent.onnx.layer_error import Switch, SwitchableModel
 from detent.onnx.normal_form import prepare
-from detent.onnx.quantized_graph import float_form, insert
+from detent.onnx.quantized_graph import check_fits, float_form, insert
 from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import MATMULS, Graph
-from detent.onnx_model.layers import Layer, layers_of
+from detent.onnx_model.layers import Layer
 from detent.onnx_model.sessions import make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
@@ -62,11 +62,12 @@ class OnnxLayerRunner:
     ) -> None:
         self._feeds, self._specs, self._weight_params = feeds, specs, weight_params or {}
         self.samples, self.recipe, self.options = samples, recipe, tuple(specs)
-        self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage)
+        self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, self._weight_params)
         self.names: Sequence[str] = _float_outputs(model)
         switches = [Switch(f"{name}//switch", layers[name].data, each, name) for name, each in inputs.items()]
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
+        # Containers of one target for all: the codes in them are the same.
         self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"))
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
@@ -140,7 +141,7 @@ def open_decisions(
     original = load_model(source)
     feeds, count = open_batches(data, original.inputs).first_samples(samples)
     model = float_form(original, decisions)
-    layers, params = {layer.name: layer for layer in layers_of(Graph(model))}, decisions.tensor_params()
+    layers, params = check_fits(Graph(model), decisions), decisions.tensor_params()
     quantized = [each for each in decisions.layers if each.is_quantized]
     skipped = skipped_names([each.name for each in quantized], skip, "decisions.layers has")
     quantized = [each for each in quantized if each.name not in skipped]
@@ -155,16 +156,19 @@ def open_decisions(
 
 
 def _groups(
-    specs: Mapping[str, Mapping[str, QuantSpec]], layers: Mapping[str, Layer], storage: Storage
+    specs: Mapping[str, Mapping[str, QuantSpec]],
+    layers: Mapping[str, Layer],
+    storage: Storage,
+    weight_params: Mapping[str, QuantParams],
 ) -> tuple[LayerGroup, ...]:
-    """The layers by their weights, in order; those that share one and its specs, and so its codes, are one group."""
-    sharing: dict[tuple[str, tuple[QuantSpec | None, ...]], list[str]] = defaultdict(list)
+    """The layers by their weights, in order; those that share one and its codes are one group."""
+    sharing: dict[tuple[str, tuple[QuantSpec | None, ...], QuantParams | None], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         of_layer = tuple(by_name.get(name) for by_name in specs.values())
         if any(spec is not None for spec in of_layer):
-            sharing[layer.weight, of_layer].append(name)
+            sharing[layer.weight, of_layer, weight_params.get(name)].append(name)
     groups = []
-    for (_, of_layer), names in sharing.items():
+    for (_, of_layer, _), names in sharing.items():
         layer = layers[names[0]]
         is_product = all(layers[name].node.op_type in MATMULS for name in names)
         nbytes = {
