@@ -92,7 +92,7 @@ def test_a_swapped_axis_is_caught(made):
 def test_a_file_is_of_its_own_source_and_of_no_other(made, tmp_path):
     report = dt.verify(model(), made, DATA, levels=(1,))
     assert report.weights_by == "digests"
-    assert "written for this source" in str(report)
+    assert "recorded for this source" in str(report)
     other = model()
     changed(other, "w1", one_ulp)
     found = dt.verify(other, made, DATA, levels=(1,))
@@ -110,5 +110,5 @@ def test_a_file_without_digests_says_that_weights_were_not_compared(made):
     del made.metadata_props[:]
     report = dt.verify(model(), made, DATA, levels=(1,))
     assert report.weights_by == "nothing"
-    assert any("weights were not compared" in note for note in report.notes)
-    assert "every code of the file is that of its source" not in str(report)
+    assert any("weights not compared" in note for note in report.notes)
+    assert "all codes match the source" not in str(report)

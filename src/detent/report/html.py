@@ -254,10 +254,7 @@ def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve 
 
 BASES = {
     "sensitivity": "Damage is a layer's share of the noise at the outputs when it alone is quantized.",
-    "output": (
-        "Damage is a layer's share of all layers' noise, each relative to its own result; what layers before it add is "
-        "part of it."
-    ),
+    "output": "Damage is a layer's share of the noise in all layers' results; it includes error of earlier layers.",
     "weight": "Damage is a layer's share of the rounding noise of all weights, each relative to its weight.",
     "input": "Damage is a layer's share of the rounding noise of all inputs, each relative to its input.",
     "none": "Nothing is known of the damage: give data and the float model to measure it.",

@@ -116,10 +116,8 @@ class _Verification:
             return
         self.weights_by = check_origin(self.artifact, self.source.model, self.tally)
         if self.weights_by == "nothing":
-            self.notes[
-                "weights were not compared: the file does not say which model they were made of, as those of "
-                "qo.quantize do"
-            ] = None
+            note = "weights not compared: the file has no source digest (files from qo.quantize have one)"
+            self.notes[note] = None
 
     def _probes(self) -> list[Probe]:
         """The file as written, for levels 1 and 2, and as ONNX Runtime optimizes it, for levels 2 and 3."""

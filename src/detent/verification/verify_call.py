@@ -54,7 +54,7 @@ def verify(
     >>> report = dt.verify(model, model, [np.linspace(-9, 9, 100, dtype=np.float32)], levels=(1,))
     >>> print(report)
     codes that differ: 0 of 100
-    level 1: every code of the file is that of its source (1 batch)
+    level 1: all codes match the source (1 batch)
     """
     levels = tuple(sorted(set(levels)))
     if not levels or not set(levels) <= set(LEVELS):

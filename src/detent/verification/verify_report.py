@@ -12,9 +12,9 @@ __all__ = ["Difference", "EndToEnd", "Kernel", "VerifyReport"]
 
 MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12
 MATCHES = {
-    "source": "every code of the file is that of its source",
-    "digests": "every quantizer gives its codes, and the weights are as they were written for this source",
-    "nothing": "every quantizer gives its codes; the weights were not compared",
+    "source": "all codes match the source",
+    "digests": "all quantizer codes match; weights match the digests recorded for this source",
+    "nothing": "all quantizer codes match; weights not compared",
 }
 
 
@@ -130,7 +130,7 @@ class VerifyReport:
     >>> report = VerifyReport((1,), 1, 100, 0)
     >>> print(report)
     codes that differ: 0 of 100
-    level 1: every code of the file is that of its source (1 batch)
+    level 1: all codes match the source (1 batch)
     """
 
     levels: tuple[int, ...]
