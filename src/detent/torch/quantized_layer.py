@@ -185,7 +185,7 @@ class QuantizedProduct(QuantizedLayer):
         if self.kind.product is None:
             raise UnsupportedError(f"{self.float_class.__name__} is no product")
         kind, weight, fold = self.kind.product(self), self.weight, self.fold  # looking up a parameter takes long
-        x = self._padded(x)
+        x = self._padded(x) if weight.ndim > 2 else x
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
         x = x.unsqueeze(0) if unbatched else x
         bias = fold.bias(self.bias) if fold is not None and fold.is_fused else self.bias
@@ -201,11 +201,11 @@ class QuantizedProduct(QuantizedLayer):
 
     def _padded(self, x: Tensor) -> Tensor:
         """The input with the padding that ``Convolution`` does not do: other modes than zeros, and "same"."""
-        mode = getattr(self, "padding_mode", "zeros")
-        if mode == "zeros" and not isinstance(getattr(self, "padding", None), str):
+        layer: Any = self
+        mode = layer.padding_mode
+        if mode == "zeros" and not isinstance(layer.padding, str):
             return x
-        border: list[int] = self._reversed_padding_repeated_twice  # type: ignore[assignment]  # of every convolution
-        return F.pad(x, border, mode="constant" if mode == "zeros" else mode)
+        return F.pad(x, layer._reversed_padding_repeated_twice, mode="constant" if mode == "zeros" else mode)
 
     # The weight that a forward multiplies with
 
@@ -237,14 +237,13 @@ class QuantizedProduct(QuantizedLayer):
 
     def _running_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
         """The running weight, from the cache where nothing has changed."""
-        data = weight.detach()
         if quantizer is None:
-            return QuantizedWeight(FLOAT, None, data, keep=True)
+            return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
         step = quantizer.next_step()
         learned: Values | None = None
 
         def make(keep: bool) -> QuantizedWeight:
-            factor = self._factor(weight, quantizer)
+            data, factor = weight.detach(), self._factor(weight, quantizer)
             scaled = data if factor is None else data * factor
             quantized = quantizer.quantize(scaled, step, None if keep else "weight", learned)
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
@@ -254,8 +253,9 @@ class QuantizedProduct(QuantizedLayer):
             return make(False)
         if quantizer.is_learned:  # once per forward and in its graph, whatever is cached
             factor = self._factor(weight, quantizer)
-            learned = quantizer.values_for(data if factor is None else data * factor)
-        quantized = self._cached(weight, quantizer, None if quantizer.absorbs_gain else self.fold, make)
+            learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
+        fold = None if self.fold is None or quantizer.absorbs_gain else self.fold
+        quantized = self._cached(weight, quantizer, fold, make)
         return quantized if learned is None else quantized._replace(operand=Operand(learned, quantizer.ste, step))
 
     def _exported_constant(self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold) -> QuantizedWeight:

@@ -147,7 +147,7 @@ class FakeQuantize(ParameterState):
     def values_for(self, x: Tensor) -> Values:
         """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
         mode, params = self.mode, None
-        recomputed = torch._C._current_graph_task_id() != -1  # as in _is_recomputed
+        recomputed = _in_backward()
         updates = self.training and self.observing and not recomputed
         if isinstance(mode, PerBatch):
             params = self._params_of_batch(x)
@@ -204,7 +204,7 @@ class FakeQuantize(ParameterState):
         quantized, params, nonfinite = dynamic
         if nonfinite:
             self._refuse_nan(x)
-        if not _is_recomputed():
+        if not _in_backward():
             self.hold(params)
             if self.watcher is not None:
                 self.watcher(self, x, params)
@@ -340,6 +340,11 @@ def _may_write_in_evaluation() -> bool:
     return not torch._C._are_functorch_transforms_active()
 
 
+def _in_backward() -> bool:
+    """Whether activation checkpointing repeats a forward, which must not change the state again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _is_recomputed() -> bool:
-    """Whether activation checkpointing repeats a forward in backward, which must not change the state again."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    """``_in_backward`` for forwards that may be traced."""
+    return not torch.compiler.is_compiling() and _in_backward()
