@@ -47,7 +47,7 @@ from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
-from detent.onnx_model.sessions import kernels_of, make_session, ort_errors
+from detent.onnx_model.sessions import ACCURACY_LEVEL, kernels_of, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
@@ -66,7 +66,7 @@ EVALUATION_BATCHES = 4  # that the outputs are compared on
 FALLBACK_REASON = "it alone causes more than a quarter of the noise"
 WEIGHT_ONLY_HINT = (
     "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
-    "'session.qdq_matmulnbits_accuracy_level' is '0' or '1', which the file cannot carry"
+    f"{ACCURACY_LEVEL!r} is '0' or '1', which the file cannot carry"
 )
 
 

@@ -29,6 +29,7 @@ from detent.onnx_model.graph import INTEGER_KERNELS, QUANTIZE, Graph, array_of, 
 from detent.onnx_model.provenance import Provenance
 
 __all__ = [
+    "ACCURACY_LEVEL",
     "SPINNING",
     "Probe",
     "Reading",
@@ -54,6 +55,7 @@ _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
 SPINNING = "session.intra_op.allow_spinning"
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # of MatMulNBits: 0 or 1 for float activations
 LOG_FATAL_ONLY = 4  # errors are raised; the log only repeats them
 _ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no common base class
     RuntimeError,

@@ -25,7 +25,7 @@ from detent.onnx_model.batches import BatchSource, inputs_of, open_batches
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer
-from detent.onnx_model.sessions import make_session, ort_errors
+from detent.onnx_model.sessions import ACCURACY_LEVEL, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
@@ -40,7 +40,7 @@ __all__ = ["EXACT", "OnnxLayerRunner", "open_decisions", "open_recipe", "run_rec
 Array = NDArray[Any]
 Feed = dict[str, Array]
 # Weight-only products are computed in float: what is measured is the noise of the weights.
-EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}
+EXACT = {ACCURACY_LEVEL: "0"}
 EXCLUDED = ("excluded", "no rule matches")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 

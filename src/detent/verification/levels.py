@@ -26,7 +26,7 @@ from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
-from detent.onnx_model.sessions import Probe, Reading, ort_errors
+from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading, ort_errors
 from detent.verification.codes import ActivationCheck, Tally, WeightCheck
 from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
@@ -47,7 +47,6 @@ from detent.verification.verify_report import VerifyReport
 __all__ = ["run_levels"]
 
 Array = NDArray[Any]
-ACCURACY = "session.qdq_matmulnbits_accuracy_level"
 
 
 def run_levels(
@@ -148,10 +147,11 @@ class _Verification:
             self.end_to_end["optimized"] = check
             readings += check.readings()
             if any(node.op_type == "MatMulNBits" for node in model.graph.node):
-                self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY: "0"})
+                self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY_LEVEL: "0"})
                 self.notes[
                     "products with float inputs run with 8-bit activations in ONNX Runtime, unless the session has "
-                    f"{ACCURACY} set to 0 or 1; the file cannot carry it: compare 'optimized' with 'accuracy level 0'"
+                    f"{ACCURACY_LEVEL} set to 0 or 1; the file cannot carry it: compare 'optimized' with "
+                    "'accuracy level 0'"
                 ] = None
             if is_installed():
                 self.end_to_end["openvino"] = OpenVinoCheck(self.artifact, self.batch)
