@@ -13,6 +13,7 @@ bits the first and the last layer keep 8 (DoReFa-Net, Zhou et al. 2016), except 
 """
 
 import glob
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 from detent import recipe_files, storage
-from detent.codec import storable
+from detent.codec import Leaf, storable
 from detent.errors import SpecError, closest
 from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule
 from detent.scale_mode import ScaleMode
@@ -274,6 +275,10 @@ class Recipe:
         table = table_lines([used, *([row.get(key, "-") for key in used] for row in rows)]) if rows else []
         title = f"Recipe {self.name!r}, " if self.name else "Recipe, "
         return "\n".join([f"{title}{len(rows)} rule{'' if len(rows) == 1 else 's'}", *table])
+
+
+# A recipe as a part of a JSON document.
+RECIPE_LEAF = Leaf(lambda recipe: json.loads(recipe.to_json()), lambda value: Recipe.from_json(json.dumps(value)))
 
 
 def _cells(rule: Rule) -> dict[str, str]:

@@ -26,6 +26,8 @@ PLACES = {
     "operators with codes": (r'"QAttention"', "onnx_model/graph.py"),
     "depthwise convolutions": (r"1 < groups|groups > 1", "onnx_model/graph.py"),
     "integer types of ONNX": (r'lstrip\("U"\)', "onnx_model/graph.py"),
+    "the accuracy level of MatMulNBits": (r"qdq_matmulnbits_accuracy_level", "onnx_model/sessions.py"),
+    "a recipe in a document": (r"\bLeaf\([^\n]*Recipe\.from_json", "recipe.py"),
     "extras": (r"pip install 'detent\[", "errors.py"),
 }
 

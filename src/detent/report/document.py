@@ -19,7 +19,7 @@ from detent import storage
 from detent.codec import TEXT_LIMIT, Leaf, decode, encode, parse, storable, table
 from detent.errors import FileFormatError, SpecError
 from detent.metrics import worst_output
-from detent.recipe import Recipe
+from detent.recipe import RECIPE_LEAF, Recipe
 from detent.sensitivity.layer_noise import Mix, Sensitivity
 from detent.spec import QuantSpec
 from detent.tables import table_lines
@@ -289,7 +289,7 @@ def _read_kernel(value: object) -> Kernel:
 
 
 _LEAVES = {
-    Recipe: Leaf(lambda recipe: json.loads(recipe.to_json()), lambda value: Recipe.from_json(json.dumps(value))),
+    Recipe: RECIPE_LEAF,
     Difference: Leaf(_write_difference, _read_difference),
     Kernel: Leaf(list, _read_kernel),
 }

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from detent.checks import as_integer
-from detent.codec import Leaf, Leaves, check_version, decode, encode, parse, reading
+from detent.codec import Leaves, check_version, decode, encode, parse, reading
 from detent.errors import FileFormatError, SpecError
 from detent.metrics import sqnr_of
-from detent.recipe import Recipe, exact_pattern
+from detent.recipe import RECIPE_LEAF, Recipe, exact_pattern
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
 from detent.tables import table_lines
@@ -453,6 +453,4 @@ class _Fields:
     layers: tuple[_LayerFields, ...]
 
 
-_LEAVES: Leaves = {
-    Recipe: Leaf(lambda recipe: json.loads(recipe.to_json()), lambda value: Recipe.from_json(json.dumps(value)))
-}
+_LEAVES: Leaves = {Recipe: RECIPE_LEAF}
