@@ -1,8 +1,34 @@
 """Text for people."""
 
-from detent.tables import table_lines
+import pytest
+
+from detent.tables import bytes_text, short_name, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
     assert table_lines([("name", "n"), ("a", "10")], right=(1,)) == ["name   n", "a     10"]
     assert table_lines([("name", "n"), ("a", "")]) == ["name  n", "a"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text", "padded"),
+    [
+        (0, "0 B", "0 B"),
+        (999, "999 B", "999 B"),
+        (1000, "1 kB", "1.00 kB"),
+        (-1500, "-1.5 kB", "-1.50 kB"),
+        (99_960, "100 kB", "100 kB"),
+        (999_499, "999 kB", "999 kB"),
+        (999_500, "1 MB", "1.00 MB"),
+        (12_000_000_000, "12 GB", "12.0 GB"),
+        (123_456_789_012, "123 GB", "123 GB"),
+        (1_234_000_000_000_000, "1.23 PB", "1.23 PB"),
+    ],
+)
+def test_bytes_have_three_digits(count, text, padded):
+    assert (bytes_text(count), bytes_text(count, is_padded=True)) == (text, padded)
+
+
+def test_long_names_are_cut_in_the_middle():
+    assert short_name("a" * 60) == "a" * 60
+    assert short_name("a" * 30 + "b" * 60) == "a" * 20 + "..." + "b" * 37

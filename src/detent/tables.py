@@ -1,11 +1,13 @@
-"""Text for people: tables with aligned columns, and numbers of bytes."""
+"""Text for people: tables with aligned columns, numbers of bytes, and short names."""
 
 import re
 from collections.abc import Container, Sequence
 
 from detent.errors import SpecError
 
-__all__ = ["bytes_text", "of_whole", "parse_bytes", "table_lines"]
+__all__ = ["bytes_text", "of_whole", "parse_bytes", "short_name", "table_lines"]
+
+MAX_NAME_CHARS = 60
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
@@ -21,6 +23,7 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_SI_UNITS = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
 _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 
 
@@ -46,10 +49,15 @@ def of_whole(text: str, whole: int) -> int:
     return int(whole * share / 100)
 
 
-def bytes_text(count: float) -> str:
-    """The number of bytes with three digits and a unit."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"
+def bytes_text(count: float, *, is_padded: bool = False) -> str:
+    """The number of bytes with three digits and a unit; zeros at the end of a fraction only if ``is_padded``."""
+    unit = 0
+    while abs(count) >= 999.5 and unit < len(_SI_UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    text = f"{count:.0f}" if not unit else f"{count:#.3g}".rstrip(".") if is_padded else f"{count:.3g}"
+    return f"{text} {_SI_UNITS[unit]}"
+
+
+def short_name(name: str) -> str:
+    """A name that fits into a table: the beginning and the end of a very long one."""
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[:20]}...{name[23 - MAX_NAME_CHARS :]}"

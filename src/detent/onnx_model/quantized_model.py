@@ -21,14 +21,13 @@ from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import describe
 from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Record, Unread, WeightCodes
 from detent.onnx_model.qdq_writer import QdqParams
-from detent.tables import table_lines
+from detent.tables import short_name, table_lines
 from detent.tensor import QuantizedTensor
 
 __all__ = ["ActivationQuantizer", "QuantizedBias", "QuantizedModel", "Summary", "SummaryRow", "load_quantized"]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
-MAX_NAME_CHARS = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +262,5 @@ class Summary:
         for row in self.rows:
             shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
             nbytes = "" if row.kind == "activation" else str(row.nbytes)
-            # Long names are shown by their end, where names of modules differ.
-            name = row.name if len(row.name) <= MAX_NAME_CHARS else "..." + row.name[3 - MAX_NAME_CHARS :]
-            cells.append((name, row.kind, row.type, shape, nbytes, ", ".join(row.readers)))
+            cells.append((short_name(row.name), row.kind, row.type, shape, nbytes, ", ".join(row.readers)))
         return table_lines(cells, right=(4,)) if self.rows else []

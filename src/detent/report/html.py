@@ -22,6 +22,7 @@ from detent.recipe import exact_pattern
 from detent.report.comparison import Comparison
 from detent.report.document import Histogram, Report, Size, Tensor
 from detent.sensitivity.layer_noise import Mix
+from detent.tables import bytes_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -35,7 +36,6 @@ CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
 CURVE_POINTS = 256  # of a curve that are drawn
 MIN_SHARE_SHOWN = 1e-4
 Lines = tuple[float | None, float | None]
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -69,14 +69,7 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def nbytes(value: float | None) -> str:
     """Bytes with a unit, by thousands."""
-    if value is None:
-        return NONE
-    size, unit = float(value), 0
-    while abs(size) >= 999.5 and unit < len(_UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    digits = 0 if unit == 0 or abs(size) >= 99.95 else 1 if abs(size) >= 9.995 else 2
-    text = f"{size:.{digits}f}"
-    return f"{text.replace('-', MINUS)} {_UNITS[unit]}"
+    return NONE if value is None else bytes_text(value, is_padded=True).replace("-", MINUS)
 
 
 def noise_db(value: float | None) -> str:

@@ -20,7 +20,7 @@ from detent.metrics import sqnr_of
 from detent.recipe import RECIPE_LEAF, Recipe, exact_pattern
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
-from detent.tables import table_lines
+from detent.tables import short_name, table_lines
 
 __all__ = ["FLOAT", "OVERFLOW_NOISE", "STORAGES", "Cost", "LayerNoise", "Mix", "Sensitivity", "Storage"]
 
@@ -29,18 +29,12 @@ STORAGES = ("onnx", "packed")
 FLOAT = "float"  # the option of a layer that is kept in float
 OVERFLOW_NOISE = 1e30  # noise of outputs that overflow
 BYTES_LIMIT = 1 << 62  # sums of bytes fit into 64 bits
-MAX_NAME_CHARS = 60  # in tables
 VERSION = 1
 OPTIONS_LIMIT = 64  # of a file, in which each layer's options are looked up
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _short(name: str) -> str:
-    """A name that fits into a table: the beginning and the end of a very long one."""
-    return name if len(name) <= MAX_NAME_CHARS else f"{name[:20]}...{name[23 - MAX_NAME_CHARS :]}"
 
 
 @dataclass(frozen=True)
@@ -215,7 +209,7 @@ class Mix:
             option = self.options[layer.name]
             noise = _noise(layer, option)
             alone = f"{sqnr_of(noise):.1f} dB" if noise else "-"
-            rows.append((_short(layer.name), layer.type, option, f"{_nbytes(layer, option):,}", alone))
+            rows.append((short_name(layer.name), layer.type, option, f"{_nbytes(layer, option):,}", alone))
         measured = "not run" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB"
         last = (
             f"{_counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
@@ -411,7 +405,7 @@ got 2: update detent
         rows = [("layer", "type", "elements", *self.options)]
         for layer in self.ranked():
             cells = (f"{sqnr_of(layer.noise[each]):.1f} dB" if each in layer.noise else "-" for each in self.options)
-            rows.append((_short(layer.name), layer.type, f"{layer.elements:,}", *cells))
+            rows.append((short_name(layer.name), layer.type, f"{layer.elements:,}", *cells))
         shared = [each for each in self.options if all(each in layer.noise for layer in self.layers)]
         sums = {each: f"{sqnr_of(sum(layer.noise[each] for layer in self.layers)):.1f} dB" for each in shared}
         sizes = {each: f"{sum(layer.nbytes[each] for layer in self.layers):,}" for each in shared}
