@@ -55,6 +55,7 @@ _NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
 _FULL = ("int8/axis0", "uint8/tensor/affine")
 _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
+EXCLUDED, NO_RULE = "excluded", "no rule matches"  # reasons of plans that keep a layer in float
 MAX_NAMES_SHOWN = 3
 _WILD = re.compile(r"[*?]|\[.*?\]")
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]

@@ -379,6 +379,11 @@ def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int]
     return _whole_bytes(count * bits) + _whole_bytes(sets * 32) + _whole_bytes(sets * bits)
 
 
+def onnx_widths(*, is_matmul: bool) -> tuple[int, ...]:
+    """The bits that a code of a weight may have in an ONNX file; only matmuls take 4-bit types."""
+    return (4, 8, 16) if is_matmul else (8, 16)
+
+
 def _whole_bytes(bits: int) -> int:
     return -(-bits // 8)
 

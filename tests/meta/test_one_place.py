@@ -28,6 +28,11 @@ PLACES = {
     "integer types of ONNX": (r'lstrip\("U"\)', "onnx_model/graph.py"),
     "the accuracy level of MatMulNBits": (r"qdq_matmulnbits_accuracy_level", "onnx_model/sessions.py"),
     "a recipe in a document": (r"\bLeaf\([^\n]*Recipe\.from_json", "recipe.py"),
+    "reasons of excluded layers": (r"[\"']no rule matches[\"']", "recipe.py"),
+    "the reason of quantized weights": (r"its weight is quantized already", "onnx_model/layers.py"),
+    "bytes as text": (r"[\"']kB[\"']", "tables.py"),
+    "names cut short": (r"\.\.\.\{name\[", "tables.py"),
+    "widths of codes in ONNX files": (r"\(4, 8, 16\) if is_", "spec.py"),
     "extras": (r"pip install 'detent\[", "errors.py"),
 }
 

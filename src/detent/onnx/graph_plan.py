@@ -22,10 +22,10 @@ from detent.onnx_model.graph import MATMULS, Graph
 from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
-from detent.recipe import Decision, PlanTotals, Recipe, get_recipe, skipped_names
+from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe, skipped_names
 from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec
-from detent.spec import QuantSpec, stored_nbytes
+from detent.spec import QuantSpec, onnx_widths, stored_nbytes
 from detent.tables import table_lines
 
 __all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_params", "weight_problem"]
@@ -214,7 +214,7 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     if reason:
         return line.kept_in_float(reason)
     if skipped or decision.skip or rule is None:
-        return line.kept_in_float("skipped" if skipped else "no rule matches" if rule is None else "excluded")
+        return line.kept_in_float("skipped" if skipped else NO_RULE if rule is None else EXCLUDED)
     if decision.weight is None:
         return line.kept_in_float("its rule names no spec for its weight")
     weight = _placed(decision.weight, layer)
@@ -286,7 +286,7 @@ def activation_problem(spec: QuantSpec) -> str:
 def _stored(spec: QuantSpec, layer: Layer) -> int:
     """The bytes of codes, scales and zero points in the file."""
     is_matmul = layer.node.op_type in MATMULS
-    return stored_nbytes(spec, layer.shape, (4, 8, 16) if is_matmul else (8, 16))  # others take no 4-bit types
+    return stored_nbytes(spec, layer.shape, onnx_widths(is_matmul=is_matmul))
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:

@@ -27,13 +27,14 @@ from detent.onnx_model.graph import (
     subgraphs,
 )
 
-__all__ = ["Layer", "layers_of"]
+__all__ = ["QUANTIZED_ALREADY", "Layer", "layers_of"]
 
 CONVS = ("Conv", "ConvTranspose")
 RECURRENT = ("LSTM", "GRU", "RNN")
 COMPUTING = (*CONVS, *MATMULS, *RECURRENT)
 WEIGHTED = (*COMPUTING, "Gather")
 _SENSITIVE = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
+QUANTIZED_ALREADY = "its weight is quantized already"  # a layer's reason
 _DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}
 
 
@@ -105,7 +106,7 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
         return "recurrent layers stay float"
     producer = graph.producer(weight)
     if producer is not None and producer.op_type == DEQUANTIZE:
-        return "its weight is quantized already"
+        return QUANTIZED_ALREADY
     if weight not in graph.constants:
         is_left = node.input[0] in graph.constants
         return "constant on the left (W @ x); only x @ W is supported" if is_left else "a matmul of two activations"

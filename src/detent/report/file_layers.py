@@ -10,7 +10,7 @@ from typing import Literal
 from onnx import NodeProto
 
 from detent.onnx_model.graph import DEQUANTIZE, MOVING, node_name, trace_back
-from detent.onnx_model.layers import layers_of
+from detent.onnx_model.layers import QUANTIZED_ALREADY, layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import kernels_of
 
@@ -19,7 +19,6 @@ __all__ = ["FileLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of"
 Origin = Literal["onnx", "torch", "other"]
 
 _PASSING = (*MOVING, "Identity", "MaxPool")  # keep numbers as they are; pools pick some of them
-ALREADY = "its weight is quantized already"
 SUFFIX = ".weight"
 
 
@@ -88,7 +87,7 @@ class _Finder:
             weight = table or self._weight(node)
             quantizer = None if node.op_type == "Gather" else self._quantizer(node, weight)
             float_weight = line.weight if line is not None and weight is None else ""
-            reason = "" if line is None or line.reason == ALREADY else line.reason
+            reason = "" if line is None or line.reason == QUANTIZED_ALREADY else line.reason
             layers.append(FileLayer(self._name(node, weight), node, weight, quantizer, float_weight, reason))
         inner = [each for key, each in float_layers.items() if key not in main]
         return [*layers, *(FileLayer(each.name, each.node, reason=each.reason) for each in inner)]

@@ -26,7 +26,7 @@ from detent.granularity import PerToken
 from detent.observers.passes import reporter
 from detent.recipe import Recipe
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
-from detent.spec import QuantSpec, spec_text, stored_nbytes
+from detent.spec import QuantSpec, onnx_widths, spec_text, stored_nbytes
 
 __all__ = [
     "LayerGroup",
@@ -82,9 +82,7 @@ def as_storage(value: str) -> Storage:
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_product: bool) -> int:
     """The bytes of a weight's codes, scales and zero points; ``is_product``: a matmul, which ONNX stores in 4 bits."""
-    if storage == "packed":
-        return stored_nbytes(spec, shape)
-    return stored_nbytes(spec, shape, (4, 8, 16) if is_product else (8, 16))
+    return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_product) if storage == "onnx" else ())
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from detent.onnx_model.sessions import ACCURACY_LEVEL, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.ops import fake_quantize
 from detent.params import QuantParams
-from detent.recipe import Recipe, exact_pattern, skipped_names
+from detent.recipe import EXCLUDED, NO_RULE, Recipe, exact_pattern, skipped_names
 from detent.rule import Rule
 from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
@@ -41,7 +41,6 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 # Weight-only products are computed in float: what is measured is the noise of the weights.
 EXACT = {ACCURACY_LEVEL: "0"}
-EXCLUDED = ("excluded", "no rule matches")
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
@@ -118,7 +117,7 @@ def open_recipe(
     if widths is None:
         plans = {recipe.name or "recipe": whole}
     else:
-        left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in EXCLUDED)
+        left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in {EXCLUDED, NO_RULE})
         plans = {
             label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *left))
             for label, spec in widths.items()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from detent.errors import SpecError, StateError, UnsupportedError
-from detent.recipe import Recipe, exact_pattern, skipped_names
+from detent.recipe import EXCLUDED, NO_RULE, Recipe, exact_pattern, skipped_names
 from detent.rule import Rule
 from detent.sensitivity.bench import LayerGroup, OutputNoise, weight_nbytes
 from detent.sensitivity.layer_noise import FLOAT, Storage
@@ -29,7 +29,6 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["TorchLayerRunner", "first_samples", "run_recipe"]
 
 Array = NDArray[Any]
-EXCLUDED = ("excluded", "no rule matches")
 PRODUCTS = (nn.Linear, nn.MultiheadAttention)
 
 
@@ -82,7 +81,7 @@ class TorchLayerRunner:
             self.recipe = _rule_per_layer(model_plan, skipped)
             self._recipes = {recipe.name or "recipe": self.recipe}
         else:
-            excluded = skipped | {layer.name for layer in model_plan.layers if layer.reason in EXCLUDED}
+            excluded = skipped | {layer.name for layer in model_plan.layers if layer.reason in {EXCLUDED, NO_RULE}}
             rules = [Rule(exact_pattern(name), skip=True) for name in names if name in excluded]
             self._recipes = {label: Recipe([Rule(weight=spec), *rules]) for label, spec in widths.items()}
         self.options = tuple(self._recipes)

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
-from detent.recipe import Decision, PlanTotals, Recipe, get_recipe
+from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe
 from detent.rule import Layer, ObserverSpec
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, stored_nbytes
@@ -178,7 +178,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     if kind is None:
         return kept_in_float(f"unknown type: qt.register_layer({plain.type}, weights=...) to quantize it")
     if rule is None or decision.skip:
-        return kept_in_float("no rule matches" if rule is None else "excluded")
+        return kept_in_float(NO_RULE if rule is None else EXCLUDED)
     shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
     weights = {} if decision.weight is None else {key: _placed(decision.weight, kind.axis(key)) for key in names}
     for key, spec in weights.items():
