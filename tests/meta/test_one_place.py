@@ -1,5 +1,6 @@
 """One place for each thing: jobs that were once done in several modules, found by a text that only one may hold."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -33,6 +34,8 @@ PLACES = {
     "bytes as text": (r"[\"']kB[\"']", "tables.py"),
     "names cut short": (r"\.\.\.\{name\[", "tables.py"),
     "widths of codes in ONNX files": (r"\(4, 8, 16\) if is_", "spec.py"),
+    "nodes that quantize": (r"_node\(QUANTIZE", "onnx_model/qdq_writer.py"),
+    "parameters of nodes that quantize": (r"attribute_of\([^\n]*\"block_size\"", "onnx_model/qdq_reader.py"),
     "extras": (r"pip install 'detent\[", "errors.py"),
 }
 
@@ -42,3 +45,20 @@ def test_one_module_does_it(thing):
     pattern, place = PLACES[thing]
     files = [path for path in SOURCE.rglob("*.py") if re.search(pattern, path.read_text(encoding="utf-8"))]
     assert [path.relative_to(SOURCE).as_posix() for path in files] == [place]
+
+
+def unguarded_runs(node, *, is_guarded=False):
+    """The lines where a session of ONNX Runtime runs outside of ``with ort_errors()``."""
+    if isinstance(node, ast.With):
+        is_guarded = is_guarded or any("ort_errors(" in ast.unparse(item) for item in node.items)
+    match node:
+        case ast.Call(func=ast.Attribute(value=receiver, attr="run"), args=[_, _]):
+            if "session" in ast.unparse(receiver) and not is_guarded:
+                yield node.lineno
+    for child in ast.iter_child_nodes(node):
+        yield from unguarded_runs(child, is_guarded=is_guarded)
+
+
+def test_sessions_run_where_their_errors_are_caught():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
+    assert not [f"{path}:{line}" for path, tree in trees.items() for line in unguarded_runs(tree)]

@@ -128,3 +128,15 @@ def test_sizes_that_depend_on_data():
 def test_errors_of_onnx_runtime():
     with pytest.raises(UnsupportedError, match="failed to run the model"), ort_errors():
         ort.InferenceSession(b"no model")
+
+
+def test_errors_of_detent_pass_as_they_are():
+    with pytest.raises(UnsupportedError, match=r"^failed before$"), ort_errors():
+        raise UnsupportedError("failed before")
+
+
+def test_a_probe_raises_errors_of_onnx_runtime():
+    probe = Probe(parsed("(float[N] x) => (float[M] y) { y = Abs(x) }"), [Reading(("y",), print)])
+    probe.run({"x": np.zeros(2, np.float32)})
+    with pytest.raises(UnsupportedError, match="failed to run the model"):
+        probe.run({"x": np.zeros((2, 2), np.float32)})

@@ -179,6 +179,15 @@ def test_a_file_that_does_not_run_after_a_difference_is_reported():
     assert any("need a file that runs" in note for note in report.notes)
 
 
+def test_errors_of_the_data_are_the_users_own():
+    def broken():
+        yield from batches(1)
+        raise RuntimeError("the disk is gone")
+
+    with pytest.raises(RuntimeError, match=r"^the disk is gone$"):
+        dt.verify(chain(), chain(), broken())
+
+
 # Weights alone
 
 

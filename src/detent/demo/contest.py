@@ -31,6 +31,7 @@ from detent.demo.network import Course, Pictures, calibrated, logits_of, make_ne
 from detent.demo.result import COLUMNS, DemoResult, DemoRow
 from detent.metrics import sqnr_db
 from detent.onnx_model import load, make_session, save
+from detent.onnx_model.sessions import ort_errors
 from detent.recipe import Recipe
 from detent.scale_mode import Fixed, Learned
 from detent.storage import write_atomic
@@ -275,7 +276,8 @@ class _Comparison:
         self, label: str, recipe: str | None, path: Path, logits: Logits, report: VerifyReport | None = None
     ) -> None:
         session = make_session(path, threads=1)
-        outputs: Logits = session.run(None, {session.get_inputs()[0].name: self.test.images})[0]
+        with ort_errors():
+            outputs: Logits = session.run(None, {session.get_inputs()[0].name: self.test.images})[0]
         nbytes, labels = path.stat().st_size, self.test.labels
         row = DemoRow(
             label=label,

@@ -112,13 +112,14 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     (27.2, 1.0)
     """
     float_model, quantized = load_model(source), load_model(artifact)
-    before, after = make_session(float_model), make_session(quantized)
+    sessions = make_session(float_model), make_session(quantized)
     names, count = quantized.outputs, 0
     comparison = OutputComparison(names)
-    with ort_errors():
-        for feed in open_batches(data, float_model.inputs):
-            comparison.add(before.run(names, feed), after.run(names, feed))
-            count += 1
+    for feed in open_batches(data, float_model.inputs):
+        with ort_errors():
+            outputs = [session.run(names, feed) for session in sessions]
+        comparison.add(*outputs)
+        count += 1
     return Accuracy(comparison.sqnr_db, comparison.agreement, count)
 
 

@@ -110,21 +110,21 @@ def time_models(
     """
     sessions = [make_session(model, threads=threads, config={SPINNING: "1"}) for model in (first, second)]
     times: tuple[list[float], list[float]] = [], []
-    with ort_errors():
-        warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)
-        count = repeat or max(MIN_RUNS, min(MAX_RUNS, int(1000 * seconds / max(warm_up, 1e-3))))
-        for i in range(count):
-            for session, taken in zip(sessions, times, strict=True):
-                taken.append(_run_ms(session, feeds[i % len(feeds)]))
-            if progress is not None:
-                progress(i + 1, count)
+    warm_up = sum(_run_ms(session, feeds[0]) for session in sessions)
+    count = repeat or max(MIN_RUNS, min(MAX_RUNS, int(1000 * seconds / max(warm_up, 1e-3))))
+    for i in range(count):
+        for session, taken in zip(sessions, times, strict=True):
+            taken.append(_run_ms(session, feeds[i % len(feeds)]))
+        if progress is not None:
+            progress(i + 1, count)
     return Timing(median(times[0]), median(times[1]), count, threads)
 
 
 def _run_ms(session: Any, feed: Feed) -> float:  # noqa: ANN401 - ONNX Runtime has no types
-    start = time.perf_counter()
-    session.run(None, feed)
-    return 1000 * (time.perf_counter() - start)
+    with ort_errors():
+        start = time.perf_counter()
+        session.run(None, feed)
+        return 1000 * (time.perf_counter() - start)
 
 
 def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:

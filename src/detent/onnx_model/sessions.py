@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-from detent.errors import UnsupportedError
+from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import LoadedModel, ModelSource, without_initializers
 from detent.onnx_model.graph import INTEGER_KERNELS, QUANTIZE, Graph, array_of, reads
 from detent.onnx_model.provenance import Provenance
@@ -146,6 +146,8 @@ def ort_errors(action: str = "run") -> Iterator[None]:
     """Raise errors of ONNX Runtime as UnsupportedError."""
     try:
         yield
+    except DetentError:  # some are RuntimeErrors too
+        raise
     except _ERRORS as error:
         raise UnsupportedError(f"ONNX Runtime failed to {action} the model: {error}") from error
 
@@ -235,7 +237,8 @@ class Probe:
         if self._groups is None:
             self._groups = [self._prepare(group) for group in self._grouped(feeds)]
         for session, names, readings in self._groups:
-            values = session.run([self._output(name) for name in names], dict(feeds))
+            with ort_errors():
+                values = session.run([self._output(name) for name in names], dict(feeds))
             arrays = {**self._constants, **feeds, **dict(zip(names, values, strict=True))}
             del values
             for reading in readings:

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from detent.errors import DetentError, UnsupportedError
+from detent.errors import DetentError
 from detent.metrics import OutputComparison, SignalNoise, sqnr_db
 from detent.onnx_model import Graph, QdqParams
 from detent.onnx_model.graph import BITS, attribute_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
-from detent.onnx_model.sessions import Probe, Reading, ort_errors
+from detent.onnx_model.sessions import Probe, Reading
 from detent.report.document import BINS, Histogram, Size, Tensor, short
 from detent.report.file_layers import FileLayer
 from detent.spec import QuantSpec
@@ -388,7 +388,7 @@ def measure_activations(
     for feed in feeds:
         if floats is not None:
             floats.run(feed)
-        _run(probe, feed)
+        probe.run(feed)
         batches += 1
     tensors = {name: each.result() for name, each in quantizers.items()}
     if floats is None:
@@ -397,14 +397,6 @@ def measure_activations(
     noise = {name: short(each.sqnr_db) for name, each in floats.noise.items()}
     notes = (*floats.notes, *floats.comparison.notes)
     return ActivationStats(tensors, noise, outputs, floats.comparison.agreement, batches, notes)
-
-
-def _run(probe: Probe, feed: Feed) -> None:
-    try:
-        with ort_errors():
-            probe.run(feed)
-    except UnsupportedError as error:  # what is refused before it runs says so itself
-        raise (error.__cause__ if isinstance(error.__cause__, DetentError) else error) from None
 
 
 class _FloatModel:
@@ -437,7 +429,7 @@ class _FloatModel:
     def run(self, feed: Feed) -> None:
         self._kept, self._expected = {}, []
         if self.fits:
-            _run(self._probe, {name: feed[name] for name in self.inputs})
+            self._probe.run({name: feed[name] for name in self.inputs})
 
     def readings(self) -> list[Reading]:
         return self._readings(self._compare, self._compare_outputs) if self.fits else []

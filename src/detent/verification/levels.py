@@ -26,7 +26,7 @@ from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
-from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading, ort_errors
+from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading
 from detent.verification.codes import ActivationCheck, Tally, WeightCheck
 from detent.verification.digests import check_digests, check_origin
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
@@ -93,10 +93,9 @@ class _Verification:
             self._check_origin()
         count = 0
         try:
-            with ort_errors():
-                probes = self._probes()
-                for count, feeds in enumerate(batches, 1):
-                    self._run_batch(feeds, probes, is_first=count == 1)
+            probes = self._probes()
+            for count, feeds in enumerate(batches, 1):
+                self._run_batch(feeds, probes, is_first=count == 1)
         except UnsupportedError as error:
             if self.tally.first is None:
                 raise

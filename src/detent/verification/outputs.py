@@ -25,7 +25,7 @@ from detent.metrics import OutputComparison
 from detent.onnx_model import make_session
 from detent.onnx_model.graph import DEQUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph
-from detent.onnx_model.sessions import Reading
+from detent.onnx_model.sessions import Reading, ort_errors
 from detent.verification.codes import steps_between
 from detent.verification.openvino import OpenVino
 from detent.verification.source import Reference
@@ -171,7 +171,9 @@ class SessionCheck(OutputCheck):
 
     def run(self, feeds: Mapping[str, Array]) -> None:
         """Run a batch."""
-        self.add_outputs(self._batch.reference.outputs, self._session.run(None, dict(feeds)))
+        with ort_errors():
+            outputs = self._session.run(None, dict(feeds))
+        self.add_outputs(self._batch.reference.outputs, outputs)
 
 
 class OpenVinoCheck(OutputCheck):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from detent.onnx_model import LoadedModel, make_session
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
-from detent.onnx_model.sessions import Probe, Reading
+from detent.onnx_model.sessions import Probe, Reading, ort_errors
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 
@@ -143,4 +143,5 @@ class OnnxSource:
             return self._reference
         if self._session is None:
             self._session = make_session(self.model)
-        return Reference(list(self._session.run(None, dict(feeds))))
+        with ort_errors():
+            return Reference(list(self._session.run(None, dict(feeds))))
