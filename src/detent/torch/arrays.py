@@ -130,17 +130,17 @@ class Order(NamedTuple):
 
 def order_of(x: Tensor, spec: QuantSpec) -> Order:
     """The memory order of x if it is dense and the granularity can be expressed in it; else C order."""
-    kept = spec.granularity
+    granularity = spec.granularity
     if x.is_contiguous() or spec.rounding.kind == "stochastic":  # whose random numbers go by position
         return Order(None, spec)
     strides = x.stride()
     axes = tuple(sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis)))
     if not x.permute(axes).is_contiguous():
         return Order(None, spec)
-    if isinstance(kept, PerTensor):
+    if isinstance(granularity, PerTensor):
         return Order(axes, spec)
-    if isinstance(kept, PerAxis) and -x.ndim <= kept.axis < x.ndim:
-        return Order(axes, _with_axis(spec, axes.index(kept.axis % x.ndim)))
+    if isinstance(granularity, PerAxis) and -x.ndim <= granularity.axis < x.ndim:
+        return Order(axes, _with_axis(spec, axes.index(granularity.axis % x.ndim)))
     return Order(None, spec)
 
 

@@ -438,11 +438,12 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
         oscillation=None if watcher is None or watcher.oscillation is None else watcher.oscillation.rate,
     )
     if result is not None:
+        plain = quantizer.spec.replace(granularity=PerTensor(), scale_format="float")
         row = replace(
             row,
             elements=result.size,
             clip_fraction=result.clipped / result.size,
-            code_usage=_usage(result, quantizer.spec),
+            code_usage=code_usage(QuantizedTensor(result.codes, QuantParams(plain, 1.0))),
             saturated=None if result.saturated is None else result.saturated / result.size,
         )
     return replace(row, warnings=tuple(_warnings(row, quantizer, result, is_weight=weight is not None)))
@@ -475,11 +476,6 @@ def _measured(
         return on_batches, "batches"
     watched = None if watcher is None else watcher.measured()
     return watched, "" if watched is None else "watch"
-
-
-def _usage(result: Measure, spec: QuantSpec) -> float:
-    plain = spec.replace(granularity=PerTensor(), scale_format="float")
-    return code_usage(QuantizedTensor(result.codes, QuantParams(plain, 1.0)))
 
 
 def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[Any] | None:

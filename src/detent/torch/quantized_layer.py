@@ -183,7 +183,7 @@ class QuantizedProduct(QuantizedLayer):
 
     def _product(self, x: Tensor, inputs: FakeQuantize | None, weights: FakeQuantize | None) -> Tensor:
         if self.kind.product is None:
-            raise UnsupportedError(f"{self.float_class.__name__} is no product")
+            raise UnsupportedError(f"{self.float_class.__name__} is not a matmul or convolution")
         kind, weight, fold = self.kind.product(self), self.weight, self.fold  # looking up a parameter takes long
         x = self._padded(x) if weight.ndim > 2 else x
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
