@@ -461,9 +461,10 @@ def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -
     """The SQNR in decibels of every float output over some batches."""
     names = Graph(after).outputs
     sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
-    with ort_errors():
-        for feed in feeds:
-            comparison.add(*(session.run(names, feed) for session in sessions))
+    for feed in feeds:
+        with ort_errors():
+            outputs = [session.run(names, feed) for session in sessions]
+        comparison.add(*outputs)
     return dict(comparison.sqnr_db)
 
 
