@@ -12,6 +12,7 @@ import detent.onnx as qo
 import detent.sensitivity as qs
 from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError, SpecError, UnsupportedError
 from detent.onnx.graph_plan import weight_params
+from detent.onnx.layer_error import SwitchableModel
 from detent.onnx_model import make_session
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.sensitivity.bench import OutputNoise
@@ -427,6 +428,38 @@ def test_importing_loads_no_framework():
         "assert not {'torch', 'onnx', 'onnxruntime'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def threads_restored():
+    before = dt.get_num_threads()
+    yield
+    dt.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_runs_side_by_side_give_the_same_noise(network, data):
+    found = []
+    for threads in (1, 3):
+        dt.set_num_threads(threads)
+        found.append(qs.measure(network, data, widths=(3, 8), progress=False).to_json())
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("threads_restored")
+def test_an_error_in_one_run_ends_all(network, data, monkeypatch):
+    dt.set_num_threads(2)
+    run, calls = SwitchableModel.run, []
+
+    def failing(self, *arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise UnsupportedError("the fourth run fails")
+        return run(self, *arguments)
+
+    monkeypatch.setattr(SwitchableModel, "run", failing)
+    with pytest.raises(UnsupportedError, match="fourth run"):
+        qs.measure(network, data, widths=(3, 4, 5, 6, 7, 8), progress=False)
 
 
 def two_products():

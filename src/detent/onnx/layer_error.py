@@ -148,6 +148,7 @@ class SwitchableModel:
         weights: Mapping[str, Sequence[str]],
         switches: Sequence[Switch],
         target: Target,
+        threads: int = 0,
     ) -> None:
         copy = ModelProto()
         copy.CopyFrom(model)
@@ -167,7 +168,7 @@ class SwitchableModel:
             copy.graph.input.append(helper.make_tensor_value_info(switch.flag, TensorProto.BOOL, []))
         graph.drop_unread()
         self._off = {switch.flag: np.array(False) for switch in switches}
-        self._session = make_session(graph.finish())
+        self._session = make_session(graph.finish(), threads=threads)
 
     def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
         """The outputs of these names with some weights replaced, and some quantizers turned on."""

@@ -14,8 +14,9 @@ storage      a weight of n elements and s scales at b bits
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
+T = TypeVar("T")
+R = TypeVar("R")
 Progress = Callable[[int, int], object] | bool | None
 MIN_BITS, MAX_BITS = 1, 16
 
@@ -104,6 +107,7 @@ class LayerRunner(Protocol):
     samples: int
     names: Sequence[str]  # of the float outputs
     recipe: Recipe | None  # one rule per layer of the measured recipe; None if options are specs
+    workers: int  # how many runs go side by side
 
     def reference(self) -> Iterator[Sequence[Array]]:
         """The float outputs of the float model, batch by batch."""
@@ -132,6 +136,11 @@ class OutputNoise:
         if not self._powers.any():
             raise RangeError("all outputs of the float model are zero on these data: there is no signal to compare")
 
+    @property
+    def batches(self) -> int:
+        """How many batches the reference has."""
+        return len(self._reference)
+
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
         """The mean of noise power / power over the outputs; outputs that are all zero are left out."""
         noise = np.zeros(len(self._names))
@@ -153,6 +162,18 @@ def _power(values: Array) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
+def _side_by_side(call: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """The results of calls in the order of the items; an interrupt cancels those that have not begun."""
+    if workers == 1:
+        yield from map(call, items)
+        return
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(call, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def measure_all(
     runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
 ) -> tuple[LayerNoise, ...]:
@@ -162,15 +183,17 @@ def measure_all(
     first = time.perf_counter() - start
     tasks = list(runner.tasks())
     if announce is not None:
-        start = time.perf_counter()  # once more: the first run reserves memory
-        output_noise.noise(runner.reference())
-        seconds = min(first, time.perf_counter() - start) * len(tasks)
+        start = time.perf_counter()  # one batch once more: the first run reserves memory
+        next(iter(runner.reference()))
+        seconds = min(first, (time.perf_counter() - start) * output_noise.batches) * len(tasks) / runner.workers
         announce(Cost(len(runner.groups), len(runner.options), len(tasks), runner.samples, seconds))
     report = reporter(progress, "measuring", "runs")
     measured: dict[tuple[str, str], float] = {}
-    for done, (group, option) in enumerate(tasks, 1):
-        measured[group.names[0], option] = output_noise.noise(runner.outputs({group.names[0]: option}))
-        report(done, len(tasks))
+    keys = [(group.names[0], option) for group, option in tasks]
+    noises = _side_by_side(lambda key: output_noise.noise(runner.outputs(dict([key]))), keys, runner.workers)
+    for done, (key, value) in enumerate(zip(keys, noises, strict=True), 1):
+        measured[key] = value
+        report(done, len(keys))
     layers = []
     for group in runner.groups:
         name, *tied = group.names

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from detent.errors import UnsupportedError
+from detent.kernels import get_num_threads
 from detent.onnx.calibration import Calibration, activation_params, calibrate
 from detent.onnx.decisions import Decisions, LayerDecision
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, plan, weight_params
@@ -41,6 +42,7 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 # Weight-only products are computed in float: what is measured is the noise of the weights.
 EXACT = {ACCURACY_LEVEL: "0"}
+MAX_WORKERS = 4  # each holds the activations of a run
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
@@ -67,7 +69,8 @@ class OnnxLayerRunner:
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
         # Containers of one target for all: the codes in them are the same.
-        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"))
+        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"), threads=1)
+        self.workers = min(get_num_threads(), MAX_WORKERS)  # runs side by side, each on one thread
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:

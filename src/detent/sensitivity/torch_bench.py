@@ -61,6 +61,8 @@ def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
 class TorchLayerRunner:
     """A module as a ``LayerRunner``; the arguments are those of ``qs.measure``."""
 
+    workers = 1  # its quantizers are switched in place
+
     def __init__(
         self,
         model: nn.Module,
