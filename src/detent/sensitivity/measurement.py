@@ -237,7 +237,9 @@ def refine(
     if recipe is None:
         recipe, widths = get_recipe("w8a16"), as_widths(sensitivity.options)
     storage = as_storage(sensitivity.storage)
-    runner = _open(model, data, recipe, widths, sensitivity.samples, sensitivity.target, (), storage)
+    runner = _open(
+        model, data, recipe, widths, sensitivity.samples, sensitivity.target, (), storage, side_by_side=False
+    )
     options = {group.names: set(group.nbytes) for group in runner.groups}
     for layer in sensitivity.layers:
         if not set(layer.noise) <= options.get(layer.names, set()):
@@ -287,6 +289,8 @@ def _open(
     target: "Target | str",
     skip: tuple[str, ...],
     storage: Storage,
+    *,
+    side_by_side: bool = True,
 ) -> LayerRunner:
     if _is_module(model):
         from detent.sensitivity.torch_bench import TorchLayerRunner  # noqa: PLC0415 - it loads PyTorch
@@ -294,7 +298,8 @@ def _open(
         return TorchLayerRunner(cast("nn.Module", model), data, recipe, widths, samples, skip, storage)
     from detent.sensitivity.onnx_bench import open_recipe  # noqa: PLC0415 - it loads ONNX Runtime
 
-    return open_recipe(_as_source(model), data, recipe, widths, samples, target, skip, storage)
+    source = _as_source(model)
+    return open_recipe(source, data, recipe, widths, samples, target, skip, storage, side_by_side=side_by_side)
 
 
 def _is_decisions(recipe: object) -> bool:

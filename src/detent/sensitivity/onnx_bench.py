@@ -60,6 +60,8 @@ class OnnxLayerRunner:
         samples: int,
         storage: Storage,
         weight_params: Mapping[str, QuantParams] | None = None,
+        *,
+        side_by_side: bool = True,
     ) -> None:
         self._feeds, self._specs, self._weight_params = feeds, specs, weight_params or {}
         self.samples, self.recipe, self.options = samples, recipe, tuple(specs)
@@ -69,8 +71,10 @@ class OnnxLayerRunner:
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
         # Containers of one target for all: the codes in them are the same.
-        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"), threads=1)
-        self.workers = min(get_num_threads(), MAX_WORKERS)  # runs side by side, each on one thread
+        # Runs side by side have one thread each, those one after the other have all.
+        self.workers = min(get_num_threads(), MAX_WORKERS) if side_by_side else 1
+        threads = 1 if side_by_side else 0
+        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"), threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:
@@ -110,6 +114,8 @@ def open_recipe(
     target: Target | str,
     skip: Sequence[str],
     storage: Storage,
+    *,
+    side_by_side: bool = True,
 ) -> OnnxLayerRunner:
     """A runner for the layers that a recipe names: as its rules say, or with weights of some widths, by label."""
     original = load(source)
@@ -133,7 +139,8 @@ def open_recipe(
         raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
     inputs = {} if widths is not None else _input_params(whole, feeds)
     named = None if widths is not None else _named(whole.quantized, recipe.name)
-    return OnnxLayerRunner(prepared, whole.layers_by_name, specs, named, inputs, feeds, count, storage)
+    layers = whole.layers_by_name
+    return OnnxLayerRunner(prepared, layers, specs, named, inputs, feeds, count, storage, side_by_side=side_by_side)
 
 
 def open_decisions(
