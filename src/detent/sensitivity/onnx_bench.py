@@ -56,15 +56,15 @@ class OnnxLayerRunner:
         specs: Mapping[str, Mapping[str, QuantSpec]],
         recipe: Recipe | None,
         inputs: Mapping[str, QuantParams],
-        feeds: Sequence[Feed],
-        samples: int,
+        batches: tuple[Sequence[Feed], int],  # and how many samples they hold
         storage: Storage,
         weight_params: Mapping[str, QuantParams] | None = None,
         *,
         side_by_side: bool = True,
     ) -> None:
-        self._feeds, self._specs, self._weight_params = feeds, specs, weight_params or {}
-        self.samples, self.recipe, self.options = samples, recipe, tuple(specs)
+        self._feeds, self.samples = batches
+        self._specs, self._weight_params = specs, weight_params or {}
+        self.recipe, self.options = recipe, tuple(specs)
         self.groups: Sequence[LayerGroup] = _groups(specs, layers, storage, self._weight_params)
         self.names: Sequence[str] = _float_outputs(model)
         switches = [Switch(f"{name}//switch", layers[name].data, each, name) for name, each in inputs.items()]
@@ -140,7 +140,7 @@ def open_recipe(
     inputs = {} if widths is not None else _input_params(whole, feeds)
     named = None if widths is not None else _named(whole.quantized, recipe.name)
     layers = whole.layers_by_name
-    return OnnxLayerRunner(prepared, layers, specs, named, inputs, feeds, count, storage, side_by_side=side_by_side)
+    return OnnxLayerRunner(prepared, layers, specs, named, inputs, (feeds, count), storage, side_by_side=side_by_side)
 
 
 def open_decisions(
@@ -161,7 +161,7 @@ def open_decisions(
     inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
     weights = {each.name: each.weight_params for each in quantized}
     named = _named(quantized, name)
-    return OnnxLayerRunner(model, layers, specs, named, inputs, feeds, count, storage, weights)
+    return OnnxLayerRunner(model, layers, specs, named, inputs, (feeds, count), storage, weights)
 
 
 def _groups(
