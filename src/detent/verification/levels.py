@@ -87,6 +87,15 @@ class _Verification:
         self.weights_by = "source"
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
+        # OpenVINO loads the file in a process of its own while everything else goes on.
+        openvino = OpenVinoCheck(self.artifact, self.batch) if 2 in self.levels and is_installed() else None
+        try:
+            return self._run(batches, openvino)
+        finally:
+            if openvino is not None:
+                openvino.close()
+
+    def _run(self, batches: Iterable[Mapping[str, Array]], openvino: OpenVinoCheck | None) -> VerifyReport:
         if 1 in self.levels:
             self.weights.run()
             self.notes.update(self.weights.notes)
@@ -94,16 +103,14 @@ class _Verification:
         count = 0
         try:
             probes = self._probes()
+            if openvino is not None:
+                self.end_to_end["openvino"] = openvino
             for count, feeds in enumerate(batches, 1):
                 self._run_batch(feeds, probes, is_first=count == 1)
         except UnsupportedError as error:
             if self.tally.first is None:
                 raise
             self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
-        finally:
-            openvino = self.end_to_end.get("openvino")
-            if isinstance(openvino, OpenVinoCheck):
-                openvino.close()
         if 1 in self.levels and not self.tally.differing:  # the comparison with the source found no mismatch
             check_digests(self.artifact, self.tally)
         return self._report(count)
@@ -152,8 +159,6 @@ class _Verification:
                     f"{ACCURACY_LEVEL} set to 0 or 1; the file cannot carry it: compare 'optimized' with "
                     "'accuracy level 0'"
                 ] = None
-            if is_installed():
-                self.end_to_end["openvino"] = OpenVinoCheck(self.artifact, self.batch)
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
             readings += self.kernels.readings()
