@@ -173,7 +173,7 @@ def test_sdist_holds_what_a_build_and_its_tests_need(sdist, root, tmp_path):
     package = {f"src/{name}" for name in files_of(root / "src")}
     others = {"pyproject.toml", "CMakeLists.txt", "LICENSE", "README.md", "constraints.txt", "Makefile", "PKG-INFO"}
     others |= {"mkdocs.yml"}
-    more = {"CHANGELOG.md", "CONTRIBUTING.md", "benchmarks", "docs", "examples", "native", "src", "tests"}
+    more = {"CHANGELOG.md", "CONTRIBUTING.md", "benchmarks", "docs", "examples", "native", "src", "tests", "zoo"}
     assert sources
     assert sources | package | others | {"tests/conftest.py", "tests/packaging/smoke.py"} <= files
     assert {name.partition("/")[0] for name in files} == others | more
