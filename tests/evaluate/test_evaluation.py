@@ -120,3 +120,14 @@ def test_the_report_shows_the_evaluation(done):
     assert report.output_sqnr_db == done[0].accuracy.outputs_sqnr_db
     assert report.output_sqnr_against == "the float model, on 4 held-out batches"
     assert ("Time", str(done[0].timing)) in report.facts
+
+
+def test_outputs_are_compared_once_unless_asked_for(tmp_path):
+    found = {
+        name: quantize_and_evaluate(MODEL, tmp_path / "small.onnx", batches(4), checks=NONE, **options)
+        for name, options in {"default": {}, "asked": {"compare": True}}.items()
+    }
+    assert not found["default"].result.outputs_sqnr_db
+    assert set(found["asked"].result.outputs_sqnr_db) == {"y"}
+    documents = [each.to_dict()["calibration_sqnr_db_by_output"] for each in found.values()]
+    assert set(documents[0]) == set(documents[1]) == {"y"}

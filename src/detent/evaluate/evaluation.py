@@ -233,8 +233,8 @@ def quantize_and_evaluate(
     split = None if data is None else split_batches(source, data, batch_size)
     calibration = None if split is None else split.calibration
     stage = None if progress is None else partial(progress, "calibrating")
-    compare = split is None or split.is_held_out  # otherwise the evaluation runs the same batches
-    result = qo.quantize(source, output, calibration, recipe, progress=stage, compare=compare, **options)
+    options.setdefault("compare", split is not None and split.is_held_out)  # otherwise evaluation runs the same batches
+    result = qo.quantize(source, output, calibration, recipe, progress=stage, **options)
     return evaluate_result(source, result, split, checks=checks, progress=progress)
 
 
