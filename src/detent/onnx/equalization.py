@@ -22,7 +22,7 @@ from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import Equalized
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, weight_params
-from detent.onnx.layer_error import Probe, noise, part_of
+from detent.onnx.layer_error import Probe, gain_db, noise, part_of
 from detent.onnx_model.graph import Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.sessions import record
@@ -70,8 +70,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
             continue
         strength, factors, ratio = best
         names = tuple(line.name for line in readers)
-        gain_db = float(-10 * np.log10(max(ratio, 1e-12)))
-        chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db))
+        chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db(ratio)))
         for node, weight in _changed_weights(graph, each, factors, weights):  # the next tensors see these
             weights[graph.node_name(node)] = weight
     return tuple(chosen)

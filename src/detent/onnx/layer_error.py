@@ -25,7 +25,7 @@ from detent.onnx_model.sessions import make_session, ort_errors, record
 from detent.onnx_model.targets import Target
 from detent.params import QuantParams
 
-__all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "noise", "part_of"]
+__all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "gain_db", "noise", "part_of"]
 
 Array = NDArray[Any]
 
@@ -123,6 +123,11 @@ def noise(reference: Array, result: Array) -> float:
     """The power of a difference."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
+
+
+def gain_db(remaining: float) -> float:
+    """A part of the noise that is left, as decibels of noise removed; at most 120."""
+    return float(-10 * np.log10(max(remaining, 1e-12)))
 
 
 @dataclass(frozen=True)

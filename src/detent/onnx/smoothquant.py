@@ -23,7 +23,7 @@ from detent.errors import SpecError
 from detent.granularity import PerAxis
 from detent.onnx.decisions import Smoothed
 from detent.onnx.graph_plan import GraphPlan, weight_params
-from detent.onnx.layer_error import noise
+from detent.onnx.layer_error import gain_db, noise
 from detent.onnx_model.graph import MATMULS, Graph, attribute_of
 from detent.onnx_model.layers import Layer
 from detent.onnx_model.sessions import record
@@ -64,8 +64,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
         strength, factors, ratio = best
         folded = _norm_before(plan.graph, tensor, names) is not None
         if ratio <= (MAX_REMAINING_NOISE_FOLDED if folded else MAX_REMAINING_NOISE):
-            gain_db = float(-10 * np.log10(max(ratio, 1e-12)))
-            chosen.append(Smoothed(tensor, tuple(names), factors, folded, strength, gain_db))
+            chosen.append(Smoothed(tensor, tuple(names), factors, folded, strength, gain_db(ratio)))
     return tuple(chosen)
 
 

@@ -70,11 +70,10 @@ class OnnxLayerRunner:
         switches = [Switch(f"{name}//switch", layers[name].data, each, name) for name, each in inputs.items()]
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
-        # Containers of one target for all: the codes in them are the same.
-        # Runs side by side have one thread each, those one after the other have all.
-        self.workers = min(get_num_threads(), MAX_WORKERS) if side_by_side else 1
-        threads = 1 if side_by_side else 0
-        self._model = SwitchableModel(model, weights, switches, get_target("onnxruntime"), threads)
+        # Parallel runs get one thread each; sequential runs get all threads.
+        self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if side_by_side else (1, 0)
+        any_target = get_target("onnxruntime")  # containers differ by target, the codes in them do not
+        self._model = SwitchableModel(model, weights, switches, any_target, threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:
