@@ -1,5 +1,7 @@
 """Scale modes as values."""
 
+from itertools import permutations, product
+
 import pytest
 
 import detent as dt
@@ -23,3 +25,21 @@ def test_modes_are_distinct_and_hashable():
 def test_decay_is_a_float():
     assert isinstance(dt.EMA(0).decay, float)
     assert dt.ScaleMode.from_json('{"kind": "EMA", "decay": 0}') == dt.EMA(0.0)
+
+
+ASCENDING = [dt.PerBatch(), dt.EMA(0.0), dt.EMA(0.5), dt.EMA(0.99), dt.Fixed(), dt.Learned()]
+
+
+def test_modes_are_ordered_by_kind_then_decay():
+    for (i, one), (k, other) in product(enumerate(ASCENDING), repeat=2):
+        assert (one < other, one <= other, one > other, one >= other) == (i < k, i <= k, i > k, i >= k), (one, other)
+        assert (one == other) == (i == k)
+    assert all(sorted(order) == ASCENDING for order in permutations(ASCENDING))
+    assert (min(ASCENDING), max(ASCENDING)) == (dt.PerBatch(), dt.Learned())
+
+
+@pytest.mark.parametrize("other", ["ema", 0.5, None, 1])
+def test_modes_do_not_compare_with_other_values(other):
+    for compare in (lambda: dt.EMA(0.5) < other, lambda: dt.EMA(0.5) >= other, lambda: other < dt.EMA(0.5)):
+        with pytest.raises(TypeError, match="not supported between instances"):
+            compare()

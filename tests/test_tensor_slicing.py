@@ -60,3 +60,20 @@ def test_both_levels_of_nvfp4_are_kept():
     assert cut.tensor_scale == whole.tensor_scale
     assert np.array_equal(cut.block_scale, whole.block_scale[1:3, 1:3])
     cut.validate()
+
+
+FORMATS = ("int8", "uint8", "int16", "int4", "uint4", "int2", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("spec", [*FORMATS, "mxfp4/tensor", "mxfp8/tensor", "mxfp8_e5m2/tensor", "nvfp4/tensor"])
+@pytest.mark.parametrize("index", [(), ..., (...,)], ids=str)
+def test_a_slice_of_a_0d_tensor_is_the_tensor(spec, dtype, index):
+    x = np.asarray(0.7, dtype)
+    whole = dt.quantize(x, dt.QuantParams.from_data(spec, x))
+    part = whole[index]
+    assert part == whole
+    assert hash(part) == hash(whole)
+    assert type(part.codes) is np.ndarray and not part.codes.flags.writeable  # noqa: PT018 - one fact
+    assert part.packed.tobytes() == whole.packed.tobytes()
+    assert part.dequantize().tobytes() == whole.dequantize().tobytes()

@@ -6,10 +6,13 @@ EMA(decay)   an exponential moving average of the batches' ranges; ``decay`` is 
 Fixed()      set once, by calibration or by hand
 Learned()    a scale and zero point that gradients change (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
 ============ =======================================================================================
+
+Modes have an order, that of the table: ``PerBatch() < EMA(d) < Fixed() < Learned()``, and averages by their decay.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
+from functools import total_ordering
 from numbers import Real
 
 from detent.codec import parse, reading
@@ -18,13 +21,27 @@ from detent.errors import SpecError, closest
 __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
 
 
+@total_ordering
 @dataclass(frozen=True)
 class ScaleMode:
     """What all modes can do; make one of the subclasses.
 
+    They compare by kind, from the parameters that follow each batch to those that only gradients change, and two EMAs
+    by decay; a comparison with anything else is a TypeError.
+
     >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
     EMA(decay=0.9)
+    >>> sorted([Learned(), EMA(0.9), PerBatch(), EMA(0.5)])
+    [PerBatch(), EMA(decay=0.5), EMA(decay=0.9), Learned()]
     """
+
+    def __lt__(self, other: object) -> bool:
+        return self._key < other._key if isinstance(other, ScaleMode) else NotImplemented
+
+    @property
+    def _key(self) -> tuple[float, ...]:
+        """The place of the kind, then the settings."""
+        return (*(place for place, kind in enumerate(_MODES.values()) if isinstance(self, kind)), *astuple(self))
 
     def to_json(self) -> str:
         """The mode as one line of JSON."""

@@ -191,7 +191,7 @@ class QuantizedTensor:
         """A part of the tensor, by slices; no group or block may be cut."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
-        codes = self.codes[slices].copy()
+        codes = self.codes[(*slices, ...)].copy()  # the ellipsis keeps a 0-d array an array
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
     def __eq__(self, other: object) -> bool:
@@ -338,7 +338,7 @@ def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) ->
     after = params.spec.granularity.tiling(tuple(sizes))
     tiles = tuple(_tile(axis, part, before, after) for axis, part in enumerate(slices))
     changes = {
-        name: value.reshape(before.grid)[tiles].reshape(after.scale_shape)
+        name: value.reshape(before.grid)[(*tiles, ...)].reshape(after.scale_shape)
         for name in ("scale", "zero_point", "min_val", "max_val", "block_scale")
         if (value := getattr(params, name)) is not None
     }
