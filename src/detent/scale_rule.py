@@ -5,7 +5,7 @@ All arithmetic is in float64 and rounded once to the scale's dtype; zero points 
     symmetric   a = max(|lo|, |hi|)
       "qmax"       s = a / (qmax - z)
       "half_span"  s = a / ((qmax - qmin) / 2)
-      "tight"      s = max(lo / (qmin - z), hi / (qmax - z)), a term with divisor 0 left out
+      "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), a term with divisor 0 left out
     affine      s = hi / n - lo / n,  n = qmax - qmin,  z = clamp(round(qmin - lo / s), qmin, qmax)
     e8m0        s = 2^(floor(log2 a) - emax)                                          OCP MX v1.0
     e4m3        s = e4m3(a / max / s_t) * s_t,  s_t = max over sets of a / (448 * max)   NVFP4

@@ -70,5 +70,5 @@ def _symmetric(low: Fraction, high: Fraction, qmin: int, qmax: int, z: int, row:
             return _f64(a / Fraction(qmax - qmin, 2))
         case "tight":
             terms = [_f64(end / d) for end, d in ((low, qmin - z), (high, qmax - z)) if d != 0]
-            return max(terms)
+            return max(*terms, Fraction(0))
     raise ValueError(row.symmetric_scale)
