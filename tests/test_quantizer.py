@@ -1,5 +1,8 @@
 """FakeQuantize: what each mode does in training and evaluation, and what backward uses."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -303,6 +306,37 @@ def test_repr():
 
 
 # State
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("spec", ["int8", "uint8", "int8/axis0"])
+@pytest.mark.parametrize("mode", [dt.PerBatch(), dt.EMA(0.5), dt.Fixed(), dt.Learned()], ids=str)
+def test_copies_share_no_state(mode, spec, again):
+    def state(one):
+        grads = {"scale_grad": one.scale_grad, "zero_point_grad": one.zero_point_grad}
+        flat = {**one.state_dict(), **grads, "enabled": one.enabled, "training": one.training}
+        return {name: np.copy(value) if isinstance(value, np.ndarray) else value for name, value in flat.items()}
+
+    def same(one, other):
+        return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+    x = np.array([[1.0, -2.0], [3.0, 4.5]], np.float32)
+    fq = dt.FakeQuantize(spec, mode=mode).calibrate(x)
+    fq(x)
+    fq.backward(np.ones_like(x))
+    before = state(fq)
+    copied = again(fq)
+    assert same(state(copied), before)
+    assert copied(x).tobytes() == fq(x).tobytes()
+    before = state(fq)
+    for grad in (copied.scale_grad, copied.zero_point_grad):
+        if grad is not None:
+            grad[...] = 99.0
+    copied.eval().train()(9 * x)
+    copied.calibrate(5 * x).backward(np.ones_like(x))
+    copied.step, copied.enabled = 7, False
+    copied.eval().load_state_dict({**fq.state_dict(), "step": 3})
+    assert same(state(fq), before)
 
 
 def test_state_is_a_copy():

@@ -55,6 +55,8 @@ class _Forward:
 class FakeQuantize:
     """Fake quantization with state; starts in training mode.
 
+    Copies share no state with it. Threads do not share an operator: give each its own copy.
+
     Args:
         spec: a QuantSpec, a format or a short string.
         mode: where the parameters come from.
@@ -118,6 +120,13 @@ class FakeQuantize:
         quantizer = cls(spec, mode=Fixed(), ste=ste)
         quantizer.update_params(scale, zero_point)
         return quantizer
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))
+        # All else is replaced, never changed in place.
+        grads = {name: copy(getattr(self, name)) for name in ("scale_grad", "zero_point_grad")}
+        copied.__dict__.update({**vars(self), **grads})
+        return copied
 
     def __call__(self, x: ArrayLike) -> Array:
         """The same as ``forward``."""

@@ -191,7 +191,8 @@ class QuantizedTensor:
         """A part of the tensor, by slices; no group or block may be cut."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
-        codes = self.codes[(*slices, ...)].copy()  # the ellipsis keeps a 0-d array an array
+        kept: tuple[slice | EllipsisType, ...] = (*slices, ...)  # the ellipsis keeps a 0-d array an array
+        codes = self.codes[kept].copy()
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
     def __eq__(self, other: object) -> bool:

@@ -22,7 +22,7 @@ from detent.errors import DtypeError, NotCalibratedError, RangeError, ShapeError
 from detent.formats import Format
 from detent.granularity import Granularity, PerTensor, Tiling
 from detent.kernels import bin_edges, histogram, minmax
-from detent.observers.observer import Array, Bounds, Observer, Range
+from detent.observers.observer import Array, Bounds, Observer, Range, exclusive
 from detent.spec import QuantSpec, get_spec
 
 __all__ = ["Bins", "HistogramObserver", "SearchObserver"]
@@ -60,6 +60,7 @@ class HistogramObserver(Observer):
         self.precision = as_integer("precision", precision, at_least=1, at_most=MOST_PRECISION)
         super().__init__(granularity)
 
+    @exclusive
     def reset(self) -> Self:
         """Forget everything."""
         self.weighted = False
@@ -119,17 +120,18 @@ class HistogramObserver(Observer):
 
     def merge(self, other: Self) -> Self:
         """Merge what another observer of the same kind has seen into this one; commutative and associative."""
-        self._check_same_kind(other)
-        if other._lo is not None and other._hi is not None:
-            counts = other._counts
-            if self.weighted or other.weighted:
-                counts = counts if other.weighted else _as_units(counts)
-                self._counts, self.weighted = self._with_room_for(counts), True
-            self._take_rows(other._rows, counts.copy())
-            self._lo, self._hi = self._blended(other._lo, other._hi)
-        self._absorb_counts(other)
+        with self._merging(other):
+            if other._lo is not None and other._hi is not None:
+                counts = other._counts
+                if self.weighted or other.weighted:
+                    counts = counts if other.weighted else _as_units(counts)
+                    self._counts, self.weighted = self._with_room_for(counts), True
+                self._take_rows(other._rows, counts.copy())
+                self._lo, self._hi = self._blended(other._lo, other._hi)
+            self._absorb_counts(other)
         return self
 
+    @exclusive
     def bins(self) -> Bins:
         """The histogram of each set as numbers.
 
@@ -212,6 +214,7 @@ class HistogramObserver(Observer):
 class SearchObserver(HistogramObserver):
     """An observer that searches its histogram for the range that is best for a spec."""
 
+    @exclusive
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
         """The range of each set that is best for the spec."""
         return self._range_for(replace(get_spec(spec), granularity=self.granularity))

@@ -13,7 +13,7 @@ from array_api_compat import numpy
 from numpy.typing import ArrayLike
 
 from detent.granularity import Granularity, PerTensor
-from detent.observers.observer import Bounds, Observer
+from detent.observers.observer import Bounds, Observer, exclusive
 from detent.scale_mode import EMA
 
 __all__ = ["EMAMinMax", "MinMax"]
@@ -34,10 +34,10 @@ class MinMax(Observer):
 
     def merge(self, other: Self) -> Self:
         """Merge what another MinMax has seen into this one; commutative and associative."""
-        self._check_same_kind(other)
-        if other._lo is not None and other._hi is not None:
-            self._lo, self._hi = self._blended(other._lo, other._hi)
-        self._absorb_counts(other)
+        with self._merging(other):
+            if other._lo is not None and other._hi is not None:
+                self._lo, self._hi = self._blended(other._lo, other._hi)
+            self._absorb_counts(other)
         return self
 
 
@@ -60,11 +60,13 @@ class EMAMinMax(Observer):
         self.decay = EMA(decay).decay
         super().__init__(granularity)
 
+    @exclusive
     def reset(self) -> Self:
         """Forget everything."""
         self.batches = 0
         return super().reset()
 
+    @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
         """Take in one batch; a batch without elements is ignored."""
         if np.size(x) or weight is not None:
@@ -90,11 +92,11 @@ class EMAMinMax(Observer):
         >>> one.merge(EMAMinMax(0.5).observe(np.array([4.0]))).range().hi
         array(3., dtype=float32)
         """
-        self._check_same_kind(other)
-        if other._lo is not None and other._hi is not None:
-            self._lo, self._hi = self._mixed(other._lo, other._hi, self.decay**other.batches)
-        self.batches += other.batches
-        self._absorb_counts(other)
+        with self._merging(other):
+            if other._lo is not None and other._hi is not None:
+                self._lo, self._hi = self._mixed(other._lo, other._hi, self.decay**other.batches)
+            self.batches += other.batches
+            self._absorb_counts(other)
         return self
 
     def _settings(self) -> dict[str, object]:

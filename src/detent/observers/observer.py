@@ -1,9 +1,15 @@
-"""Observer: the base of all range observers. One range per set; non-finite values are skipped and counted."""
+"""Observer: the base of all range observers. One range per set; non-finite values are skipped and counted.
+
+Threads may share an observer: each has a lock, and whatever reads or changes its state holds it.
+"""
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from threading import RLock
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +38,18 @@ STATE_VERSION = 1
 METADATA = "detent.Observer"
 Bounds = NDArray[np.floating]
 Array = NDArray[Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def exclusive(method: Method) -> Method:
+    """The method of an observer, holding its lock."""
+
+    @wraps(method)
+    def locked(self: "Observer", *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
+        with self._lock:
+            return method(self, *args, **options)
+
+    return cast("Method", locked)
 
 
 class Range(NamedTuple):
@@ -44,6 +62,9 @@ class Range(NamedTuple):
 class Observer(ABC):
     """A range of each set, observed on batches.
 
+    Threads may share an observer: batches that they observe at once count as if observed one after the other. Copies
+    share nothing with it.
+
     Attributes:
         granularity: which elements share a range.
         count: how many finite elements were observed.
@@ -55,8 +76,20 @@ class Observer(ABC):
 
     def __init__(self, granularity: Granularity | str = PerTensor()) -> None:
         self.granularity = get_granularity(granularity)
+        self._lock = RLock()
         self.reset()
 
+    @exclusive
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: arrays, to which batches are added in place, are copied."""
+        state = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
+        del state["_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=RLock())
+
+    @exclusive
     def reset(self) -> Self:
         """Forget everything."""
         self.count = 0
@@ -66,6 +99,7 @@ class Observer(ABC):
         self._hi: Bounds | None = None
         return self
 
+    @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
         """Take in one batch, of any float type and any shape with the same sets.
 
@@ -128,20 +162,26 @@ class Observer(ABC):
         """Whether the other is of the same kind and has the same settings, so that the two can merge."""
         return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
 
-    def _check_same_kind(self, other: Self) -> None:
+    @contextmanager
+    def _merging(self, other: Self) -> Iterator[None]:
+        """Hold both locks, in the same order for ``a.merge(b)`` and ``b.merge(a)``, if the two can merge."""
         if type(other) is not type(self):
             raise DtypeError(f"a {type(self).__name__} merges with its own kind, got {type(other).__name__}")
         if not self.is_like(other):
             raise StateError(f"observers that merge have the same settings, got {self!r} and {other!r}")
-        mine, theirs = self._lo, other._lo
-        if mine is not None and theirs is not None and mine.shape != theirs.shape:
-            raise ShapeError(f"observers hold ranges of shape {mine.shape} and {theirs.shape}: expected one shape")
+        first, second = sorted((self, other), key=id)
+        with first._lock, second._lock:
+            mine, theirs = self._lo, other._lo
+            if mine is not None and theirs is not None and mine.shape != theirs.shape:
+                raise ShapeError(f"observers hold ranges of shape {mine.shape} and {theirs.shape}: expected one shape")
+            yield
 
     def _absorb_counts(self, other: Self) -> None:
         self.count += other.count
         self.nonfinite += other.nonfinite
         self._double |= other._double
 
+    @exclusive
     def range(self) -> Range:
         """The range of each set, as read-only arrays.
 
@@ -162,6 +202,7 @@ class Observer(ABC):
             )
         return Range(read_only(self._lo), read_only(self._hi))
 
+    @exclusive
     def params(self, spec: QuantSpec | Format | str) -> QuantParams:
         """Parameters of the observed range; the spec must have the observer's granularity.
 
@@ -186,6 +227,7 @@ class Observer(ABC):
         return self.range()
 
     @property
+    @exclusive
     def nbytes(self) -> int:
         """How much memory the state takes."""
         return sum(array.nbytes for array in self._arrays().values())
@@ -201,6 +243,7 @@ class Observer(ABC):
     def _counters(self) -> dict[str, int]:
         return {"count": self.count, "nonfinite": self.nonfinite, "double": int(self._double)}
 
+    @exclusive
     def state_dict(self) -> dict[str, Any]:
         """Everything observed: counters as integers, ranges as arrays (absent if nothing was observed)."""
         return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
@@ -210,6 +253,7 @@ class Observer(ABC):
             return {}
         return {"lo": self._lo.copy(), "hi": self._hi.copy()}
 
+    @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
         """Replace everything observed by what ``state_dict`` returned.
 

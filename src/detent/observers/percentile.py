@@ -7,7 +7,7 @@ from detent.checks import as_number
 from detent.errors import RangeError
 from detent.granularity import Granularity, PerTensor
 from detent.observers.histogram import Bins, HistogramObserver
-from detent.observers.observer import Observer, Range
+from detent.observers.observer import Observer, Range, exclusive
 
 __all__ = ["Percentile"]
 
@@ -36,6 +36,7 @@ class Percentile(HistogramObserver):
             raise RangeError(f"percentiles are 0 <= lower < upper <= 100, got {lower!r} and {upper!r}")
         super().__init__(granularity, precision)
 
+    @exclusive
     def range(self) -> Range:
         """The percentiles of each set.
 
