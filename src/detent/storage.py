@@ -3,14 +3,25 @@
 The format is small enough to be written and checked here: the same input gives the same bytes (the library orders
 metadata at random), and headers are checked before anything is allocated: no duplicated keys, no holes, no overlap, no
 trailing bytes.
+
+A file is written under a temporary name, ``.<name>.<16 hex digits>``, and renamed. Its writer holds a lock (``flock``)
+on it, which the system drops with the process, so the next writer of the same name can tell the files of killed writers
+and removes them. Four of the digits name the running system: files of others, as on network file systems whose locks
+end at the machine, are removed only a day after their last change. Systems without such locks keep them all.
 """
 
 import json
 import os
+import platform
+import re
 import secrets
+import stat
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cache
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,11 +33,18 @@ from detent.checks import SIZE_LIMIT
 from detent.codec import parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 __all__ = ["dumps", "loads", "read", "write_atomic"]
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24
 RANK_LIMIT = 64
+FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses that long
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LENGTH = 8
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
 _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
@@ -82,21 +100,68 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
 def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
     """Write a temporary file in the same directory, sync and rename it: readers see the old file or the new one."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    _remove_leftovers(target)
+    temporary = target.with_name(f".{target.name}.{_system()}{secrets.token_hex(6)}")
     try:
-        # Created with the permissions of an ordinary file, and only if no file of that name exists.
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(_create_locked(temporary), "wb") as file:
             for part in (data,) if isinstance(data, bytes) else data:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
+            if fcntl is None:
+                file.close()  # Windows renames closed files only; elsewhere the lock is held until the end
+            temporary.replace(target)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
     _sync_directory(target.parent)
+
+
+@cache
+def _system() -> str:
+    """Four hex digits for the running system, in which every process sees the locks of all others."""
+    try:
+        identity = BOOT_ID.read_bytes()
+    except OSError:
+        identity = platform.node().encode()
+    return sha256(identity).hexdigest()[:4]
+
+
+def _create_locked(temporary: Path) -> int:
+    """A new file with the permissions of an ordinary one, locked where the file system has locks."""
+    while True:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if temporary.exists():
+            return handle
+        os.close(handle)  # another writer took it for a leftover before it was locked
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove the temporary files of killed writers of this name, those of an ONNX model's external data included."""
+    if fcntl is None:
+        return
+    ours = re.compile(rf"{re.escape(f'.{target.name}.')}(?:[0-9a-f]{{12}}\.data\.)?[0-9a-f]{{16}}")
+    with suppress(OSError):  # a missing directory is reported by the write
+        for temporary in [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]:
+            with suppress(OSError):
+                _remove_unlocked(temporary)
+
+
+def _remove_unlocked(temporary: Path) -> None:
+    """Remove a file whose lock nobody holds; raise an OSError if it is held."""
+    handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status = os.fstat(handle)
+        is_ours = temporary.name[-16:].startswith(_system())
+        if stat.S_ISREG(status.st_mode) and (is_ours or time.time() - status.st_mtime > FOREIGN_LIFETIME):
+            temporary.unlink()
+    finally:
+        os.close(handle)
 
 
 def check_directory(
