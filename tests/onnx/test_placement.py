@@ -7,6 +7,7 @@ from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 import detent as dt
 import detent.onnx as qo
 from detent.onnx_model import Graph, make_session
+from detent.onnx_model.graph import INTEGER_KERNELS
 
 
 def quantized(model, feeds, recipe="w8a8", **options):
@@ -212,3 +213,39 @@ def test_convolutions_of_few_channels_stay_float():
     assert "input channels: 3" in plan.layers[0].reason
     assert len(plan.quantized) == 2
     assert len(qo.plan(qo.prepare(model), target="openvino").quantized) == 3
+
+
+BETWEEN = {
+    "nothing": [],
+    "Relu": [("Relu", {})],
+    "MaxPool": [("MaxPool", {"kernel_shape": [2, 2]})],
+    "Transpose": [("Transpose", {"perm": [0, 1, 3, 2]})],
+    "Dropout": [("Dropout", {})],
+    "Relu, MaxPool, Dropout": [("Relu", {}), ("MaxPool", {"kernel_shape": [2, 2]}), ("Dropout", {})],
+}
+
+
+@pytest.mark.parametrize("behind", BETWEEN)
+@pytest.mark.parametrize("before", BETWEEN)
+@pytest.mark.parametrize("kept", ["skipped", "weight-only"])
+def test_integer_kernels_are_those_of_the_plan(kept, before, behind):
+    """ONNX Runtime quantizes no layer that the plan keeps in float, whatever stands around it."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
+    for op, attributes in BETWEEN[before]:
+        t = m.add(op, [t], **attributes)
+    t = m.conv(t, 8, 8, name="float")
+    for op, attributes in BETWEEN[behind]:
+        t = m.add(op, [t], **attributes)
+    y = m.conv(m.add("Relu", [m.conv(t, 8, 8, name="third")]), 8, 8, name="last")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
+    layers = [dt.Rule(weight="int8/axis0", input="uint8/tensor/affine"), dt.Rule("float", skip=True)]
+    if kept == "weight-only":
+        names = ("first", "third", "last")
+        layers = [dt.Rule(weight="int8/axis0"), *(dt.Rule(each, input="uint8/tensor/affine") for each in names)]
+    made, plan = quantized(model, feeds, dt.Recipe(layers))
+    found = operators(made)
+    assert [layer.name for layer in plan.layers if layer.input is not None] == ["first", "third", "last"]
+    assert sum(found[kernel] for kernel in INTEGER_KERNELS) == 2, "the result of the last is float"
+    assert found["Conv"] + found["FusedConv"] == 2
+    close(model, made, feeds)

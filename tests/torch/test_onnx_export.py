@@ -543,6 +543,21 @@ def test_layers_in_float_stay_in_float(tmp_path):
     assert np.allclose(run(path, {"input": x.numpy()})[0], as_shipped(model, x), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "behind", [nn.MaxPool2d(2), nn.Flatten(2), nn.Dropout(), nn.ReLU()], ids=lambda m: type(m).__name__
+)
+def test_onnx_runtime_quantizes_no_layer_in_float(behind, tmp_path):
+    torch.manual_seed(0)
+    third = nn.Conv1d(8, 8, 3, padding=1) if isinstance(behind, nn.Flatten) else nn.Conv2d(8, 8, 3, padding=1)
+    net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), behind, third)
+    rules = [dt.Rule(weight="int8/axis0", input=INPUT, output=INPUT), dt.Rule("1", skip=True)]
+    x = torch.randn(2, 8, 6, 6)
+    path = qt.export_onnx(calibrated(net, dt.Recipe(rules), x), x, tmp_path / "model.onnx")
+    operators = [node.op_type for node in optimized(load(path)).graph.node]
+    assert operators.count("QLinearConv") == 2, operators
+    assert [name for name in operators if name in {"Conv", "FusedConv"}] != []
+
+
 def test_a_disabled_weight_before_a_batch_norm_is_folded_in_float(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4))

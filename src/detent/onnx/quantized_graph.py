@@ -23,10 +23,10 @@ from detent.onnx.calibration import Calibration, choose_params, range_decisions
 from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, weight_problem
 from detent.onnx.normal_form import needed_opset, to_normal_form
-from detent.onnx.ort_workarounds import guard_float, share_floats
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
+from detent.onnx_model.ort_workarounds import guard_float, share_floats
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, gather, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
@@ -225,7 +225,7 @@ def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
     for line in decisions.layers:
         if line.is_quantized:
             writer.write_layer(line, layers[line.name], nodes[line.name])
-    guard_float(graph)
+    guard_float(graph, [line.name for line in decisions.layers if line.is_quantized and line.input is None])
     share_floats(graph)
     graph.drop_unread()
     finished = graph.finish()

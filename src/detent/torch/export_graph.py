@@ -10,8 +10,8 @@ a weight that Gather reads                  codes -> Gather -> DequantizeLinear,
 the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the product of both scales
 =========================================== =====================================================================
 
-This module decides the placement, ``QdqWriter`` writes the nodes. ``clean`` removes what only the exporter needs;
-``finalize`` sets what runtimes and readers expect.
+This module decides the placement, ``QdqWriter`` writes the nodes, ``ort_workarounds`` keeps float layers float.
+``clean`` removes what only the exporter needs; ``finalize`` sets what runtimes and readers expect.
 """
 
 import re
@@ -28,6 +28,7 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor
 from detent.onnx_model import Graph, QdqParams, Target
 from detent.onnx_model.graph import BITS, attribute_of, subgraphs
+from detent.onnx_model.ort_workarounds import guard_float
 from detent.onnx_model.qdq_writer import QdqWriter, gather, stored_codes
 from detent.params import QuantParams
 from detent.scale_mode import PerBatch
@@ -124,6 +125,7 @@ class Lowering:
         graph.insert(self._nodes)
         for node in marks:
             self._rename(node.output[0], attribute_of(node, "key").decode().removesuffix("_quantizer"))
+        guard_float(graph)
         graph.drop_unread()
         return graph.finish()
 

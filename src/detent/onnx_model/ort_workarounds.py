@@ -1,0 +1,145 @@
+"""Guarding: layers that are to stay float, kept from being quantized by ONNX Runtime itself.
+
+A Conv, ConvTranspose or Gemm with a float weight between a DequantizeLinear and a QuantizeLinear is quantized by ONNX
+Runtime when it loads the model (seen in 1.31.1): per tensor and without a word, which can cost more than all other
+layers together. Before that it moves both quantizers over operators that move data (MaxPool, Reshape, Slice, ...),
+removes those that do nothing (Dropout, Identity, Cast), and fuses others (Pad, BatchNormalization, Add and Mul with a
+constant; a MatMul with an Add is a Gemm). So every operator that reads one computed tensor counts as passable, but for
+those that no version can pass. A Max with the lowest float before the layer changes no value and keeps it as it is.
+
+ONNX Runtime also gives every reader of dequantized data a DequantizeLinear of its own. Patterns of several float
+operators that begin with one tensor, such as GELU, are no longer found then: they read it behind such a Max, too.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+import numpy as np
+from onnx import NodeProto, TensorProto, helper
+
+from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, subgraphs
+from detent.onnx_model.layers import COMPUTING
+
+__all__ = ["guard_float", "share_floats"]
+
+GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+# Operators that mix or bend values, so that no quantizer can be moved over them.
+IMPASSABLE = (
+    *COMPUTING,
+    *("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpNormalization", "Softmax", "LogSoftmax"),
+    *("LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization"),
+    *(
+        "ReduceMean",
+        "ReduceSum",
+        "ReduceMax",
+        "ReduceL2",
+        "Sigmoid",
+        "Tanh",
+        "Erf",
+        "Gelu",
+        "Exp",
+        "Log",
+        "Sqrt",
+        "Pow",
+    ),
+    "Shape",
+)
+
+
+def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
+    """Protect the layers with a float weight, and those of these names, from quantizers around them; returns names.
+
+    ``names`` are layers that read float data, whatever their weight is.
+    """
+    threats = _Threats(graph)
+    guarded = [node for node in graph.nodes if node.op_type in GUARDED and threats.holds(node, names)]
+    for node in guarded:
+        _keep(graph, node.input[0], [node])
+    return [graph.node_name(node) for node in guarded]
+
+
+def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
+    lowest = graph.add_constant("lowest_float", np.asarray(np.finfo(np.float32).min, np.float32))
+    kept = graph.fresh(f"{tensor}_kept_float")
+    graph.redirect(tensor, kept, readers)
+    graph.insert([helper.make_node("Max", [tensor, lowest], [kept], name=f"{kept}_node")])
+
+
+def share_floats(graph: Graph) -> list[str]:
+    """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names."""
+    shared = []
+    for node in [each for each in graph.nodes if each.op_type == "Erf"]:
+        scaled = graph.producer(node.input[0])
+        if scaled is None or scaled.op_type not in {"Mul", "Div"}:
+            continue
+        for tensor in scaled.input:
+            producer = graph.producer(tensor)
+            readers = [each for each in graph.consumers(tensor) if each is scaled or each.op_type == "Mul"]
+            if producer is not None and producer.op_type == DEQUANTIZE and len(readers) > 1:
+                _keep(graph, tensor, readers)
+                shared.append(tensor)
+    return shared
+
+
+class _Threats:
+    """Which layers ONNX Runtime may quantize: where quantizers can be moved to, before and behind them."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        made = [name for node in graph.nodes if not node.input and node.op_type != "Constant" for name in node.output]
+        self.computed = _closure([*graph.inputs, *made], self._results)
+        dequantized = [node.output[0] for node in graph.nodes if node.op_type == DEQUANTIZE and self._is_data(node)]
+        self.dequantized = _closure(dequantized, self._moved_forward)
+        quantized = [node.input[0] for node in graph.nodes if node.op_type == QUANTIZE]
+        self.quantized = _closure(quantized, self._moved_back)
+
+    def _results(self, name: str) -> Iterator[str]:
+        return (result for node in self.graph.consumers(name) for result in node.output if result)
+
+    def _is_data(self, node: NodeProto) -> bool:
+        return node.input[0] in self.computed and self.graph.kind(node.input[1]) == TensorProto.FLOAT
+
+    def _inputs(self, node: NodeProto) -> set[str]:
+        return {name for name in node.input if name in self.computed}
+
+    def _is_passable(self, node: NodeProto) -> bool:
+        return len(self._inputs(node)) == 1 and node.op_type not in IMPASSABLE and not any(subgraphs(node))
+
+    def _moved_forward(self, name: str) -> Iterator[str]:
+        return (
+            result for node in self.graph.consumers(name) if self._is_passable(node) for result in node.output if result
+        )
+
+    def _moved_back(self, name: str) -> Iterator[str]:
+        node = self.graph.producer(name)
+        return iter(self._inputs(node) if node is not None and self._is_passable(node) else ())
+
+    def holds(self, node: NodeProto, names: Collection[str]) -> bool:
+        """Whether a layer that is to compute in float is threatened."""
+        if node.input[0] not in self.dequantized:
+            return False
+        if self.graph.node_name(node) in names:  # its weight is quantized, too: it needs no quantizer behind it
+            return True
+        return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
+
+    def _is_float_constant(self, name: str) -> bool:
+        """Whether a tensor is a float constant, or computed from constants without codes."""
+        if name in self.graph.constants:
+            return self.graph.kind(name) == TensorProto.FLOAT
+        sources = _closure([name], self._sources)
+        nodes = [self.graph.producer(each) for each in sources if each not in self.graph.constants]
+        return name not in self.computed and all(node is not None and node.op_type != DEQUANTIZE for node in nodes)
+
+    def _sources(self, name: str) -> Iterator[str]:
+        node = self.graph.producer(name)
+        return (each for each in (() if node is None else node.input) if each)
+
+
+def _closure(names: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    """The names, what follows them, what follows that, and so on."""
+    known = set(names)
+    pending = list(known)
+    while pending:
+        new = set(following(pending.pop())) - known
+        known |= new
+        pending += new
+    return known
