@@ -241,3 +241,36 @@ def test_planned_bytes_are_those_of_the_file(recipe, tmp_path):
 def test_words_of_keep_float(value, tmp_path):
     with pytest.raises(dt.SpecError, match="keep_float"):
         quantize(conv_chain(), tmp_path, images(), keep_float=value)
+
+
+def of_ir_version_3(opset, *, branches=False, constant_nodes=False):
+    """Two convolutions as the ONNX model zoo has them: initializers are listed among the inputs."""
+    m = Maker(opset=opset, ir=3)
+    t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
+    if branches:
+        flag = m.add("Cast", [m.add("ReduceSum", [t], keepdims=0)], to=TensorProto.BOOL)
+        bodies = [
+            helper.make_graph([helper.make_node(op, [t], [name])], op, [], [helper.make_empty_tensor_value_info(name)])
+            for op, name in (("Relu", "yes"), ("Neg", "no"))
+        ]
+        t = m.add("If", [flag], then_branch=bodies[0], else_branch=bodies[1])
+    y = m.conv(t, 8, 4, name="last")
+    if constant_nodes:
+        m.nodes = [helper.make_node("Constant", [], [each.name], value=each) for each in m.tensors] + m.nodes
+        m.tensors = []
+    model = m.model([("x", [2, 8, 8, 8])], [y])
+    for each in m.tensors:
+        model.graph.input.append(helper.make_tensor_value_info(each.name, each.data_type, list(each.dims)))
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8", "w8a16"])
+@pytest.mark.parametrize("options", [{}, {"branches": True}, {"constant_nodes": True}], ids=str)
+@pytest.mark.parametrize("opset", [7, 9, 12, 13])
+def test_files_of_ir_version_3(opset, options, recipe, tmp_path):
+    model, feeds = of_ir_version_3(opset, **options), images()
+    report = quantize(model, tmp_path, feeds[:2], recipe=recipe)
+    assert [layer.name for layer in report.layers if not layer.reason] == ["first", "last"]
+    assert [each.name for each in qo.load(report.output).graph.input] == ["x"]
+    assert sqnr(model, report.output, feeds[2]) > 25
+    assert dt.verify(model, report.output, feeds[2:3]).ok

@@ -26,7 +26,7 @@ from detent.onnx_model.sessions import make_session, ort_errors, without_weights
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
 PER_AXIS, BLOCKED = 13, 21  # the first operator sets with quantizers of those kinds
-NEWEST_IR = 10
+UNLISTED_CONSTANTS_IR, NEWEST_IR = 4, 10
 CLOSE = 1e-5  # of the largest output: what another order of sums may change
 
 
@@ -179,8 +179,9 @@ def _refuse(model: ModelProto, *, force: bool) -> None:
 
 
 def _take_inputs_out(graph: Graph) -> None:
-    """Initializers are constants, listed among the inputs or not."""
+    """Initializers are constants, listed among the inputs or not; before IR version 4 they had to be listed."""
     inputs = graph.model.graph.input
+    graph.model.ir_version = max(graph.model.ir_version, UNLISTED_CONSTANTS_IR)
     kept = [value for value in inputs if value.name not in graph.constants]
     if len(kept) != len(inputs):
         kept = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in kept]
