@@ -531,6 +531,22 @@ def test_other_types_of_activations(format, tmp_path):
     assert np.allclose(run(path, {"input": x.numpy()})[0], as_shipped(model, x), atol=1e-3)
 
 
+@pytest.mark.parametrize(("recipe", "mode"), [("w4a4", None), ("w8a4", None), ("w3a3", None), ("w2a2", "learned")])
+def test_activations_of_few_bits_before_convolutions(recipe, mode, tmp_path):
+    """They lie in bytes behind a Clip: ONNX Runtime's integer convolutions take no 4-bit type."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)), nn.Flatten(), nn.Linear(128, 2))
+    x = torch.randn(4, 8, 4, 4)
+    model = calibrated(net, dt.Recipe.preset(recipe, mode=mode), x)
+    path = qt.export_onnx(model, x, tmp_path / "model.onnx")
+    graph = inspect(model, path, {"input": x.numpy()})
+    assert sum(node.op_type == "Clip" for node in graph.nodes) == 3
+    assert {graph.kind(node.input[2]) for node in graph.nodes if node.op_type == "QuantizeLinear"} == {
+        TensorProto.UINT8
+    }
+    assert dt.verify(model, path, [3 * torch.randn(4, 8, 4, 4)]).ok
+
+
 def test_layers_in_float_stay_in_float(tmp_path):
     torch.manual_seed(0)
     recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input=INPUT), dt.Rule(match="2", skip=True)])

@@ -190,7 +190,7 @@ def plan(
         raise UnsupportedError(
             "the model has no Conv, MatMul, Gemm or Gather with a constant weight: there is nothing to quantize"
         )
-    usable = [layer.name for layer in layers if not layer.reason]
+    usable = [layer.name for layer in layers if not layer.reason] or [layer.name for layer in layers]
     first, last = (usable[0], usable[-1]) if usable else ("", "")
     rule_layers = [RuleLayer(each.name, each.types, each.name == first, each.name == last) for each in layers]
     recipe.check_matched(rule_layers)

@@ -190,7 +190,7 @@ def _weight_input(label: str) -> str:
 
 def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target) -> None:
     """Let some nodes read a tensor through a quantizer if its flag is set."""
-    qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format, least=8), 0)
+    qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format), 0)
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
     pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams)
     node, chosen = writer.switch(switch.flag, pair.nodes, pair.dequantized, switch.tensor)

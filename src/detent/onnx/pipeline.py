@@ -451,8 +451,11 @@ def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) 
 def _needs_low_bits(recipe: Recipe) -> bool:
     """Whether quantizers are written that older opsets do not have."""
     for rule in recipe.rules:
-        for spec in (rule.weight, rule.input, rule.output):
-            if spec is not None and (spec.bits not in {5, 6, 7, 8} or isinstance(spec.granularity, PerGroup)):
+        for spec, is_stored_in_4 in ((rule.weight, True), (rule.input, False), (rule.output, False)):
+            if spec is None:
+                continue
+            is_byte = (4 if is_stored_in_4 else 0) < spec.bits <= 8
+            if not is_byte or isinstance(spec.granularity, PerGroup):
                 return True
     return False
 

@@ -12,7 +12,8 @@ openvino-vnni        int8          int8           CPUs with VNNI
 
 Codes shifted by 128 together with their zero point mean the same numbers. AVX2 multiplies an unsigned by a signed byte
 and adds two products in 16 bits, which saturates if weights are signed and large; unsigned weights are widened first by
-the runtimes. Signed 8-bit activations are shifted as well: their kernels are slow.
+the runtimes. Signed 8-bit activations are shifted as well: their kernels are slow. Activations of fewer than 8 bits are
+stored in 8 behind a Clip, weights of fewer than 8 in 4 or 8.
 """
 
 import platform
@@ -32,6 +33,7 @@ from detent.spec import QuantSpec
 __all__ = ["TARGETS", "Container", "Target", "faster", "get_target", "has_avx2", "has_vnni", "mismatch"]
 
 Runtime = Literal["onnxruntime", "openvino"]
+MIN_ACTIVATION_BITS = 8
 
 
 class Container(NamedTuple):
@@ -81,8 +83,11 @@ class Target:
             return Container(TensorProto.UINT8, 128)
         return Container(kind)
 
-    def activation_container(self, format: Format, *, least: int = 4) -> Container:
-        """How codes of an activation are stored, in a type of at least ``least`` bits."""
+    def activation_container(self, format: Format, *, least: int = MIN_ACTIVATION_BITS) -> Container:
+        """How codes of an activation are stored, in a type of at least ``least`` bits.
+
+        ONNX Runtime puts operators of its own between quantizers, and these take no type of fewer than 8 bits.
+        """
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
 

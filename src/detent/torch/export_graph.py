@@ -182,7 +182,10 @@ class Lowering:
             if of_weight:
                 container = target.weight_container(format, depthwise=depthwise, least=min_bits)
             else:
-                container = target.activation_container(format)
+                least = (
+                    4 if params.scale.ndim else BYTE
+                )  # Clip takes one bound, so that channels need all codes of a type
+                container = target.activation_container(format, least=least)
             qparams = QdqParams.of(params, container, rank)
         except DetentError as error:
             raise UnsupportedError(f"{key}: {error}") from error

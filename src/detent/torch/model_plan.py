@@ -138,6 +138,7 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
 def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
     """The layers as rules match them: names, types, and which are the first and the last with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
+    weighted = weighted or [name for name, _, kind in candidates if kind is None]  # which stay float
     first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
     return [
         Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == first, name == last)
