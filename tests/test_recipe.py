@@ -570,7 +570,7 @@ SPEC = dt.QuantSpec("int8", qmin=-100).to_dict()
         (holding(weight=[]), "weight is text or a table"),
         (holding(weight="int99"), "unknown format"),
         (holding(weight={}), "exactly the keys"),
-        (holding(weight={**SPEC, "format": []}), "named format"),
+        (holding(weight={**SPEC, "format": []}), "format is named"),
         (holding(weight={**SPEC, "granularity": [[]]}), "not a granularity"),
         (holding(weight={**SPEC, "granularity": {"kind": "axis", "axis": "x"}}), "rule 0: "),
         (holding(weight={**SPEC, "convention": {**SPEC["convention"], "zero_range": []}}), "zero_range"),

@@ -6,7 +6,7 @@ The four float types of data, and the compute type of each, are defined here and
 import operator
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
@@ -19,6 +19,7 @@ from detent.errors import DetentError, DtypeError, NaNError, ShapeError, SpecErr
 __all__ = ["FLOATS", "compute_dtype", "float_array", "float_dtype"]
 
 SIZE_LIMIT = 1 << 62
+RANK_LIMIT = 64  # that of NumPy
 
 
 def as_integer(
@@ -48,7 +49,10 @@ def as_number(what: str, value: object, error: type[DetentError] = SpecError) ->
     """The value as a finite Python float; booleans and strings are not numbers."""
     if isinstance(value, bool | np.bool_ | str) or not isinstance(value, SupportsFloat):
         raise error(f"{what} must be a number, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = inf
     if not isfinite(number):
         raise error(f"{what} must be a finite number, got {value!r}")
     return number
@@ -60,9 +64,18 @@ def as_shape(shape: object, what: str = "shape", error: type[DetentError] = Shap
         return shape
     if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
         raise error(f"{what} must be a tuple of sizes such as (64, 256), got {shape!r}")
+    sizes = tuple(shape)
+    if len(sizes) > RANK_LIMIT:
+        raise error(f"{what} has {len(sizes)} sizes, arrays have at most {RANK_LIMIT} axes")
     return tuple(
-        as_integer(f"a size of {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in shape
+        as_integer(f"a size of {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in sizes
     )
+
+
+def are_sizes(values: object) -> bool:
+    """Whether it is a list of sizes that can be those of an array."""
+    is_short = isinstance(values, list) and len(values) <= RANK_LIMIT
+    return is_short and all(type(value) is int and 0 <= value < SIZE_LIMIT for value in values)  # type: ignore[attr-defined]
 
 
 def as_array(what: str, value: ArrayLike) -> NDArray[Any]:

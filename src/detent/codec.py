@@ -1,5 +1,9 @@
 """Codec: JSON and short texts, read as untrusted.
 
+Whatever a text holds, reading it raises a DetentError or returns, in time and memory that follow from the limits below:
+how long it is, how many lists, objects and values it may hold. Values are checked before arrays are made of them, and
+messages quote the beginning only.
+
 Frozen dataclasses are written by their fields and read by their annotations; a ``Leaf`` adds a type. Arrays keep every
 bit. Numbers that are not finite are written as "inf", "-inf" and "nan", because JSON has none of them. Calls are short
 texts such as ``name(1, k=2)``.
@@ -20,14 +24,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.checks import as_shape, plain
+from detent.checks import are_sizes, plain
 from detent.errors import DetentError, FileFormatError, SpecError, closest
 
 __all__ = []
 
 T = TypeVar("T")
 TEXT_LIMIT = 1 << 26
+CONTAINER_LIMIT = 1 << 19  # lists and objects, which take thirty times as much memory as text
+VALUE_LIMIT = 1 << 23
 INTEGER_LIMIT = 1 << 62
+EXACT_LIMIT = 1 << 53  # float64 holds every smaller integer
+MAX_MESSAGE = 2000
 MAX_CHARS_SHOWN = 60
 _SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan": nan})
 _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
@@ -41,20 +49,31 @@ def parse(
         raise error(f"{what} is JSON text, got {type(text).__name__}")
     if len(text) > limit:
         raise error(f"{what} has {len(text)} characters, at most {limit} are read")
+    for name, count, most in _counts(text):
+        if count > most:
+            raise error(f"{what} has {count} {name}, at most {most} are read")
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as fault:
+    except (ValueError, RecursionError, MemoryError) as fault:
         raise error(f"{what} is not valid JSON: {fault}") from fault
     if not isinstance(value, dict):
         raise error(f"{what} is a JSON object, got {brief(value)}")
     return value
 
 
+def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
+    """How many containers and values a JSON text holds, or more: brackets and commas in strings count, too."""
+    return (
+        ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
+        ("values", text.count(","), VALUE_LIMIT),
+    )
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of JSON pairs, none of which may come twice."""
     if len(dict(pairs)) != len(pairs):
         twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the keys {twice} come more than once")
+        raise ValueError(f"the keys {brief(twice)} come more than once")
     return dict(pairs)
 
 
@@ -92,6 +111,12 @@ def check_version(given: object, version: int, what: str, *, error: type[DetentE
         raise error(f"this detent reads version {version} of {what}, got {brief(given)}: update detent")
 
 
+_FAULTS = (
+    *(DetentError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError),
+    *(RecursionError, MemoryError),
+)
+
+
 @contextmanager
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
@@ -99,10 +124,10 @@ def reading(
     """Turn whatever goes wrong with untrusted data inside the block into one error."""
     try:
         yield
-    except (DetentError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as fault:
+    except _FAULTS as fault:
         if isinstance(fault, keep):
             raise
-        raise error(f"{complaint}: {fault}") from fault
+        raise error(f"{complaint}: {fault}"[:MAX_MESSAGE]) from fault
 
 
 class Leaf(NamedTuple):
@@ -137,7 +162,9 @@ def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES)
     """The dataclass that ``encode`` wrote."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
-    return cls(**{name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()})
+    decoded = {name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()}
+    with reading(where):
+        return cls(**decoded)
 
 
 @cache
@@ -212,7 +239,7 @@ def _text(value: str, where: str) -> str:
 
 
 def _wrong(where: str, expected: str, value: object) -> FileFormatError:
-    return FileFormatError(f"{where} must be {expected}, got {repr(value)[:MAX_CHARS_SHOWN]}")
+    return FileFormatError(f"{where} must be {expected}, got {brief(value)[:MAX_CHARS_SHOWN]}")
 
 
 def encode_array(values: NDArray[Any]) -> dict[str, object]:
@@ -226,16 +253,24 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(f"{what} is a list of numbers of type {', '.join(sorted(_STORED_DTYPES))}, got {brief(entry)}")
-    numbers = [_SPECIAL.get(each, each) if isinstance(each, str) else each for each in listed]
-    values, shape = np.asarray(numbers), as_shape(entry["shape"], error=error)
-    if values.ndim != 1 or (values.size and values.dtype.kind not in "fiu") or values.size != prod(shape):
-        raise error(f"{what} holds as many numbers as its shape {shape} says, got {brief(listed)}")
+    shape = entry["shape"]
+    if not are_sizes(shape) or len(listed) != prod(shape):
+        raise error(f"{what} holds as many numbers as its shape says, got {len(listed)} of shape {brief(shape)}")
+    if not all(_is_exact(each) for each in listed):
+        raise error(f"{what} holds numbers that float64 holds, or 'inf', '-inf' and 'nan', got {brief(listed)}")
+    values = np.array([_SPECIAL.get(each, each) for each in listed], np.float64)
     with np.errstate(all="ignore"):
         array = values.astype(dtype)
-    if not np.array_equal(array, values, equal_nan=values.dtype.kind == "f"):
+    if not np.array_equal(array, values, equal_nan=True):
         raise error(f"the numbers {brief(listed)} of {what} do not fit {dtype}")
-    with reading(what, error=error):  # more axes than NumPy has
-        return array.reshape(shape)
+    return array.reshape(shape)
+
+
+def _is_exact(value: object) -> bool:
+    """Whether it is a number that float64 holds, or the name of one; JSON such as 1e999 is neither."""
+    if type(value) is int:
+        return abs(value) <= EXACT_LIMIT
+    return isfinite(value) if type(value) is float else isinstance(value, str) and value in _SPECIAL
 
 
 Setting: TypeAlias = int | float | str

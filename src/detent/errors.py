@@ -126,7 +126,7 @@ class VerificationError(DetentError, AssertionError):
 
 def closest(given: str, known: Iterable[str]) -> str:
     """``: did you mean 'x'?`` for the closest known name, or a colon if none is close."""
-    matches = get_close_matches(given, list(known), n=1, cutoff=0.5)
+    matches = get_close_matches(given[:200], list(known), n=1, cutoff=0.5)  # longer texts are close to no name
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 

@@ -31,7 +31,7 @@ from detent.checks import (
     float_dtype,
     read_only,
 )
-from detent.codec import check_version, decode_array, encode_array, parse, reading
+from detent.codec import MAX_CHARS_SHOWN, MAX_MESSAGE, check_version, decode_array, encode_array, parse, reading
 from detent.errors import DetentError, DtypeError, ParamsError, RangeError, ShapeError
 from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor
@@ -303,7 +303,9 @@ class QuantParams:
         names = {f.name for f in fields(cls)} - {"spec"}
         if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= names:
             raise ParamsError(
-                f"expected the arrays 'scale', 'zero_point' and any of {sorted(names)}, got {list(arrays)!r}"
+                f"expected the arrays 'scale', 'zero_point' and any of {sorted(names)}, got {list(arrays)!r}"[
+                    :MAX_MESSAGE
+                ]
             )
         values: dict[str, Any] = dict(arrays)
         if "block_scale" in values:
@@ -334,8 +336,9 @@ class QuantParams:
             data = parse(text, "a QuantParams", error=ParamsError)
             check_version(data.pop("version"), JSON_VERSION, "QuantParams", error=ParamsError)
             spec = QuantSpec.from_dict(data.pop("spec"))
+            names = {name: name[:MAX_CHARS_SHOWN] for name in data}
             return cls.from_arrays(
-                spec, {name: decode_array(entry, name, error=ParamsError) for name, entry in data.items()}
+                spec, {name: decode_array(data[name], shown, error=ParamsError) for name, shown in names.items()}
             )
 
     def _key(self) -> tuple[object, ...]:

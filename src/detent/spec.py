@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from detent.checks import plain
-from detent.codec import parse, table
+from detent.codec import parse, reading, table
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
 from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
@@ -255,12 +255,13 @@ class QuantSpec:
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
         """The spec that ``to_dict`` described."""
         names = [field.name for field in fields(cls)]
-        entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
-        if None in entries.values() or not isinstance(entries["format"], str):
-            raise SpecError(f"every field of a stored QuantSpec has a value and a named format, got {data!r}")
-        entries["granularity"] = granularity_from_dict(entries["granularity"])
-        entries["convention"] = Convention.from_dict(entries["convention"])
-        return cls(**entries)
+        with reading("not a stored QuantSpec", error=SpecError):
+            entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
+            if None in entries.values() or not isinstance(entries["format"], str):
+                raise SpecError(f"every field has a value and the format is named, got {data!r}")
+            entries["granularity"] = granularity_from_dict(entries["granularity"])
+            entries["convention"] = Convention.from_dict(entries["convention"])
+            return cls(**entries)
 
 
 _GRAMMAR = "format[/granularity][/symmetric|affine][/convention]"

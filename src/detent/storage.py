@@ -24,13 +24,14 @@ from functools import cache
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from detent.checks import SIZE_LIMIT
-from detent.codec import parse, reading, table
+from detent.checks import SIZE_LIMIT, are_sizes
+from detent.codec import MAX_CHARS_SHOWN, parse, reading, table
 from detent.errors import DetentError, DtypeError, FileFormatError
 
 try:
@@ -42,7 +43,6 @@ __all__ = ["dumps", "loads", "read", "write_atomic"]
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24
-RANK_LIMIT = 64
 FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses that long
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _LENGTH = 8
@@ -78,11 +78,12 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
     position = 0
     arrays: Arrays = {}
     for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
         if begin != position:
-            raise FileFormatError(f"tensor {name!r} begins at byte {begin}, expected {position}: a hole or an overlap")
+            raise FileFormatError(f"{label} begins at byte {begin}, expected {position}: a hole or an overlap")
         position = end
         if end > len(body):
-            raise FileFormatError(f"tensor {name!r} ends at byte {end} of {len(body)}: the file is truncated")
+            raise FileFormatError(f"{label} ends at byte {end} of {len(body)}: the file is truncated")
         arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
     if position != len(body):
         raise FileFormatError(f"{len(body) - position} bytes follow the last tensor: the file is oversized or foreign")
@@ -212,22 +213,17 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """The NumPy dtype, shape, begin and end of one tensor, whose size fits its shape."""
-    fields = table(entry, f"tensor {name!r}", ("dtype", "shape", "data_offsets"))
+    label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
+    fields = table(entry, label, ("dtype", "shape", "data_offsets"))
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise FileFormatError(f"tensor {name!r} has dtype {dtype!r}, expected one of {', '.join(_DTYPES)}")
-    if not _are_sizes(shape) or len(shape) > RANK_LIMIT or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
-        raise FileFormatError(f"tensor {name!r} has shape {shape!r}, expected a list of sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise FileFormatError(f"tensor {name!r} has data_offsets {offsets!r}, expected [begin, end]")
+        raise FileFormatError(f"{label} has dtype {brief(dtype)}, expected one of {', '.join(_DTYPES)}")
+    if not are_sizes(shape) or prod(max(size, 1) for size in shape) >= SIZE_LIMIT:
+        raise FileFormatError(f"{label} has shape {brief(shape)}, expected a list of sizes")
+    if not are_sizes(offsets) or len(offsets) != 2:
+        raise FileFormatError(f"{label} has data_offsets {brief(offsets)}, expected [begin, end]")
     begin, end = offsets
     expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
     if end - begin != expected:
-        raise FileFormatError(
-            f"tensor {name!r} of {dtype} {shape} takes {expected} bytes, its offsets say {end - begin}"
-        )
+        raise FileFormatError(f"{label} of {dtype} {shape} takes {expected} bytes, its offsets say {end - begin}")
     return _DTYPES[dtype], tuple(shape), begin, end
-
-
-def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < SIZE_LIMIT for value in values)
