@@ -317,3 +317,16 @@ def test_a_batch_of_other_sets_is_refused_and_changes_nothing(kind):
     with pytest.raises(dt.ShapeError, match="use one observer per shape"):
         observer.observe(X[:2])
     assert observer.to_bytes() == before
+
+
+@every_histogram
+@pytest.mark.parametrize("weighted", [0, 1])
+def test_counts_that_the_next_batch_could_overflow_are_refused(kind, weighted):
+    state = KINDS[kind]().observe(X).state_dict()
+    counts = np.zeros_like(state["counts"])
+    counts[0, 0, 0] = 2**63 - 1
+    observer = KINDS[kind]().observe(X)
+    before = observer.to_bytes()
+    with pytest.raises(dt.StateError, match="below 2\\^62"):
+        observer.load_state_dict({**state, "counts": counts, "count": 2**63 - 1, "weighted": weighted})
+    assert observer.to_bytes() == before

@@ -33,6 +33,7 @@ ROWS, USED_ROWS = 512, 510  # signs times exponents; two of them are not finite
 COMMON_PRECISION, MOST_PRECISION = 5, 10
 WEIGHT_BITS = 24  # of the fraction of a weight
 BEYOND = 2.0**128
+MOST_MASS = 2.0**62  # of all bins together: sums stay within 64-bit integers
 
 
 class Bins(NamedTuple):
@@ -97,7 +98,7 @@ class HistogramObserver(Observer):
         """The counts in units of weights, if 64-bit integers hold the sum with what is added."""
         held = self._counts if self.weighted else _as_units(self._counts)
         total = float(held.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
-        if total >= 2.0**62:
+        if total >= MOST_MASS:
             raise RangeError(
                 f"the sum of weights reaches {total / 2**WEIGHT_BITS:.3g}, more than 64-bit integers hold at a "
                 f"resolution of 2^-{WEIGHT_BITS}: divide the weights by their mean"
@@ -203,8 +204,8 @@ class HistogramObserver(Observer):
         shape = (rows.size, bounds[0].size, 2**self.precision)
         if counts.dtype != np.int64 or counts.shape != shape:
             raise StateError(f"counts are int64 of shape {shape}, got {counts.dtype} of {counts.shape}")
-        if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any():
-            raise StateError("rows are those of finite numbers, and counts are not negative")
+        if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MOST_MASS:
+            raise StateError("rows are those of finite numbers, and counts are not negative and below 2^62 in all")
         if not counters["weighted"] and int(counts.sum(dtype=object)) != counters["count"]:
             raise StateError(f"the counts of a histogram of {counters['count']} elements do not add up to that")
         self._lo, self._hi = bounds
