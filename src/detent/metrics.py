@@ -112,8 +112,8 @@ class OutputComparison:
     def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
         """Add a batch; outputs that are not float, or whose shapes differ, are not compared."""
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
-            if x.dtype.kind != "f" or y.dtype.kind != "f":
-                continue
+            if not all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in (x, y)):
+                continue  # such as sequences of tensors
             if x.shape != y.shape:
                 self.notes[f"output {name!r} has shape {y.shape}, the source's {x.shape}: not compared"] = None
                 continue

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_graphs import Maker, conv_chain, images, operators, rows, weights
 
 import detent as dt
 import detent.onnx as qo
+from detent.evaluate import Checks, quantize_and_evaluate
 from detent.onnx_model import Graph, make_session, save
+from detent.onnx_model.files import load_model
 from detent.onnx_model.sessions import record
 
 INT64 = TensorProto.INT64
@@ -327,3 +329,135 @@ def test_presets_with_rules_for_the_first_layer_need_none_that_can_be_quantized(
     y = m.add("MatMul", ["x", m.add("Transpose", ["x"], perm=[0, 2, 1])], name="scores")
     plan = qo.plan(qo.prepare(m.model([("x", [1, 6, 16])], [y])), recipe)
     assert [layer.reason for layer in plan.layers] == ["a matmul of two activations"]
+
+
+def test_a_multiple_of_a_multiple_has_the_codes_of_both(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
+    t = m.add("Add", [m.conv(t, 8, 8, name="second"), t])
+    half = m.add("Mul", [t, m.constant(np.float32(0.5))])
+    tenth = m.add("Mul", [half, m.constant(np.float32(0.2))])
+    parts = [m.conv(half, 8, 8, name="third"), m.conv(tenth, 8, 8, name="fourth")]
+    y = m.conv(m.add("Relu", [m.add("Add", parts)]), 8, 4, name="last")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
+    report = quantize(model, tmp_path, feeds[:3])
+    assert {each.tensor: each.source_tensor for each in report.decisions.placements if each.source_tensor} == {
+        half: t,
+        tenth: half,
+    }
+    assert sqnr(model, report.output, feeds[3]) > 25
+    assert dt.verify(model, report.output, feeds[3:]).ok
+
+
+def with_outputs(m, outputs, shape=(2, 8, 8, 8), inputs=()):
+    """A model whose outputs have types of their own."""
+    model = m.model([("x", list(shape)), *inputs], [name for name, _ in outputs])
+    for value, (_, kind) in zip(model.graph.output, outputs, strict=True):
+        value.type.tensor_type.elem_type = kind
+    return model
+
+
+@pytest.mark.parametrize("way", ["initializer", "node", "computed"])
+@pytest.mark.parametrize("labels_only", [False, True])
+def test_class_labels_are_strings(way, labels_only, tmp_path):
+    m = Maker()
+    pooled = m.add("Flatten", [m.add("GlobalAveragePool", [m.conv("x", 8, 8, name="first")])])
+    scores = m.add("Gemm", [pooled, m.constant(weights(8, 3))], name="last")
+    names = np.array(["cat", "dog", "bird"], object)
+    if way == "node":
+        labels = m.add("Constant", [], value=numpy_helper.from_array(names))
+    else:
+        labels = m.constant(names, "labels")
+    if way == "computed":
+        labels = m.add("Reshape", [labels, m.constant(np.int64([3]))])
+    label = m.add("Gather", [labels, m.add("ArgMax", [scores], axis=1, keepdims=0)])
+    outputs = (
+        [(label, TensorProto.STRING)] if labels_only else [(scores, TensorProto.FLOAT), (label, TensorProto.STRING)]
+    )
+    model, feeds = with_outputs(m, outputs), images()
+    report = quantize(model, tmp_path, feeds[:3])
+    assert [layer.reason for layer in report.layers] == ["", ""]
+    assert list(report.outputs_sqnr_db) == ([] if labels_only else [scores])
+    assert set(make_session(report.output).run([label], feeds[3])[0]) <= set(names)
+    assert load_model(model).digest == load_model(model).digest
+    assert dt.verify(model, report.output, feeds[3:]).ok
+    other = qo.load(model)
+    tensors = [*other.graph.initializer, *(each.t for node in other.graph.node for each in node.attribute)]
+    next(each for each in tensors if each.string_data).string_data[1] = b"cow"
+    assert load_model(other).digest != load_model(model).digest
+
+
+@pytest.mark.parametrize("kind", [TensorProto.BFLOAT16, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL])
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("opset", [13, 11])
+def test_outputs_of_other_types(kind, is_alone, opset, tmp_path):
+    m = Maker(opset=opset if kind != TensorProto.BFLOAT16 else 13)
+    t = m.conv(m.add("Relu", [m.conv("x", 8, 8, name="first")]), 8, 4, name="last")
+    outputs = [(m.add("Cast", [t], to=kind), kind), *([] if is_alone else [(t, TensorProto.FLOAT)])]
+    model, feeds = with_outputs(m, outputs), images(24)
+    evaluation = quantize_and_evaluate(
+        model, tmp_path / "q.onnx", feeds, checks=Checks(verify=False, time=False, sensitivity=False), progress=None
+    )
+    assert [layer.reason for layer in evaluation.result.layers] == ["", ""]
+    compared = [name for name, each in outputs if each not in {TensorProto.BFLOAT16, TensorProto.BOOL}]
+    assert list(evaluation.result.outputs_sqnr_db) == compared
+    assert list(evaluation.accuracy.outputs_sqnr_db) == compared
+
+
+def test_outputs_that_are_sequences(tmp_path):
+    m = Maker()
+    t = m.conv("x", 8, 8, name="first")
+    model = m.model([("x", [2, 8, 8, 8])], [m.add("SequenceConstruct", [t, t])])
+    model.graph.output[0].CopyFrom(helper.make_tensor_sequence_value_info(model.graph.output[0].name, 1, None))
+    report = quantize(model, tmp_path, images(2))
+    assert report.output_sqnr_db is None
+    assert dt.verify(model, report.output, images(1)).ok
+
+
+@pytest.mark.parametrize("shape", [(8, 0), (0, 8)])
+@pytest.mark.parametrize("op", ["MatMul", "Gemm"])
+def test_a_weight_without_elements_stays_float(op, shape, tmp_path):
+    m = Maker()
+    rows_of = m.add("Flatten", [m.add("GlobalAveragePool", ["x"])])
+    if not shape[0]:
+        none = m.add("Slice", [rows_of, *(m.constant(np.int64([each])) for each in (0, 0, 1))])
+        empty = m.add(op, [none, m.constant(np.zeros(shape, np.float32))], name="empty")
+    else:
+        empty = m.add(op, [rows_of, m.constant(np.zeros(shape, np.float32))], name="empty")
+    full = m.add(op, [rows_of, m.constant(weights(8, 4))], name="full")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [m.add("Concat", [empty, full], axis=1)]), images()
+    report = quantize(model, tmp_path, feeds)
+    assert [layer.reason for layer in report.layers] == [f"its weight has no elements, its shape is {shape}", ""]
+    assert sqnr(model, report.output, feeds[0]) > 30
+
+
+def test_a_constant_that_cannot_be_computed_keeps_no_other_from_it():
+    m = Maker()
+    scaled = m.add("Mul", [m.constant(weights(8, 8, 3, 3), "w"), m.constant(np.float32(2))])
+    y = m.add("Conv", ["x", scaled], name="conv")
+    as_bfloat = m.add("Cast", [m.constant(np.float32([1]))], to=TensorProto.BFLOAT16)  # NumPy has no such type
+    kept = m.add("Reshape", [as_bfloat, "shape"])
+    model = with_outputs(m, [(y, 1), (kept, TensorProto.BFLOAT16)], inputs=[("shape", [1], INT64)])
+    made = qo.prepare(model)
+    assert [node.op_type for node in made.graph.node] == ["Conv", "Cast", "Reshape"]
+    assert [layer.reason for layer in qo.plan(made).layers] == [""]
+
+
+def test_constants_behind_outputs_stay_computable(tmp_path):
+    m = Maker()
+    root = m.add("Sqrt", [m.constant(np.float32([4]))])
+    outputs = [m.add("Mul", [m.conv("x", 8, 8, name="first"), root]), m.add("Exp", [m.add("Neg", [root])])]
+    model, feeds = m.model([("x", [2, 8, 8, 8])], outputs), images()
+    report = quantize(model, tmp_path, feeds[:3])
+    old, new = (make_session(each).run(None, feeds[3]) for each in (model, report.output))
+    np.testing.assert_array_equal(old[1], new[1])
+    assert dt.metrics.sqnr_db(old[0], new[0]) > 30
+
+
+def test_a_sequence_of_constants_is_no_constant(tmp_path):
+    m = Maker()
+    parts = m.add("SequenceConstruct", [m.constant(np.float32([2])), m.constant(weights(8, 8))])
+    y = m.add("Mul", [m.conv("x", 8, 8, name="first"), m.add("SequenceAt", [parts, "i"])])
+    model = m.model([("x", [2, 8, 8, 8]), ("i", [], INT64)], [y])
+    feeds = [{**each, "i": np.array(0)} for each in images()]
+    assert sqnr(model, quantize(model, tmp_path, feeds).output, feeds[0]) > 30

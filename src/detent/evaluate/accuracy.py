@@ -15,7 +15,7 @@ from detent.errors import SpecError
 from detent.metrics import OutputComparison, worst_output
 from detent.onnx_model.batches import Batches, BatchSource, Feed, open_batches
 from detent.onnx_model.files import ModelSource, load_model
-from detent.onnx_model.sessions import make_session, ort_errors
+from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
@@ -113,11 +113,11 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     """
     float_model, quantized = load_model(source), load_model(artifact)
     sessions = make_session(float_model), make_session(quantized)
-    names, count = quantized.outputs, 0
+    names, count = array_outputs(quantized.proto), 0
     comparison = OutputComparison(names)
     for feed in open_batches(data, float_model.inputs):
         with ort_errors():
-            outputs = [session.run(names, feed) for session in sessions]
+            outputs = [session.run(names, feed) if names else [] for session in sessions]
         comparison.add(*outputs)
         count += 1
     return Accuracy(comparison.sqnr_db, comparison.agreement, count)
@@ -130,12 +130,11 @@ def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
         SpecError: the first output does not hold one row of class scores per sample.
     """
     model = load_model(source)
-    session, comparison = make_session(model), OutputComparison(model.outputs)
+    names = array_outputs(model.proto)[:1]
+    session, comparison = make_session(model), OutputComparison(names)
     with ort_errors():
-        outputs = session.run(model.outputs, feed)
+        outputs = session.run(names, feed) if names else []
     comparison.add(outputs, outputs)
     if comparison.agreement is None:
-        raise SpecError(
-            f"the first output has shape {outputs[0].shape}: agreement needs one row of class scores per sample, so "
-            "set a limit for the SQNR"
-        )
+        found = f"the first output has shape {outputs[0].shape}" if outputs else "no output is an array"
+        raise SpecError(f"{found}: agreement needs one row of class scores per sample, so set a limit for the SQNR")

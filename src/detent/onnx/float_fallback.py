@@ -14,6 +14,7 @@ from onnx import TensorProto
 
 from detent.onnx.graph_plan import GraphPlan
 from detent.onnx.layer_error import Switch, SwitchableModel, noise
+from detent.onnx_model.sessions import array_outputs
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 
@@ -67,7 +68,7 @@ class NoiseByLayer:
         switches = [Switch(f"{tensor}//input", tensor, each) for tensor, each in params.items()]
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
-        self._outputs = [each for each in plan.graph.outputs if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
+        self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
         self._references = [self._run(feed, frozenset()) for feed in samples]
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
         self._all = frozenset((*self.layers, *params))

@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto
 
-from detent.errors import SpecError, UnsupportedError
+from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
 from detent.observers import MSE
 from detent.onnx.decisions import QuantizerPlacement
@@ -130,7 +130,10 @@ class GraphPlan(PlanTotals[LayerPlan]):
             raise SpecError(f"layer {line.name!r} is kept in float: {line.reason}")
         key = self.layers_by_name[line.name].weight, line.weight
         if key not in self._weight_params:
-            self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
+            try:
+                self._weight_params[key] = weight_params(self.graph.array(key[0]), line.weight)
+            except RangeError as error:
+                raise RangeError(f"weight {key[0]!r} of layer {line.name!r}: {error}") from error
         return self._weight_params[key]
 
     def with_model(self, model: ModelProto) -> "GraphPlan":

@@ -10,6 +10,7 @@ those that another machine may round differently are handed out, so that ``qo.re
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from detent.errors import SpecError, UnsupportedError
 from detent.onnx.batchnorm import fold
 from detent.onnx_model.files import ModelSource, load
 from detent.onnx_model.graph import MAIN, MOVING, QUANTIZERS, Graph, array_of, subgraphs
-from detent.onnx_model.sessions import make_session, ort_errors, without_weights
+from detent.onnx_model.sessions import array_outputs, make_session, ort_errors, without_weights
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
@@ -63,9 +64,10 @@ def convert(
 
 
 def _compare(before: ModelProto, after: ModelProto, feed: Mapping[str, NDArray[Any]], opsets: tuple[int, int]) -> None:
+    names = array_outputs(before)
     with ort_errors():
-        results = [make_session(each).run(None, dict(feed)) for each in (before, after)]
-    for name, old, new in zip(Graph(before).outputs, *results, strict=True):
+        results = [make_session(each).run(names, dict(feed)) if names else [] for each in (before, after)]
+    for name, old, new in zip(names, *results, strict=True):
         if np.shape(old) == np.shape(new) and _close(np.asarray(old), np.asarray(new)):
             continue
         raise UnsupportedError(
@@ -96,6 +98,7 @@ _EXACT = (  # operators that move data, or round each element once as IEEE 754 s
     *("GatherElements", "GatherND", "Shape", "Size", "Cast", "Where", "Equal", "Less", "Greater", "Not", "And", "Or"),
     *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Relu", "Floor", "Ceil"),
 )
+_NO_TENSORS = ("SequenceConstruct", "SequenceInsert", "SequenceErase", "SplitToSequence", "Optional")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
 
 
@@ -268,19 +271,18 @@ def _compute_constants(graph: Graph, given: Mapping[str, NDArray[Any]] | None) -
         for name in results
         if name in graph.outputs or any(id(reader) not in inside for reader in graph.consumers(name))
     ]
-    values = _evaluate(graph, nodes, read) if nodes else None
-    if values is None:
-        _check_given(given, {})
-        return {}
-    keep = {name for name in read if name in graph.outputs}
+    values = _evaluate(graph, nodes, [name for name in read if name not in graph.outputs])
     inexact = _inexact_results(nodes)
-    computed = {name: values[name] for name in read if name not in keep and name in inexact and _is_float(values[name])}
+    computed = {name: value for name, value in values.items() if name in inexact and _is_float(value)}
     _check_given(given, computed)
     values.update(given or {})
     for name, value in values.items():
-        if name not in keep:
-            graph.constants[name] = numpy_helper.from_array(value, name)
-    graph.remove([node for node in nodes if not keep & set(node.output)])
+        graph.constants[name] = numpy_helper.from_array(value, name)
+    needed = {name for name in read if name not in values}  # outputs, and what could not be computed
+    for node in reversed(nodes):
+        if needed & set(node.output):
+            needed.update(name for name in node.input if name not in values)
+    graph.remove([node for node in nodes if not needed & set(node.output)])
     return computed if given is None else dict(given)
 
 
@@ -288,7 +290,7 @@ def _constant_nodes(graph: Graph) -> list[NodeProto]:
     """The nodes that read nothing but constants, and can be computed once."""
     known, nodes = set(graph.constants), []
     for node in graph.nodes:
-        fixed = node.op_type not in {*_RANDOM, *_GROWING, *QUANTIZED} and not any(subgraphs(node))
+        fixed = node.op_type not in {*_RANDOM, *_GROWING, *_NO_TENSORS, *QUANTIZED} and not any(subgraphs(node))
         fixed = fixed and node.domain in MAIN
         if fixed and node.input and all(name in known or not name for name in node.input):
             nodes.append(node)
@@ -327,19 +329,29 @@ def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str
             raise SpecError(f"decisions: constant {name!r} must hold NaN only where the model computes it")
 
 
-def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]] | None:
-    """What some nodes compute; None where that would be too large, or cannot be computed alone."""
+def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:
+    """What some nodes compute, by name, without what would be too large or cannot be computed alone."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
+    if not outputs or sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
+        return {}
     part = GraphProto(name="constants", node=nodes, initializer=[graph.constants[name] for name in sorted(read)])
-    part.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
     model = ModelProto(graph=part, ir_version=graph.model.ir_version, opset_import=graph.model.opset_import)
-    if sum(array_of(graph.constants[name]).nbytes for name in read) > LARGEST_FOLDED:
-        return None
     try:
-        with ort_errors():
-            results = make_session(model, optimize=False).run(None, {})
+        return _run_alone(model, outputs)
     except UnsupportedError:
-        return None
+        values: dict[str, NDArray[Any]] = {}
+        for name in outputs:  # one that fails does not keep others from being computed
+            with suppress(UnsupportedError):
+                values |= _run_alone(model, [name])
+        return values
+
+
+def _run_alone(model: ModelProto, outputs: list[str]) -> dict[str, NDArray[Any]]:
+    """The outputs of a model without inputs."""
+    del model.graph.output[:]
+    model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
+    with ort_errors():
+        results = make_session(model, optimize=False).run(None, {})
     return {name: np.asarray(value) for name, value in zip(outputs, results, strict=True)}
 
 

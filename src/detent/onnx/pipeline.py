@@ -43,11 +43,12 @@ from detent.onnx.float_fallback import choose_float
 from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
 from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.normal_form import needed_opset, to_normal_form
+from detent.onnx.pass_errors import running
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
-from detent.onnx_model.sessions import ACCURACY_LEVEL, kernels_of, make_session, ort_errors
+from detent.onnx_model.sessions import ACCURACY_LEVEL, array_outputs, kernels_of, make_session, ort_errors
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
@@ -299,13 +300,16 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     check_directory(Path(output).parent)
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
-    original = load_model(model)
+    original = _load(model)
     run = _Run(memory_budget, progress, checkpoint)
     decided = _decide(original, data, recipe, target, options, run, force=force)
-    quantized = rewrite(original, decided.decisions)
+    with running("rewriting"):
+        quantized = rewrite(original, decided.decisions)
     samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
-    errors = output_sqnr(original, quantized, samples) if samples else {}
-    return _finish(Path(output), decided, original.nbytes, quantized, errors, start)
+    with running("the comparison of outputs"):
+        errors = output_sqnr(original, quantized, samples) if samples else {}
+    with running("writing"):
+        return _finish(Path(output), decided, original.nbytes, quantized, errors, start)
 
 
 def decide(  # noqa: PLR0913 - the options of the main job
@@ -341,7 +345,12 @@ def decide(  # noqa: PLR0913 - the options of the main job
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
     run = _Run(memory_budget, progress, checkpoint)
-    return _decide(load_model(model), data, recipe, target, options, run, force=force).decisions
+    return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
+
+
+def _load(model: ModelSource) -> LoadedModel:
+    with running("loading"):
+        return load_model(model)
 
 
 def _decide(
@@ -356,9 +365,11 @@ def _decide(
 ) -> _Decided:
     batches = _checked_data(original, data, recipe)
     first = None if batches is None else batches.check_first()
-    own_opset = Graph(original.proto).opset
-    prepared = to_normal_form(load(original), needed_opset(low_bits=_needs_low_bits(recipe)), feed=first, force=force)
-    graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
+    own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
+    with running("the normal form"):
+        prepared = to_normal_form(load(original), opset, feed=first, force=force)
+    with running("planning"):
+        graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
     facts = Decisions(
         written_by=__version__,
         onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
@@ -375,7 +386,8 @@ def _decide(
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; not compared, without data",)
-    return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
+    with running("the choice of weight scales"):
+        return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
 
 def _decide_with_data(
@@ -390,13 +402,17 @@ def _decide_with_data(
     if run.memory_budget is not None and grouped != observed_tensors(graph_plan):
         groups = tensor_groups(graph_plan, batches, run.memory_budget)  # SmoothQuant may have put Mul nodes in between
     progress = True if run.progress is None else run.progress
-    calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.checkpoint)
-    placements, isolated = graph_plan.placements(calibration.ranges), IsolatedLayers(graph_plan, calibration.samples)
-    clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
-    params = choose_params(placements, calibration, clipped)
+    with running("calibration"):
+        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.checkpoint)
+    with running("the choice of ranges"):
+        placements = graph_plan.placements(calibration.ranges)
+        isolated = IsolatedLayers(graph_plan, calibration.samples)
+        clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
+        params = choose_params(placements, calibration, clipped)
     shares: dict[str, float] = {}
     if options.keep_float == "auto":
-        shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
+        with running("float fallback"):
+            shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
         placements = graph_plan.placements(calibration.ranges)
@@ -405,17 +421,19 @@ def _decide_with_data(
         params = new | params
     biases: dict[str, NDArray[Any]] = {}
     if options.bias_correction:
-        biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
-    placements, used = placed(graph_plan, placements, params)
-    decisions = replace(
-        facts,
-        data=calibration.fingerprint,
-        equalized=equalized,
-        smoothed=smoothed,
-        placements=tuple(placements),
-        ranges=range_decisions(used, calibration, clipped),
-    )
-    layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
+        with running("bias correction"):
+            biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
+    with running("the choice of weight scales"):
+        placements, used = placed(graph_plan, placements, params)
+        decisions = replace(
+            facts,
+            data=calibration.fingerprint,
+            equalized=equalized,
+            smoothed=smoothed,
+            placements=tuple(placements),
+            ranges=range_decisions(used, calibration, clipped),
+        )
+        layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
     steps = [*map(str, equalized), *map(str, smoothed)]
     steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in shares.items()]
     return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, tuple(steps))
@@ -429,11 +447,13 @@ def _balanced(
     smoothed: tuple[Smoothed, ...] = ()
     samples = batches.peek(COMPARED_BATCHES) if options.equalize or options.smooth else []
     if options.equalize:
-        equalized = equalization.choose(graph_plan, samples)
-        graph_plan = graph_plan.with_model(equalization.apply(graph_plan.model, equalized))
+        with running("equalization"):
+            equalized = equalization.choose(graph_plan, samples)
+            graph_plan = graph_plan.with_model(equalization.apply(graph_plan.model, equalized))
     if options.smooth:
-        smoothed = smoothquant.choose(graph_plan, samples, seed=options.seed)
-        graph_plan = graph_plan.with_model(smoothquant.apply(graph_plan.model, smoothed))
+        with running("SmoothQuant"):
+            smoothed = smoothquant.choose(graph_plan, samples, seed=options.seed)
+            graph_plan = graph_plan.with_model(smoothquant.apply(graph_plan.model, smoothed))
     return graph_plan, equalized, smoothed
 
 
@@ -462,9 +482,9 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 
 def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
     """The SQNR in decibels of every float output over some batches."""
-    names = Graph(after).outputs
+    names = array_outputs(after)
     sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
-    for feed in feeds:
+    for feed in feeds if names else ():
         with ort_errors():
             outputs = [session.run(names, feed) for session in sessions]
         comparison.add(*outputs)

@@ -394,7 +394,7 @@ class _Writer:
         readers, producer = graph.consumers(tensor), graph.producer(tensor)
         graph.redirect(tensor, dequantized, readers)
         graph.remove([] if producer is None else [producer])
-        codes = self._codes[placement.source_tensor]
+        codes = self._codes[tensor] = self._codes[placement.source_tensor]
         graph.insert([self._writer.dequantized((codes, scale, zero), dequantized, tensor, qparams)])
         for node in readers:
             self._input_params[node.name] = params

@@ -117,6 +117,8 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
 
 def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
     """Why a layer with a float weight cannot be quantized; "" if it can."""
+    if 0 in shape:
+        return f"its weight has no elements, its shape is {shape}"
     if node.op_type in MATMULS and len(shape) != 2:
         return f"its weight has {len(shape)} axes, expected 2"
     if node.op_type == "Gemm":

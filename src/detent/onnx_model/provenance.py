@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 
 from detent.codec import check_version, decode, parse
 from detent.onnx_model.graph import QUANTIZERS, array_of
@@ -89,7 +89,7 @@ def digest_of(model: ModelProto) -> str:
         digest.update(node.SerializeToString(deterministic=True))
     for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):
         digest.update(repr((tensor.name, tensor.data_type, list(tensor.dims))).encode())
-        digest.update(np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b"")
+        digest.update(_content(tensor))
     return digest.hexdigest()[:MODEL_DIGITS]
 
 
@@ -106,13 +106,20 @@ def digests_of(model: ModelProto) -> dict[str, str]:
         for name in node.input:
             if name in constants and name not in of_constants:
                 tensor = constants[name]
-                of_constants[name] = _hash((tensor.data_type, list(tensor.dims)), array_of(tensor).tobytes())
+                of_constants[name] = _hash((tensor.data_type, list(tensor.dims)), _content(tensor))
             parts.append(of_constants.get(name, ""))
         digests[node.output[0]] = ".".join(parts)
     return digests
 
 
-def _hash(facts: tuple[Any, ...], content: bytes = b"") -> str:
+def _content(tensor: TensorProto) -> bytes | memoryview:
+    """The values of a tensor however it stores them; an array of strings holds addresses."""
+    if tensor.data_type == TensorProto.STRING:
+        return repr(list(tensor.string_data)).encode()
+    return np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b""
+
+
+def _hash(facts: tuple[Any, ...], content: bytes | memoryview = b"") -> str:
     digest = sha256(repr(facts).encode())
     digest.update(content)
     return digest.hexdigest()[:QUANTIZER_DIGITS]

@@ -33,6 +33,7 @@ __all__ = [
     "SPINNING",
     "Probe",
     "Reading",
+    "array_outputs",
     "kernels_of",
     "make_session",
     "optimized",
@@ -48,7 +49,10 @@ PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
 FLOAT_NBYTES = 4
 MAX_SHAPE_ELEMENTS = 256  # constants with more are not shapes
 _NO_ARRAYS = frozenset(  # types that ONNX Runtime does not hand over as arrays
-    {TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2}
+    {
+        *(TensorProto.INT2, TensorProto.UINT2, TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1),
+        *(TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2, TensorProto.BFLOAT16),
+    }
 )
 MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memory of an array
 _SHARED_DTYPES = {
@@ -150,6 +154,22 @@ def ort_errors(action: str = "run") -> Iterator[None]:
         raise
     except _ERRORS as error:
         raise UnsupportedError(f"ONNX Runtime failed to {action} the model: {error}") from error
+
+
+def array_outputs(model: ModelProto) -> list[str]:
+    """The outputs that ONNX Runtime hands over as arrays: tensors, but none of bfloat16 or of few bits.
+
+    >>> from onnx import parser
+    >>> array_outputs(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    ...     g (float[1] x) => (float[1] y, bfloat16[1] z) { y = Abs(x) z = Cast<to = 16>(x) }'''))
+    ['y']
+    """
+    outputs = ((value.name, value.type) for value in model.graph.output)
+    return [
+        name
+        for name, kind in outputs
+        if kind.WhichOneof("value") in {"tensor_type", None} and kind.tensor_type.elem_type not in _NO_ARRAYS
+    ]
 
 
 def optimized(model: ModelSource) -> ModelProto:

@@ -1,0 +1,69 @@
+"""Bugs in a pass of ``qo.quantize``, as errors that name the pass and, where it is known, the node or tensor.
+
+A bug is an exception that nothing raised on purpose: neither a DetentError, nor one of the system (no memory, no disk),
+nor one of the caller's own code, such as data that fail while they are read.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from traceback import walk_tb
+from types import FrameType
+
+from onnx import NodeProto
+
+from detent.errors import DetentError
+from detent.onnx_model import batches
+from detent.onnx_model.graph import describe
+
+__all__ = ["running"]
+
+_DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
+_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # what detent calls itself
+_VARIABLES = ("node", "layer", "line", "placement", "tensor")  # that tell where a pass was
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Raise bugs in a pass of that name as DetentError.
+
+    >>> with running("calibration"):
+    ...     {}["t1"]
+    Traceback (most recent call last):
+    ...
+    detent.errors.DetentError: calibration failed with KeyError: 't1'. This is a bug in detent: please report it, with \
+the model if you can share it
+    """
+    try:
+        yield
+    except _DELIBERATE:
+        raise
+    except Exception as error:
+        _, body, *inner = (frame for frame, _ in walk_tb(error.__traceback__))
+        own = [body, *(frame for frame in inner if _module(frame) == "detent")]
+        behind = inner[inner.index(own[-1]) + 1 :] if len(own) > 1 else inner
+        is_of_caller = own[-1].f_globals.get("__name__") == batches.__name__
+        if is_of_caller or any(_module(frame) not in _CALLED for frame in behind):
+            raise
+        where = next(filter(None, map(_place, reversed(own))), "")
+        raise DetentError(
+            f"{name} failed{where} with {type(error).__name__}: {error}. This is a bug in detent: please report it, "
+            "with the model if you can share it"
+        ) from error
+
+
+def _module(frame: FrameType) -> str:
+    """The package that a frame's code belongs to."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _place(frame: FrameType) -> str:
+    """The node, layer or tensor that a function was at; "" if no variable tells."""
+    for name in _VARIABLES:
+        value = frame.f_locals.get(name)
+        if isinstance(value, NodeProto):
+            return f" at {describe(value)}"
+        text = value if isinstance(value, str) else getattr(value, "name", getattr(value, "tensor", None))
+        if isinstance(text, str) and text:
+            return f" at {name} {text!r}"
+    return ""

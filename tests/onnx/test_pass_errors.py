@@ -1,0 +1,97 @@
+"""A bug in a pass becomes a DetentError with the pass and the node; errors of the caller stay what they are."""
+
+import numpy as np
+import pytest
+from onnx_graphs import Maker, conv_chain, images, rows
+
+import detent as dt
+import detent.onnx as qo
+from detent.onnx import pipeline, quantized_graph
+from detent.onnx.pass_errors import running
+
+PASSES = {
+    "load_model": "loading",
+    "to_normal_form": "the normal form",
+    "plan": "planning",
+    "calibrate_groups": "calibration",
+    "choose_clipped": "the choice of ranges",
+    "choose_float": "float fallback",
+    "corrected_biases": "bias correction",
+    "layer_decisions": "the choice of weight scales",
+    "rewrite": "rewriting",
+    "output_sqnr": "the comparison of outputs",
+    "save": "writing",
+}
+
+
+def broken(*_, **__):
+    return {}["t1"]
+
+
+def as_ours(function):
+    """The function as if detent's own code held it."""
+    return type(function)(function.__code__, {**function.__globals__, "__name__": "detent.made_by_a_test"})
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_bug_names_its_pass(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, name, as_ours(broken))
+    with pytest.raises(dt.DetentError, match=f"{PASSES[name]} failed with KeyError: 't1'. This is a bug") as caught:
+        qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("module", "title"), [("equalization", "equalization"), ("smoothquant", "SmoothQuant")])
+def test_a_bug_in_channel_factors(module, title, monkeypatch, tmp_path):
+    monkeypatch.setattr(getattr(pipeline, module), "choose", as_ours(broken))
+    with pytest.raises(dt.DetentError, match=f"{title} failed with KeyError"):
+        qo.decide(conv_chain(), images(2), progress=False)
+
+
+def test_a_bug_names_its_node(monkeypatch):
+    decisions = qo.decide(conv_chain(), images(2), progress=False)
+    monkeypatch.setattr(quantized_graph, "stored_codes", as_ours(broken))
+    with running("rewriting"), pytest.raises(KeyError):
+        qo.rewrite(conv_chain(), decisions)
+    with pytest.raises(dt.DetentError, match="rewriting failed at layer 'first' with KeyError"), running("rewriting"):
+        qo.rewrite(conv_chain(), decisions)
+
+
+def test_a_bug_that_numpy_finds_is_one(tmp_path, monkeypatch):
+    def add_shapes(*_, **__):
+        return np.concatenate([np.zeros((2, 2)), np.zeros(3)])
+
+    monkeypatch.setattr(pipeline, "choose_float", as_ours(add_shapes))
+    with pytest.raises(dt.DetentError, match="float fallback failed with ValueError"):
+        qo.quantize(conv_chain(), tmp_path / "q.onnx", images(2), progress=False)
+
+
+def failing_batches():
+    yield from images(1)
+    raise ValueError("the caller's own")
+
+
+@pytest.mark.parametrize(
+    ("data", "progress"),
+    [(failing_batches, False), (lambda: map(int, ["a"]), False), (lambda: images(2), lambda *_: 1 / 0)],
+    ids=["generator", "builtin", "progress"],
+)
+def test_errors_of_the_caller_stay_what_they_are(data, progress, tmp_path):
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+        qo.quantize(conv_chain(), tmp_path / "q.onnx", data(), progress=progress)
+    assert not isinstance(caught.value, dt.DetentError) or "bug" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), MemoryError(), dt.SpecError("told")])
+def test_errors_that_are_no_bugs_pass(error):
+    with pytest.raises(type(error)) as caught, running("planning"):
+        raise error
+    assert caught.value is error
+
+
+def test_a_weight_with_nan_is_named(tmp_path):
+    m = Maker()
+    y = m.matmul("x", 16, 4, name="fc", weight=np.full((16, 4), np.nan, np.float32))
+    with pytest.raises(dt.RangeError, match=r"weight 'c0' of layer 'fc': .*64 non-finite"):
+        qo.quantize(m.model([("x", [1, 6, 16])], [y]), tmp_path / "q.onnx", rows(2), "w8a16", progress=False)
