@@ -143,6 +143,9 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     }
 )
 INSTALL = "pip install 'detent["
+NOTHING_QUANTIZED = (
+    "no layer was quantized"  # how that message begins, which commands answer with an exit code of its own
+)
 
 
 def install_hint(package: str) -> str:

@@ -298,9 +298,12 @@ def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
     code = main(["quantize", "model.onnx", "-d", "few.npz", "--skip", "*", "--report", "r.html", "--json"])
     out, err = capsys.readouterr()
     assert code == 1
-    assert "no layer was quantized (skipped)" in err
-    assert not json.loads(out)["ok"]
+    assert "no layer was quantized, so that no file is written: skipped (" in err
+    assert json.loads(out)["exit_code"] == 1
     assert not (desk / "r.html").exists()
+    assert not (desk / "model.w8a8.onnx").exists()
+    assert main(["quantize", "model.onnx", "-d", "few.npz", "--skip", "*", "--dry-run"]) == 1
+    assert "skipped (" in capsys.readouterr().err
 
 
 def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):

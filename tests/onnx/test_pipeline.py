@@ -313,6 +313,41 @@ def test_a_checkpoint_and_several_passes_are_refused_first(tmp_path, monkeypatch
 
 
 def test_reports_of_equal_outputs_are_valid_json(tmp_path):
-    report = qo.quantize(conv_chain(), tmp_path / "a.onnx", images(1), skip="*", progress=False)
+    m = Maker()
+    model = m.model([("x", [1, 6, 16])], [m.matmul("x", 16, 4, weight=np.zeros((16, 4), np.float32))])
+    report = qo.quantize(model, tmp_path / "a.onnx", rows(1), progress=False)
     assert report.output_sqnr_db == np.inf
     assert json.loads(report.to_json(), parse_constant=pytest.fail)["output_sqnr_db"] == "inf"
+
+
+def test_the_worst_of_all_outputs_counts(tmp_path):
+    m = Maker()
+    shown = m.add("Relu", ["x"])  # stays float
+    y = m.conv(m.add("Relu", [m.conv(shown, 8, 8, name="first")]), 8, 4, name="last")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [shown, y]), images()
+    report = qo.quantize(model, tmp_path / "q.onnx", feeds[:3], progress=False)
+    assert list(report.outputs_sqnr_db) == [shown, y]
+    assert report.outputs_sqnr_db[shown] == np.inf
+    assert report.output_sqnr_db == report.outputs_sqnr_db[y] < 60
+    verified = dt.verify(model, report.output, feeds[3:])
+    assert verified.output_sqnr_db == verified.end_to_end["optimized"].output_sqnr_db[y] < 60
+
+
+def test_where_nothing_is_quantized_no_file_is_written(tmp_path):
+    m = Maker()
+    t = "x"
+    for i in range(7):
+        t = m.matmul(t, 16, 16, name=f"layer {i} with a name that is quite long to be shown in full")
+    y = m.add("MatMul", [t, m.add("Transpose", [t], perm=[0, 2, 1])], name="scores")
+    model = m.model([("x", [1, 6, 16])], [y])
+    with pytest.raises(dt.UnsupportedError) as caught:
+        qo.quantize(model, tmp_path / "q.onnx", rows(1), "w4a16-g128", progress=False)
+    message = str(caught.value)
+    assert message.startswith(
+        "no layer was quantized, so that no file is written: groups of 128 do not divide the 16 of"
+    )
+    assert "(layer 0 with a name that is quite lon..., layer 1" in message
+    assert "..., 4 more); a matmul of two activations (scores). Change w4a16-g128, the target or skip" in message
+    with pytest.raises(dt.UnsupportedError, match="no layer was quantized"):
+        qo.decide(model, rows(1), dt.Recipe([]), progress=False)
+    assert not list(tmp_path.iterdir())

@@ -14,7 +14,16 @@ import typer
 
 from detent.cli.entry import failure
 from detent.cli.screen import visible
-from detent.errors import EXTRAS, INSTALL, DetentError, FileFormatError, SpecError, VerificationError, install_hint
+from detent.errors import (
+    EXTRAS,
+    INSTALL,
+    NOTHING_QUANTIZED,
+    DetentError,
+    FileFormatError,
+    SpecError,
+    VerificationError,
+    install_hint,
+)
 from detent.storage import check_directory
 
 __all__ = [
@@ -81,7 +90,7 @@ def _missing(error: ImportError) -> str:
 
 
 def _code(error: DetentError) -> int:
-    if isinstance(error, VerificationError):
+    if isinstance(error, VerificationError) or str(error).startswith(NOTHING_QUANTIZED):
         return DIFFERENCE
     return MISSING if isinstance(error.__cause__, ImportError) or INSTALL in str(error) else BAD_INPUT
 

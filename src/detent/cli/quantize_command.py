@@ -32,7 +32,7 @@ __all__ = ["HELP", "run"]
 HELP = """Quantize an ONNX file, evaluate the result and list the most sensitive layers.
 
 With 20 or more batches, a tenth is held out for the evaluation. A limit that is not met gives exit code 1; the file \
-is still written.
+is still written. Where no layer can be quantized, no file is written, and the exit code is 1, too.
 
 Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]
 
@@ -145,10 +145,10 @@ def run(
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
     options["checkpoint"] = checkpoint
-    evaluation, written = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
+    evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
-    _show_evaluation(screen, evaluation, written)
-    screen.emit(_document(model, evaluation, missed, warnings, written))
+    _show_evaluation(screen, evaluation, report)
+    screen.emit(_document(model, evaluation, missed, warnings, report))
     if missed:
         fail(f"{'; '.join(missed)} ({output_path} was still written)", DIFFERENCE)
 
@@ -162,8 +162,8 @@ def _run(
     checks: "Checks",
     report: Path | None,
     command: str,
-) -> "tuple[Evaluation, Path | None]":
-    """Quantize, evaluate and write the report; returns the path of the report if there is something to report."""
+) -> "Evaluation":
+    """Quantize, evaluate and write the report."""
     import detent.evaluate as qe  # noqa: PLC0415 - loaded by now
     import detent.onnx as qo  # noqa: PLC0415
 
@@ -177,15 +177,14 @@ def _run(
             screen.note(f"evaluating on {split}")
         with screen.stages() as progress:
             evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress)
-        written = report if evaluation.is_anything_quantized else None
-        if written is not None:
+        if report is not None:
             from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
 
-            qr.build_from_evaluation(evaluation, command=command).save(written)
+            qr.build_from_evaluation(evaluation, command=command).save(report)
     except BaseException:
         screen.note(f"{output} was written before this, and is complete")
         raise
-    return evaluation, written
+    return evaluation
 
 
 def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:

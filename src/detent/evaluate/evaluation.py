@@ -87,16 +87,11 @@ class Evaluation:
         layers = [layer for layer in self.sensitivity.ranked() if layer.worst > 0][:MAX_LAYERS_NAMED]
         return tuple(SensitiveLayer(layer.name, layer.worst / total) for layer in layers)
 
-    @property
-    def is_anything_quantized(self) -> bool:
-        """Whether at least one layer was quantized."""
-        return any(not layer.reason for layer in self.result.layers)
-
     def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
-        """Limits that are not met, a failed verification, and that nothing was quantized, one text each."""
+        """Limits that are not met, and a failed verification, one text each."""
         sqnr_db = None if self.accuracy is None else self.accuracy.sqnr_db
         agreement = None if self.accuracy is None else self.accuracy.agreement
-        missed = [] if self.is_anything_quantized else [self._nothing_quantized()]
+        missed = []
         if min_sqnr_db is not None and (sqnr_db is None or not sqnr_db >= min_sqnr_db):
             output = "" if self.accuracy is None else self.accuracy.worst_output
             value = "is not known" if sqnr_db is None else f"of output {output} is {sqnr_db:.1f} dB"
@@ -107,10 +102,6 @@ class Evaluation:
         if self.verification is not None and not self.verification.ok:
             missed.append("the quantized model does not match its source")
         return missed
-
-    def _nothing_quantized(self) -> str:
-        reasons = "; ".join(dict.fromkeys(layer.reason for layer in self.result.layers))
-        return f"no layer was quantized ({reasons or 'the recipe matches none'})"
 
     def facts(self) -> list[tuple[str, str]]:
         """The summary as labels and texts: size, accuracy, time, layers on integer kernels."""
@@ -281,10 +272,9 @@ class _Evaluator:
         if self.split is not None:
             batches = self.split.evaluation.counted(partial(self.progress, "evaluating"))
             accuracy = measure_accuracy(self.source, self.quantized, batches)
-            is_anything_quantized = any(not layer.reason for layer in self.result.layers)
-            if checks.verify and is_anything_quantized:
+            if checks.verify:
                 verification = self._verify(self.split)
-            if checks.sensitivity and is_anything_quantized:
+            if checks.sensitivity:
                 sensitivity = self._measure_sensitivity(self.split)
         return Evaluation(
             self.source,

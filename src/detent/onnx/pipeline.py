@@ -10,7 +10,7 @@ needs. ``QuantizeReport`` says what was done to a model, and what it costs.
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -23,9 +23,9 @@ from onnx import ModelProto
 from detent import __version__
 from detent.checks import as_integer
 from detent.codec import encode
-from detent.errors import NotCalibratedError, SpecError
+from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, UnsupportedError
 from detent.granularity import PerGroup
-from detent.metrics import OutputComparison
+from detent.metrics import OutputComparison, worst_output
 from detent.onnx import equalization, smoothquant
 from detent.onnx.bias_correction import corrected_biases
 from detent.onnx.calibration import (
@@ -64,6 +64,7 @@ KeepFloat = Literal["auto", "none"]
 COMPARED_BATCHES = 8  # that equalization and SmoothQuant are compared on
 FALLBACK_BATCHES = 2  # that float fallback is compared on
 EVALUATION_BATCHES = 4  # that the outputs are compared on
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_SHOWN = 5, 3, 40  # in a message
 FALLBACK_REASON = "it alone causes more than a quarter of the noise"
 WEIGHT_ONLY_HINT = (
     "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
@@ -109,8 +110,8 @@ class QuantizeReport:
         plan: the plan, with the layers that float fallback kept in float.
         nbytes_before, nbytes_after: sizes of the float and the quantized file.
         layers: a report per layer.
-        output_sqnr_db: SQNR of the first output on the first batches; None where nothing was compared.
-        outputs_sqnr_db: SQNR of each output.
+        output_sqnr_db: SQNR of the worst output on the first batches; None where nothing was compared.
+        outputs_sqnr_db: SQNR of each float output.
         seconds: how long it took.
         steps: what the accuracy passes changed.
         hints: advice for running the file.
@@ -284,6 +285,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
 
     Raises:
         NotCalibratedError: the recipe quantizes activations, and there are no data.
+        UnsupportedError: no layer would be quantized; the message says why. Nothing is written.
         UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: model, recipe or data do not
             fit.
 
@@ -370,6 +372,7 @@ def _decide(
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
+    _refuse_nothing(graph_plan)
     facts = Decisions(
         written_by=__version__,
         onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
@@ -415,6 +418,7 @@ def _decide_with_data(
             shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
+        _refuse_nothing(graph_plan)
         placements = graph_plan.placements(calibration.ranges)
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
@@ -455,6 +459,30 @@ def _balanced(
             smoothed = smoothquant.choose(graph_plan, samples, seed=options.seed)
             graph_plan = graph_plan.with_model(smoothquant.apply(graph_plan.model, smoothed))
     return graph_plan, equalized, smoothed
+
+
+def _refuse_nothing(graph_plan: GraphPlan) -> None:
+    """Refuse a plan that quantizes no layer; the message says why, by reason."""
+    if graph_plan.quantized:
+        return
+    layers: dict[str, list[str]] = {}
+    for line in graph_plan.layers:
+        layers.setdefault(line.reason, []).append(line.name)
+    reasons = [f"{reason} ({_names(names)})" for reason, names in layers.items()]
+    more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more reasons" if len(reasons) > MAX_REASONS_SHOWN else ""
+    why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
+    recipe = graph_plan.recipe.name or "the recipe"
+    raise UnsupportedError(
+        f"{NOTHING_QUANTIZED}, so that no file is written: {why or 'there are no layers'}. Change {recipe}, the target "
+        "or skip: qo.plan shows what they do to each layer"
+    )
+
+
+def _names(names: Sequence[str]) -> str:
+    """Some names, shortened, and how many more there are."""
+    shown = [name if len(name) <= MAX_NAME_SHOWN else f"{name[: MAX_NAME_SHOWN - 3]}..." for name in names]
+    more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
+    return ", ".join([*shown[:MAX_NAMES_SHOWN], *more])
 
 
 def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) -> Batches | None:
@@ -522,7 +550,7 @@ def _finish(
         size,
         written,
         layers,
-        next(iter(errors.values()), None),
+        errors.get(worst_output(errors)),
         errors,
         time.perf_counter() - start,
         decided.steps,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from detent.codec import encode
 from detent.errors import DtypeError
+from detent.metrics import worst_output
 
 __all__ = ["Difference", "EndToEnd", "Kernel", "VerifyReport"]
 
@@ -151,9 +152,9 @@ class VerifyReport:
 
     @property
     def output_sqnr_db(self) -> float | None:
-        """SQNR of the first float output, optimized; None without level 2."""
+        """SQNR of the worst float output, optimized; None without level 2. ``end_to_end`` has all outputs."""
         run = self.end_to_end.get("optimized")
-        return None if run is None else next(iter(run.output_sqnr_db.values()), None)
+        return None if run is None else run.output_sqnr_db.get(worst_output(run.output_sqnr_db))
 
     @property
     def agreement(self) -> float | None:
