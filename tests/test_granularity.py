@@ -104,3 +104,9 @@ def test_a_group_larger_than_its_axis_is_one_ragged_group():
 def test_repr_is_the_call():
     names = {name: getattr(dt, name) for name in ("PerTensor", "PerAxis", "PerToken", "PerGroup", "PerBlock")}
     assert all(eval(repr(value), names) == value for value in STRINGS.values())
+
+
+@pytest.mark.parametrize("text", ["int8/axis64", "int8/axis-65", "int8/group4@64"])
+def test_axes_that_no_array_has(text):
+    with pytest.raises(dt.SpecError, match=r"axis must be an integer in -64\.\.63, got"):
+        dt.QuantSpec.parse(text)

@@ -522,8 +522,11 @@ def test_files_that_are_no_recipes(tmp_path):
     with pytest.raises(dt.FileFormatError, match="load would reject it"):
         dt.Recipe([], name="x" * (1 << 20)).save(tmp_path / "large.toml")
     assert not (tmp_path / "large.toml").exists()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(dt.FileFormatError, match=r"none\.toml: no such file.* or a preset: w8a8, .*w4a16"):
         get_recipe(str(tmp_path / "none.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(dt.FileFormatError, match=r"folder\.toml: is a directory"):
+        dt.Recipe.load(tmp_path / "folder.toml")
 
 
 def holding(**rule):

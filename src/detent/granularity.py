@@ -40,6 +40,8 @@ __all__ = [
     "granularity_from_dict",
 ]
 
+MAX_AXES = 64  # of an array, in NumPy and PyTorch
+
 Shape = tuple[int, ...]
 
 
@@ -175,7 +177,7 @@ class PerAxis(Granularity):
     axis: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axis", as_integer("PerAxis axis", self.axis))
+        object.__setattr__(self, "axis", _as_axis("PerAxis axis", self.axis))
 
     def _tiling(self, shape: Shape) -> Tiling:
         axis = _resolve_axis(self, self.axis, shape)
@@ -216,7 +218,7 @@ class PerGroup(Granularity):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", as_integer("PerGroup size", self.size, at_least=1))
-        object.__setattr__(self, "axis", as_integer("PerGroup axis", self.axis))
+        object.__setattr__(self, "axis", _as_axis("PerGroup axis", self.axis))
 
     @property
     def set_size(self) -> int:
@@ -329,6 +331,10 @@ def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
     if not isinstance(entries["sizes"], list):
         raise SpecError(f"block sizes are a list of integers, got {entries['sizes']!r}")
     return PerBlock(*entries["sizes"])
+
+
+def _as_axis(what: str, value: object) -> int:
+    return as_integer(what, value, at_least=-MAX_AXES, at_most=MAX_AXES - 1)
 
 
 def _resolve_axis(granularity: Granularity, axis: int, shape: Shape) -> int:

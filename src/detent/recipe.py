@@ -26,7 +26,7 @@ from typing import Generic, Protocol, TypeVar
 
 from detent import recipe_files, storage
 from detent.codec import Leaf, storable
-from detent.errors import SpecError, closest
+from detent.errors import FileFormatError, SpecError, closest
 from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSpec, Rule
 from detent.scale_mode import ScaleMode
 from detent.spec import QuantSpec
@@ -223,10 +223,22 @@ class Recipe:
         """The recipe of a .toml or .json file of at most 1 MiB.
 
         Raises:
-            FileFormatError: another suffix, too large, not UTF-8.
+            FileFormatError: no such file, another suffix, too large, not UTF-8.
             SpecError: the text is not a recipe.
+
+        >>> Recipe.load("w8a8.toml")
+        Traceback (most recent call last):
+        ...
+        detent.errors.FileFormatError: w8a8.toml: no such file or directory; expected a recipe in a .toml or .json \
+file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g64, w4a16-g128
         """
-        name, rules = recipe_files.read(Path(path))
+        try:
+            name, rules = recipe_files.read(Path(path))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise FileFormatError(
+                f"{path}: {why}; expected a recipe in a .toml or .json file, or a preset: {', '.join(PRESETS)}"
+            ) from error
         return cls(rules, name)
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -32,13 +32,13 @@ from detent.codec import Setting, as_text, parse_call, reading, write_call
 from detent.convention import Convention
 from detent.errors import SpecError, closest
 from detent.formats import Format
-from detent.granularity import Granularity, PerTensor
+from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec, spec_text
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
 
-__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "get_observer_spec"]
+__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "check_axis", "get_observer_spec"]
 
 Value = TypeVar("Value")
 _MODES: Mapping[str, type[ScaleMode]] = {"per_batch": PerBatch, "ema": EMA, "fixed": Fixed, "learned": Learned}
@@ -338,3 +338,13 @@ def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
     name = next(name for name, each in known.items() if each is cls)
     own, default = ({key: getattr(of, key) for key in _names(cls)} for of in (value, cls()))
     return write_call(name, own, default)
+
+
+def check_axis(spec: QuantSpec, weight: str, shape: tuple[int, ...]) -> None:
+    """Refuse a spec that gives a weight scales along an axis it does not have."""
+    kind, rank = spec.granularity, len(shape)
+    if isinstance(kind, PerAxis | PerGroup) and not -rank <= kind.axis < rank:
+        raise SpecError(
+            f"the recipe gives {weight} the spec {spec}, and its shape {shape} has no axis {kind.axis}: use axis0 for "
+            "output channels, or let the rule match other layers"
+        )

@@ -945,3 +945,13 @@ def test_fixed_scales_of_weights_are_those_of_calibration() -> None:
         model(torch.randn(2, 256))
         assert torch.equal(model[0].weight_quantizer.scale, before) == (mode == "fixed")
     assert errors["fixed"] < 0.8 * errors["ema"]
+
+
+@pytest.mark.parametrize("spec", ["int4/axis9", "int8/axis-3", "int8/group4@2"])
+def test_an_axis_that_a_weight_does_not_have(spec):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0"), dt.Rule("2", weight=spec)])
+    for function in (qt.plan, qt.prepare):
+        with pytest.raises(dt.SpecError, match=r"gives 2\.weight the spec int\d/.* \(8, 8\) has no axis -?\d"):
+            function(model, recipe)
+    assert type(model[0]) is nn.Linear

@@ -24,7 +24,7 @@ from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe, skipped_names
 from detent.rule import Layer as RuleLayer
-from detent.rule import ObserverSpec
+from detent.rule import ObserverSpec, check_axis
 from detent.spec import QuantSpec, onnx_widths, stored_nbytes
 from detent.tables import table_lines
 
@@ -177,7 +177,7 @@ def plan(
         skip: names of nodes to leave alone, or globs of them.
 
     Raises:
-        SpecError: a rule or a pattern of ``skip`` matches no layer.
+        SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis of its rule.
 
     >>> from onnx import parser
     >>> print(plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -223,6 +223,7 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     weight = _placed(decision.weight, layer)
     if given is not None and not layer.depthwise:  # others add no products that could saturate
         weight = target.weight_spec(weight)
+    check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
     reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
     if reason:
         return line.kept_in_float(reason)

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe
-from detent.rule import Layer, ObserverSpec
+from detent.rule import Layer, ObserverSpec, check_axis
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
@@ -113,7 +113,8 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
 
     Raises:
-        SpecError: a rule matches no layer, or tied weights would get different specs.
+        SpecError: a rule matches no layer, a weight lacks the axis of its rule, or tied weights would get different
+            specs.
 
     >>> import detent.torch as qt
     >>> print(qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "w8a16"))  # doctest: +NORMALIZE_WHITESPACE
@@ -183,6 +184,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
     weights = {} if decision.weight is None else {key: _placed(decision.weight, kind.axis(key)) for key in names}
     for key, spec in weights.items():
+        check_axis(spec, f"{name}.{key}".lstrip("."), shapes[key])
         problem = _weight_problem(spec, shapes[key])
         if problem:
             return kept_in_float(problem)
