@@ -359,3 +359,13 @@ def test_an_axis_that_a_weight_does_not_have(spec, tmp_path):
     with pytest.raises(SpecError, match=r"the weight of 'second' the spec int\d/.* \(16, 16, 3, 3\) has no axis -?\d"):
         qo.quantize(conv_chain(), tmp_path / "q.onnx", recipe=recipe, progress=False)
     assert not qo.plan(qo.prepare(conv_chain()), recipe, skip="second").layers[1].is_quantized
+
+
+def test_layers_that_share_a_weight_have_kernels_of_their_own(tmp_path):
+    m = Maker()
+    weight = m.constant(weights(8, 8, 3, 3))
+    t = m.add("Relu", [m.add("Conv", ["x", weight], name="in integers", pads=[1] * 4)])
+    y = m.add("Conv", [t, weight], name="with a float result", pads=[1] * 4)
+    report = qo.quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path / "q.onnx", images(2), progress=False)
+    assert [layer.kernel for layer in report.layers] == ["QLinearConv", "Conv"]
+    assert operators(qo.load(report.output))["QLinearConv"] == 1

@@ -25,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import LoadedModel, ModelSource, without_initializers
-from detent.onnx_model.graph import INTEGER_KERNELS, QUANTIZE, Graph, array_of, reads
+from detent.onnx_model.graph import DEQUANTIZE, INTEGER_KERNELS, QUANTIZE, Graph, array_of, reads
 from detent.onnx_model.provenance import Provenance
 
 __all__ = [
@@ -190,22 +190,28 @@ def optimized(model: ModelSource) -> ModelProto:
 def kernels_of(model: ModelProto, names: Mapping[str, str] | None = None) -> dict[str, str]:
     """The operator that computes each layer in ONNX Runtime on this machine, by the layer's name.
 
-    Layers that run in float have the operator that reads their dequantized weight. ``names`` holds the layer of each
-    constant of codes; None takes those that the model's metadata name.
+    Layers that run in float have the operator that reads their dequantized weight. ``names`` holds a layer of each
+    constant of codes, None takes those that the model's metadata name; others that share the codes are found.
     """
     if names is None:
         provenance = Provenance.read(model)
         names = {} if provenance is None else provenance.weights
-    graph = Graph(optimized(model))
+    graph, source = Graph(optimized(model)), Graph(model)
     written = {node.name: node.op_type for node in reversed(model.graph.node)}
     running = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():
         readers = [node.op_type for node in graph.consumers(codes)]
         own = [kind for kind in readers if kind in {*INTEGER_KERNELS, "MatMulNBits"}]
-        # Kernels may repack their weights: then only the node's name tells its layer.
-        by_name = running.get(layer) or _split_by_tokens(running, layer) or written.get(layer, "")
-        kernels[layer] = own[0] if own else by_name or (readers[0] if readers else "float")
+        dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
+        sharing = [node.name for name in dequantized for node in source.consumers(name)]
+        for each in dict.fromkeys((layer, *sharing)):
+            # Kernels may repack their weights: then only the node's name tells its layer.
+            by_name = running.get(each) or _split_by_tokens(running, each)
+            if own and (len(sharing) <= 1 or not by_name):
+                kernels[each] = own[0]
+            else:
+                kernels[each] = by_name or written.get(each) or next(iter(readers), "float")
     return kernels
 
 
