@@ -1,5 +1,8 @@
 // A number for each block of bytes that tells whether any of them has changed: lanes of 32 bits, each of which every word
 // of its own alters for certain, folded into 64 bits. It is compared within one process only, and is no part of the contract.
+//
+// Multiplication carries a change to higher bits only, so the upper half is folded into the lower one after it: else the
+// signs of two floats in one lane, flipped, would give the same number. No two bits of a block, flipped, cancel for certain.
 #include <cstring>
 
 #include "detent/chunks.hpp"
@@ -21,6 +24,7 @@ uint64_t check_block(const uint8_t* bytes, int64_t count) {
       uint32_t word;
       std::memcpy(&word, row + j * sizeof word, sizeof word);
       lanes[j] = (lanes[j] ^ word) * kFactor + 1;
+      lanes[j] ^= lanes[j] >> 16;
     }
   };
   int64_t at = 0;

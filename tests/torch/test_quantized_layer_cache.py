@@ -218,6 +218,84 @@ def test_gradients_see_changes_too(name: str, change: str) -> None:
         CHANGES[change](model)
 
 
+def flat(weight: torch.Tensor) -> torch.Tensor:
+    """The memory, written past every counter of versions."""
+    return weight.data.as_strided((weight.numel(),), (1,))
+
+
+def exchange_two(weight: torch.Tensor) -> None:
+    flat(weight)[:65:64] = flat(weight)[:65:64].flip(0)
+
+
+def flip_bits(weight: torch.Tensor, count: int) -> None:
+    """Bits of single weights, among them those of the sign."""
+    bits, rng = flat(weight).view(torch.int32), torch.Generator().manual_seed(count)
+    for _ in range(count):
+        at, bit = (int(torch.randint(high, (), generator=rng)) for high in (bits.numel(), 9))
+        bits[at] ^= -(2**31) if bit == 8 else 1 << (15 + bit)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "all signs": lambda w: w.data.neg_(),
+    "the signs of two rows": lambda w: w.data[2:4].neg_(),
+    "two signs in one lane": lambda w: flat(w)[:65:64].neg_(),
+    "two exchanged": exchange_two,
+    "one bit": lambda w: flip_bits(w, 1),
+    "two bits": lambda w: flip_bits(w, 2),
+    "many bits": lambda w: flip_bits(w, 101),
+}
+
+
+def wide(kind: str) -> nn.Module:
+    torch.manual_seed(2)
+    layers = {"linear": nn.Linear(64, 128), "conv": nn.Conv1d(8, 128, 3), "conv_last": nn.Conv2d(8, 128, 2)}
+    if kind == "conv_last":
+        return nn.Sequential(layers[kind]).to(memory_format=torch.channels_last)
+    return nn.Sequential(layers[kind.removesuffix("_bn")], *[nn.BatchNorm1d(128)] * kind.endswith("_bn"))
+
+
+WIDE = {"linear": (4, 64), "linear_bn": (4, 64), "conv": (4, 8, 5), "conv_bn": (4, 8, 5), "conv_last": (4, 8, 5, 5)}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("kind", "recipe"), [*((kind, "w8a8") for kind in WIDE), ("linear", "learned")])
+def test_every_bit_and_every_position_counts(kind: str, recipe: str, write: str) -> None:
+    """Of weights too large to be compared as they are, and written where PyTorch does not count."""
+    model, x = qt.prepare(wide(kind), RECIPES[recipe]), torch.randn(WIDE[kind])
+    model(x)
+    model.eval()
+    with torch.no_grad():
+        model(x)
+        before = model(x)
+        WRITES[write](model[0].weight)
+        other = qt.prepare(wide(kind), RECIPES[recipe])
+        other.load_state_dict(model.state_dict())
+        assert_same(model(x), other.eval()(x))
+        assert "bit" in write or not torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("name", ["weight", "running_var"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_every_bit_of_a_folded_norm_counts(write: str, name: str, frozen: bool) -> None:
+    model, x = qt.prepare(wide("conv_bn"), "w8a8"), torch.randn(WIDE["conv_bn"])
+    model(x)
+    model.eval()
+    twin = qt.prepare(wide("conv_bn"), "w8a8")
+    twin.load_state_dict(model.state_dict())
+    if frozen:
+        qt.freeze(model)
+    with torch.no_grad():
+        model(x)
+        for each in (model, twin):
+            part = getattr(each[1], name)
+            WRITES[write](part)
+            part.data.copy_(torch.nan_to_num(part.data, 1.0, 1.0, 1.0).clamp(-1e3, 1e3))
+            if name == "running_var":
+                part.data.abs_()
+        assert_same(model(x), (qt.freeze(twin) if frozen else twin).eval()(x))
+
+
 def test_statistics_are_seen() -> None:
     """Of a batch normalisation whose factor is in the quantized weight."""
     model, x = prepared("conv_bn", "w8a8")
