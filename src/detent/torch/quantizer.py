@@ -213,9 +213,17 @@ class FakeQuantize(ParameterState):
 
     @property
     def _never_clips(self) -> bool:
-        """Whether no element is clipped by the range of its batch: the largest one is the last code."""
-        passes = isinstance(self.ste, Identity) or self.ste == Clipped()
-        return passes and self.spec.symmetric and self.spec.convention.symmetric_scale == "qmax"
+        """Whether no finite element is clipped by the range of its batch: the largest one rounds to the last code."""
+        spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
+        return (
+            (isinstance(self.ste, Identity) or self.ste == Clipped())
+            and spec.symmetric
+            and spec.convention.symmetric_scale == "qmax"
+            and spec.qmin - zero_point <= zero_point - spec.qmax  # else the smallest one may be clipped
+            # x / s may exceed the last code by its rounding error, which other roundings and formats do not forgive
+            and spec.format.is_integer
+            and spec.rounding.kind in ("half_even", "half_away")
+        )
 
     # The range of a batch
 
