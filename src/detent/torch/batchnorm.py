@@ -30,6 +30,7 @@ from detent.spec import QuantSpec
 from detent.tensor import QuantizedTensor
 from detent.torch import traced_namespace as xp
 from detent.torch.arrays import fingerprint, full_tensor, on_cpu, scale_dtype, to_array, to_tensor
+from detent.torch.recomputation import is_recomputing
 
 __all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
 
@@ -133,7 +134,15 @@ class QuantizedNorm(nn.Module):
         if self.frozen and self.training:
             norm: Any = self
             return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
-        result: Tensor = self.float_class.forward(self, x)
+        if not (self.training and is_recomputing()):
+            result: Tensor = self.float_class.forward(self, x)
+            return result
+        statistics = dict(self._buffers)
+        try:  # the first forward has counted this batch
+            self._buffers.update({name: each if each is None else each.clone() for name, each in statistics.items()})
+            result = self.float_class.forward(self, x)
+        finally:
+            self._buffers.update(statistics)
         return result
 
 

@@ -31,6 +31,7 @@ from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
 from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, product, runs_as_product
 from detent.torch.operator import Values, apply_traced
 from detent.torch.quantizer import FakeQuantize
+from detent.torch.recomputation import Recording, is_recorded, once
 
 __all__ = ["QuantizedLayer", "QuantizedProduct", "WeightCache", "WeightKey", "quantized_class"]
 
@@ -52,6 +53,12 @@ class QuantizedLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward with quantized weights and inputs."""
+        if not self.training or torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        with Recording(self, next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)):
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         layers = [self, *(child for child in self.children() if isinstance(child, QuantizedLayer))]
         for name in self.input_arguments[len(args) :]:  # passed by keyword
             if name not in kwargs:
@@ -159,7 +166,10 @@ class QuantizedProduct(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the float layer's name for it
         """The product of the quantized input and the quantized weight."""
-        x = input
+        result: Tensor = super().forward(input)
+        return result
+
+    def _forward(self, x: Tensor) -> Tensor:
         _refuse_jit()
         if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
             self.fold.unfuse()  # the batch norm's axis is not the layer's last
@@ -233,7 +243,10 @@ class QuantizedProduct(QuantizedLayer):
         return apply_traced(folded, *quantizer.traced_values_for(folded), quantizer.spec, quantizer.ste)
 
     def _factor(self, weight: Tensor, quantizer: FakeQuantize) -> Tensor | None:
-        return None if self.fold is None or quantizer.absorbs_gain else self.fold.factor(weight)
+        fold = self.fold
+        if fold is None or quantizer.absorbs_gain:
+            return None
+        return once(id(fold), lambda: fold.factor(weight), lambda: fold.factor(weight))
 
     def _running_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
         """The running weight, from the cache where nothing has changed."""
@@ -249,7 +262,7 @@ class QuantizedProduct(QuantizedLayer):
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
             return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
 
-        if quantizer.is_stochastic or not quantizer.is_ready:  # never the same twice, or about to change
+        if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # another each time, or of a record
             return make(False)
         if quantizer.is_learned:  # once per forward and in its graph, whatever is cached
             factor = self._factor(weight, quantizer)

@@ -42,6 +42,7 @@ from detent.torch import eager, traced
 from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu, process_count, scale_dtype, to_array
 from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
 from detent.torch.parameters import ParameterState
+from detent.torch.recomputation import Recording, is_recomputing, is_recorded, once
 
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
@@ -117,6 +118,12 @@ class FakeQuantize(ParameterState):
             NotCalibratedError: mode Fixed, or evaluation, before there are parameters.
             NaNError: x holds NaN where its range is taken.
         """
+        if not self.training or torch.compiler.is_compiling() or is_recorded():
+            return self._forward(x)
+        with Recording(self, x):
+            return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         check_float(x)
         if not self.enabled or not x.numel():
             return x
@@ -135,27 +142,28 @@ class FakeQuantize(ParameterState):
         """The counter of stochastic rounding, one per forward in training."""
         if not self.is_stochastic:
             return 0
+        if not self.training:
+            return int(self.step)
+        return once((id(self), "step"), self._count, lambda: (int(self.step) - 1) % STEP_LIMIT)
+
+    def _count(self) -> int:
         now = int(self.step)
-        if self.training:
-            if _is_recomputed():
-                return (now - 1) % STEP_LIMIT  # that of the forward which is repeated
-            self.step.fill_((now + 1) % STEP_LIMIT)
+        self.step.fill_((now + 1) % STEP_LIMIT)
         return now
 
     # Parameters by mode
 
     def values_for(self, x: Tensor) -> Values:
         """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
-        mode, params = self.mode, None
-        recomputed = _in_backward()
-        updates = self.training and self.observing and not recomputed
+        mode, params, recomputed = self.mode, None, is_recomputing()
+        updates = self.training and self.observing
         if isinstance(mode, PerBatch):
             params = self._params_of_batch(x)
             if not recomputed:
                 self.hold(params)
         elif isinstance(mode, EMA) and updates:
-            params = self._move_average(x)
-        elif isinstance(mode, Learned) and updates and not self.is_initialized:
+            params = once(id(self), lambda: self._move_average(x) or self.stored_params(), self.stored_params)
+        elif isinstance(mode, Learned) and updates and not recomputed and not self.is_initialized:
             self._refuse_own_start()
             self.set_params(self._params_of_batch(x))
         learned: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -172,21 +180,25 @@ class FakeQuantize(ParameterState):
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """``values_for`` in torch operations: scale and zero point as tensors."""
-        mode, recomputed = self.mode, _is_recomputed()
-        updates = self.training and self.observing and not recomputed
+        mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
             values = traced.derive(self.spec, *traced.minmax(x.detach(), self.spec))
             if not recomputed and (self.training or _may_write_in_evaluation()):
                 self.hold_traced(*values)
-        elif isinstance(mode, EMA) and updates:
-            self._move_average_traced(x)
+        elif isinstance(mode, EMA) and self.training and self.observing:
+            values = once(id(self), lambda: self._values_after(x), lambda: values)
         elif isinstance(mode, Learned):
             scale, zero_point = self.learned_values()
             values = scale, self.zero_point if zero_point is None else zero_point
         if self.watcher is not None and not recomputed and not torch.compiler.is_compiling():
             self.watcher(self, x, None)
         return values
+
+    def _values_after(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mode EMA: scale and zero point after x has moved the average; copies, for the next forward moves it again."""
+        self._move_average_traced(x)
+        return self.scale.clone(), self.zero_point.clone()
 
     def params_for(self, x: Tensor) -> QuantParams:
         """The parameters for x, without changing the state; NotCalibratedError if there are none."""
@@ -204,7 +216,7 @@ class FakeQuantize(ParameterState):
         quantized, params, nonfinite = dynamic
         if nonfinite:
             self._refuse_nan(x)
-        if not _in_backward():
+        if not is_recomputing():
             self.hold(params)
             if self.watcher is not None:
                 self.watcher(self, x, params)
@@ -316,7 +328,7 @@ class FakeQuantize(ParameterState):
     def _look_at_passing(self, x: Tensor) -> None:
         if self.is_calibrating:
             self._observe(x)
-        elif isinstance(self.mode, EMA) and self.training and self.observing and not _is_recomputed():
+        elif isinstance(self.mode, EMA) and self.training and self.observing and not is_recomputing():
             move = self._move_average if self._is_native(x) else self._move_average_traced
             move(x)
 
@@ -346,13 +358,3 @@ def _may_write_in_evaluation() -> bool:
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()
-
-
-def _in_backward() -> bool:
-    """Whether activation checkpointing repeats a forward, which must not change the state again."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _is_recomputed() -> bool:
-    """``_in_backward`` for forwards that may be traced."""
-    return not torch.compiler.is_compiling() and _in_backward()
