@@ -955,3 +955,34 @@ def test_an_axis_that_a_weight_does_not_have(spec):
         with pytest.raises(dt.SpecError, match=r"gives 2\.weight the spec int\d/.* \(8, 8\) has no axis -?\d"):
             function(model, recipe)
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("observer", ["minmax", "mse"])
+def test_nested_calibrations_observe_each_their_own(observer: str) -> None:
+    """The inner one ends without ending the outer one, which sees all data."""
+    small, large = torch.linspace(0, 1, 24).reshape(6, 4), torch.linspace(0, 9, 24).reshape(6, 4)
+
+    def calibrated(*batches: torch.Tensor) -> nn.Module:
+        torch.manual_seed(0)
+        model = qt.prepare(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), "w8a8")
+        with qt.calibrating(model, observer):
+            for x in batches:
+                model(x)
+        return model
+
+    torch.manual_seed(0)
+    model = qt.prepare(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), "w8a8")
+    with qt.calibrating(model, observer):
+        expected = model(small)
+        with qt.calibrating(model, observer):
+            model(small)
+        assert torch.equal(model[0].input_quantizer.scale, calibrated(small)[0].input_quantizer.scale)
+        assert torch.equal(model(small), expected)  # still float
+        model(large)
+        with pytest.raises(dt.NaNError), qt.calibrating(model, observer):
+            model(large * torch.nan)
+        assert not model.training
+    assert model.training
+    theirs = calibrated(small, small, small, large).state_dict()
+    assert all(torch.equal(value, theirs[key]) for key, value in model.state_dict().items())
+    assert not torch.equal(model(small), expected)

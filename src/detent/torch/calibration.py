@@ -30,7 +30,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
 
     Inside, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``, the
     observations of all processes are merged once, on exit, which every process must reach. An exception leaves the
-    model unchanged.
+    model unchanged. Calibrations may be nested, also of parts of the model: each observes all forwards inside it.
 
     Args:
         model: a prepared model.
@@ -55,15 +55,16 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         )
     default = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
+    observers = {
+        name: None if quantizer in weights or isinstance(quantizer.mode, PerBatch) else _observer_for(quantizer, default)
+        for name, quantizer in quantizers.items()
+    }
+    for name, quantizer in quantizers.items():
+        quantizer.start_calibration(observers[name])
     try:
-        for quantizer in quantizers.values():
-            needs_data = quantizer not in weights and not isinstance(quantizer.mode, PerBatch)
-            quantizer.start_calibration(_observer_for(quantizer, default) if needs_data else None)
         with torch.no_grad(), evaluating(model), without_collectives(model):
             yield model
-        merged = merge_observers(
-            {name: each.observer_in_use for name, each in quantizers.items() if each.observer_in_use is not None}, model
-        )
+        merged = merge_observers({name: each for name, each in observers.items() if each is not None}, model)
     finally:
         for quantizer in quantizers.values():
             quantizer.stop_calibration()

@@ -109,7 +109,7 @@ class FakeQuantize(ParameterState):
         self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
         self.is_calibrating = False
-        self.observer_in_use: Observer | None = None
+        self.observers_in_use: tuple[Observer | None, ...] = ()  # of all calibrations around, the innermost last
 
     def forward(self, x: Tensor) -> Tensor:
         """Fake-quantize x, after updating the state as the mode says.
@@ -318,12 +318,13 @@ class FakeQuantize(ParameterState):
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let forward only observe; without an observer, only pass."""
-        self.is_calibrating, self.observer_in_use = True, observer
+        """Let forward only observe; without an observer, only pass. Calibrations may be nested."""
+        self.is_calibrating, self.observers_in_use = True, (*self.observers_in_use, observer)
 
     def stop_calibration(self) -> None:
-        """Let forward quantize again."""
-        self.is_calibrating, self.observer_in_use = False, None
+        """End the innermost calibration; after the last one forward quantizes again."""
+        self.observers_in_use = self.observers_in_use[:-1]
+        self.is_calibrating = bool(self.observers_in_use)
 
     def _look_at_passing(self, x: Tensor) -> None:
         if self.is_calibrating:
@@ -334,13 +335,13 @@ class FakeQuantize(ParameterState):
 
     @torch.compiler.disable
     def _observe(self, x: Tensor) -> None:
-        observer = self.observer_in_use
-        if observer is None:
-            return
-        before = observer.nonfinite
-        observer.observe(to_array(on_cpu(x)))
-        if observer.nonfinite > before:
-            self._refuse_nan(x)
+        for observer in self.observers_in_use:
+            if observer is None:
+                continue
+            before = observer.nonfinite
+            observer.observe(to_array(on_cpu(x)))
+            if observer.nonfinite > before:
+                self._refuse_nan(x)
 
     def extra_repr(self) -> str:
         """Spec, mode, estimator, and the scales in short."""
