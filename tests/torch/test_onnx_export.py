@@ -502,8 +502,10 @@ def test_layers_of_all_kinds(name, tmp_path):
     model = calibrated(Own(make(), arguments).eval(), "w8a8", x)
     path = qt.export_onnx(model, x, tmp_path / "model.onnx")
     inspect(model, path, {"x": x.numpy()})
-    (got,) = run(path, {"x": x.numpy()})
-    assert np.allclose(got, as_shipped(model, x), atol=2e-4)
+    more = torch.cat([x, x.flip(-1), x[:1]])
+    for batch in (x, more, x[:1]):  # the first axis stays free
+        (got,) = run(path, {"x": batch.numpy()})
+        assert np.allclose(got, as_shipped(model, batch), atol=2e-4)
 
 
 def test_a_range_narrower_than_its_type_is_clipped_first(tmp_path):

@@ -56,7 +56,9 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     default = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
     observers = {
-        name: None if quantizer in weights or isinstance(quantizer.mode, PerBatch) else _observer_for(quantizer, default)
+        name: None
+        if quantizer in weights or isinstance(quantizer.mode, PerBatch)
+        else _observer_for(quantizer, default)
         for name, quantizer in quantizers.items()
     }
     for name, quantizer in quantizers.items():

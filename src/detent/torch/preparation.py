@@ -21,6 +21,7 @@ from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
 from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct, quantized_class
 from detent.torch.quantizer import FakeQuantize, WatcherFunction
+from detent.torch.untrained_scales import warn_if_untrained
 
 __all__ = [
     "evaluating",
@@ -51,8 +52,9 @@ class _Prepared:
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
     """Prepare a model for quantization-aware training in place, as ``qt.plan`` shows, and return it.
 
-    Parameters stay the same objects, so an existing optimizer keeps working; the float model's state_dict loads with
-    ``strict=False``, under the same keys. ``qt.unprepare`` restores the float model bit for bit.
+    Parameters stay the same objects, so an existing optimizer keeps working; scales of mode Learned are new parameters,
+    which it does not train, and its first step then warns. The float model's state_dict loads with ``strict=False``,
+    under the same keys. ``qt.unprepare`` restores the float model bit for bit.
 
     Args:
         model: any module, with its weights in memory.
@@ -89,6 +91,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
             module.fold = Fold(modules[layer.norm])
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
+    warn_if_untrained(model)
     return model
 
 

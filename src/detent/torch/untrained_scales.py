@@ -1,0 +1,81 @@
+"""Untrained scales: a warning at the first step if learned scales have gradients and are in no optimizer.
+
+An optimizer made before ``qt.prepare`` holds the weights but not the learned scales, which did not exist yet. Steps
+of optimizers are watched, by PyTorch's own hook, until one changes the weight of a layer whose learned scales have
+gradients. Then these are in some optimizer, whatever its learning rate and whenever it steps, or nothing trains them.
+Steps that a gradient scaler skips, accumulation, and scales that are frozen or have no gradient yet decide nothing.
+"""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from detent.torch.quantized_layer import QuantizedLayer
+from detent.torch.quantizer import FakeQuantize
+
+__all__ = ["warn_if_untrained"]
+
+_undecided: WeakSet[nn.Module] = WeakSet()
+_hooks: list[Any] = []
+
+
+def warn_if_untrained(model: nn.Module) -> None:
+    """Warn once if the learned scales of this model are in no optimizer."""
+    if not any(isinstance(each, FakeQuantize) and each.is_learned for each in model.modules()):
+        return
+    _undecided.add(model)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _after_step(optimizer: Optimizer, *_: object) -> None:
+    if torch.compiler.is_compiling():
+        return
+    stepped = set(_parameters_of(optimizer))
+    for model in list(_undecided):
+        scales = dict(_scales_of(model, stepped))
+        if not any(each.grad is not None and bool(each.grad.any()) for each in scales.values()):
+            continue
+        _undecided.discard(model)
+        missing = {name: each for name, each in scales.items() if id(each) not in stepped}
+        if missing:
+            trained = {each for other in _all_optimizers() for each in _parameters_of(other)}
+            missing = {name: each for name, each in missing.items() if id(each) not in trained}
+        if missing:
+            warnings.warn(
+                f"{len(missing)} learned scales and zero points have gradients but are in no optimizer, the first is "
+                f"{next(iter(missing))!r}: make the optimizer after qt.prepare, or add them to it, optimizer."
+                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}); '
+                "requires_grad_(False) keeps them as they are",
+                stacklevel=3,
+            )
+    if not _undecided:
+        while _hooks:
+            _hooks.pop().remove()
+
+
+def _scales_of(model: nn.Module, stepped: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Learned parameters that are not frozen, of layers whose own parameters this step has changed."""
+    for prefix, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLayer) or all(id(each) not in stepped for each in layer.parameters(False)):
+            continue
+        for child, quantizer in layer.named_children():
+            if isinstance(quantizer, FakeQuantize):
+                for name, parameter in quantizer.named_parameters(recurse=False):
+                    if parameter.requires_grad:
+                        yield ".".join(part for part in (prefix, child, name) if part), parameter
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
+    return (id(each) for group in optimizer.param_groups for each in group["params"])
+
+
+def _all_optimizers() -> list[Optimizer]:
+    """Also those that have not stepped yet."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
