@@ -34,6 +34,7 @@ from detent.spec import QuantSpec
 from detent.torch import traced, traced_namespace
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
 from detent.torch.operator import rounded_zero_point
+from detent.torch.transforms import is_batched_beyond, lifted, outside
 
 __all__ = ["ParameterState"]
 
@@ -252,8 +253,11 @@ class ParameterState(nn.Module):
             self._memo.params = params
 
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``hold`` in torch operations."""
-        if self.scale.shape == scale.shape:
+        """``hold`` in torch operations; under ``vmap`` each sample has parameters of its own, which are not kept."""
+        if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
+            return
+        scale, zero_point = (lifted(part, self.scale, torch.select) for part in (scale, zero_point))
+        with outside(self.scale):
             self._copy_traced(scale, zero_point)
 
     def merge_range(self, lo: Array, hi: Array) -> QuantParams:
@@ -285,11 +289,13 @@ class ParameterState(nn.Module):
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
         """``merge_range`` in torch operations, which cannot branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # only mode EMA comes here
-        seen = (self.initialized != 0) & (self.lo <= self.hi)
-        low, high = mix_seen_ranges(traced_namespace, (self.lo, self.hi), (lo, hi), decay, seen)
-        self.lo.copy_(low)
-        self.hi.copy_(high)
-        self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
+        lo, hi = lifted(lo, self.lo, torch.amin), lifted(hi, self.hi, torch.amax)
+        with outside(self.lo):
+            seen = (self.initialized != 0) & (self.lo <= self.hi)
+            low, high = mix_seen_ranges(traced_namespace, (self.lo, self.hi), (lo, hi), decay, seen)
+            self.lo.copy_(low)
+            self.hi.copy_(high)
+            self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
 
     def add_pending(self, lo: Array, hi: Array) -> None:
         """Mode EMA: widen the range for the next ``qt.sync``."""
@@ -298,7 +304,9 @@ class ParameterState(nn.Module):
 
     def add_pending_traced(self, lo: Tensor, hi: Tensor) -> None:
         """``add_pending`` in torch operations."""
-        self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
+        lo, hi = lifted(lo, self.pending, torch.amin), lifted(hi, self.pending, torch.amax)
+        with outside(self.pending):
+            self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
 
     def apply_pending(self, merged: Tensor) -> None:
         """Mode EMA: blend the (-lo, hi) that ``qt.sync`` merged over all processes into the EMA range, and reset."""

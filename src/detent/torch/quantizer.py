@@ -43,6 +43,7 @@ from detent.torch.arrays import FLOAT_TYPES, Slot, check_float, is_plain, on_cpu
 from detent.torch.operator import Values, apply, apply_traced, check_finite_zero_point
 from detent.torch.parameters import ParameterState
 from detent.torch.recomputation import Recording, is_recomputing, is_recorded, once
+from detent.torch.transforms import outside
 
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
@@ -148,7 +149,8 @@ class FakeQuantize(ParameterState):
 
     def _count(self) -> int:
         now = int(self.step)
-        self.step.fill_((now + 1) % STEP_LIMIT)
+        with outside(self.step):
+            self.step.fill_((now + 1) % STEP_LIMIT)
         return now
 
     # Parameters by mode

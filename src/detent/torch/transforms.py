@@ -1,0 +1,64 @@
+"""Transforms of ``torch.func``: state of a module, changed from inside a function that is differentiated or vectorized.
+
+``torch.func`` refuses to write to a tensor that a transformed function has captured, and the buffers of quantizers are
+captured unless they are arguments. A range is no differentiable result, so it is taken out of the transforms that the
+buffer is not part of: out of ``grad``, ``vjp`` and ``jvp`` as it is, out of ``vmap`` as the range of all samples. The
+state then changes once for a call, as it does without transforms.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_batched_beyond", "lifted", "outside"]
+
+
+def _is_transformed() -> bool:
+    return not torch.compiler.is_compiling() and bool(torch._C._are_functorch_transforms_active())
+
+
+def _level(x: Tensor) -> int:
+    """The number of the innermost transform that x is part of; below 1 for a plain tensor."""
+    level: int = torch._C._functorch.maybe_get_level(x)
+    return level
+
+
+def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The value of x in the transforms that the buffer is part of; ``reduce`` merges the samples of others."""
+    if not _is_transformed():
+        return x
+    functorch = torch._C._functorch
+    while _level(x) > max(_level(buffer), 0):
+        axis = functorch.maybe_get_bdim(x)
+        inner: Tensor = functorch.get_unwrapped(x)
+        with outside(inner):
+            x = inner if axis < 0 else reduce(inner, axis)
+    return x
+
+
+def is_batched_beyond(x: Tensor, buffer: Tensor) -> bool:
+    """Whether x has several values for one of the buffer, under ``vmap``."""
+    if not _is_transformed():
+        return False
+    while _level(x) > max(_level(buffer), 0):
+        if torch._C._functorch.maybe_get_bdim(x) >= 0:
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
+
+
+@contextmanager
+def outside(buffer: Tensor) -> Iterator[None]:
+    """Leave the transforms that the buffer is not part of, so that it can be written to."""
+    if not _is_transformed():
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack  # noqa: PLC0415 - rarely needed
+
+    with ExitStack() as stack:
+        while (torch._C._functorch.maybe_current_level() or 0) > max(_level(buffer), 0):
+            stack.enter_context(temporarily_pop_interpreter_stack())
+        with torch.no_grad():
+            yield
