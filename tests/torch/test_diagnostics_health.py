@@ -111,6 +111,7 @@ def test_drift_of_an_average_is_from_the_start_of_the_watch():
 # Oscillation
 
 
+@pytest.mark.filterwarnings("ignore:.*are in no optimizer")  # the scales are to stay
 def test_a_toy_optimizer_makes_weights_oscillate():
     """The minimum lies between two codes: the straight-through gradient drives the weight to and fro (Nagel et al.)."""
     model = with_weight([[0.3, 0.2], [5.0, 5.0]])

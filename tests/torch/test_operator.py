@@ -329,12 +329,16 @@ def test_a_callable_estimator_sees_tensors() -> None:
     assert_same(scale.grad, expected)
 
 
-def test_gradients_go_once() -> None:
-    x = torch.tensor([0.3], requires_grad=True)
+def test_gradients_have_gradients() -> None:
+    x = torch.tensor([0.3, 900.0], requires_grad=True)
     y = qt.fake_quantize(x, dt.QuantParams("int8", 0.5)) * x
     (gx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gx.sum().backward()
+    gx.sum().backward()
+    assert x.grad.tolist() == [2.0, 0.0]
+    scale = torch.tensor(0.5, requires_grad=True)
+    y = qt.fake_quantize(x, dt.QuantParams("int8", 0.5), scale=scale) * x
+    with pytest.raises(dt.UnsupportedError, match="learned scales have no second"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 def test_backward_uses_the_forwards_parameters() -> None:

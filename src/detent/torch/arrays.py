@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from detent.checks import FLOATS, compute_type
 from detent.errors import DtypeError
@@ -56,12 +57,16 @@ _BFLOAT16 = FLOATS["bfloat16"]
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether native kernels can read the tensor: real, in CPU memory, and neither traced nor under ``torch.func``."""
+    """Whether native kernels can read the tensor: real, in CPU memory, and neither traced nor under ``torch.func``.
+
+    Nor in forward-mode differentiation, whose tangents only torch operations see.
+    """
     return (
         type(x) in _PLAIN
         and x.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
     )
 
 

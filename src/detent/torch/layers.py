@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from detent.checks import as_integer
 from detent.errors import SpecError
@@ -27,7 +26,14 @@ from detent.ste import Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import Slot
 from detent.torch.batchnorm import running_weight
-from detent.torch.operator import Values, gradient_of, learned_gradients
+from detent.torch.operator import (
+    Values,
+    apply,
+    gradient_of,
+    is_differentiated_twice,
+    learned_gradients,
+    refuse_second_derivatives,
+)
 
 __all__ = [
     "Convolution",
@@ -218,6 +224,10 @@ class Operand(NamedTuple):
         """Fake-quantize x into scratch memory."""
         return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
 
+    def quantize_again(self, x: Tensor) -> Tensor:
+        """Fake-quantize x, differentiable in x."""
+        return x if self.values is None else apply(x, Values(self.values.params), self.ste, self.step)
+
     def for_backward(self) -> "Operand":
         """The operand without tensors of a graph, which backward may keep."""
         if self.values is None or not self.values.is_learned:
@@ -240,6 +250,12 @@ class QuantizedWeight(NamedTuple):
     def requantize(self, weight: Tensor) -> Tensor:
         """Compute ``tensor`` from the float weight again, in scratch memory."""
         return running_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
+
+    def quantize_again(self, weight: Tensor) -> Tensor:
+        """``requantize``, differentiable in the float weight; a constant stays one."""
+        if self.keep and self.operand.values is None:
+            return weight
+        return running_weight(weight, self.factor, self.operand.quantize_again)
 
 
 def product(
@@ -268,14 +284,16 @@ class _Product(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         kind, operand, quantized = ctx.call
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
         learns_x, learns_w = any(needs[3:5]), any(needs[5:7])
-        x_values = operand.quantize(x, "input")
-        w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
+        if is_differentiated_twice():
+            x_values, w_values = operand.quantize_again(x), quantized.quantize_again(weight)
+        else:
+            x_values = operand.quantize(x, "input")
+            w_values = quantized.tensor if quantized.keep else quantized.requantize(weight)
         # under autocast the forward product ran in g's type
         needed = needs[0] or learns_x, needs[1] or learns_w, needs[2]
         gx, gw, gb = kind.backward(g, x_values.to(g.dtype), w_values.to(g.dtype), needed)
@@ -291,6 +309,8 @@ def _estimate(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> 
     params, ste = operand.values.params, operand.ste
     if not (operand.values.is_learned and learn):
         return gradient_of(g, x, params, ste, operand.step, reuse=True), None, None
+    if is_differentiated_twice():
+        refuse_second_derivatives(ste, learned=True)
     return learned_gradients(g, x, operand.values, ste, operand.step)
 
 

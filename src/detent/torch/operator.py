@@ -11,6 +11,7 @@ takes tensors and texts only, works on meta and fake tensors, has gradients and 
 node of a graph, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from detent import scale_rule
 from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
@@ -37,8 +38,11 @@ __all__ = [
     "check_finite_zero_point",
     "fake_quantize",
     "gradient_of",
+    "is_differentiated_twice",
     "learned_gradients",
     "params_with",
+    "refusal_of_learned",
+    "refuse_second_derivatives",
     "registered_backward",
     "registered_fake_quantize",
     "rounded_zero_point",
@@ -138,7 +142,8 @@ def apply_traced(
             f"{spec.granularity} needs {shape}: make params from this data, or reshape it"
         )
     s = scale.to(scale_dtype(x)).reshape(shape)
-    y: Tensor = _TracedFakeQuantize.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
+    function = _CompiledFakeQuantize if torch.compiler.is_compiling() else _TracedFakeQuantize
+    y: Tensor = function.apply(x, s, zero_point.reshape(shape), spec, ste, step, learned)
     return y
 
 
@@ -185,7 +190,52 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
             given = f"{gx.dtype} of shape {tuple(gx.shape)}" if isinstance(gx, Tensor) else type(gx).__name__
             raise DtypeError(f"the estimator must return {g.dtype} of shape {tuple(g.shape)}, got {given}")
         return gx
+    if is_differentiated_twice():
+        refuse_second_derivatives(ste)
+        return _linear(g, lambda each: eager.backward(each, x, params, ste, step))
     return eager.backward(g, x, params, ste, step, reuse=reuse)
+
+
+def is_differentiated_twice() -> bool:
+    """Whether a backward is itself recorded for a second one (``create_graph=True``)."""
+    return torch.is_grad_enabled()
+
+
+def refuse_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
+    """Raise for what has none: learned scales, and estimators that do not select."""
+    if learned:
+        raise refusal_of_learned()
+    if not isinstance(ste, Identity | Clipped):
+        raise UnsupportedError(f"{ste!r} has no second and no forward-mode derivatives: use Clipped or Identity")
+
+
+def refusal_of_learned() -> UnsupportedError:
+    """The error for derivatives that learned scales do not have."""
+    return UnsupportedError(
+        "learned scales have no second and no forward-mode derivatives: use another scale mode, or freeze them, "
+        "scale_shift.requires_grad_(False)"
+    )
+
+
+def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """``function(g)`` for one that selects elements, differentiable in g where a graph is recorded."""
+    if not is_differentiated_twice():
+        return function(g)
+    selected: Tensor = _Selection.apply(g, function)
+    return selected
+
+
+class _Selection(torch.autograd.Function):
+    """A function that selects elements: it is its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        return function(g)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return _linear(g, ctx.function), None
 
 
 def learned_gradients(
@@ -222,14 +272,14 @@ class _FakeQuantize(torch.autograd.Function):
         return eager.fake_quantize(x, params, step)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         params, ste, step = ctx.call
         if isinstance(ste, Identity):
             return g, None, None, None
         (kept,) = ctx.saved_tensors
         if isinstance(ste, Clipped):
-            return eager.masked_backward(g, kept, ctx.order, params), None, None, None
+            order = ctx.order
+            return _linear(g, lambda each: eager.masked_backward(each, kept, order, params)), None, None, None
         return gradient_of(g, kept, params, ste, step), None, None, None
 
 
@@ -252,15 +302,17 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         return eager.fake_quantize(x, params, step)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         params, ste, step = ctx.call
         (x,) = ctx.saved_tensors
+        if is_differentiated_twice():
+            refuse_second_derivatives(ste, learned=any(ctx.needs_input_grad[1:3]))
+            return gradient_of(g, x, params, ste, step), None, None, None, None, None
         return *learned_gradients(g, x, Values(params, *ctx.like), ste, step), None, None, None
 
 
-class _TracedFakeQuantize(torch.autograd.Function):
-    """Forward and backward in torch operations, to be traced, vectorized, or run on other devices."""
+class _CompiledFakeQuantize(torch.autograd.Function):
+    """Forward and backward in torch operations, as compilers take it: with one derivative."""
 
     generate_vmap_rule = True
 
@@ -286,6 +338,90 @@ class _TracedFakeQuantize(torch.autograd.Function):
             return traced.fake_quantize_backward(g, x, scale, rounded, spec, ste, step), None, None, *rest
         gx, gs, gz = traced.fake_quantize_learned_backward(g, x, scale, rounded, spec, ste, None, step)
         return gx, gs, gz.to(zero_point.dtype) if zero_point.is_floating_point() else None, *rest
+
+
+class _TracedFakeQuantize(_CompiledFakeQuantize):
+    """The same for ``torch.func``, forward-mode differentiation and other devices, with second derivatives."""
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _CompiledFakeQuantize.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:3])
+        ctx.set_materialize_grads(False)  # None tells a constant scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
+        if g is None:
+            return (None,) * 7
+        x, scale, zero_point = ctx.saved_tensors
+        spec, ste, step, learned = ctx.call
+        tensors, rest = (g, x, scale, _rounded(zero_point, spec)), (None,) * 4
+        if not learned:
+            return _TracedGradient.apply(*tensors, spec, ste, step), None, None, *rest
+        gx, gs, gz = _TracedLearnedGradient.apply(*tensors, spec, ste, step)
+        return gx, gs, gz.to(zero_point.dtype) if zero_point.is_floating_point() else None, *rest
+
+    @staticmethod
+    def jvp(ctx: Any, x: Tensor | None, scale: Tensor | None, zero_point: Tensor | None, *_: Any) -> Tensor | None:
+        data, s, z = ctx.saved_tensors
+        spec, ste, step, learned = ctx.call
+        refuse_second_derivatives(ste, learned=learned and not (scale is None and zero_point is None))
+        return None if x is None else _TracedGradient.apply(x, data, s, _rounded(z, spec), spec, ste, step)
+
+
+class _TracedGradient(torch.autograd.Function):
+    """The gradient of x by an estimator: linear in g, and its own transpose."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        g: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator, step: int
+    ) -> Tensor:
+        return traced.fake_quantize_backward(g, x, scale, zero_point, spec, ste, step)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, x, scale, zero_point, *call = inputs
+        ctx.save_for_backward(x, scale, zero_point)
+        ctx.save_for_forward(x, scale, zero_point)
+        ctx.call = call  # type: ignore[attr-defined]  # what a context is for
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives(ctx.call[1])
+        return _TracedGradient.apply(g, *ctx.saved_tensors, *ctx.call), *(None,) * 6
+
+    @staticmethod
+    def jvp(ctx: Any, g: Tensor | None, *_: Any) -> Tensor | None:
+        refuse_second_derivatives(ctx.call[1])
+        return None if g is None else _TracedGradient.apply(g, *ctx.saved_tensors, *ctx.call)
+
+
+class _TracedLearnedGradient(torch.autograd.Function):
+    """The gradients of x, scale and zero point, which have no derivatives."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        g: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpec, ste: Estimator, step: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return traced.fake_quantize_learned_backward(g, x, scale, zero_point, spec, ste, None, step)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        ctx.ste = inputs[5]  # type: ignore[attr-defined]  # what a context is for
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives(ctx.ste, learned=True)
+        return (None,) * 7
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives(ctx.ste, learned=True)
+        return (None,) * 3
 
 
 def _rounded(zero_point: Tensor, spec: QuantSpec) -> Tensor:

@@ -33,7 +33,7 @@ from detent.scale_rule import derive
 from detent.spec import QuantSpec
 from detent.torch import traced, traced_namespace
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
-from detent.torch.operator import rounded_zero_point
+from detent.torch.operator import refusal_of_learned, rounded_zero_point
 from detent.torch.transforms import is_batched_beyond, lifted, outside
 
 __all__ = ["ParameterState"]
@@ -202,11 +202,14 @@ class ParameterState(nn.Module):
 
     def learned_values(self) -> tuple[Tensor, Tensor | None]:
         """Mode Learned: scale and zero point, differentiable in their shifts; no zero point for symmetric specs."""
-        scale: Tensor = _Scale.apply(self.initial_scale, full_tensor(self.scale_shift))
+        compiling = torch.compiler.is_compiling()  # compilers refuse functions with forward-mode derivatives
+        scale_function = _Scale if compiling else _RefusingScale
+        scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift))
         if self.zero_point_shift is None:
             return scale, None
         shift, span = full_tensor(self.zero_point_shift), self.spec.qmax - self.spec.qmin
-        return scale, _ZeroPoint.apply(self.initial_zero_point, shift, self.initial_scale, span)
+        zero_point_function = _ZeroPoint if compiling else _RefusingZeroPoint
+        return scale, zero_point_function.apply(self.initial_zero_point, shift, self.initial_scale, span)
 
     def refresh(self, learned: tuple[Tensor, Tensor | None] | None = None) -> Self:
         """Update ``scale`` and ``zero_point`` from the learned values; other modes do it in forward."""
@@ -256,7 +259,7 @@ class ParameterState(nn.Module):
         """``hold`` in torch operations; under ``vmap`` each sample has parameters of its own, which are not kept."""
         if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
             return
-        scale, zero_point = (lifted(part, self.scale, torch.select) for part in (scale, zero_point))
+        scale, zero_point = (lifted(part, self.scale, torch.amax) for part in (scale, zero_point))
         with outside(self.scale):
             self._copy_traced(scale, zero_point)
 
@@ -447,3 +450,19 @@ class _ZeroPoint(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor, None, None]:
         (scale,) = ctx.saved_tensors
         return None, g / (ctx.span * scale * scale), None, None
+
+
+class _RefusingScale(_Scale):
+    """The scale, which says that it has no forward-mode derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        raise refusal_of_learned()
+
+
+class _RefusingZeroPoint(_ZeroPoint):
+    """The zero point, which says that it has no forward-mode derivative."""
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        raise refusal_of_learned()
