@@ -184,7 +184,7 @@ def _decoded(kind: Any, value: object, where: str, leaves: Leaves) -> object:  #
         return value
     if origin is tuple:
         return _sequence(get_args(kind), value, where, leaves)
-    if origin is np.ndarray:
+    if origin is np.ndarray and np.ndarray not in leaves:
         return decode_array(value, where)
     if origin is Mapping:
         if not isinstance(value, dict):
@@ -194,9 +194,9 @@ def _decoded(kind: Any, value: object, where: str, leaves: Leaves) -> object:  #
             _text(key, where): _decoded(item, each, f"{where}[{key[:MAX_CHARS_SHOWN]!r}]", leaves)
             for key, each in value.items()
         }
-    if kind in leaves:
+    if (leaf := leaves.get(origin or kind)) is not None:
         with reading(where):
-            return leaves[kind].read(value)
+            return leaf.read(value)
     if isinstance(kind, type) and is_dataclass(kind):
         return decode(kind, value, where, leaves)
     return _plain(kind, value, where)

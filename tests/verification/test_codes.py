@@ -8,8 +8,7 @@ from detent.errors import FileFormatError
 from detent.onnx_model import QdqParams
 from detent.onnx_model.qdq_reader import WeightCodes
 from detent.params import QuantParams
-from detent.verification.codes import Tally, layout_in_file, layout_of, spread, steps_between
-from detent.verification.torch_source import shift_of
+from detent.verification.codes import Tally, layout_in_file, layout_of, shift_of, spread, steps_between
 
 
 def test_the_first_difference_is_kept():

@@ -1,8 +1,8 @@
-"""``detent verify``: compare a quantized file with its source, code by code."""
+"""``detent verify``: verify a quantized file against its source."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +11,16 @@ from detent.cli.options import AsJson, BatchSize, Quiet
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
+if TYPE_CHECKING:
+    from detent.verification import VerifyReport
+
 __all__ = ["HELP", "run"]
 
-HELP = """Verify a quantized file against its source, code by code; exit 1 on a mismatch.
+HELP = """Verify that a quantized file is what its source and its decisions make it; exit 1 if not.
 
-Level 1 compares codes, scales and zero points; level 2 both models from end to end; level 3 the integer kernels of \
-this machine with exact arithmetic.
+Level 1 quantizes the source again by the decisions in the file, and compares everything to the bit: it needs no data \
+and takes seconds. Level 2 runs the source's operators between quantizers beside the file; level 3 compares the \
+integer kernels of this machine with exact arithmetic, and with what the file asks for. Both need --data.
 
 Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/bold]"""
 
@@ -24,11 +28,35 @@ Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/
 def run(
     source: Annotated[Path, typer.Argument(help="The float model that the file was made from.", show_default=False)],
     artifact: Annotated[Path, typer.Argument(help="The quantized file.", show_default=False)],
-    data: Annotated[Path, typer.Option("--data", "-d", help="Batches of inputs, as `detent quantize` takes them.")],
     *,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data", "-d", help="Batches of inputs, as `detent quantize` takes them; without, only level 1 runs."
+        ),
+    ] = None,
     levels: Annotated[
-        str, typer.Option("--levels", help="Levels to run: 1 codes, 2 outputs, 3 integer kernels.")
-    ] = "1,2,3",
+        str | None,
+        typer.Option(
+            "--levels",
+            help="Levels to run: 1 replay, 2 execution, 3 integer kernels.",
+            show_default="1,2,3 with --data",
+        ),
+    ] = None,
+    fail_below_sqnr: Annotated[
+        float | None,
+        typer.Option("--fail-below-sqnr", metavar="DB", help="Exit 1 if an output's SQNR is lower; needs level 2."),
+    ] = None,
+    fail_below_agreement: Annotated[
+        float | None,
+        typer.Option(
+            "--fail-below-agreement",
+            metavar="SHARE",
+            min=0,
+            max=1,
+            help="Exit 1 if fewer of the classes agree, such as 0.99; needs level 2.",
+        ),
+    ] = None,
     batches: Annotated[
         int | None, typer.Option("--batches", min=1, help="How many to look at.", show_default="all")
     ] = None,
@@ -37,7 +65,9 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Verify a file; see ``HELP``."""
-    level_numbers = _levels(levels)
+    level_numbers = _levels(levels, has_data=data is not None)
+    if 2 not in level_numbers and (fail_below_sqnr is not None or fail_below_agreement is not None):
+        raise SpecError("--fail-below-sqnr and --fail-below-agreement need level 2, which needs --data")
     require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415
@@ -45,18 +75,43 @@ def run(
 
     screen = Screen(as_json=as_json, quiet=quiet)
     quantized = load_model(artifact)
-    inputs = open_batches(data, quantized.inputs, batch_size)
-    inputs = inputs if batches is None else inputs.first(batches)
-    screen.note(f"verifying {artifact} with {inputs.count:,} batches")
-    with screen.progress("verifying") as step:
-        report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
+    if data is None:
+        screen.note(f"replaying {artifact}")
+        report = verify(source, quantized, levels=level_numbers)
+    else:
+        inputs = open_batches(data, quantized.inputs, batch_size)
+        inputs = inputs if batches is None else inputs.first(batches)
+        screen.note(f"verifying {artifact} with {inputs.count:,} batches")
+        with screen.progress("verifying") as step:
+            report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
+    below = _below(report, fail_below_sqnr, fail_below_agreement)
     screen.say(str(report))
-    screen.emit(json.loads(report.to_json()))
-    if not report.ok:
+    for line in below:
+        screen.say(line)
+    screen.emit({**json.loads(report.to_json()), "below": below})
+    if below or not report.ok:
         raise typer.Exit(DIFFERENCE)
 
 
-def _levels(text: str) -> tuple[int, ...]:
+def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
+    """What is lower than the user accepts."""
+    lines = []
+    run = report.end_to_end.get("optimized")
+    if sqnr_db is not None and run is not None:
+        worst = min(run.output_sqnr_db, key=lambda name: run.output_sqnr_db[name], default="")
+        if worst and run.output_sqnr_db[worst] < sqnr_db:
+            lines.append(f"not ok: output {worst} has {run.output_sqnr_db[worst]:.1f} dB, less than {sqnr_db:g} dB")
+    if agreement is not None and run is not None:
+        if run.agreement is None:
+            lines.append("not ok: the first output holds no classes, so --fail-below-agreement has nothing to look at")
+        elif run.agreement < agreement:
+            lines.append(f"not ok: {run.agreement:.2%} of the classes agree, less than {agreement:.2%}")
+    return lines
+
+
+def _levels(text: str | None, *, has_data: bool) -> tuple[int, ...]:
+    if text is None:
+        return (1, 2, 3) if has_data else (1,)
     parts = [part.strip() for part in text.split(",")]
     if not all(part in {"1", "2", "3"} for part in parts):
         raise SpecError(f"--levels {text!r}: expected some of 1, 2 and 3, such as 1,3")

@@ -5,7 +5,7 @@ channels are off by on average, on the samples, is added to its bias; ``qo.rewri
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,16 +15,23 @@ from detent.onnx.layer_error import IsolatedLayers
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 
-__all__ = ["corrected_biases"]
+__all__ = ["CorrectedBias", "corrected_biases"]
 
 Array = NDArray[Any]
 CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # of the outputs, by operator
 MAX_SAMPLES = 2  # batches that the error is averaged over
 
 
+class CorrectedBias(NamedTuple):
+    """A bias, and the smallest and largest input that it was corrected for, where that is not quantized."""
+
+    bias: Array
+    input_range: tuple[float, float] | None = None
+
+
 def corrected_biases(
     plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
-) -> dict[str, Array]:
+) -> dict[str, CorrectedBias]:
     """The biases of layers that can have one, by the layers' names."""
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
@@ -34,11 +41,15 @@ def corrected_biases(
     rounded = {name: fake_quantize(weights[name], plan.weight_params(line)) for name, line in lines.items()}
     used = min(samples, MAX_SAMPLES)
     shifts: dict[str, Array] = {}
+    ranges: dict[str, tuple[float, float]] = {}
     for sample in range(used):
         inputs = isolated.inputs(sample)
         for name in lines:
             x, incoming = inputs[name], params.get(layers[name].data)
             quantized = x if incoming is None else fake_quantize(x, incoming)
+            if incoming is None and x.size:
+                lo, hi = ranges.get(name, (np.inf, -np.inf))
+                ranges[name] = min(lo, float(x.min())), max(hi, float(x.max()))
             error = isolated.run(name, x, weights[name]) - isolated.run(name, quantized, rounded[name])
             axis = CHANNEL_AXES[lines[name].type] % error.ndim
             mean = error.mean(axis=tuple(i for i in range(error.ndim) if i != axis), dtype=np.float64)
@@ -49,5 +60,5 @@ def corrected_biases(
         if not bias or bias in plan.graph.constants:
             before = plan.graph.array(bias) if bias else np.zeros(shift.shape, np.float32)
             if before.shape == shift.shape:
-                biases[name] = (before + shift).astype(np.float32)
+                biases[name] = CorrectedBias((before + shift).astype(np.float32), ranges.get(name))
     return biases

@@ -40,6 +40,8 @@ from detent.params import QuantParams
 from detent.spec import QuantSpec, spec_text
 
 __all__ = [
+    "LEAVES",
+    "MAX_BIAS_CODE",
     "REWRITE_VERSION",
     "Decisions",
     "Equalized",
@@ -52,12 +54,14 @@ __all__ = [
 Array = NDArray[Any]
 T = TypeVar("T")
 
-VERSION = 1  # of the value and its JSON
-REWRITE_VERSION = 1  # of the bytes that rewrite makes of the same decisions
+VERSION = 2  # of the value and its JSON
+REWRITE_VERSION = 2  # of the bytes that rewrite makes of the same decisions
 MAX_ENTRIES = 1 << 20  # layers, placements, ...; a model with more is not what anybody wrote
 MAX_INDEX_RANK = 16
+MAX_BIAS_CODE = (1 << 31) - 1
 OPSETS, IR_VERSIONS = range(13, 100), range(8, 11)  # that quantizers can be written in
 EQUALIZED_FACTORS = np.float32(1e-3), np.float32(1)  # smallest and largest factor, as equalization limits them
+GAIN_DIGITS = 3
 SMOOTHED_FACTORS = np.float32(1e-4), np.float32(1e4)
 
 
@@ -69,17 +73,17 @@ def _spec_from(value: object) -> QuantSpec:
     raise SpecError(f"a spec is text such as 'int8/axis0' or an object, got {value!r:.60}")
 
 
-_LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: spec_text(spec) or spec.to_dict(), _spec_from)}
+LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: spec_text(spec) or spec.to_dict(), _spec_from)}
 
 
 class _ComparedByContent:
     """Values that hold arrays: they are equal where their JSON is."""
 
     def __eq__(self, other: object) -> bool:
-        return encode(self, _LEAVES) == encode(other, _LEAVES) if type(other) is type(self) else NotImplemented
+        return encode(self, LEAVES) == encode(other, LEAVES) if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(json.dumps(encode(self, _LEAVES)))
+        return hash(json.dumps(encode(self, LEAVES)))
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ class RangeDecision:
             lo, hi = self.observed_range
             if not (isfinite(lo) and isfinite(hi) and lo <= hi):
                 raise SpecError(f"observed_range must be finite and in order, got {self.observed_range}")
+            object.__setattr__(self, "observed_range", (float(np.float32(lo)), float(np.float32(hi))))
 
     def params(self, spec: QuantSpec) -> QuantParams:
         """The parameters of a tensor with that spec."""
@@ -164,7 +169,9 @@ class LayerDecision(_ComparedByContent):
         reason: why it is kept in float; "" where it is quantized.
         weight, input: the specs of both; None for what stays float.
         weight_scale, weight_zero_point: arrays in the shape that the weight's granularity gives; None in float.
-        bias: the float32 bias that takes the place of its own (bias correction); None keeps its own.
+        bias: what takes the place of its own bias (bias correction): int32 codes in the unit of both scales, as a layer
+            with a quantized input has them in the file, or float32; None keeps its own.
+        input_range: smallest and largest input that a float32 bias was corrected for.
         index_rank: axes of the indices of a Gather whose table has scales per group; None for all other layers.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
@@ -181,6 +188,7 @@ class LayerDecision(_ComparedByContent):
     weight_scale: Array | None = None
     weight_zero_point: Array | None = None
     bias: Array | None = None
+    input_range: tuple[float, float] | None = None
     index_rank: int | None = None
 
     def __post_init__(self) -> None:
@@ -192,15 +200,15 @@ class LayerDecision(_ComparedByContent):
     def _check(self) -> None:
         where, stored = f"layer {self.name!r}", (self.weight, self.weight_scale, self.weight_zero_point)
         if self.reason:
-            if any(each is not None for each in (*stored, self.input, self.bias, self.index_rank)):
+            others = self.input, self.bias, self.input_range, self.index_rank
+            if any(each is not None for each in (*stored, *others)):
                 raise SpecError(f"{where} is kept in float ({self.reason}) and must have no specs and no parameters")
             return
         if any(each is None for each in stored):
             raise SpecError(
                 f"{where} needs weight, weight_scale and weight_zero_point, or a reason to be kept in float"
             )
-        if self.bias is not None and (self.bias.dtype != np.float32 or not np.isfinite(self.bias).all()):
-            raise SpecError(f"{where}: its bias must be finite float32")
+        self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
             raise SpecError(f"{where}: index_rank must be in 0..{MAX_INDEX_RANK}, got {self.index_rank}")
         try:
@@ -213,6 +221,20 @@ class LayerDecision(_ComparedByContent):
             or params.scale.shape != self.weight_scale.shape
         ):
             raise ParamsError(f"{where}: its weight_scale must be float32 in the shape of {self.weight}")
+
+    def _check_bias(self, where: str) -> None:
+        bias = self.bias
+        if bias is not None and bias.dtype == np.int32:
+            if self.input is None:
+                raise SpecError(f"{where}: its bias must be float32, since its input is not quantized")
+            if bias.size and np.abs(bias.astype(np.int64)).max() > MAX_BIAS_CODE:
+                raise SpecError(f"{where}: its bias must hold codes of at most {MAX_BIAS_CODE}")
+        elif bias is not None and (bias.dtype != np.float32 or not np.isfinite(bias).all()):
+            raise SpecError(f"{where}: its bias must be int32 codes or finite float32, got {bias.dtype}")
+        if self.input_range is not None:
+            lo, hi = self.input_range
+            if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
+                raise SpecError(f"{where}: input_range is for corrected biases, finite and in order, got {lo}, {hi}")
 
     @property
     def is_quantized(self) -> bool:
@@ -258,6 +280,7 @@ class Equalized(_ComparedByContent):
         where = f"equalized {self.tensor!r}"
         object.__setattr__(self, "factors", _factors(where, self.factors, EQUALIZED_FACTORS))
         _check_change(where, "readers", self.readers, self.strength, self.gain_db)
+        object.__setattr__(self, "gain_db", round(self.gain_db, GAIN_DIGITS))
 
     def __str__(self) -> str:
         layers = ", ".join((self.maker, *self.readers))
@@ -291,6 +314,7 @@ class Smoothed(_ComparedByContent):
         where = f"smoothed {self.tensor!r}"
         object.__setattr__(self, "factors", _factors(where, self.factors, SMOOTHED_FACTORS))
         _check_change(where, "layers", self.layers, self.strength, self.gain_db)
+        object.__setattr__(self, "gain_db", round(self.gain_db, GAIN_DIGITS))
 
     def __str__(self) -> str:
         cost = "" if self.folded else ", at the cost of a Mul node"
@@ -366,7 +390,9 @@ class Decisions(_ComparedByContent):
         self._check_versions()
         get_target(self.target)
         for name in ("recipe", "options"):
-            parse(getattr(self, name) or "{}", f"decisions: {name}", error=SpecError)
+            if text := getattr(self, name):
+                value = parse(text, f"decisions: {name}", error=SpecError)
+                object.__setattr__(self, name, json.dumps(value, separators=(",", ":")))
         for name in ("constants", "layers", "equalized", "smoothed", "placements", "ranges"):
             if len(getattr(self, name)) > MAX_ENTRIES:
                 raise SpecError(f"decisions: {name} has {len(getattr(self, name))} entries, at most {MAX_ENTRIES}")
@@ -449,7 +475,7 @@ class Decisions(_ComparedByContent):
 
     def to_json(self) -> str:
         """All of it as JSON; ``from_json`` gives it back to the bit."""
-        return json.dumps(encode(self, _LEAVES), separators=(",", ":"))
+        return json.dumps(encode(self, LEAVES), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Decisions":
@@ -461,7 +487,7 @@ class Decisions(_ComparedByContent):
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
-        return decode(cls, values, "decisions", _LEAVES)
+        return decode(cls, values, "decisions", LEAVES)
 
 
 def scaled(params: QuantParams, factor: float) -> QuantParams:

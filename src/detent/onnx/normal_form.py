@@ -57,7 +57,9 @@ def convert(
             each for each in model.metadata_props if each.key not in {old.key for old in converted.metadata_props}
         )
     needed_ir = min(max(converted.ir_version, 8 if opset < BLOCKED else NEWEST_IR), NEWEST_IR)
-    converted.ir_version = needed_ir if ir_version is None else ir_version
+    if ir_version not in {None, needed_ir}:
+        raise SpecError(f"decisions: ir_version must be {needed_ir} for this model, got {ir_version}")
+    converted.ir_version = needed_ir
     if own < opset and feed is not None:
         _compare(model, converted, feed, (own, opset))
     return converted
@@ -90,6 +92,7 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
     return bool(np.allclose(old, new, rtol=0, atol=CLOSE * scale, equal_nan=True))
 
 
+MAX_ULP = 4  # by which a computed constant may differ on another machine
 LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
 QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
@@ -325,8 +328,21 @@ def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str
                 f"decisions: constant {name!r} must be {here.dtype} of shape {here.shape}, got {value.dtype} of shape "
                 f"{value.shape}"
             )
-        if not np.array_equal(np.isnan(value), np.isnan(here)):
-            raise SpecError(f"decisions: constant {name!r} must hold NaN only where the model computes it")
+        if not _is_rounded(here, value):
+            raise SpecError(
+                f"decisions: constant {name!r} must be what the model computes, within {MAX_ULP} ulp of each number or "
+                "of the largest"
+            )
+
+
+def _is_rounded(here: NDArray[Any], value: NDArray[Any]) -> bool:
+    """Whether values are computed ones, but for what another order of sums may change."""
+    finite = np.isfinite(here)
+    if not np.array_equal(value[~finite], here[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
+        return False
+    old, new = here[finite].astype(np.float64), value[finite].astype(np.float64)
+    size = np.maximum(np.abs(old), np.abs(old).max(initial=0.0) / 2)
+    return bool((np.abs(new - old) <= MAX_ULP * np.finfo(here.dtype).eps * size).all())
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:

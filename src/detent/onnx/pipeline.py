@@ -27,7 +27,7 @@ from detent.errors import NOTHING_QUANTIZED, NotCalibratedError, SpecError, Unsu
 from detent.granularity import PerGroup
 from detent.metrics import OutputComparison, worst_output
 from detent.onnx import equalization, smoothquant
-from detent.onnx.bias_correction import corrected_biases
+from detent.onnx.bias_correction import CorrectedBias, corrected_biases
 from detent.onnx.calibration import (
     Progress,
     calibrate_groups,
@@ -48,7 +48,15 @@ from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
-from detent.onnx_model.sessions import ACCURACY_LEVEL, array_outputs, kernels_of, make_session, ort_errors
+from detent.onnx_model.sessions import (
+    ACCURACY_LEVEL,
+    array_outputs,
+    kernels_of,
+    make_session,
+    optimized,
+    ort_errors,
+    runtime_record,
+)
 from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
@@ -423,7 +431,7 @@ def _decide_with_data(
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
         params = new | params
-    biases: dict[str, NDArray[Any]] = {}
+    biases: dict[str, CorrectedBias] = {}
     if options.bias_correction:
         with running("bias correction"):
             biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
@@ -527,7 +535,10 @@ def _finish(
     errors: Mapping[str, float],
     start: float,
 ) -> QuantizeReport:
-    kernels = kernels_of(quantized)  # which loads the model: a file that nothing loads is not written
+    runtime_graph = optimized(quantized)  # which loads the model: a file that nothing loads is not written
+    kernels = kernels_of(quantized, running=runtime_graph)
+    if decided.plan.target.runtime == "onnxruntime":
+        runtime_record(runtime_graph).write(quantized)
     by_name = decided.plan.layers_by_name
     by_weight = {by_name[name].weight: kernel for name, kernel in kernels.items() if name in by_name}
     written = save(quantized, path)

@@ -19,10 +19,12 @@ from detent import __version__
 from detent.errors import NotCalibratedError, SpecError, UnsupportedError
 from detent.granularity import PerGroup
 from detent.onnx import equalization, smoothquant
+from detent.onnx.bias_correction import CorrectedBias
 from detent.onnx.calibration import Calibration, choose_params, range_decisions
-from detent.onnx.decisions import Decisions, LayerDecision, QuantizerPlacement
+from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision, QuantizerPlacement
 from detent.onnx.graph_plan import GraphPlan, LayerPlan, activation_problem, weight_problem
 from detent.onnx.normal_form import needed_opset, to_normal_form
+from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
@@ -34,12 +36,21 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.spec import QuantSpec
 
-__all__ = ["check_fits", "float_form", "insert", "layer_decisions", "placed", "rewrite"]
+__all__ = [
+    "bias_codes",
+    "bias_scale",
+    "check_fits",
+    "float_form",
+    "insert",
+    "layer_decisions",
+    "placed",
+    "rewrite",
+    "write_quantizers",
+]
 
 Array = NDArray[Any]
 
 MIN_WEIGHT_BITS = 8  # of the types that Conv and Gather take; MatMul and Gemm take 4 bits, too
-MAX_BIAS_CODE = (1 << 31) - 1
 ROOMY_BIAS_CODE = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
 
 
@@ -62,7 +73,7 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
     >>> [node.op_type for node in qo.rewrite(model, decisions).graph.node]
     ['DequantizeLinear', 'MatMul']
     """
-    return _write(float_form(model, decisions), decisions)
+    return write_quantizers(float_form(model, decisions), decisions)
 
 
 def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
@@ -142,10 +153,11 @@ def insert(
         placements=tuple(placements),
         ranges=range_decisions(known, calibration),
     )
-    layers = layer_decisions(plan, decisions.tensor_params(), biases or {})
+    corrected = {name: CorrectedBias(np.asarray(bias)) for name, bias in (biases or {}).items()}
+    layers = layer_decisions(plan, decisions.tensor_params(), corrected)
     model = ModelProto()
     model.CopyFrom(plan.model)
-    return _write(model, replace(decisions, layers=layers))
+    return write_quantizers(model, replace(decisions, layers=layers))
 
 
 def placed(
@@ -173,7 +185,7 @@ def placed(
 
 
 def layer_decisions(
-    plan: GraphPlan, tensor_params: Mapping[str, QuantParams], biases: Mapping[str, Array]
+    plan: GraphPlan, tensor_params: Mapping[str, QuantParams], biases: Mapping[str, CorrectedBias]
 ) -> tuple[LayerDecision, ...]:
     """What a plan decides for each layer."""
     chosen: dict[str, LayerDecision] = {}
@@ -184,20 +196,41 @@ def layer_decisions(
 
 
 def _layer_decision(
-    plan: GraphPlan, line: LayerPlan, tensor_params: Mapping[str, QuantParams], corrected: Array | None
+    plan: GraphPlan, line: LayerPlan, tensor_params: Mapping[str, QuantParams], corrected: CorrectedBias | None
 ) -> LayerDecision:
     if line.weight is None:
         return LayerDecision(line.name, line.reason)
     layer, params = plan.layers_by_name[line.name], plan.weight_params(line)
     incoming = tensor_params.get(layer.data) if line.input is not None else None
     own = plan.graph.array(layer.bias) if layer.bias in plan.graph.constants else None
-    bias = own if corrected is None else corrected
+    bias = own if corrected is None else corrected.bias
     if bias is not None and incoming is not None:
         params = _widened(params, bias, incoming)
+    replaced = None if corrected is None else corrected.bias
+    if replaced is not None and incoming is not None:
+        scale = bias_scale(incoming, params)
+        replaced = replaced if _stays_float(replaced, scale) else bias_codes(replaced, scale)
+    observed = None if corrected is None or replaced is None or replaced.dtype == np.int32 else corrected.input_range
     rank = None
     if layer.node.op_type == "Gather" and isinstance(line.weight.granularity, PerGroup):
         rank = len(plan.graph.shape(layer.data) or ())
-    return LayerDecision(line.name, "", line.weight, line.input, params.scale, params.zero_point, corrected, rank)
+    stored = params.scale, params.zero_point, replaced
+    return LayerDecision(line.name, "", line.weight, line.input, *stored, observed, rank)
+
+
+def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
+    """The unit of a bias: the product of the scales of a layer's input and weight."""
+    return np.asarray(np.float32(incoming.scale) * np.asarray(weight.scale, np.float32), np.float32)
+
+
+def _stays_float(bias: Array, scale: Array) -> bool:
+    return bool(scale.ndim) and scale.shape != bias.shape
+
+
+def bias_codes(bias: Array, scale: Array) -> Array:
+    """The int32 codes of a bias."""
+    codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
+    return np.asarray(codes, np.int32)
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:
@@ -211,7 +244,7 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
     return QuantParams(params.spec, np.maximum(params.scale, wider), params.zero_point)
 
 
-def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
+def write_quantizers(model: ModelProto, decisions: Decisions) -> ModelProto:
     """Write quantizers into a model in normal form, which is changed."""
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
@@ -239,6 +272,7 @@ def _write(model: ModelProto, decisions: Decisions) -> ModelProto:
         decisions.data,
         decisions.source,
         decisions.options,
+        to_metadata(decisions, finished),
     ).write(finished)
     return finished
 
@@ -285,15 +319,23 @@ def _layer_problem(
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
             return f"its input is quantized, and no placement says so for tensor {layer.data!r}"
-    if line.bias is not None:
-        channels = (layer.shape[layer.axis],)
-        if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
-            return "its bias cannot be replaced: only Conv and Gemm have one, and it must be a constant"
-        if line.bias.shape != channels:
-            return f"its bias must have shape {channels}, got {line.bias.shape}"
+    if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
+        return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
     if (line.index_rank is not None) != is_grouped_table:
         return "index_rank is for Gather layers with a scale per group, and needed there"
+    return ""
+
+
+def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) -> str:
+    """Why a bias cannot take the place of a layer's own; "" where it can."""
+    channels = (layer.shape[layer.axis],)
+    if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
+        return "its bias cannot be replaced: only Conv and Gemm have one, and it must be a constant"
+    if bias.shape != channels:
+        return f"its bias must have shape {channels}, got {bias.shape}"
+    if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
+        return f"its bias must be float32, since its weight has scales of shape {params.scale.shape}"
     return ""
 
 
@@ -405,6 +447,7 @@ class _Writer:
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
             bias = line.bias
+        if bias is not None and bias is line.bias and bias.dtype == np.float32:
             graph.set_input(node, 2, graph.add_constant(f"{layer.name}_bias", bias))
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
@@ -418,12 +461,12 @@ class _Writer:
         graph.set_input(node, 1, stored.dequantized)
         incoming = self._input_params.get(line.name) if line.input is not None else None
         if bias is not None and incoming is not None:
-            self._write_bias(node, layer, bias, np.float32(incoming.scale) * stored.qparams.scale)
+            self._write_bias(node, layer, bias, bias_scale(incoming, params))
 
     def _write_bias(self, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
-        if scale.ndim and scale.shape != bias.shape:
+        if _stays_float(bias, scale):
             return
-        codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
+        codes = bias if bias.dtype == np.int32 else bias_codes(bias, scale)
         dequantize, dequantized = self._writer.bias(layer.bias or f"{layer.name}_bias", codes, scale)
         self.graph.insert([dequantize])
         self.graph.set_input(node, 2, dequantized)

@@ -1,27 +1,31 @@
-"""Provenance: where the quantizers of a file come from, so that they can be compared with their source.
+"""Provenance: where a quantized file comes from, so that it can be compared with its source.
 
-It is one entry of the model's metadata, ``detent``, in JSON.
+It is one entry of the model's metadata, ``detent``, in JSON. What ONNX Runtime made of the file when it was written is
+an entry of its own, ``detent.runtime``, because it belongs to a machine: the same model and decisions give the same
+first entry everywhere.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, TensorProto
 
-from detent.codec import check_version, decode, parse
-from detent.onnx_model.graph import QUANTIZERS, array_of
+from detent.codec import Leaf, Leaves, check_version, decode, parse
+from detent.errors import FileFormatError
+from detent.onnx_model.graph import array_of
 
-__all__ = ["Provenance", "digest_of", "digests_of"]
+__all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of"]
 
-KEY = "detent"
-VERSION = 1
+KEY, RUNTIME_KEY = "detent", "detent.runtime"
+VERSION = 2
+RUNTIME_VERSION = 1
 TEXT_LIMIT = 1 << 24
-_LAYOUT = ("axis", "block_size")
-QUANTIZER_DIGITS, MODEL_DIGITS = 8, 32  # of a digest, hexadecimal
+MODEL_DIGITS = 32  # of a digest, hexadecimal
+_PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # read by the modules that wrote them
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class Provenance:
         data: a hash of the calibration data.
         source: the digest of the ONNX model that the file was made from.
         options: arguments of the call that are not the defaults, as JSON.
-        digests: hashes of the quantizers as they were written, by their results' names.
+        decisions: everything that ``qo.rewrite`` needs beside the source, in the form of ``stored_decisions``; None in
+            files of other origin.
+        export: how ``qt.export_onnx`` was called; None in files of other origin.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -52,18 +58,15 @@ class Provenance:
     data: str = ""
     source: str = ""
     options: str = ""
-    digests: Mapping[str, str] = field(default_factory=dict)
+    decisions: dict[str, Any] | None = None
+    export: dict[str, Any] | None = None
 
     def write(self, model: ModelProto) -> None:
-        """Write or replace the entry in a model's metadata, with the digests of the model as it is now."""
-        others = [(entry.key, entry.value) for entry in model.metadata_props if entry.key != KEY]
-        del model.metadata_props[:]
+        """Write or replace the entry in a model's metadata."""
         # A recipe may have a rule for every layer: its JSON is stored without spaces, too.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
-        fields = {"version": VERSION, **vars(self), "recipe": recipe, "digests": digests_of(model)}
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
-        for key, value in (*others, (KEY, text)):
-            model.metadata_props.add(key=key, value=value)
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        _write_entry(model, KEY, {"version": VERSION, **fields, "recipe": recipe})
 
     @classmethod
     def read(cls, model: ModelProto) -> "Provenance | None":
@@ -72,13 +75,76 @@ class Provenance:
         Raises:
             FileFormatError: the entry cannot be read.
         """
-        texts = [entry.value for entry in model.metadata_props if entry.key == KEY]
-        if not texts:
+        fields, entry = _read_entry(model, KEY), f"the metadata entry {KEY!r}"
+        if fields is None:
             return None
-        entry = f"the metadata entry {KEY!r}"
-        fields = parse(texts[-1], entry, limit=TEXT_LIMIT)
-        check_version(fields.pop("version", None), VERSION, entry)
-        return decode(cls, fields, entry)
+        version = fields.pop("version", None)
+        if version == 1:  # which had hashes of quantizers in place of decisions
+            fields.pop("digests", None)
+        else:
+            check_version(version, VERSION, entry)
+        parts = {name: fields.pop(name, None) for name in ("decisions", "export")}
+        for name, part in parts.items():
+            if not isinstance(part, dict | None):
+                raise FileFormatError(f"{entry}: {name} must be an object, got {part!r:.60}")
+        return replace(decode(cls, {**fields, "decisions": None, "export": None}, entry, _PARTS), **parts)
+
+
+def _write_entry(model: ModelProto, key: str, fields: Mapping[str, Any]) -> None:
+    others = [(entry.key, entry.value) for entry in model.metadata_props if entry.key != key]
+    del model.metadata_props[:]
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+    for name, value in (*others, (key, text)):
+        model.metadata_props.add(key=name, value=value)
+
+
+def _read_entry(model: ModelProto, key: str) -> dict[str, Any] | None:
+    texts = [entry.value for entry in model.metadata_props if entry.key == key]
+    if len(texts) > 1:
+        raise FileFormatError(f"the metadata entry {key!r} is there {len(texts)} times, expected once")
+    return parse(texts[0], f"the metadata entry {key!r}", limit=TEXT_LIMIT) if texts else None
+
+
+@dataclass(frozen=True)
+class RuntimeRecord:
+    """What ONNX Runtime made of a file when it was written: a record of that machine, in an entry of its own.
+
+    Attributes:
+        onnxruntime: its version.
+        machine: the processor's architecture, as Python names it.
+        kernels: the integer kernels of the optimized graph, by the name of the node that they compute.
+    """
+
+    onnxruntime: str
+    machine: str
+    kernels: Mapping[str, str]
+
+    def write(self, model: ModelProto) -> None:
+        """Write or replace the entry in a model's metadata."""
+        by_kernel: dict[str, list[str]] = {}
+        for node, kernel in self.kernels.items():
+            by_kernel.setdefault(kernel, []).append(node)
+        fields = {"version": RUNTIME_VERSION, **vars(self), "kernels": by_kernel}
+        _write_entry(model, RUNTIME_KEY, fields)
+
+    @classmethod
+    def read(cls, model: ModelProto) -> "RuntimeRecord | None":
+        """Read the entry of a model's metadata; None if there is none.
+
+        Raises:
+            FileFormatError: the entry cannot be read.
+        """
+        fields, entry = _read_entry(model, RUNTIME_KEY), f"the metadata entry {RUNTIME_KEY!r}"
+        if fields is None:
+            return None
+        check_version(fields.pop("version", None), RUNTIME_VERSION, entry)
+        by_kernel = fields.get("kernels")
+        if not isinstance(by_kernel, dict) or not all(isinstance(each, list) for each in by_kernel.values()):
+            raise FileFormatError(f"{entry}: kernels must be an object of lists, got {by_kernel!r:.60}")
+        names = [(node, kernel) for kernel, nodes in by_kernel.items() for node in nodes]
+        if not all(isinstance(node, str) for node, _ in names):
+            raise FileFormatError(f"{entry}: kernels must list names of nodes")
+        return decode(cls, {**fields, "kernels": dict(names)}, entry)
 
 
 def digest_of(model: ModelProto) -> str:
@@ -93,33 +159,8 @@ def digest_of(model: ModelProto) -> str:
     return digest.hexdigest()[:MODEL_DIGITS]
 
 
-def digests_of(model: ModelProto) -> dict[str, str]:
-    """Hash every quantizer and every lookup of codes, by result: the node, then each of its inputs ("" if computed)."""
-    constants = {tensor.name: tensor for tensor in model.graph.initializer}
-    of_constants: dict[str, str] = {}
-    digests = {}
-    for node in model.graph.node:
-        if node.op_type not in QUANTIZERS and not (node.op_type == "Gather" and node.input[0] in constants):
-            continue
-        layout = sorted((each.name, each.i) for each in node.attribute if each.name in _LAYOUT)
-        parts = [_hash((node.op_type, layout, list(node.input)))]
-        for name in node.input:
-            if name in constants and name not in of_constants:
-                tensor = constants[name]
-                of_constants[name] = _hash((tensor.data_type, list(tensor.dims)), _content(tensor))
-            parts.append(of_constants.get(name, ""))
-        digests[node.output[0]] = ".".join(parts)
-    return digests
-
-
 def _content(tensor: TensorProto) -> bytes | memoryview:
     """The values of a tensor however it stores them; an array of strings holds addresses."""
     if tensor.data_type == TensorProto.STRING:
         return repr(list(tensor.string_data)).encode()
     return np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b""
-
-
-def _hash(facts: tuple[Any, ...], content: bytes | memoryview = b"") -> str:
-    digest = sha256(repr(facts).encode())
-    digest.update(content)
-    return digest.hexdigest()[:QUANTIZER_DIGITS]

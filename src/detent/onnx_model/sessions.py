@@ -7,6 +7,8 @@ Inner tensors are made outputs of the model while a session is created: ``record
 ``Probe`` hands them to readers, in groups that fit into memory.
 """
 
+import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,22 +27,34 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model.files import LoadedModel, ModelSource, without_initializers
-from detent.onnx_model.graph import DEQUANTIZE, INTEGER_KERNELS, QUANTIZE, Graph, array_of, reads
-from detent.onnx_model.provenance import Provenance
+from detent.onnx_model.graph import (
+    CODE_OPERATORS,
+    DEQUANTIZE,
+    INTEGER_KERNELS,
+    QUANTIZE,
+    Graph,
+    array_of,
+    reads,
+)
+from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
 __all__ = [
     "ACCURACY_LEVEL",
+    "PROBE_BUDGET",
     "SPINNING",
     "Probe",
     "Reading",
     "array_outputs",
+    "integer_kernels",
     "kernels_of",
     "make_session",
     "optimized",
     "ort_errors",
     "record",
+    "runtime_record",
     "tensor_nbytes",
     "without_weights",
+    "written_name",
 ]
 
 Array = NDArray[Any]
@@ -58,6 +72,7 @@ MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memo
 _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
+_SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # that ONNX Runtime adds to the names of nodes
 SPINNING = "session.intra_op.allow_spinning"
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # of MatMulNBits: 0 or 1 for float activations
 LOG_FATAL_ONLY = 4  # errors are raised; the log only repeats them
@@ -187,18 +202,37 @@ def optimized(model: ModelSource) -> ModelProto:
         return onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
 
 
-def kernels_of(model: ModelProto, names: Mapping[str, str] | None = None) -> dict[str, str]:
+def runtime_record(running: ModelProto) -> RuntimeRecord:
+    """What ONNX Runtime made of a model on this machine; ``running`` is the optimized graph."""
+    return RuntimeRecord(ort.__version__, platform.machine(), integer_kernels(running))
+
+
+def integer_kernels(running: ModelProto) -> dict[str, str]:
+    """The integer kernels of an optimized graph, by the name of the node of the file that they compute."""
+    nodes = (node for node in running.graph.node if node.op_type.startswith(CODE_OPERATORS) and node.name)
+    return {written_name(node.name): node.op_type for node in nodes}
+
+
+def written_name(name: str) -> str:
+    """The name that a node of an optimized graph has in the file."""
+    return _SUFFIX.sub("", name)
+
+
+def kernels_of(
+    model: ModelProto, names: Mapping[str, str] | None = None, *, running: ModelProto | None = None
+) -> dict[str, str]:
     """The operator that computes each layer in ONNX Runtime on this machine, by the layer's name.
 
     Layers that run in float have the operator that reads their dequantized weight. ``names`` holds a layer of each
     constant of codes, None takes those that the model's metadata name; others that share the codes are found.
+    ``running`` is the optimized graph.
     """
     if names is None:
         provenance = Provenance.read(model)
         names = {} if provenance is None else provenance.weights
-    graph, source = Graph(optimized(model)), Graph(model)
+    graph, source = Graph(optimized(model) if running is None else running), Graph(model)
     written = {node.name: node.op_type for node in reversed(model.graph.node)}
-    running = {node.name: node.op_type for node in graph.nodes}
+    present = {node.name: node.op_type for node in graph.nodes}
     kernels = {}
     for codes, layer in names.items():
         readers = [node.op_type for node in graph.consumers(codes)]
@@ -207,7 +241,7 @@ def kernels_of(model: ModelProto, names: Mapping[str, str] | None = None) -> dic
         sharing = [node.name for name in dequantized for node in source.consumers(name)]
         for each in dict.fromkeys((layer, *sharing)):
             # Kernels may repack their weights: then only the node's name tells its layer.
-            by_name = running.get(each) or _split_by_tokens(running, each)
+            by_name = present.get(each) or _split_by_tokens(present, each)
             if own and (len(sharing) <= 1 or not by_name):
                 kernels[each] = own[0]
             else:

@@ -18,7 +18,7 @@ from detent.torch.preparation import plan_of, quantized_state, quantizers_of, we
 from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
 
-__all__ = ["DOMAIN", "Marked", "MarkedQuantizer", "MarkedWeight", "copy_for_export", "mark"]
+__all__ = ["DOMAIN", "Marked", "MarkedQuantizer", "MarkedWeight", "copy_for_export", "fold_in", "mark"]
 
 DOMAIN = "detent"
 _Convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -100,7 +100,7 @@ def mark(model: nn.Module) -> Marked:
         quantizer.__class__ = MarkedQuantizer
     for module in model.modules():
         if isinstance(module, QuantizedProduct) and module.fold is not None:
-            _fold(module, module.fold)
+            fold_in(module, module.fold)
     return Marked(model, weights, activations)
 
 
@@ -112,7 +112,7 @@ def _is_depthwise(layer: QuantizedLayer) -> bool:
     return is_depthwise(layer.groups, (layer.out_channels, layer.in_channels // layer.groups))
 
 
-def _fold(layer: QuantizedProduct, fold: Fold) -> None:
+def fold_in(layer: QuantizedProduct, fold: Fold) -> None:
     """Move the batch norm's constants into the layer."""
     if layer.quantizer("weight_quantizer") is None:
         layer.weight = nn.Parameter(fold.with_gain(layer.weight.detach()))

@@ -30,7 +30,7 @@ from detent.torch.preparation import plan_of
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-__all__ = ["export_onnx", "run_exporter"]
+__all__ = ["export_onnx", "exported_model", "run_exporter"]
 
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
@@ -80,14 +80,42 @@ def export_onnx(
     ['DequantizeLinear', 'Gemm']
     """
     _require_packages()
+    from detent import onnx_model  # noqa: PLC0415 - it imports onnx, which only an export needs
+    from detent.onnx_model import sessions  # noqa: PLC0415
+
+    runtime_target = onnx_model.get_target(target)
+    output_path = _checked_path(path)
+    exported = exported_model(
+        model, example, target=target, dynamic_shapes=dynamic_shapes, opset=opset, container=container
+    )
+    checked = onnx_model.load(exported)
+    # do not write a file that the runtime cannot load
+    if runtime_target.runtime == "onnxruntime":
+        sessions.runtime_record(onnx_model.optimized(checked)).write(checked)
+    else:
+        onnx_model.make_session(checked, optimize=False)
+    onnx_model.save(checked, output_path)
+    return output_path
+
+
+def exported_model(
+    model: nn.Module,
+    example: Example,
+    *,
+    target: str = "onnxruntime",
+    dynamic_shapes: Any | None = None,
+    opset: int = 21,
+    container: Literal["int8"] | None = None,
+) -> "ModelProto":
+    """The model that ``export_onnx`` writes, with a record of how it was made; the same bytes each time."""
     from detent import onnx_model  # noqa: PLC0415 - all of these import onnx, which only an export needs
     from detent.torch import export_graph  # noqa: PLC0415
+    from detent.torch.export_record import ExportRecord  # noqa: PLC0415
 
     runtime_target = onnx_model.get_target(target)
     opset = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
     if container not in {None, "int8"}:
         raise SpecError(f"container is None or 'int8', got {container!r}")
-    output_path = _checked_path(path)
     args, kwargs = _arguments(example)
     evaluated, outputs = _run_once(model, args, kwargs)
     marked = mark(evaluated)
@@ -101,12 +129,9 @@ def export_onnx(
         target=runtime_target.name,
         recipe=plan_of(model).recipe.to_json(),
         made_by=version,
+        export=ExportRecord.of(kwargs or args, opset, container, dynamic_shapes).to_dict(),
     ).write(lowered)
-    checked = onnx_model.load(lowered)
-    # do not write a file that the runtime cannot load
-    onnx_model.make_session(checked, optimize=runtime_target.runtime == "onnxruntime")
-    onnx_model.save(checked, output_path)
-    return output_path
+    return lowered
 
 
 def _require_packages() -> None:

@@ -195,7 +195,7 @@ class QuantizedProduct(QuantizedLayer):
         if self.kind.product is None:
             raise UnsupportedError(f"{self.float_class.__name__} is not a matmul or convolution")
         kind, weight, fold = self.kind.product(self), self.weight, self.fold  # looking up a parameter takes long
-        x = self._padded(x) if weight.ndim > 2 else x
+        x = self.padded(x) if weight.ndim > 2 else x
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
         x = x.unsqueeze(0) if unbatched else x
         bias = fold.bias(self.bias) if fold is not None and fold.is_fused else self.bias
@@ -209,7 +209,7 @@ class QuantizedProduct(QuantizedLayer):
             y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weight, weights), bias)
         return y.squeeze(0) if unbatched else y
 
-    def _padded(self, x: Tensor) -> Tensor:
+    def padded(self, x: Tensor) -> Tensor:
         """The input with the padding that ``Convolution`` does not do: other modes than zeros, and "same"."""
         layer: Any = self
         mode = layer.padding_mode

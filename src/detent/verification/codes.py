@@ -12,7 +12,7 @@ even where the numbers agree. ``Tally`` counts them and keeps the first differen
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, SupportsInt
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,49 +22,29 @@ from detent.checks import first_index
 from detent.errors import DetentError
 from detent.granularity import PerAxis, PerGroup
 from detent.onnx_model import QdqParams, get_target, make_session
-from detent.onnx_model.graph import attribute_of, is_depthwise
+from detent.onnx_model.graph import attribute_of, element_range, is_depthwise
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Reading, ort_errors
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 from detent.verification.source import Source
-from detent.verification.verify_report import Difference
+from detent.verification.tally import Tally
 
-__all__ = ["ActivationCheck", "Tally", "WeightCheck", "layout_in_file", "layout_of", "spread", "steps_between"]
+__all__ = [
+    "ActivationCheck",
+    "WeightCheck",
+    "compare_codes",
+    "layout_in_file",
+    "layout_of",
+    "shift_of",
+    "spread",
+    "steps_between",
+]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
 DECODING_BUDGET = 1 << 29  # bytes of dequantized weights that are held at once
-
-
-class Tally:
-    """How many codes were compared, how many differ, and the first difference."""
-
-    def __init__(self) -> None:
-        self.compared = self.differing = 0
-        self.first: Difference | None = None
-
-    def count(self, compared: SupportsInt, differing: SupportsInt) -> None:
-        """Add numbers of codes."""
-        self.compared += int(compared)
-        self.differing += int(differing)
-
-    def note(
-        self,
-        cause: str,
-        node: str,
-        tensor: str,
-        index: tuple[int, ...] = (),
-        expected: float | str | None = None,
-        got: float | str | None = None,
-        x: float | None = None,
-        scale: float | None = None,
-        zero_point: int | None = None,
-    ) -> None:
-        """Keep a difference, if it is the first."""
-        if self.first is None:
-            self.first = Difference(node, tensor, index, expected, got, x, scale, zero_point, cause)
 
 
 def steps_between(a: Array, b: Array) -> int:
@@ -78,6 +58,15 @@ def steps_between(a: Array, b: Array) -> int:
 
 
 # Scales in data
+
+
+def shift_of(params: QuantParams, kind: int) -> int:
+    """What a file adds to codes that it stores as that type."""
+    format = params.spec.format
+    if not format.is_integer or not format.signed:
+        return 0
+    low, high = element_range(kind)
+    return (high + 1) // 2 if low == 0 else 0
 
 
 @dataclass(frozen=True)
@@ -272,60 +261,78 @@ class ActivationCheck:
             x, got = arrays[name], arrays[quantizer.codes]
             try:
                 own = file_params(x.shape) if params is None else params
-                codes = quantize(x, own, nan="qmin").codes
             except DetentError as error:
                 self._tally.count(got.size, got.size)
                 self._tally.note(f"unsound parameters: {error}", quantizer.node, quantizer.codes)
                 return
-            self._compare(quantizer, x, got, codes, own, shift)
+            compare_codes(self._tally, quantizer, x, got, own, shift)
 
         return take
 
-    def _compare(
-        self, quantizer: QuantizeNode, x: Array, got: Array, codes: Array, params: QuantParams, shift: int
-    ) -> None:
-        if codes.dtype == got.dtype and codes.dtype.kind in "iu" and not shift:
-            wrong = got != codes
-        elif codes.dtype.kind in "iu":
-            wrong = got.astype(np.int64) != codes.astype(np.int64) + shift
-        else:  # small floats, which are read as float32; NaN is NaN in both
-            wide = codes.astype(np.float32)
-            wrong = ~((got == wide) | (np.isnan(got) & np.isnan(wide)))
-        wrong_params = self._compare_params(quantizer, params, shift, x.shape)
-        self._tally.count(got.size, np.count_nonzero(wrong if wrong_params is None else wrong | wrong_params))
-        if self._tally.first is None and wrong.any():
-            index, layout = first_index(wrong), layout_of(params, max(x.ndim, 1))
-            parts = params.scale, params.zero_point
-            scale, zero = (np.asarray(spread(part, layout, x.shape))[index] for part in parts)
-            expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
-            about = expected, got[index].item(), float(x[index]), float(scale), int(zero) + shift
-            self._tally.note("wrong code", quantizer.node, quantizer.codes, index, *about)
 
-    def _compare_params(
-        self, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
-    ) -> Array | None:
-        """Which elements have a wrong scale or zero point in the file; None for none of them."""
-        rank, own = max(len(shape), 1), quantizer.qparams
-        layout, expected = layout_of(own, rank), layout_of(params, rank)
-        if layout != expected or own.scale.shape != params.scale.shape:
-            cause = f"scales lie elsewhere: {layout}, expected {expected}"
-            self._tally.note(cause, quantizer.node, quantizer.codes, (), expected.axis, layout.axis)
-            return np.ones(shape, bool)
-        zeros = params.zero_point.astype(np.int64) + shift
-        is_scale = not np.array_equal(own.scale, params.scale)
-        if not is_scale and np.array_equal(own.zero_point, zeros):
-            return None
-        wrong = np.asarray(own.scale != params.scale if is_scale else own.zero_point != zeros)
-        index = first_index(np.atleast_1d(wrong))[: params.scale.ndim]
-        scale, zero = float(params.scale[index]), int(zeros[index])
-        if is_scale:
-            got = float(own.scale[index])
-            cause = _wrong_scale(scale, got)
-            self._tally.note(cause, quantizer.node, quantizer.scale, index, scale, got, None, scale, zero)
-        else:
-            values = zero, int(own.zero_point[index]), None, scale, zero
-            self._tally.note("wrong zero point", quantizer.node, quantizer.zero_point, index, *values)
-        return spread(wrong, layout, shape)
+def compare_codes(
+    tally: Tally,
+    quantizer: QuantizeNode,
+    x: Array,
+    got: Array,
+    params: QuantParams,
+    shift: int,
+    cause: str = "wrong code",
+) -> None:
+    """Count the codes of a node that are not what detent makes of x by those parameters, plus the shift."""
+    try:
+        codes = quantize(x, params, nan="qmin").codes
+    except DetentError as error:
+        tally.count(got.size, got.size)
+        tally.note(f"unsound parameters: {error}", quantizer.node, quantizer.codes)
+        return
+    if codes.shape != got.shape:
+        tally.count(got.size, got.size)
+        tally.note(cause, quantizer.node, quantizer.codes, (), str(codes.shape), str(got.shape))
+        return
+    if codes.dtype == got.dtype and codes.dtype.kind in "iu" and not shift:
+        wrong = got != codes
+    elif codes.dtype.kind in "iu":
+        wrong = got.astype(np.int64) != codes.astype(np.int64) + shift
+    else:  # small floats, which are read as float32; NaN is NaN in both
+        wide = codes.astype(np.float32)
+        wrong = ~((got == wide) | (np.isnan(got) & np.isnan(wide)))
+    wrong_params = _wrong_params(tally, quantizer, params, shift, x.shape)
+    tally.count(got.size, np.count_nonzero(wrong if wrong_params is None else wrong | wrong_params))
+    if tally.first is None and wrong.any():
+        index, layout = first_index(np.atleast_1d(wrong))[: x.ndim], layout_of(params, max(x.ndim, 1))
+        parts = params.scale, params.zero_point
+        scale, zero = (np.asarray(spread(part, layout, x.shape))[index] for part in parts)
+        expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
+        about = expected, got[index].item(), float(x[index]), float(scale), int(zero) + shift
+        tally.note(cause, quantizer.node, quantizer.codes, index, *about)
+
+
+def _wrong_params(
+    tally: Tally, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
+) -> Array | None:
+    """Which elements have a wrong scale or zero point in the file; None for none of them."""
+    rank, own = max(len(shape), 1), quantizer.qparams
+    layout, expected = layout_of(own, rank), layout_of(params, rank)
+    if layout != expected or own.scale.shape != params.scale.shape:
+        cause = f"scales lie elsewhere: {layout}, expected {expected}"
+        tally.note(cause, quantizer.node, quantizer.codes, (), expected.axis, layout.axis)
+        return np.ones(shape, bool)
+    zeros = params.zero_point.astype(np.int64) + shift
+    is_scale = not np.array_equal(own.scale, params.scale)
+    if not is_scale and np.array_equal(own.zero_point, zeros):
+        return None
+    wrong = np.asarray(own.scale != params.scale if is_scale else own.zero_point != zeros)
+    index = first_index(np.atleast_1d(wrong))[: params.scale.ndim]
+    scale, zero = float(params.scale[index]), int(zeros[index])
+    if is_scale:
+        got = float(own.scale[index])
+        cause = _wrong_scale(scale, got)
+        tally.note(cause, quantizer.node, quantizer.scale, index, scale, got, None, scale, zero)
+    else:
+        values = zero, int(own.zero_point[index]), None, scale, zero
+        tally.note("wrong zero point", quantizer.node, quantizer.zero_point, index, *values)
+    return spread(wrong, layout, shape)
 
 
 # Weights, biases and limits of the file alone

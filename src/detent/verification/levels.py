@@ -1,11 +1,13 @@
-"""One pass over the data, in which the checks of all requested levels read what they need.
+"""All levels of verification: a replay of the file, then one pass over the data for all checks that need them.
 
 ::
 
-    weights of the file                                         level 1: codes
-    each batch -> source                    outputs, codes      level 2: outputs
-               -> ONNX Runtime, as written  inner tensors       levels 1, 2
-               -> ONNX Runtime, optimized   inner tensors       levels 2, 3: kernel_oracle
+    source, file's decisions -> rewrite     the whole file      level 1: replay
+    weights of the file                     codes               level 1: codes
+    each batch -> ONNX Runtime, as written  codes, outputs      levels 1, 2
+               -> source, by segments       codes, outputs      level 2: segments, the verdict
+               -> source                    outputs             level 2: outputs, for information
+               -> ONNX Runtime, optimized   inner tensors       level 2; level 3: kernel_oracle, kernel_plan
                -> OpenVINO                  outputs             level 2
 
 A check names the tensors it reads (``readings``), takes them batch by batch, and gives its result in the end.
@@ -27,9 +29,10 @@ from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading
-from detent.verification.codes import ActivationCheck, Tally, WeightCheck
-from detent.verification.digests import check_digests, check_origin
+from detent.verification.codes import ActivationCheck, WeightCheck
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
+from detent.verification.kernel_plan import check_kernels
+from detent.verification.onnx_source import OnnxSource
 from detent.verification.openvino import is_installed
 from detent.verification.outputs import (
     ORDER,
@@ -41,21 +44,23 @@ from detent.verification.outputs import (
     SessionCheck,
     find_codes,
 )
-from detent.verification.source import OnnxSource, Source
-from detent.verification.verify_report import VerifyReport
+from detent.verification.source import Source
+from detent.verification.tally import Tally
+from detent.verification.verify_report import Difference, Replay, Segments, VerifyReport
 
 __all__ = ["run_levels"]
 
 Array = NDArray[Any]
+NO_SEGMENTS = "without a replay only outputs are compared, by SQNR"
 
 
 def run_levels(
-    source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str], levels: tuple[int, ...]
+    source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str] | None, levels: tuple[int, ...]
 ) -> VerifyReport:
-    """Run the requested verification levels over the data."""
+    """Run the requested verification levels over the data; without data, the replay and the weights of level 1."""
     file = open_quantized(artifact)
-    batches = open_batches(data, inputs_of(file.model))
-    return _Verification(file, _as_source(source, file), levels).run(batches)
+    batches = () if data is None else open_batches(data, inputs_of(file.model))
+    return _Verification(file, _as_source(source, file), levels, has_data=data is not None).run(batches)
 
 
 def _as_source(source: object, artifact: QuantizedGraph) -> Source:
@@ -76,19 +81,21 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
 class _Verification:
     """The checks of all requested levels, and one pass over the data in which they take what they read."""
 
-    def __init__(self, artifact: QuantizedGraph, source: Source, levels: tuple[int, ...]) -> None:
-        self.artifact, self.source, self.levels = artifact, source, levels
+    def __init__(self, artifact: QuantizedGraph, source: Source, levels: tuple[int, ...], *, has_data: bool) -> None:
+        self.artifact, self.source, self.levels, self.has_data = artifact, source, levels, has_data
         self.tally, self.batch = Tally(), CurrentBatch()
-        self.notes: dict[str, None] = dict.fromkeys(artifact.notes)
+        self.notes: dict[str, None] = {}
         self.weights = WeightCheck(artifact, source, self.tally)
         self.activations = ActivationCheck(artifact, source, self.tally)
         self.end_to_end: dict[str, OutputCheck] = {}
         self.kernels: KernelCheck | None = None
-        self.weights_by = "source"
+        self.kernel_difference: Difference | None = None
+        self.replay: Replay | None = None
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
         # OpenVINO loads the file in a process of its own while everything else goes on.
-        openvino = OpenVinoCheck(self.artifact, self.batch) if 2 in self.levels and is_installed() else None
+        wants_openvino = self.has_data and 2 in self.levels and is_installed()
+        openvino = OpenVinoCheck(self.artifact, self.batch) if wants_openvino else None
         try:
             return self._run(batches, openvino)
         finally:
@@ -96,41 +103,36 @@ class _Verification:
                 openvino.close()
 
     def _run(self, batches: Iterable[Mapping[str, Array]], openvino: OpenVinoCheck | None) -> VerifyReport:
+        if {1, 2} & set(self.levels):
+            replay = self.source.replay()
+            self.replay = replay if 1 in self.levels else None
         if 1 in self.levels:
             self.weights.run()
             self.notes.update(self.weights.notes)
-            self._check_origin()
         count = 0
         try:
-            probes = self._probes()
+            probes = self._probes() if self.has_data else []
             if openvino is not None:
                 self.end_to_end["openvino"] = openvino
             for count, feeds in enumerate(batches, 1):
                 self._run_batch(feeds, probes, is_first=count == 1)
         except UnsupportedError as error:
-            if self.tally.first is None:
+            if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
             self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
-        if 1 in self.levels and not self.tally.differing:  # the comparison with the source found no mismatch
-            check_digests(self.artifact, self.tally)
         return self._report(count)
-
-    def _check_origin(self) -> None:
-        """Weights of a float source cannot be compared: check the file's source digest instead."""
-        if not isinstance(self.source, OnnxSource) or not self.source.is_float:
-            return
-        self.weights_by = check_origin(self.artifact, self.source.model, self.tally)
-        if self.weights_by == "nothing":
-            note = "weights not compared: the file has no source digest (files from qo.quantize have one)"
-            self.notes[note] = None
 
     def _probes(self) -> list[Probe]:
         """The file as written, for levels 1 and 2, and as ONNX Runtime optimizes it, for levels 2 and 3."""
-        by_level = [self.activations.readings()] if 1 in self.levels else []
+        segments = self.source.segments if 2 in self.levels else None
+        by_level = []
+        if 1 in self.levels and (segments is None or not segments.checks_quantizers):
+            by_level.append(self.activations.readings())
         written: GraphCheck | None = None
         if 2 in self.levels:
             codes = {each.node: FusedCodes(each.codes, channels_last=False) for each in self.artifact.quantize_nodes}
             written = GraphCheck(self.artifact, self.batch, [ORDER, *self.source.causes], codes, is_written=True)
+            written.keep = set() if segments is None else {node for node, _ in segments.readers}
             self.end_to_end["unoptimized"] = written
             by_level.append(written.readings())
         # Readings of one quantizer stand side by side, since they share tensors.
@@ -146,7 +148,7 @@ class _Verification:
         kinds: dict[str, int] = {}
         if written is not None:
             codes = find_codes(self.artifact, model)
-            written.keep = codes
+            written.keep = {*written.keep, *codes}
             nodes = [each for each in self.artifact.quantize_nodes if each.node in codes]
             kinds = {codes[each.node].tensor: each.qparams.kind for each in nodes}
             check = GraphCheck(self.artifact, self.batch, self._optimized_causes(model), codes)
@@ -162,6 +164,8 @@ class _Verification:
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
             readings += self.kernels.readings()
+            self.kernel_difference, notes = check_kernels(self.artifact, model)
+            self.notes.update(dict.fromkeys(notes))
         return Probe(model, readings, kinds=kinds, written=written_probe)
 
     def _optimized_causes(self, model: ModelProto) -> list[str]:
@@ -188,8 +192,11 @@ class _Verification:
         self.batch.codes = {}
         if 2 in self.levels or (is_first and 1 in self.levels and self.source.knows_weights):
             self.batch.reference = self.source.run(feeds)
-        for probe in probes:
+        segments = self.source.segments if 2 in self.levels else None
+        for place, probe in enumerate(probes):
             probe.run(feeds)
+            if not place and segments is not None:
+                segments.run(feeds, self.batch.codes, self.batch.outputs)
         session, openvino = (self.end_to_end.get(name) for name in ("accuracy_level_0", "openvino"))
         if isinstance(session, SessionCheck):
             session.run(feeds)
@@ -216,15 +223,34 @@ class _Verification:
                 names = ", ".join(sorted(set(unknown)))
                 note = f"level 3 did not compare {len(unknown)} of {names}, whose formulas are not known here"
                 self.notes[note] = None
+        segments = self._segments()
+        check = self.source.segments if segments is not None else None
+        tallies = [self.tally]
+        if check is not None and check.checks_quantizers:  # level 1 did not look at activations
+            tallies.append(self.source.tally)
+        replayed = () if self.replay is None else self.replay.differences
+        ran = None if segments is None else segments.first
+        first = next((each for each in (*replayed, self.tally.first, ran) if each is not None), None)
         return VerifyReport(
             self.levels,
             batches,
-            self.tally.compared,
-            self.tally.differing,
-            self.tally.first,
+            sum(each.compared for each in tallies),
+            sum(each.differing for each in tallies),
+            first,
+            self.replay,
+            segments,
             {name: check.result() for name, check in self.end_to_end.items()},
             () if kernels is None else kernels.rows(),
             None if kernels is None else kernels.saturation(),
+            self.kernel_difference,
             tuple(self.notes),
-            self.weights_by,
+            tuple(self.artifact.notes) if self.replay is None or not self.replay.ok else (),
         )
+
+    def _segments(self) -> Segments | None:
+        if 2 not in self.levels:
+            return None
+        if self.source.is_same:
+            return Segments()
+        segments = self.source.segments
+        return Segments(NO_SEGMENTS) if segments is None else segments.result()

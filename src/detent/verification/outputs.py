@@ -11,8 +11,7 @@ are rounded to the scale of integer sums, and a value next to a rounding boundar
 then start from different inputs.
 """
 
-import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from detent.metrics import OutputComparison
 from detent.onnx_model import make_session
 from detent.onnx_model.graph import DEQUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph
-from detent.onnx_model.sessions import Reading, ort_errors
+from detent.onnx_model.sessions import Reading, ort_errors, written_name
 from detent.verification.codes import steps_between
 from detent.verification.openvino import OpenVino
 from detent.verification.source import Reference
@@ -46,7 +45,6 @@ Array = NDArray[Any]
 ORDER = "sums in another order"
 MOVED = "move values across the boundary of two codes"
 LATER = ", and later layers start from what differs"
-_SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")
 _FUSED = ("Relu", "Clip")
 
 
@@ -91,7 +89,7 @@ class CurrentBatch:
     """The batch that runs now: what the source gives for it, and what the file as written gave."""
 
     reference: Reference = field(default_factory=lambda: Reference([]))
-    codes: dict[str, Array] = field(default_factory=dict)  # by node, of quantizers that the source does not know
+    codes: dict[str, Array] = field(default_factory=dict)  # of the file as written, by node
     outputs: list[Array] = field(default_factory=list)
 
 
@@ -110,7 +108,7 @@ def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, Fus
     """
     written = {name for node in optimized.graph.node for name in node.output}
     channels_last = {
-        _SUFFIX.sub("", node.name): node.output[0]
+        written_name(node.name): node.output[0]
         for node in optimized.graph.node
         if attribute_of(node, "channels_last", 0) and node.name
     }
@@ -139,7 +137,7 @@ class GraphCheck(OutputCheck):
     ) -> None:
         super().__init__(artifact.graph.outputs, causes)
         self._names, self._batch, self._where, self._is_written = artifact.graph.outputs, batch, codes, is_written
-        self.keep: Container[str] = ()  # nodes whose codes other graphs are compared with
+        self.keep: Set[str] = frozenset()  # nodes whose codes other graphs are compared with
 
     def readings(self) -> list[Reading]:
         """The codes of each node, then the outputs."""
@@ -149,10 +147,12 @@ class GraphCheck(OutputCheck):
     def _take_codes(self, node: str, arrays: Mapping[str, Array]) -> None:
         where = self._where[node]
         codes = np.moveaxis(arrays[where.tensor], -1, 1) if where.channels_last else arrays[where.tensor]
-        expected = self._batch.reference.codes.get(node, self._batch.codes.get(node))
+        expected = self._batch.reference.codes.get(node)
+        if expected is None and not self._is_written:
+            expected = self._batch.codes.get(node)
         if expected is not None:
             self.add_codes(node, expected, codes)
-        elif self._is_written and node in self.keep:
+        if self._is_written and node in self.keep:
             self._batch.codes[node] = codes
 
     def _take_outputs(self, arrays: Mapping[str, Array]) -> None:

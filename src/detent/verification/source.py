@@ -1,19 +1,18 @@
-"""Source: what a file is compared with; and ``OnnxSource``, an ONNX model as one, float or quantized itself."""
+"""Source: what a file is compared with, an ONNX model (``onnx_source``) or a prepared one (``torch_source``)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from detent.onnx_model import LoadedModel, make_session
-from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
-from detent.onnx_model.sessions import Probe, Reading, ort_errors
+from detent.onnx_model.qdq_reader import QuantizeNode
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
+from detent.verification.tally import Tally
+from detent.verification.verify_report import Replay, Segments
 
-__all__ = ["Expected", "OnnxSource", "Reference", "Source"]
+__all__ = ["Expected", "Reference", "Source", "SourceSegments"]
 
 Array = NDArray[Any]
 
@@ -39,6 +38,25 @@ class Expected:
     x: str
 
 
+class SourceSegments(Protocol):
+    """A source that runs between quantizers, each part fed the file's codes."""
+
+    checks_quantizers: bool  # whether codes are compared with detent's, to the bit
+
+    @property
+    def readers(self) -> tuple[tuple[str, str], ...]:
+        """The nodes whose codes a run needs, with the tensors of these codes."""
+        ...
+
+    def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
+        """Compare a batch with the file's codes, by node, and with its outputs."""
+        ...
+
+    def result(self) -> Segments:
+        """What all batches have shown."""
+        ...
+
+
 class Source(Protocol):
     """What a file was made from."""
 
@@ -46,6 +64,17 @@ class Source(Protocol):
     names: Mapping[str, str]  # the file's constants of codes, and the weights of the source that they are
     notes: dict[str, None]  # what was not compared
     causes: list[str]  # what makes the file's sums differ from the source's, by intention
+    tally: Tally  # of segments
+    is_same: bool  # whether source and file are one model, which leaves nothing to run
+
+    def replay(self) -> Replay:
+        """The file beside what this source gives by the file's decisions."""
+        ...
+
+    @property
+    def segments(self) -> "SourceSegments | None":
+        """The source by segments, after a replay; None where there was none."""
+        ...
 
     def weights(self) -> dict[str, QuantizedTensor]:
         """The quantized weights by name."""
@@ -70,78 +99,3 @@ class Source(Protocol):
     def run(self, feeds: Mapping[str, Array]) -> Reference:
         """The outputs for a batch."""
         ...
-
-
-class OnnxSource:
-    """An ONNX model: float, or quantized itself."""
-
-    knows_weights = False
-
-    def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
-        self.model, self._quantized = model, quantized
-        self.is_float = quantized is None
-        own = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
-        self._quantizers = {each.node: own[each.node] for each in artifact.quantize_nodes if each.node in own}
-        weights = () if quantized is None else quantized.weights
-        self._weights = [each for each in weights if each.direct and not each.is_bias]
-        self.names: Mapping[str, str] = {weight.name: weight.name for weight in self._weights}
-        self.notes: dict[str, None] = {}
-        self.causes: list[str] = []
-        self._session: Any = None
-        self._reference = Reference([])
-        self._probe = self._make_probe() if self._quantizers else None
-
-    def _make_probe(self) -> Probe:
-        outputs = self.model.outputs
-
-        def take_outputs(arrays: Mapping[str, Array]) -> None:
-            self._reference.outputs = [arrays[name] for name in outputs]
-
-        def take_codes(quantizer: QuantizeNode, arrays: Mapping[str, Array]) -> None:
-            self._reference.codes[quantizer.node] = arrays[quantizer.codes]
-
-        quantizers = self._quantizers.values()
-        readings = [Reading((each.codes,), partial(take_codes, each)) for each in quantizers]
-        kinds = {each.codes: each.qparams.kind for each in quantizers}
-        return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
-
-    def weights(self) -> dict[str, QuantizedTensor]:
-        """Those of a quantized source; none of a float model, whose weights folding and smoothing change."""
-        return {
-            weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
-            for weight in self._weights
-        }
-
-    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - of every source
-        """Always None: folding and correction change biases."""
-        return None
-
-    def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
-        """Always empty: the file decides what is quantized."""
-        return {}
-
-    def absent_quantizers(self) -> list[str]:
-        """Always empty: the file decides what is quantized."""
-        return []
-
-    def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """The quantizer of the same node, where the source is quantized itself."""
-        own = self._quantizers.get(quantizer.node)
-        if own is None or self._quantized is None:
-            return None
-        shape = self._quantized.graph.shape(own.x)
-        if shape is None and own.qparams.scale.ndim:
-            return None
-        known = (1, 1) if shape is None else tuple(size or 1 for size in shape)
-        return Expected(own.qparams.params(known or (1, 1)), 0, quantizer.x)
-
-    def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """The outputs, and the codes of nodes that the file has as well."""
-        if self._probe is not None:
-            self._reference = Reference([])
-            self._probe.run(feeds)
-            return self._reference
-        if self._session is None:
-            self._session = make_session(self.model)
-        with ort_errors():
-            return Reference(list(self._session.run(None, dict(feeds))))

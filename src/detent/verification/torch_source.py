@@ -1,10 +1,13 @@
 """TorchSource: a prepared model of ``detent.torch`` as the source of a file."""
 
 import inspect
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent.errors import ShapeError, StateError
+from detent.errors import DetentError, ShapeError, StateError
 from detent.onnx_model import QdqParams
-from detent.onnx_model.graph import element_range
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import needs_clip
 from detent.onnx_model.targets import Container
@@ -22,29 +24,28 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
+from detent.torch.export_record import ExportRecord
+from detent.torch.onnx_export import exported_model
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
 from detent.torch.quantizer import FakeQuantize
-from detent.verification.source import Expected, Reference
+from detent.verification.codes import shift_of
+from detent.verification.replay import compare_models
+from detent.verification.source import Expected, Reference, SourceSegments
+from detent.verification.tally import Tally
+from detent.verification.torch_segments import TorchSegments
+from detent.verification.verify_report import Replay
 
-__all__ = ["TorchSource", "shift_of"]
+__all__ = ["TorchSource"]
 
 Array = NDArray[Any]
-
-
-def shift_of(params: QuantParams, kind: int) -> int:
-    """What a file adds to codes that it stores as that type."""
-    format = params.spec.format
-    if not format.is_integer or not format.signed:
-        return 0
-    low, high = element_range(kind)
-    return (high + 1) // 2 if low == 0 else 0
 
 
 class TorchSource:
     """A prepared model."""
 
     knows_weights = True
+    is_same = False
 
     def __init__(self, model: nn.Module, artifact: QuantizedGraph) -> None:
         plan_of(model)
@@ -58,9 +59,44 @@ class TorchSource:
         for node in artifact.quantize_nodes:
             self._nodes[self._names.get(node.node, "")].append(node)
         self.notes: dict[str, None] = {}
+        self.tally = Tally()
         self.causes = self._find_causes()
         self._called: set[str] = set()
         self._quantized: set[str] = set()
+
+    def replay(self) -> Replay:
+        """The file beside an export of this model in the same way."""
+        provenance = self._artifact.provenance
+        if provenance is None or provenance.export is None:
+            return Replay("the file does not say how it was exported, which qt.export_onnx writes into its metadata")
+        record = ExportRecord.from_dict(provenance.export)
+        if record.problem:
+            return Replay(record.problem)
+        container: Literal["int8"] | None = "int8" if record.container == "int8" else None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                expected = exported_model(
+                    self._model,
+                    record.example(),
+                    target=provenance.target,
+                    dynamic_shapes=record.shapes(),
+                    opset=record.opset,
+                    container=container,
+                )
+        except DetentError as error:
+            return Replay(f"the model cannot be exported in the same way: {error}")
+        result = compare_models(expected, self._artifact.model, [], ())
+        if result.ok:
+            return result
+        first, *others = result.differences
+        cause = f"{first.cause} (a model that was trained on since its export is not this file's source)"
+        return replace(result, differences=(replace(first, cause=cause), *others))
+
+    @cached_property
+    def segments(self) -> SourceSegments | None:
+        """The model by segments; None where it cannot run so."""
+        return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
 
     def _find_causes(self) -> list[str]:
         """What makes the file's sums others than the model's, by intention."""
@@ -120,19 +156,20 @@ class TorchSource:
         """The outputs and the codes for a batch, in evaluation mode."""
         seen: dict[str, list[tuple[Array, QuantParams]]] = defaultdict(list)
         with self._watched(seen), torch.no_grad():
-            result = self._call(feeds)
+            outputs = self._outputs_of(self._model, feeds)
+        self._quantized.update(seen)
+        return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(seen))
+
+    def _outputs_of(self, model: nn.Module, feeds: Mapping[str, Array]) -> list[Tensor]:
+        device = next((each.device for each in model.parameters()), torch.device("cpu"))
+        inputs = {name: torch.from_numpy(np.array(each)).to(device) for name, each in feeds.items()}
+        by_name = set(inputs) <= set(inspect.signature(model.forward).parameters)
+        result = call_with(model, inputs if by_name else tuple(inputs.values()))
         outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
         names = self._artifact.graph.outputs
         if len(outputs) != len(names):
             raise ShapeError(f"the model gives {len(outputs)} tensors, the file {len(names)}: {', '.join(names)}")
-        self._quantized.update(seen)
-        return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(seen))
-
-    def _call(self, feeds: Mapping[str, Array]) -> object:
-        device = next((each.device for each in self._model.parameters()), torch.device("cpu"))
-        inputs = {name: torch.from_numpy(np.array(each)).to(device) for name, each in feeds.items()}
-        by_name = set(inputs) <= set(inspect.signature(self._model.forward).parameters)
-        return call_with(self._model, inputs if by_name else tuple(inputs.values()))
+        return outputs
 
     def _codes(self, seen: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
         by_node = {}

@@ -20,48 +20,53 @@ LEVELS = (1, 2, 3)
 def verify(
     source: "nn.Module | ModelSource",
     artifact: "ModelSource",
-    data: Iterable[Any] | str | PathLike[str],
+    data: Iterable[Any] | str | PathLike[str] | None = None,
     *,
-    levels: Iterable[int] = LEVELS,
+    levels: Iterable[int] | None = None,
     raise_on_difference: bool = False,
 ) -> VerifyReport:
-    """Verify that a quantized ONNX file computes what its source computes, or name the first code that differs.
+    """Verify that a quantized ONNX file is what its source and its decisions make it, or name the first difference.
 
-    Level 1: the file's weights are the source's, code by code and bit by bit of their scales, and every quantizer, fed
-    the tensor that ONNX Runtime saw, gives the codes that ONNX Runtime gave. Level 2: both from end to end, with and
-    without ONNX Runtime's optimizations; another accumulation order makes differences here, which are not errors. Level
-    3: the integer kernels that ONNX Runtime runs on this machine against exact integer arithmetic.
+    Level 1 replays the file: the source is quantized again by the decisions that the file carries, and everything in
+    the file has to be equal to the bit: operators, attributes, wiring, constants, codes, scales. With data, every
+    quantizer, fed what ONNX Runtime saw, has to give the codes that ONNX Runtime gave. Level 2 runs the source's own
+    operators between quantizers, each part fed the file's codes: codes and outputs have to be the file's. It also shows
+    both models from end to end. Level 3 compares the integer kernels that ONNX Runtime runs on this machine with exact
+    integer arithmetic, and with what the file asks for.
 
     Args:
-        source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from. Of the latter no
-            weights are compared, for folding and smoothing change them.
+        source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from.
         artifact: the quantized model, a path or in memory.
         data: batches, each a dict of arrays by input name, a tuple in the inputs' order, or one array; or a file or
-            directory of them, as ``detent.onnx`` takes it. They are read once, one at a time.
-        levels: which of 1, 2 and 3.
+            directory of them, as ``detent.onnx`` takes it. They are read once, one at a time. None replays alone.
+        levels: some of 1, 2 and 3; None for all that the data allow. ``report.ok`` needs every one of them: leave 1 out
+            for files that carry no decisions.
         raise_on_difference: raise where the report is not ok.
 
     Raises:
-        VerificationError: differences, if asked for; the report is its ``report``.
+        VerificationError: not ok, if asked for; the report is its ``report``.
         SpecError, ShapeError, DtypeError: data that do not fit the model, no data, other levels.
-        FileFormatError, UnsupportedError: a damaged file, or one without quantizers.
+        FileFormatError, UnsupportedError: a damaged file, malformed decisions, or a file without quantizers.
 
-    >>> import numpy as np, detent as dt
+    >>> import numpy as np, detent as dt, detent.onnx as qo
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]>
-    ...     g (float[N] x) => (float[N] y) <float s = {0.5}, uint8 z = {3}>
-    ...     { q = QuantizeLinear(x, s, z) y = DequantizeLinear(q, s, z) }''')
-    >>> report = dt.verify(model, model, [np.linspace(-9, 9, 100, dtype=np.float32)], levels=(1,))
+    ...     g (float[N,1] x) => (float[N,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
+    >>> data = [np.linspace(-9, 9, 100, dtype=np.float32).reshape(-1, 1)]
+    >>> report = dt.verify(model, qo.rewrite(model, qo.decide(model, data)), data, levels=(1,))
     >>> print(report)
-    codes that differ: 0 of 100
-    level 1: all codes match the source (1 batch)
+    ok: the file is what its source and its decisions make it; 101 codes compared, none differ
+    level 1: 4 nodes and 5 constants are what the source gives, to the bit
+             decided: 1 activation scales and zero points
     """
-    levels = tuple(sorted(set(levels)))
-    if not levels or not set(levels) <= set(LEVELS):
-        raise SpecError(f"levels are some of {LEVELS}, got {levels}")
+    chosen = ((1,) if data is None else LEVELS) if levels is None else tuple(sorted(set(levels)))
+    if not chosen or not set(chosen) <= set(LEVELS):
+        raise SpecError(f"levels are some of {LEVELS}, got {chosen}")
+    if data is None and set(chosen) != {1}:
+        raise SpecError(f"levels 2 and 3 run the file and need data, got levels {chosen} without: give data")
     from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
 
-    report = run_levels(source, artifact, data, levels)
+    report = run_levels(source, artifact, data, chosen)
     if raise_on_difference and not report.ok:
-        raise VerificationError(f"the file does not compute what its source computes\n{report}", report)
+        raise VerificationError(str(report), report)
     return report

@@ -2,21 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from detent.codec import encode
 from detent.errors import DtypeError
 from detent.metrics import worst_output
 
-__all__ = ["Difference", "EndToEnd", "Kernel", "VerifyReport"]
+__all__ = ["Difference", "EndToEnd", "Kernel", "Replay", "Segments", "VerifyReport"]
 
+JSON_VERSION = 2
 MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12
-MATCHES = {
-    "source": "all codes match the source",
-    "digests": "all quantizer codes match; weights match the digests recorded for this source",
-    "nothing": "all quantizer codes match; weights not compared",
-}
 
 
 @dataclass(frozen=True)
@@ -47,10 +43,11 @@ class Difference:
         named = (("x", self.x), ("scale", self.scale), ("zero point", self.zero_point))
         known = ", ".join(f"{name} {value!r}" for name, value in named if value is not None)
         place = f"[{', '.join(map(str, self.index))}]" if self.index else ""
-        return (
-            f"{self.node}: {self.cause}, {self.tensor}{place} is {self.got!r}, expected {self.expected!r}"
-            f"{f' ({known})' if known else ''}"
-        )
+        values = ""
+        if self.expected is not None or self.got is not None:
+            got, expected = ("nothing" if each is None else repr(each) for each in (self.got, self.expected))
+            values = f", {self.tensor}{place} is {got}, expected {expected}"
+        return f"{self.node}: {self.cause}{values}{f' ({known})' if known else ''}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ class EndToEnd:
         agreement: top-1 agreement; None where the first output holds no classes.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
-    EndToEnd(1 of 100 codes differ, by at most 1 step, first at fc_Q; y 61.2 dB; agreement 100.00 %)
+    EndToEnd(1 % of the codes move, by at most 1 step, first at fc_Q; y 61.2 dB; agreement 100.00 %)
     """
 
     compared_codes: int = 0
@@ -87,11 +84,11 @@ class EndToEnd:
         return "; ".join(part for part in parts if part)
 
     def _codes(self) -> str:
-        counts = f"{self.differing_codes:,} of {self.compared_codes:,} codes differ"
         if not self.differing_codes:
-            return counts
+            return "all codes equal"
         steps = f"{self.max_steps} step{'s' if self.max_steps != 1 else ''}"
-        return f"{counts}, by at most {steps}, first at {self.first_node}"
+        share = f"{100 * self.differing_codes / self.compared_codes:.2g} %"
+        return f"{share} of the codes move, by at most {steps}, first at {self.first_node}"
 
 
 class Kernel(NamedTuple):
@@ -113,25 +110,105 @@ class Kernel(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Level 1 without data: the file beside what detent makes of its source by the file's decisions.
+
+    Attributes:
+        reason: why there was nothing to compare with; "" where there was.
+        nodes, constants: compared nodes, and elements of constants.
+        differences: what is not as it should be, most telling first.
+        decided: what is taken as given within its bounds, as lines of text.
+
+    >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
+    (False, True)
+    """
+
+    reason: str = ""
+    nodes: int = 0
+    constants: int = 0
+    differences: tuple[Difference, ...] = ()
+    decided: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file is what its source and its decisions make it."""
+        return not self.reason and not self.differences
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"not replayed: {self.reason}"
+        if self.differences:
+            more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
+            return f"{self.differences[0]}{more}"
+        return f"{self.nodes:,} nodes and {self.constants:,} constants are what the source gives, to the bit"
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Level 2: the source between quantizers, each part fed the file's codes, beside the file as it is written.
+
+    Attributes:
+        reason: why there was nothing to compare; "" where there was.
+        compared_codes, differing_codes: of activations; those that differ are an error.
+        codes_within_bound: that differ next to a rounding boundary, no further from it than ``bound`` explains.
+        compared_outputs, differing_outputs: over all batches.
+        bound: how far the values of source and file may be apart; "" where they have to be equal to the bit.
+        first: the first difference.
+
+    >>> print(Segments(compared_codes=1000, compared_outputs=2))
+    1,000 codes and 2 outputs are equal to the bit
+    """
+
+    reason: str = ""
+    compared_codes: int = 0
+    differing_codes: int = 0
+    codes_within_bound: int = 0
+    compared_outputs: int = 0
+    differing_outputs: int = 0
+    bound: str = ""
+    first: Difference | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every part of the source gives the file's codes and outputs."""
+        return not (self.reason or self.differing_codes or self.differing_outputs or self.first is not None)
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"no verdict: {self.reason}"
+        if not self.ok:
+            counts = f"{self.differing_codes:,} of {self.compared_codes:,} codes and {self.differing_outputs:,} of "
+            return f"{counts}{self.compared_outputs:,} outputs differ; the first: {self.first}"
+        if not self.compared_codes and not self.compared_outputs:
+            return "source and file are the same model"
+        what = f"{self.compared_codes:,} codes and {self.compared_outputs:,} outputs are equal"
+        if not self.bound:
+            return f"{what} to the bit"
+        return f"{what}, but for {self.codes_within_bound:,} codes next to a rounding boundary ({self.bound})"
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """What verification found; ``ok`` is the verdict.
 
-    A code differs where its number, its scale or its zero point does.
-
     Attributes:
-        compared_codes, differing_codes: of level 1: weights, and activations fed with what ONNX Runtime saw.
-        first_difference: of level 1.
-        end_to_end: level 2 by run, "unoptimized" and "optimized"; also "accuracy_level_0" for products that compute
-            with 8-bit activations unless told otherwise, and "openvino" where that is installed.
+        levels, batches: what was asked for, and how many batches there were.
+        compared_codes, differing_codes: codes of weights, and of activations for each batch.
+        first_difference: the first of any level.
+        replay: level 1: the file beside what its source and its decisions give; None if level 1 was left out.
+        segments: level 2, the verdict; None if level 2 was left out.
+        end_to_end: level 2, for information, by run: "unoptimized" and "optimized"; also "accuracy_level_0" for
+            products that compute with 8-bit activations unless told otherwise, and "openvino" where that is installed.
+        kernels: level 3, by integer kernel.
         saturation: the largest wrong code of the first kernel whose sums saturate.
-        notes: what was not compared, and what else should be known.
-        weights_by: what the weights were compared with: "source"; "digests" of how they were written for that source,
-            where it is a float ONNX model, whose weights folding and smoothing change; or "nothing".
+        kernel_difference: the first integer kernel that was not asked for, or that is gone.
+        notes: what else should be known.
+        not_compared: what no level looked at.
 
-    >>> report = VerifyReport((1,), 1, 100, 0)
+    >>> report = VerifyReport((1,), 1, 100, 0, replay=Replay(nodes=12, constants=3400))
     >>> print(report)
-    codes that differ: 0 of 100
-    level 1: all codes match the source (1 batch)
+    ok: the file is what its source and its decisions make it; 100 codes compared, none differ
+    level 1: 12 nodes and 3,400 constants are what the source gives, to the bit
     """
 
     levels: tuple[int, ...]
@@ -139,16 +216,37 @@ class VerifyReport:
     compared_codes: int
     differing_codes: int
     first_difference: Difference | None = None
+    replay: Replay | None = None
+    segments: Segments | None = None
     end_to_end: Mapping[str, EndToEnd] = field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
     saturation: Difference | None = None
+    kernel_difference: Difference | None = None
     notes: tuple[str, ...] = ()
-    weights_by: str = "source"
+    not_compared: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether level 1 found no difference and level 3 no saturation."""
-        return not self.differing_codes and self.first_difference is None and self.saturation is None
+        """Whether every level that was asked for has compared what it is for, and found nothing wrong."""
+        return not self.failure
+
+    @property
+    def failure(self) -> str:
+        """Why the report is not ok, in one line; "" where it is."""
+        if self.replay is not None and self.replay.differences:
+            return str(self.replay)
+        if self.first_difference is not None:
+            return str(self.first_difference)
+        if self.differing_codes:
+            return f"{self.differing_codes:,} codes differ"
+        if self.saturation is not None:
+            return str(self.saturation)
+        if self.kernel_difference is not None:
+            return str(self.kernel_difference)
+        for part in (self.replay, self.segments):
+            if part is not None and not part.ok:
+                return str(part)
+        return ""
 
     @property
     def output_sqnr_db(self) -> float | None:
@@ -167,36 +265,43 @@ class VerifyReport:
 
     def to_json(self) -> str:
         """Everything, as JSON; figures that are no finite numbers are written as text."""
+        names = [each.name for each in fields(self) if each.name != "kernels"]
         document = {
-            "version": 1,
+            "version": JSON_VERSION,
             "ok": self.ok,
-            "levels": self.levels,
-            "batches": self.batches,
-            "compared_codes": self.compared_codes,
-            "differing_codes": self.differing_codes,
-            "first_difference": self.first_difference,
+            "failure": self.failure,
+            **{name: getattr(self, name) for name in names},
             "output_sqnr_db": self.output_sqnr_db,
             "agreement": self.agreement,
-            "end_to_end": self.end_to_end,
             "kernels": [each._asdict() for each in self.kernels],
-            "saturation": self.saturation,
-            "notes": self.notes,
-            "weights_by": self.weights_by,
         }
         return json.dumps(encode(document), allow_nan=False)
 
+    @property
+    def headline(self) -> str:
+        """The verdict, and what it is about, in one line."""
+        if self.failure:
+            return f"not ok: {self.failure}"
+        what = {
+            True: "the file is what its source and its decisions make it",
+            False: "nothing differs in what was compared; the file was not replayed, as asked",
+        }[self.replay is not None]
+        return f"ok: {what}; {self.compared_codes:,} codes compared, none differ"
+
     def __str__(self) -> str:
-        lines = [f"codes that differ: {self.differing_codes} of {self.compared_codes}"]
-        batches = f"{self.batches} batch{'es' if self.batches != 1 else ''}"
-        if 1 in self.levels:
-            first = self.first_difference
-            summary = MATCHES[self.weights_by] if first is None else str(first)
-            lines.append(f"level 1: {summary} ({batches})")
-        lines += [f"level 2, {name.replace('_', ' ')}: {each}" for name, each in self.end_to_end.items()]
-        causes = dict.fromkeys(each.cause for each in self.end_to_end.values() if each.cause)
-        lines += [f"         {cause}" for cause in causes]
+        lines = [self.headline]
+        batches = f" ({self.batches} batch{'es' if self.batches != 1 else ''})" if self.batches else ""
+        if self.replay is not None:
+            lines.append(f"level 1: {self.replay}")
+            lines += [f"         decided: {each}" for each in self.replay.decided]
+        if self.segments is not None:
+            lines.append(f"level 2: {self.segments}{batches}")
         if 3 in self.levels:
             lines += self._kernel_lines()
+        lines += [f"from end to end, {name.replace('_', ' ')}: {each}" for name, each in self.end_to_end.items()]
+        causes = dict.fromkeys(each.cause for each in self.end_to_end.values() if each.cause)
+        lines += [f"         {cause}" for cause in causes]
+        lines += [f"not compared: {each}" for each in self.not_compared[:MAX_NOTES_SHOWN]]
         lines += [f"note: {note}" for note in self.notes[:MAX_NOTES_SHOWN]]
         if len(self.notes) > MAX_NOTES_SHOWN:
             lines.append(f"note: and {len(self.notes) - MAX_NOTES_SHOWN} more, see report.notes")
@@ -205,9 +310,8 @@ class VerifyReport:
     def _kernel_lines(self) -> list[str]:
         compared = [each for each in self.kernels if each.compared]
         codes, differing = sum(each.compared for each in compared), sum(each.differing for each in compared)
-        lines = [f"level 3: {len(compared)} integer kernels, {differing:,} of {codes:,} codes differ"]
-        if self.saturation is not None:
-            lines.append(f"         {self.saturation}")
+        lines = [f"level 3: {len(compared)} integer kernels, {differing:,} of {codes:,} codes differ from exact sums"]
+        lines += [f"         {each}" for each in (self.kernel_difference, self.saturation) if each is not None]
         bad = [each for each in compared if each.differing]
         lines += [
             f"         {each.node} ({each.kernel}): {each.differing:,} of {each.compared:,}, by at most "

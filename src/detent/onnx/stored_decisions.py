@@ -1,0 +1,287 @@
+"""Decisions in the metadata of the file that was rewritten by them, and read back from it.
+
+They are the JSON of ``Decisions`` with four differences, which make it a few percent of the file:
+
+- what the entry ``detent`` says already (target, source, data, recipe, options, version of detent) is not repeated;
+- fields with their defaults are left out, and the group of a placement that is its own tensor;
+- an array is one of
+  ``{"initializer": name, "shape": [...], "digest": ...}``  the file holds it; the digest is of its bytes
+  ``{"fill": number, "dtype": ..., "shape": [...]}``        one number throughout; the dtype is left out for float32
+  ``{"base85": text, "dtype": ..., "shape": [...]}``        its bytes, little endian (``base64.b85decode`` of Python)
+- zero points that are all 0 are left out; float32 numbers have as many digits as they need.
+
+A file is untrusted: sizes are bounded by what the file holds, and everything else is checked as ``Decisions`` are.
+"""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from hashlib import sha256
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto
+
+from detent.checks import as_shape
+from detent.codec import Leaf, decode, encode, reading, table
+from detent.errors import FileFormatError
+from detent.onnx.decisions import (
+    LEAVES,
+    REWRITE_VERSION,
+    VERSION,
+    Decisions,
+    Equalized,
+    LayerDecision,
+    QuantizerPlacement,
+    RangeDecision,
+    Smoothed,
+)
+from detent.onnx_model.graph import array_of
+from detent.onnx_model.provenance import Provenance
+
+__all__ = ["ChangedConstant", "StoredDecisions", "read_decisions", "to_metadata", "why_unreadable"]
+
+Array = NDArray[Any]
+WHERE = "the decisions of the file"
+_REPEATED = {"written_by": "made_by", "target": "target", "source": "source", "data": "data"} | {
+    name: name for name in ("recipe", "options")
+}  # fields of Decisions, and of Provenance
+_PARTS = {
+    "layers": LayerDecision,
+    "equalized": Equalized,
+    "smoothed": Smoothed,
+    "placements": QuantizerPlacement,
+    "ranges": RangeDecision,
+}
+_KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.DOUBLE: "float64"}
+_DTYPES = ("float32", "float64", "int32", "uint8")
+_FLOAT32 = ("scale", "observed_range", "input_range")  # numbers, or pairs of them, that are float32
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MIN_REFERRED = 12  # elements of an array that is shorter as a reference
+MIN_ELEMENTS = 1 << 16  # that decisions may always hold beside as many as the file's constants have
+DIGITS = 8
+
+
+def to_metadata(decisions: Decisions, model: ModelProto) -> dict[str, Any]:
+    """Decisions for the metadata of the model that they made."""
+    held = _Initializers(model, decisions)
+    entry: dict[str, Any] = encode(decisions, {**LEAVES, np.ndarray: Leaf(held.write, _unread)})
+    for name, cls in _PARTS.items():
+        entry[name] = _each(entry[name], _defaults(cls), _compact)
+    defaults = _defaults(Decisions)
+    return {
+        name: value
+        for name, value in entry.items()
+        if name not in _REPEATED and (name in {"version", "rewrite_version"} or value != defaults.get(name))
+    }
+
+
+def why_unreadable(provenance: Provenance | None) -> str:
+    """Why there are no decisions that this detent can apply; "" where there are."""
+    if provenance is None or provenance.decisions is None:
+        return "the file carries no decisions, which qo.quantize writes into its metadata"
+    for name, expected in (("version", VERSION), ("rewrite_version", REWRITE_VERSION)):
+        version = provenance.decisions.get(name)
+        if type(version) is not int:
+            raise FileFormatError(f"{WHERE}: {name} must be an integer, got {version!r:.60}")
+        if version != expected:
+            return (
+                f"the file's decisions have {name} {version}, this detent applies {expected}: use detent "
+                f"{provenance.made_by or 'of that time'}, or quantize again"
+            )
+    return ""
+
+
+class ChangedConstant(NamedTuple):
+    """A constant that decisions refer to, and whose bytes are no longer those that were written."""
+
+    name: str
+    digest_written: str
+    digest: str
+
+
+class StoredDecisions(NamedTuple):
+    """The decisions in a file, and the constants that they refer to and that were changed since.
+
+    There are no decisions where such a change made them impossible.
+    """
+
+    decisions: Decisions | None
+    changed: tuple[ChangedConstant, ...]
+
+
+def read_decisions(model: ModelProto, provenance: Provenance) -> StoredDecisions:
+    """The decisions in a file's metadata.
+
+    Raises:
+        FileFormatError: they are malformed, contradict themselves, or refer to what the file does not hold.
+    """
+    reader = _Reader(model)
+    try:
+        return StoredDecisions(_read(provenance, reader), tuple(reader.changed))
+    except FileFormatError:
+        if not reader.changed:
+            raise
+        return StoredDecisions(None, tuple(reader.changed))
+
+
+def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
+    entry: dict[str, Any] = {**_defaults(Decisions), **(provenance.decisions or {})}
+    repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
+    if repeated:
+        raise FileFormatError(f"{WHERE}: unexpected {repeated}, which the entry itself has")
+    for name, cls in _PARTS.items():
+        entry[name] = _each(entry.get(name), _defaults(cls), _whole)
+    entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})
+    with reading(WHERE):
+        return decode(Decisions, entry, WHERE, {**LEAVES, np.ndarray: Leaf(_unread, reader.read)})
+
+
+def _unread(value: object) -> object:
+    raise TypeError(f"{type(value).__name__} is only written, or only read")
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """The fields of a class that have a default, as JSON."""
+    defaults = {}
+    for field in fields(cls):
+        value = field.default if field.default_factory is MISSING else field.default_factory()
+        if value is not MISSING:
+            defaults[field.name] = encode(value, LEAVES)
+    return defaults
+
+
+def _each(entries: Any, defaults: Mapping[str, Any], change: Any) -> Any:  # noqa: ANN401 - JSON
+    """A list or an object of entries, each changed; other values are left for ``decode`` to refuse."""
+    if isinstance(entries, dict):
+        return {name: change(each, defaults) if isinstance(each, dict) else each for name, each in entries.items()}
+    if isinstance(entries, list):
+        return [change(each, defaults) if isinstance(each, dict) else each for each in entries]
+    return entries
+
+
+def _compact(entry: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in entry.items() if name not in defaults or value != defaults[name]}
+    if "group" in kept and kept["group"] == kept["tensor"]:
+        del kept["group"]
+    if kept.get("weight_zero_point", {}).get("fill") == 0:
+        del kept["weight_zero_point"]
+    return {name: _short(value) if name in _FLOAT32 else value for name, value in kept.items()}
+
+
+def _whole(entry: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    whole = {**defaults, **entry}
+    if "spec" in whole and "tensor" in whole:
+        whole.setdefault("group", whole["tensor"])
+    if whole.get("weight_scale") is not None and whole["weight_zero_point"] is None:
+        whole["weight_zero_point"] = {"zeros_like": whole["weight_scale"]}
+    return {name: _rounded(value) if name in _FLOAT32 else value for name, value in whole.items()}
+
+
+def _short(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, list):
+        return [_short(each) for each in value]
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _rounded(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return float(np.float32(value)) if isinstance(value, float) and abs(value) < MAX_FLOAT32 else value
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()[:DIGITS]
+
+
+def _little_endian(values: Array) -> bytes:
+    return np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+class _Initializers:
+    """The constants of a model that arrays can refer to, by type and content."""
+
+    def __init__(self, model: ModelProto, decisions: Decisions) -> None:
+        sizes = {values.size for values in _arrays(decisions)}
+        self._names: dict[tuple[str, bytes], TensorProto] = {}
+        for tensor in model.graph.initializer:
+            if tensor.data_type in _KINDS and prod(tensor.dims) in sizes:
+                self._names.setdefault((_KINDS[tensor.data_type], _little_endian(array_of(tensor))), tensor)
+
+    def write(self, values: Array) -> dict[str, Any]:
+        content, about = _little_endian(values), {"shape": list(values.shape), **_dtype_entry(values)}
+        if values.size > 1 and content == content[: values.itemsize] * values.size:
+            return {"fill": encode(values.flat[0].item()), **about}
+        tensor = self._names.get((str(values.dtype), content)) if values.size >= MIN_REFERRED else None
+        if tensor is None:
+            return {"base85": base64.b85encode(content).decode("ascii"), **about}
+        reference: dict[str, Any] = {"initializer": tensor.name, "digest": _digest(content)}
+        return reference if list(tensor.dims) == about["shape"] else {**reference, "shape": about["shape"]}
+
+
+def _dtype_entry(values: Array) -> dict[str, str]:
+    return {} if values.dtype == np.float32 else {"dtype": str(values.dtype)}
+
+
+def _arrays(decisions: Decisions) -> list[Array]:
+    layers = [array for each in decisions.layers for array in (each.weight_scale, each.bias) if array is not None]
+    return [*layers, *decisions.constants.values()]
+
+
+class _Reader:
+    """Reads arrays, of no more elements in all than the file's constants have, or a few."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.changed: list[ChangedConstant] = []
+        self._left = MIN_ELEMENTS + 2 * sum(prod(tensor.dims) for tensor in model.graph.initializer)
+
+    def read(self, value: Any) -> Array:  # noqa: ANN401 - JSON
+        if not isinstance(value, dict):
+            raise FileFormatError(f"an array is an object, got {value!r:.60}")
+        if "initializer" in value:
+            return self._referred(value)
+        if "zeros_like" in value:
+            return np.zeros(self.read(value["zeros_like"]).shape, np.int32)
+        form = "fill" if "fill" in value else "base85"
+        entry = table({"dtype": "float32", **value}, "an array", (form, "dtype", "shape"))
+        shape = self._shape(entry["shape"])
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
+            raise FileFormatError(f"the type of an array is one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}")
+        dtype = np.dtype(entry["dtype"]).newbyteorder("<")
+        if form == "fill":
+            number = entry["fill"]
+            number = float(number) if number in {"inf", "-inf", "nan"} else number
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise FileFormatError(f"an array is filled with a number, got {number!r:.60}")
+            return np.full(shape, number, dtype.newbyteorder("="))
+        if not isinstance(entry["base85"], str):
+            raise FileFormatError(f"the bytes of an array are text, got {entry['base64']!r:.60}")
+        content = base64.b85decode(entry["base85"])
+        if len(content) != prod(shape) * dtype.itemsize:
+            raise FileFormatError(f"an array of shape {shape} and type {dtype.name} has {len(content)} bytes")
+        return np.frombuffer(content, dtype).astype(dtype.newbyteorder("=")).reshape(shape)
+
+    def _shape(self, value: object) -> tuple[int, ...]:
+        shape = as_shape(value, error=FileFormatError)
+        self._left -= prod(shape)
+        if self._left < 0:
+            raise FileFormatError("their arrays have more elements than twice the constants of the file")
+        return shape
+
+    def _referred(self, value: dict[str, Any]) -> Array:
+        entry = table({"shape": None, **value}, "a reference", ("initializer", "digest", "shape"))
+        name = entry["initializer"]
+        tensor = self._tensors.get(name) if isinstance(name, str) else None
+        if tensor is None or tensor.data_type not in _KINDS:
+            raise FileFormatError(f"they refer to {name!r:.60}, which is no constant of floats or int32 in the file")
+        shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
+        values = array_of(tensor)
+        if prod(shape) != values.size:
+            raise FileFormatError(f"they refer to {name!r} with shape {shape}, it has {tuple(tensor.dims)}")
+        digest = _digest(_little_endian(values))
+        if digest != entry["digest"]:
+            self.changed.append(ChangedConstant(name, str(entry["digest"])[:DIGITS], digest))
+        return values.reshape(shape)

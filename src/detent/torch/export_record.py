@@ -1,0 +1,179 @@
+"""How a model was exported: all that an export of the same model needs to give the same bytes.
+
+It is the part ``export`` of a file's metadata. Example inputs are recorded by shape and type: their values do not enter
+the graph. Versions of torch and onnxscript are those whose exporter wrote it, which others may do differently.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from detent.codec import check_version, decode, encode
+from detent.errors import FileFormatError
+
+__all__ = ["ExportRecord"]
+
+WHERE = "how the file was exported"
+VERSION = 1
+MAX_ELEMENTS = 1 << 28  # of an example: a file is untrusted
+MAX_DEPTH = 8
+EXPORTERS = ("torch", "onnxscript")
+_HINTS = ("AUTO", "DYNAMIC", "STATIC")
+_DTYPES = {str(each).removeprefix("torch."): each for each in (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExampleInput:
+    """One input of an example; its name is "" where inputs are given by position."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExportRecord:
+    """How ``qt.export_onnx`` was called, and by which exporter.
+
+    ``dynamic_shapes`` is JSON of the argument; "unknown" where it held something that JSON cannot say.
+    """
+
+    opset: int
+    container: str
+    inputs: tuple[ExampleInput, ...]
+    dynamic_shapes: dict[str, Any]
+    exporters: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls,
+        example: Sequence[Tensor] | Mapping[str, Tensor],
+        opset: int,
+        container: str | None,
+        dynamic_shapes: Any | None,
+    ) -> "ExportRecord":
+        """The record of a call."""
+        named = example.items() if isinstance(example, Mapping) else (("", each) for each in example)
+        inputs = tuple(ExampleInput(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in named)
+        try:
+            shapes = _shapes_to_json(dynamic_shapes)
+        except TypeError:
+            shapes = {"unknown": True}
+        return cls(opset, container or "", inputs, {"value": shapes}, exporter_versions())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready data."""
+        written: dict[str, Any] = encode(self)
+        return {"version": VERSION, **written}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> "ExportRecord":
+        """The record in a file's metadata.
+
+        Raises:
+            FileFormatError: it cannot be read.
+        """
+        entry = dict(value)
+        check_version(entry.pop("version", None), VERSION, WHERE)
+        shapes = entry.get("dynamic_shapes")
+        if not isinstance(shapes, dict) or set(shapes) != {"value"}:
+            raise FileFormatError(f"{WHERE}: dynamic_shapes must be an object with a value, got {shapes!r:.60}")
+        entry["dynamic_shapes"] = {}
+        fields = decode(_Fields, {name: each for name, each in entry.items() if name != "dynamic_shapes"}, WHERE)
+        return cls(fields.opset, fields.container, fields.inputs, shapes, fields.exporters)
+
+    @property
+    def problem(self) -> str:
+        """Why the export cannot be repeated here; "" where it can."""
+        here = exporter_versions()
+        for name in EXPORTERS:
+            if self.exporters.get(name) != here[name]:
+                return (
+                    f"the file was exported with {name} {self.exporters.get(name)}, and {here[name]}, which is "
+                    "installed, may write another graph: install that version, or export again"
+                )
+        if self.dynamic_shapes["value"] == {"unknown": True}:
+            return "the file does not say which axes vary (its dynamic_shapes cannot be written as JSON)"
+        return ""
+
+    def example(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
+        """Inputs of the recorded shapes and types, all zero."""
+        tensors = []
+        for each in self.inputs:
+            if each.dtype not in _DTYPES or prod(each.shape) > MAX_ELEMENTS or any(size < 0 for size in each.shape):
+                raise FileFormatError(f"{WHERE}: input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
+            tensors.append(torch.zeros(each.shape, dtype=_DTYPES[each.dtype]))
+        names = [each.name for each in self.inputs]
+        return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)
+
+    def shapes(self) -> Any:
+        """The argument ``dynamic_shapes``."""
+        return _shapes_from_json(self.dynamic_shapes["value"], {}, 0)
+
+
+@dataclass(frozen=True)
+class _Fields:
+    opset: int
+    container: Literal["", "int8"]
+    inputs: tuple[ExampleInput, ...]
+    exporters: Mapping[str, str]
+
+
+def exporter_versions() -> dict[str, str]:
+    """The versions of the packages that write graphs."""
+    return {name: version(name) for name in EXPORTERS}
+
+
+def _shapes_to_json(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"entries": [[_key(key), _shapes_to_json(each)] for key, each in value.items()]}
+    if isinstance(value, tuple | list):
+        return {"tuple" if isinstance(value, tuple) else "list": [_shapes_to_json(each) for each in value]}
+    for hint in _HINTS:
+        if value is getattr(torch.export.Dim, hint):
+            return {"hint": hint}
+    if type(value) is torch.export.Dim:
+        low, high = (int(each) if each < 1 << 62 else None for each in (value.min, value.max))
+        return {"dim": value.__name__, "min": low, "max": high}
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
+
+
+def _key(key: object) -> int | str:
+    if not isinstance(key, int | str):
+        raise TypeError(f"{type(key).__name__} is no key of dynamic_shapes")
+    return key
+
+
+def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise FileFormatError(f"{WHERE}: dynamic_shapes are nested more than {MAX_DEPTH} times")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, dict) and len(value) == 1:
+        (kind, content), *_ = value.items()
+        if kind in {"tuple", "list"} and isinstance(content, list):
+            inner = [_shapes_from_json(each, dims, depth + 1) for each in content]
+            return tuple(inner) if kind == "tuple" else inner
+        if kind == "entries" and isinstance(content, list) and all(_is_pair(each) for each in content):
+            return {key: _shapes_from_json(each, dims, depth + 1) for key, each in content}
+        if kind == "hint" and content in _HINTS:
+            return getattr(torch.export.Dim, content)
+    if isinstance(value, dict) and set(value) == {"dim", "min", "max"} and str(value["dim"]).isidentifier():
+        name = str(value["dim"])
+        limits = {key: value[key] for key in ("min", "max") if type(value[key]) is int}
+        return dims.setdefault(name, torch.export.Dim(name, **limits))
+    raise FileFormatError(f"{WHERE}: dynamic_shapes hold {value!r:.60}")
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], int | str)

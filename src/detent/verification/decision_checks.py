@@ -1,0 +1,168 @@
+"""Whether decisions keep what a model computes, or stay within their stated bounds.
+
+``qo.rewrite`` itself refuses decisions that do not fit the model: layers, tensors and readers that it does not have,
+factors that do not sit on both sides of a real pair, constants and opsets that do not follow from it. What is left is
+about numbers:
+
+=============== =====================================================================================================
+weight scale    8 bits and more: the min-max scale of the weight, or one that its bias needs; fewer bits: not above
+                the min-max scale, and with no larger squared error
+weight zero     within the codes; 0 where the spec is symmetric (as ``QuantParams`` demands)
+corrected bias  no further from the folded bias than the mean error of the layer can be:
+                ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|``, and half a unit, where w' and x' are dequantized and
+                x lies in the range that was observed
+activation      any scale and zero point: they are decided, and data show what they cost
+=============== =====================================================================================================
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from detent.onnx.decisions import Decisions, LayerDecision
+from detent.onnx.graph_plan import MINMAX_BITS
+from detent.onnx.quantized_graph import ROOMY_BIAS_CODE, bias_scale
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.layers import Layer
+from detent.ops import fake_quantize
+from detent.params import QuantParams
+from detent.verification.verify_report import Difference
+
+__all__ = ["decided", "problems"]
+
+Array = NDArray[Any]
+SLACK = 1e-5  # of a bound, for float32 sums of the calibration
+ROOM = 1 << 8  # by which the code of a bias may miss the largest one, after rounding
+
+
+def problems(graph: Graph, layers: Mapping[str, Layer], decisions: Decisions) -> Iterator[Difference]:
+    """Decisions that do not follow from a float model with their factors in it."""
+    params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
+    for line in decisions.layers:
+        if line.is_quantized:
+            layer = layers[line.name]
+            incoming = params.get(layer.data) if line.input is not None else None
+            weight = graph.array(layer.weight)
+            bias = graph.array(layer.bias) if layer.bias in graph.constants else None
+            yield from _scale_problems(line, weight, incoming, bias if line.bias is None else line.bias)
+            if line.bias is not None:
+                bias = np.zeros(line.bias.shape, np.float32) if bias is None else bias
+                observed = ranges.get(layer.data) if incoming is not None else line.input_range
+                yield from _bias_problems(line, layer, weight, bias, incoming, observed)
+
+
+def _problem(line: LayerDecision, what: str, index: tuple[int, ...], expected: Any, got: Any, cause: str) -> Difference:  # noqa: ANN401
+    return Difference(line.name, what, index, expected, got, None, None, None, cause)
+
+
+def _scale_problems(
+    line: LayerDecision, weight: Array, incoming: QuantParams | None, bias: Array | None
+) -> Iterator[Difference]:
+    params = line.weight_params
+    full = QuantParams.from_data(params.spec, weight)
+    scale, widest = params.scale, np.asarray(full.scale, np.float32)
+    needed = _needed_by_bias(params, incoming, bias)
+    wrong = (scale > widest) & ~needed
+    if params.spec.bits >= MINMAX_BITS:
+        wrong |= (scale < widest) | ((params.zero_point != full.zero_point) & ~needed)
+    if wrong.any():
+        index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))[: scale.ndim]
+        cause = "a decided weight scale that does not follow from the weight"
+        yield _problem(line, "weight_scale", index, float(widest[index]), float(scale[index]), cause)
+    elif params.spec.bits < MINMAX_BITS and not needed.any():
+        errors = [
+            float(np.square(weight.astype(np.float64) - fake_quantize(weight, each)).sum()) for each in (full, params)
+        ]
+        if errors[1] > errors[0] * (1 + SLACK):
+            cause = "decided weight scales with a larger squared error than the min-max scales"
+            yield _problem(line, "weight_scale", (), errors[0], errors[1], cause)
+
+
+def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Array | None) -> Array:
+    """Which scales were widened so that the bias fits into 32 bits, or that the product of scales is normal."""
+    if incoming is None or bias is None:
+        return np.zeros(params.scale.shape, bool)
+    unit = bias_scale(incoming, params).astype(np.float64)
+    codes = np.abs(bias if bias.dtype == np.int32 else bias / unit).astype(np.float64)
+    codes = codes if params.scale.ndim else codes.max(initial=0.0)
+    needed = unit <= 4 * float(np.finfo(np.float32).smallest_normal)
+    return np.asarray(needed | (codes >= ROOMY_BIAS_CODE - ROOM)) if np.shape(codes) == unit.shape else needed
+
+
+def _bias_problems(
+    line: LayerDecision,
+    layer: Layer,
+    weight: Array,
+    before: Array,
+    incoming: QuantParams | None,
+    observed: tuple[float, float] | None,
+) -> Iterator[Difference]:
+    assert line.bias is not None  # noqa: S101 - the caller looked
+    params = line.weight_params
+    after, unit = line.bias.astype(np.float64), np.zeros(line.bias.shape)
+    if incoming is not None and line.bias.dtype == np.int32:
+        unit = np.broadcast_to(bias_scale(incoming, params).astype(np.float64), line.bias.shape)
+        after = after * unit
+    axes = tuple(axis for axis in range(weight.ndim) if axis != layer.axis)
+    rounded = fake_quantize(weight, params).astype(np.float64)
+    lost, kept = np.abs(weight - rounded).sum(axis=axes), np.abs(rounded).sum(axis=axes)
+    lo, hi, off = _input_bounds(incoming, observed)
+    bound = (lost * max(abs(lo), abs(hi)) + kept * off) * (1 + SLACK) + unit + SLACK * np.abs(before)
+    shift = np.abs(after - before)
+    if (shift > bound).any():
+        index = (int(np.argmax(shift > bound)),)
+        cause = f"a corrected bias further from the source's than the {bound[index]:.3g} that quantization can cause"
+        yield _problem(line, "bias", index, float(before[index]), float(after[index]), cause)
+
+
+def _input_bounds(incoming: QuantParams | None, observed: tuple[float, float] | None) -> tuple[float, float, float]:
+    """The smallest and largest input of a layer, and the largest error of one that is quantized."""
+    if incoming is None:
+        return (*(observed or (0.0, 0.0)), 0.0)
+    scale, zero, spec = float(incoming.scale), int(incoming.zero_point), incoming.spec
+    low, high = (spec.qmin - zero) * scale, (spec.qmax - zero) * scale
+    lo, hi = observed or (low, high)
+    return lo, hi, scale / 2 + max(0.0, hi - high, low - lo)
+
+
+def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | None]:
+    """The range that calibration saw, by quantized tensor."""
+    ranges: dict[str, tuple[float, float] | None] = {}
+    for each in decisions.placements:
+        if each.source_tensor:
+            before = ranges[each.source_tensor]
+            ranges[each.tensor] = None if before is None else (before[0] * each.factor, before[1] * each.factor)
+        else:
+            ranges[each.tensor] = decisions.ranges[each.group].observed_range
+    return ranges
+
+
+def decided(decisions: Decisions) -> tuple[str, ...]:
+    """What was decided, which verification takes as given within its bounds, in a line each."""
+    layers, lines = decisions.layers, []
+    quantized = [each for each in layers if each.is_quantized]
+    in_float = [each.name for each in layers if not each.is_quantized]
+    counts = (
+        (len(decisions.ranges), "activation scales and zero points", ""),
+        (len(in_float), "layers kept in float", _listed(in_float)),
+        (len(decisions.equalized), "equalized tensors", _listed([each.tensor for each in decisions.equalized])),
+        (len(decisions.smoothed), "smoothed tensors", _listed([each.tensor for each in decisions.smoothed])),
+        (sum(each.bias is not None for each in quantized), "corrected biases", ""),
+        (
+            sum(each.weight is not None and each.weight.bits < MINMAX_BITS for each in quantized),
+            "weights with searched scales",
+            "",
+        ),
+        (len(decisions.constants), "computed constants", _listed(list(decisions.constants))),
+    )
+    for count, what, names in counts:
+        if count:
+            lines.append(f"{count} {what}{f': {names}' if names else ''}")
+    return tuple(lines)
+
+
+def _listed(names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

@@ -1,0 +1,112 @@
+"""OnnxSource: an ONNX model as the source of a file, float or quantized itself."""
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any
+
+from numpy.typing import NDArray
+
+from detent.onnx_model import LoadedModel, make_session
+from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
+from detent.onnx_model.sessions import Probe, Reading, ort_errors
+from detent.tensor import QuantizedTensor
+from detent.verification.replay import ReplayedModel, replay
+from detent.verification.segments import SegmentCheck
+from detent.verification.source import Expected, Reference, SourceSegments
+from detent.verification.tally import Tally
+from detent.verification.verify_report import Replay
+
+__all__ = ["OnnxSource"]
+
+Array = NDArray[Any]
+
+
+class OnnxSource:
+    """An ONNX model: float, or quantized itself."""
+
+    knows_weights = False
+
+    def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
+        self.model, self._quantized = model, quantized
+        self.is_float = quantized is None
+        own = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
+        self._quantizers = {each.node: own[each.node] for each in artifact.quantize_nodes if each.node in own}
+        weights = () if quantized is None else quantized.weights
+        self._weights = [each for each in weights if each.direct and not each.is_bias]
+        self.names: Mapping[str, str] = {weight.name: weight.name for weight in self._weights}
+        self.notes: dict[str, None] = {}
+        self.causes: list[str] = []
+        self._session: Any = None
+        self._reference = Reference([])
+        self._probe = self._make_probe() if self._quantizers else None
+        self._artifact, self.tally, self.is_same = artifact, Tally(), False
+        self._replayed: ReplayedModel | None = None
+
+    def replay(self) -> Replay:
+        """The file beside what decisions make of this model."""
+        self._replayed = replay(self.model, self._artifact)
+        self.is_same = self._replayed.is_same
+        return self._replayed.result
+
+    @cached_property
+    def segments(self) -> SourceSegments | None:
+        """The float model by segments."""
+        replayed = self._replayed
+        if replayed is None or replayed.float_model is None or replayed.decisions is None:
+            return None
+        return SegmentCheck(replayed.float_model, replayed.decisions, self._artifact, self.tally)
+
+    def _make_probe(self) -> Probe:
+        outputs = self.model.outputs
+
+        def take_outputs(arrays: Mapping[str, Array]) -> None:
+            self._reference.outputs = [arrays[name] for name in outputs]
+
+        def take_codes(quantizer: QuantizeNode, arrays: Mapping[str, Array]) -> None:
+            self._reference.codes[quantizer.node] = arrays[quantizer.codes]
+
+        quantizers = self._quantizers.values()
+        readings = [Reading((each.codes,), partial(take_codes, each)) for each in quantizers]
+        kinds = {each.codes: each.qparams.kind for each in quantizers}
+        return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
+
+    def weights(self) -> dict[str, QuantizedTensor]:
+        """Those of a quantized source; none of a float model, whose weights folding and smoothing change."""
+        return {
+            weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
+            for weight in self._weights
+        }
+
+    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - of every source
+        """Always None: folding and correction change biases."""
+        return None
+
+    def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
+        """Always empty: the file decides what is quantized."""
+        return {}
+
+    def absent_quantizers(self) -> list[str]:
+        """Always empty: the file decides what is quantized."""
+        return []
+
+    def expected(self, quantizer: QuantizeNode) -> Expected | None:
+        """The quantizer of the same node, where the source is quantized itself."""
+        own = self._quantizers.get(quantizer.node)
+        if own is None or self._quantized is None:
+            return None
+        shape = self._quantized.graph.shape(own.x)
+        if shape is None and own.qparams.scale.ndim:
+            return None
+        known = (1, 1) if shape is None else tuple(size or 1 for size in shape)
+        return Expected(own.qparams.params(known or (1, 1)), 0, quantizer.x)
+
+    def run(self, feeds: Mapping[str, Array]) -> Reference:
+        """The outputs, and the codes of nodes that the file has as well."""
+        if self._probe is not None:
+            self._reference = Reference([])
+            self._probe.run(feeds)
+            return self._reference
+        if self._session is None:
+            self._session = make_session(self.model)
+        with ort_errors():
+            return Reference(list(self._session.run(None, dict(feeds))))

@@ -1,0 +1,36 @@
+"""Tally: how many codes were compared, how many differ, and the first difference."""
+
+from typing import SupportsInt
+
+from detent.verification.verify_report import Difference
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """How many codes were compared, how many differ, and the first difference."""
+
+    def __init__(self) -> None:
+        self.compared = self.differing = 0
+        self.first: Difference | None = None
+
+    def count(self, compared: SupportsInt, differing: SupportsInt) -> None:
+        """Add numbers of codes."""
+        self.compared += int(compared)
+        self.differing += int(differing)
+
+    def note(
+        self,
+        cause: str,
+        node: str,
+        tensor: str,
+        index: tuple[int, ...] = (),
+        expected: float | str | None = None,
+        got: float | str | None = None,
+        x: float | None = None,
+        scale: float | None = None,
+        zero_point: int | None = None,
+    ) -> None:
+        """Keep a difference, if it is the first."""
+        if self.first is None:
+            self.first = Difference(node, tensor, index, expected, got, x, scale, zero_point, cause)
