@@ -164,11 +164,11 @@ def assert_same_codes(
     artifact: "ModelProto | str | PathLike[str]",
     data: Iterable[Any] | str | PathLike[str],
 ) -> VerifyReport:
-    """Fail if a code, scale or zero point of a quantized ONNX file differs from its source model.
+    """Fail if a quantized ONNX file is not what its source and its decisions make it, to the bit.
 
-    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: weights are compared code by
-    code, and every quantizer gets the input it had in ONNX Runtime. The accumulation order has no effect, so the
-    assertion needs no tolerance and holds on every machine.
+    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: the file is replayed, and every
+    quantizer gets the input it had in ONNX Runtime. The accumulation order has no effect, so the assertion needs no
+    tolerance and holds on every machine.
 
     Args:
         model: a prepared ``detent.torch`` model, or the source ONNX model.

@@ -76,8 +76,32 @@ def test_verify(shop):
         "verify", "model.onnx", "model.w8a8.onnx", "-d", "calib.npz", "--batches", 3, "--levels", "1,3", cwd=shop
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("codes that differ: 0 of ")
-    assert "(3 batches)" in done.stdout
+    assert done.stdout.startswith("ok: the file is what its source and its decisions make it; ")
+    assert "level 3: 2 integer kernels" in done.stdout
+
+
+def test_verify_without_data_replays(shop):
+    done = detent("verify", "model.onnx", "model.w8a8.onnx", "--json", cwd=shop)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["levels"], found["batches"], found["replay"]["differences"]) == (True, [1], 0, [])
+    done = detent("verify", "model.onnx", "model.w8a8.onnx", "--levels", "2", cwd=shop)
+    assert done.returncode == 2
+    assert "need data" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "said"),
+    [
+        (["--fail-below-sqnr", 5], 0, "ok: "),
+        (["--fail-below-sqnr", 150], 1, "dB, less than 150 dB"),
+        (["--fail-below-agreement", 0], 0, "ok: "),
+    ],
+)
+def test_verify_with_limits(shop, limit, code, said):
+    done = detent("verify", "model.onnx", "model.w8a8.onnx", "-d", "few.npz", *limit, cwd=shop)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout
 
 
 def test_verify_finds_a_difference(shop, tmp_path):

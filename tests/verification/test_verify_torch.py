@@ -136,14 +136,14 @@ def plus_one(index):
 
 
 CHANGES = {
-    "weight_code": ("conv.weight_codes", plus_one((3, 1, 2, 0)), "wrong code", (3, 1, 2, 0), 1),
-    "depthwise_code": ("depthwise.weight_codes", plus_one((3, 0, 2, 0)), "wrong code", (3, 0, 2, 0), 1),
-    "weight_scale": ("conv.weight_scale", up(5), "wrong scale, off by 1 ulp", (5,), 27),
-    "weight_zero_point": ("square.weight_zero_point", plus_one(2), "wrong zero point", (2,), 32),
-    "bias_code": ("head.bias_codes", plus_one(4), "wrong code of a bias", (4,), 1),
-    "bias_scale": ("head.bias_scale", up(4), "the scale of a bias is not the product", (4,), 1),
-    "activation_scale": ("square.input_scale", up(...), "wrong scale, off by 1 ulp", (), 16 * 32),
-    "activation_zero_point": ("conv.input_zero_point", plus_one(...), "wrong zero point", (), 16 * 192),
+    "weight_code": ("conv.weight_codes", plus_one((3, 1, 2, 0)), "1 of 864 values changed", (3, 1, 2, 0), 1),
+    "depthwise_code": ("depthwise.weight_codes", plus_one((3, 0, 2, 0)), "1 of 288 values changed", (3, 0, 2, 0), 1),
+    "weight_scale": ("conv.weight_scale", up(5), "1 of 32 values changed", (5,), 27),
+    "weight_zero_point": ("square.weight_zero_point", plus_one(2), "1 of 32 values changed", (2,), 32),
+    "bias_code": ("head.bias_codes", plus_one(4), "1 of 10 values changed", (4,), 1),
+    "bias_scale": ("head.bias_scale", up(4), "1 of 10 values changed", (4,), 1),
+    "activation_scale": ("square.input_scale", up(...), "changed", (), 16 * 32),
+    "activation_zero_point": ("conv.input_zero_point", plus_one(...), "changed", (), 16 * 192),
 }
 
 
@@ -156,12 +156,11 @@ def test_one_change_is_named(pair, name):
     found = report.first_difference
     assert (found.tensor, found.index) == (tensor, index)
     assert cause in found.cause
-    assert found.node.startswith(tensor.rpartition("_")[0].removesuffix("_zero"))
+    assert "trained on since" in found.cause
+    assert found.node == f"constant {tensor}"
     assert found.expected != found.got
-    assert found.scale > 0
     assert least <= report.differing_codes <= report.compared_codes
-    assert str(report).startswith(f"codes that differ: {report.differing_codes} of {report.compared_codes}\n")
-    assert tensor in str(report)
+    assert str(report).startswith(f"not ok: constant {tensor}: {cause}")
 
 
 @pytest.mark.parametrize(("layer", "axis"), [("square", 1), ("head", 1), ("conv", 1)])
@@ -172,7 +171,7 @@ def test_a_swapped_axis_is_named(pair, layer, axis):
     assert not report.ok
     found = report.first_difference
     assert (found.node, found.expected, found.got) == (f"{layer}.weight_DequantizeLinear", 0, 1)
-    assert found.cause == "scales lie elsewhere: axis 1, expected axis 0"
+    assert found.tensor == "attribute axis"
 
 
 def test_a_wrong_input_of_a_quantizer_is_no_difference_of_its_own(pair):
@@ -251,7 +250,7 @@ def test_recipes(name, tmp_path):
         assert any(node.op_type == "Clip" for node in load(path).graph.node)
         shorter = change(load(path), "square.input_highest", lambda values: np.multiply(values, 0.5, out=values))
         changed = dt.verify(model, shorter, images(), levels=(1,))
-        assert (changed.first_difference.node, changed.ok) == ("square.input_QuantizeLinear", False)
+        assert (changed.first_difference.node, changed.ok) == ("constant square.input_highest", False)
     if "a16" in name:
         assert report.end_to_end["accuracy_level_0"].output_sqnr_db["output"] > 100
 

@@ -248,11 +248,8 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
     screen.say(str(evaluation.result.output), style="bold")
     for label, text in evaluation.facts():
         screen.say(f"  {label + ':':<18} {text}")
-    verification = evaluation.verification
-    if verification is not None:
-        screen.say(f"codes that differ: {verification.differing_codes} of {verification.compared_codes}")
-        if verification.first_difference is not None or verification.saturation is not None:
-            screen.say(f"  first: {verification.first_difference or verification.saturation}")
+    if evaluation.verification is not None:
+        screen.say(f"verified: {evaluation.verification.headline}")
     if evaluation.sensitive_layers:
         screen.say("most sensitive layers, and how to keep them in float:")
         for layer in evaluation.sensitive_layers:

@@ -137,8 +137,7 @@ class Evaluation:
     def __str__(self) -> str:
         lines = [str(self.result.output), *(f"  {label + ':':<18} {text}" for label, text in self.facts())]
         if self.verification is not None:
-            codes = self.verification
-            lines.append(f"codes that differ: {codes.differing_codes} of {codes.compared_codes}")
+            lines.append(f"verified: {self.verification.headline}")
         lines += [f"most sensitive: {name}, {share:.0%} of the noise" for name, share in self.sensitive_layers]
         return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
 

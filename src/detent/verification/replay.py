@@ -4,8 +4,9 @@ Nothing in the file is trusted but its decisions, and these are checked (``decis
 holds must be what ``qo.rewrite`` makes of them: operators, attributes, wiring, inputs, outputs and constants, to the
 last bit (``model_diff``).
 
-A source that is quantized itself is compared as it is with a file that carries no decisions. A replay that cannot be made has a reason, and is not a success: a file without decisions, of another rewrite version,
-or of an onnx whose converter is not installed here.
+A source that is quantized itself is compared as it is with a file that carries no decisions. A replay that cannot be
+made has a reason, and is not a success: a file without decisions, of another rewrite version, or of an onnx whose
+converter is not installed here.
 """
 
 from dataclasses import dataclass

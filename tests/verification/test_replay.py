@@ -1,0 +1,234 @@
+"""Replay: a file that was changed after it was written is caught, and so are decisions that do not fit."""
+
+import json
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+import detent as dt
+import detent.onnx as qo
+from detent.onnx_model import array_of, make_tensor
+
+
+def model():
+    rng = np.random.default_rng(0)
+    square = [numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float32), name) for name in ("w1", "w2")]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w1"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("MatMul", ["b", "w2"], ["y"], name="second"),
+    ]
+    ends = [[helper.make_tensor_value_info(name, 1, ["n", 8])] for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", *ends, square)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+DATA = [np.random.default_rng(i).normal(size=(4, 8)).astype(np.float32) for i in range(3)]
+
+
+def changed(made, name, change):
+    for tensor in made.graph.initializer:
+        if tensor.name == name:
+            tensor.CopyFrom(make_tensor(name, change(array_of(tensor)), tensor.data_type))
+            return name
+    raise AssertionError(name)
+
+
+def one_code(values):
+    values = values.copy()
+    values[3, 2] ^= 1
+    return values
+
+
+def one_ulp(values):
+    return np.nextafter(values, np.float32(np.inf)).astype(np.float32)
+
+
+def first_ulp(values):
+    values = values.copy()
+    values[0] = np.nextafter(values[0], np.float32(np.inf))
+    return values
+
+
+@pytest.fixture
+def made(tmp_path):
+    return qo.load(qo.quantize(model(), tmp_path / "q.onnx", DATA, progress=False, smooth=False).output)
+
+
+def test_nothing_differs_in_a_file_as_it_was_written(made):
+    report = dt.verify(model(), made, DATA)
+    assert report.ok
+    assert report.differing_codes == 0
+    assert report.compared_codes > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("w1_codes", one_code),
+        ("w2_scale", first_ulp),
+        ("x_scale", one_ulp),
+        ("x_zero_point", lambda values: values + 1),
+        ("w1_zero_point", lambda values: values + 1),
+    ],
+)
+def test_changed_constants_are_caught_and_named(made, name, change):
+    changed(made, name, change)
+    report = dt.verify(model(), made)
+    assert not report.ok
+    assert report.first_difference.tensor == name
+    with pytest.raises(dt.VerificationError, match=name):
+        dt.verify(model(), made, raise_on_difference=True)
+
+
+def test_a_swapped_axis_is_caught(made):
+    node = next(node for node in made.graph.node if node.input[0] == "w1_codes")
+    node.attribute[0].i = 0
+    report = dt.verify(model(), made)
+    found = report.first_difference
+    assert not report.ok
+    assert (found.node, found.tensor, found.expected, found.got) == (node.name, "attribute axis", 1, 0)
+
+
+def test_a_file_is_of_its_own_source_and_of_no_other(made):
+    assert dt.verify(model(), made).ok
+    other = model()
+    changed(other, "w1", one_ulp)
+    found = dt.verify(other, made, DATA)
+    assert not found.ok
+    assert found.first_difference.cause == "the file was made from another model than this source"
+    stored = model()  # the same numbers, stored in another way
+    for tensor in stored.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        tensor.ClearField("raw_data")
+        tensor.float_data.extend(values.ravel().tolist())
+    assert dt.verify(stored, made).ok
+
+
+def test_a_file_without_decisions_is_not_ok(made):
+    del made.metadata_props[:]
+    report = dt.verify(model(), made, DATA)
+    assert not report.ok
+    assert report.failure.startswith("not replayed: the file carries no decisions")
+    assert not dt.verify(model(), made, DATA, levels=(2,)).ok
+    assert dt.verify(model(), made, DATA, levels=(3,)).ok
+
+
+def test_what_was_decided_is_listed(made):
+    report = dt.verify(model(), made)
+    assert report.replay.decided == ("2 activation scales and zero points",)
+    assert "decided: 2 activation scales and zero points" in str(report)
+
+
+def test_segments_are_equal_to_the_bit(made):
+    report = dt.verify(model(), made, DATA)
+    assert report.ok
+    assert report.segments.compared_codes == 3 * (4 * 8 + 4 * 8)
+    assert (report.segments.compared_outputs, report.segments.bound) == (3, "")
+
+
+def test_execution_alone_catches_a_changed_graph(made):
+    made.graph.node[[node.name for node in made.graph.node].index("relu")].op_type = "Abs"
+    report = dt.verify(model(), made, DATA, levels=(2,))
+    assert not report.ok
+    assert report.replay is None
+    assert report.segments.differing_codes > 0
+    assert "(by relu, first)" in report.failure
+
+
+def rewritten(made, change):
+    """A file with another entry of its decisions."""
+    entry = next(each for each in made.metadata_props if each.key == "detent")
+    fields = json.loads(entry.value)
+    change(fields["decisions"])
+    entry.value = json.dumps(fields)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda each: each.update(rewrite_version=99), "rewrite_version 99"),
+        (lambda each: each.update(version=99), "version 99"),
+    ],
+)
+def test_other_versions_are_not_replayed(made, change, reason):
+    report = dt.verify(model(), rewritten(made, change))
+    assert not report.ok
+    assert report.replay.reason.startswith("the file's decisions have ")
+    assert reason in report.failure
+
+
+def nest(entry):
+    value = entry
+    for _ in range(5000):
+        value["layers"] = value = {}
+
+
+MALFORMED = {
+    "no version": lambda each: each.pop("version"),
+    "text": lambda each: each.update(layers="all"),
+    "unknown key": lambda each: each.update(color=3),
+    "repeated": lambda each: each.update(target="openvino"),
+    "twice": lambda each: each["layers"].append(each["layers"][0]),
+    "no such constant": lambda each: each["layers"][0]["weight_scale"].update(initializer="nothing"),
+    "constant of another type": lambda each: each["layers"][0]["weight_scale"].update(initializer="w1_codes"),
+    "huge": lambda each: each["layers"][0].update(weight_scale={"fill": 1.0, "shape": [1 << 40]}),
+    "huge in all": lambda each: each.update(constants={str(i): {"fill": 1.0, "shape": [60000]} for i in range(100)}),
+    "short bytes": lambda each: each["layers"][0].update(weight_scale={"base85": "00", "shape": [8]}),
+    "not base85": lambda each: each["layers"][0].update(weight_scale={"base85": '""', "shape": [8]}),
+    "another dtype": lambda each: each["layers"][0].update(weight_scale={"fill": 1, "shape": [8], "dtype": "object"}),
+    "scale of 0": lambda each: each["ranges"]["x"].update(scale=0),
+    "scale of nan": lambda each: each["ranges"]["x"].update(scale="nan"),
+    "zero point": lambda each: each["ranges"]["x"].update(zero_point=1 << 70),
+    "no range": lambda each: each.update(ranges={}),
+    "group of its own": lambda each: each["placements"][0].update(group="nothing"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_decisions_are_refused(made, name):
+    with pytest.raises(dt.FileFormatError, match="decisions of the file"):
+        dt.verify(model(), rewritten(made, MALFORMED[name]))
+
+
+def test_metadata_that_are_nested_too_deep_are_refused(made):
+    entry = next(each for each in made.metadata_props if each.key == "detent")
+    entry.value = '{"decisions":' + "[" * 100_000 + "]" * 100_000 + "}"
+    with pytest.raises(dt.FileFormatError, match="detent"):
+        dt.verify(model(), made)
+
+
+CONTRADICTING = {
+    "unknown layer": lambda each: each["layers"][0].update(name="nothing"),
+    "layer missing": lambda each: each["layers"].pop(),
+    "tensor": lambda each: (
+        each["placements"][0].update(tensor="nothing"),
+        each["ranges"].update(nothing=each["ranges"].pop("x")),
+    ),
+    "opset": lambda each: each.update(opset=25),
+    "ir_version": lambda each: each.update(ir_version=9),
+    "scale": lambda each: each["layers"][0].update(weight_scale={"fill": 0.5, "shape": [8]}),
+    "constant": lambda each: each.update(constants={"c": {"fill": 1.0, "shape": [2]}}),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTING)
+def test_decisions_for_another_model_are_not_ok(made, name):
+    report = dt.verify(model(), rewritten(made, CONTRADICTING[name]))
+    assert not report.ok
+    assert report.first_difference is not None
+
+
+def test_another_activation_scale_is_another_decision(made):
+    """It is a quantization of the same source: listed as decided, and data show what it costs."""
+    scale = np.float32(0.25)
+    changed(made, "x_scale", lambda values: np.full_like(values, scale))
+    rewritten(made, lambda each: each["ranges"]["x"].update(scale=float(scale)))
+    report = dt.verify(model(), made, DATA)
+    assert report.ok
+    assert report.replay.decided == ("2 activation scales and zero points",)
+    assert (
+        report.output_sqnr_db < dt.verify(model(), qo.rewrite(model(), qo.decide(model(), DATA)), DATA).output_sqnr_db
+    )
