@@ -521,6 +521,10 @@ class WeightCheck:
         if self._artifact.provenance is not None:
             _check_biases(self._artifact, tally, biases, scales)
 
+    def count(self) -> None:
+        """Count the codes of weights that were compared otherwise."""
+        self._tally.count(sum(weight.codes.size for weight in self._artifact.weights if not weight.is_bias), 0)
+
     def _activation_scales(self) -> dict[str, Array]:
         expected = ((each.codes, self._source.expected(each)) for each in self._artifact.quantize_nodes)
         return {codes: quantizer.params.scale for codes, quantizer in expected if quantizer is not None}
