@@ -63,23 +63,24 @@ def _largest(x: Array) -> int:
 
 def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
     """The smallest type in which all sums of products over those axes of w are exact, in any order."""
-    largest_sum = int(np.abs(w).sum(axis=axes, dtype=np.int64).max(initial=0))
+    largest_sum = int(np.abs(w).sum(axis=axes, dtype=np.float64).max(initial=0))
     return np.float32 if _largest(x) * largest_sum <= EXACT_FLOAT32 else np.float64
 
 
 def product_sums(a: Array, b: Array) -> Array:
-    """The exact matrix product of integers."""
+    """The exact matrix product of integers, as floats."""
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
     if b.ndim == MATRIX:  # one product of matrices, not one for each sample
-        sums: Array = np.matmul(a.reshape(-1, a.shape[-1]).astype(dtype), b.astype(dtype))
-        return sums.astype(np.int64).reshape(*a.shape[:-1], b.shape[-1])
-    return np.asarray(np.matmul(a.astype(dtype), b.astype(dtype)).astype(np.int64))
+        flat = a.reshape(-1, a.shape[-1]).astype(dtype, copy=False)
+        sums: Array = np.matmul(flat, b.astype(dtype, copy=False))
+        return sums.reshape(*a.shape[:-1], b.shape[-1])
+    return np.asarray(np.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False)))
 
 
 def conv_sums(
     x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
 ) -> Array:
-    """The exact convolution of integers without zero points, (N, C, ...) with (M, C / group, ...); the border is 0.
+    """The exact convolution of integers without zero points, (N, C, ...) with (M, C / group, ...), as floats.
 
     Pads are those at the beginning of each spatial axis, then those at the end.
     """
@@ -101,7 +102,7 @@ def conv_sums(
         part = padded[(slice(None), slice(None), *cut)].reshape(samples, group, each, -1)
         own = weights[(..., *tap)]
         total += np.multiply(own, part, out=products) if each == 1 else np.matmul(own, part, out=products)
-    return total.astype(np.int64).reshape(samples, w.shape[0], *sizes)
+    return np.asarray(total.reshape(samples, w.shape[0], *sizes))
 
 
 def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
@@ -113,8 +114,18 @@ def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
     graph = helper.make_graph([node], "sums", values[:2], values[2:])
     session = make_session(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
     with ort_errors():
-        sums = session.run(None, {"x": x.astype(np.float32), "w": w.astype(np.float32)})[0]
-    return np.asarray(sums, np.int64)
+        return np.asarray(
+            session.run(None, {"x": x.astype(np.float32, copy=False), "w": w.astype(np.float32, copy=False)})[0]
+        )
+
+
+def _with_bias(sums: Array, bias: Array | None) -> Array:
+    """Sums and an integer bias, exactly."""
+    if bias is None:
+        return sums
+    if _largest(sums) + _largest(bias) > EXACT_FLOAT32:
+        sums = sums.astype(np.float64)
+    return np.asarray(sums + bias.astype(sums.dtype))
 
 
 def _reach(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
@@ -125,18 +136,19 @@ def _reach(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
 def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
     """The codes of sums: one float32 multiply, half-even rounding, zero point, clamp."""
     limits = np.iinfo(kind)
-    scaled = sums.astype(np.float32) * np.asarray(multiplier, np.float32)
+    scaled = sums.astype(np.float32, copy=False) * np.asarray(multiplier, np.float32)
     rounded = np.rint(scaled, out=np.asarray(scaled))
     rounded += np.asarray(zero_point, np.float32)  # exact below 2**24, and clamped above
     return np.clip(rounded, limits.min, limits.max, out=rounded).astype(kind)
 
 
 def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Array:
-    """Integers without their zero point."""
-    zero = np.zeros((), np.int32) if zero_point is None else np.asarray(zero_point).astype(np.int32)
+    """Integers without their zero point, as floats."""
+    zero = np.zeros(()) if zero_point is None else np.asarray(zero_point)
     if zero.size == 1:
         zero = zero.reshape(())
-    return x.astype(np.int32) - (zero if axis is None else _along(zero, x.ndim, axis))
+    dtype = np.float32 if x.itemsize <= 2 else np.float64  # in which they are exact
+    return np.subtract(x, zero if axis is None else _along(zero, x.ndim, axis), dtype=dtype)
 
 
 def _flat(values: Array | None) -> Array:
@@ -187,8 +199,7 @@ def _qlinear_conv(inputs: Inputs, attributes: Attributes) -> Prediction:
     last = bool(attributes.get("channels_last", 0))
     moved = np.moveaxis(x, -1, 1) if last else x
     sums = _conv(_shifted(moved, x_zero), _shifted(w, w_zero, 0), attributes)
-    if bias is not None:
-        sums += _along(np.asarray(bias, np.int64), sums.ndim, 1)
+    sums = _with_bias(sums, None if bias is None else _along(bias, sums.ndim, 1))
     multiplier = _along(_multiplier(x_scale, w_scale, y_scale), sums.ndim, 1)
     codes = requantize(sums, multiplier, int(y_zero.reshape(())), y_zero.dtype)
     return Prediction(np.moveaxis(codes, 1, -1), axis=codes.ndim - 1) if last else Prediction(codes, axis=1)
@@ -204,7 +215,7 @@ def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
 
 def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
     """Sums as floats: one multiply and, with a bias, one addition, whose roundings may be one."""
-    scaled = sums.astype(np.float32) * scale
+    scaled = sums.astype(np.float32, copy=False) * scale
     values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
     around = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
     return Prediction(values, around * np.float32(2.0**-22), scale)
@@ -217,9 +228,7 @@ def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
     left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
     left = left.T if attributes.get("transA", 0) else left
     right = right.T if attributes.get("transB", 0) else right
-    sums = product_sums(left, right)
-    if bias is not None:
-        sums = sums + np.asarray(bias, np.int64)
+    sums = _with_bias(product_sums(left, right), bias)
     if y_scale is None or y_zero is None:
         return _floats(sums, _flat(a_scale) * _flat(b_scale), None)
     codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)

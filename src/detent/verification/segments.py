@@ -28,7 +28,9 @@ from detent.onnx.quantized_graph import bias_codes, bias_scale
 from detent.onnx_model.graph import Graph, node_name, reads
 from detent.onnx_model.layers import layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
+from detent.onnx_model.qdq_writer import QdqParams
 from detent.onnx_model.sessions import PROBE_BUDGET, make_session, ort_errors
+from detent.onnx_model.targets import Container
 from detent.ops import dequantize, fake_quantize
 from detent.params import QuantParams
 from detent.verification.codes import compare_codes, shift_of
@@ -54,12 +56,14 @@ class _Target:
 
     def dequantized(self, codes: Array) -> Array:
         if codes.dtype.kind == "f":  # codes of 4 bits come as floats
-            codes = codes.astype(np.int32)
-        return dequantize(codes.astype(np.int32) - self.shift if self.shift else codes, self.params)
+            return dequantize(codes.astype(np.int32) - self.shift, self.params)
+        kind = self.quantizer.qparams.kind
+        stored = QdqParams.of(self.params, Container(kind, self.shift), codes.ndim).params(codes.shape)
+        return dequantize(codes, stored)
 
 
 class SegmentCheck:
-    """The segments of a source beside a file."""
+    """The segments of a source beside a file; the float model is changed."""
 
     checks_quantizers = True  # codes are those that detent makes, too: level 1 need not look again
 
@@ -68,9 +72,8 @@ class SegmentCheck:
         budget: int = PROBE_BUDGET,
     ) -> None:  # fmt: skip
         self._artifact, self._tally, self._budget = artifact, tally, budget
-        self._model = ModelProto()
-        self._model.CopyFrom(float_model)
-        self._graph = Graph(self._model)
+        self._model = float_model
+        self._graph = Graph(float_model)
         self._arrays: dict[str, Array] = {}  # weights and biases, by the names of inputs
         self._targets: dict[str, _Target] = {}
         self._by_tensor = self._quantizers()
