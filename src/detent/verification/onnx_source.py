@@ -6,6 +6,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from detent.errors import UnsupportedError
 from detent.onnx_model import LoadedModel, make_session
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.sessions import Probe, Reading, ort_errors
@@ -54,6 +55,8 @@ class OnnxSource:
         replayed = self._replayed
         if replayed is None or replayed.float_model is None or replayed.decisions is None:
             return None
+        if replayed.flaws:  # segments follow from the decisions, and would agree with what was done to them
+            self.tally.first = replayed.flaws[0]
         return SegmentCheck(replayed.float_model, replayed.decisions, self._artifact, self.tally)
 
     def _make_probe(self) -> Probe:
@@ -102,6 +105,9 @@ class OnnxSource:
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
         """The outputs, and the codes of nodes that the file has as well."""
+        names = self._artifact.graph.outputs
+        if self.model.outputs != tuple(names):
+            raise UnsupportedError(f"the source has the outputs {list(self.model.outputs)}, the file {list(names)}")
         if self._probe is not None:
             self._reference = Reference([])
             self._probe.run(feeds)

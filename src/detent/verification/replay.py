@@ -39,6 +39,7 @@ class ReplayedModel:
     decisions: Decisions | None = None
     float_model: ModelProto | None = None  # in normal form, with its factors, without quantizers
     is_same: bool = False  # source and file are one model
+    flaws: tuple[Difference, ...] = ()  # of the decisions themselves
 
 
 def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
@@ -73,23 +74,23 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
             graph = Graph(model)
             layers = check_fits(graph, decisions)
             found += problems(graph, layers, decisions)
+            float_model = ModelProto()
+            float_model.CopyFrom(model)
+            rewritten = write_quantizers(model, decisions)
     except UnsupportedError as error:
         return ReplayedModel(Replay(str(error)))
     except (SpecError, ParamsError) as error:
         found.append(Difference("the decisions", "metadata", (), None, None, None, None, None, str(error)))
         return ReplayedModel(Replay(differences=tuple(found)))
-    float_model = ModelProto()
-    float_model.CopyFrom(model)
-    rewritten = write_quantizers(model, decisions)
     result = compare_models(rewritten, artifact.model, found, decided(decisions))
-    return ReplayedModel(result, decisions, float_model)
+    return ReplayedModel(result, decisions, float_model, flaws=tuple(found))
 
 
 def compare_models(
     expected: ModelProto, got: ModelProto, found: list[Difference], decided_lines: tuple[str, ...]
 ) -> Replay:
     """What is different in a file from the model that it should be; ``found`` are differences known already."""
-    return _result(expected, (*islice(differences(expected, got), MAX_DIFFERENCES), *found), decided_lines)
+    return _result(expected, (*found, *islice(differences(expected, got), MAX_DIFFERENCES)), decided_lines)
 
 
 def _result(expected: ModelProto, found: tuple[Difference, ...], decided_lines: tuple[str, ...]) -> Replay:

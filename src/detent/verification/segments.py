@@ -129,6 +129,10 @@ class SegmentCheck:
         """Let the readers of a tensor get an input in its place."""
         graph, tensor = self._graph, placement.tensor
         quantizer = self._by_tensor.get(placement.source_tensor or tensor)
+        if quantizer is None:
+            self._tally.count(0, 1)
+            self._tally.note("its quantizer is not in the file", tensor, tensor, (), "QuantizeLinear", None)
+            return
         if placement.source_tensor:
             before = self._targets.get(placement.source_tensor)
             producer = graph.producer(tensor)
@@ -140,10 +144,6 @@ class SegmentCheck:
         ]
         fed = self._input(f"{tensor}_fed")
         graph.redirect(tensor, fed, readers)
-        if quantizer is None:
-            self._tally.count(0, 1)
-            self._tally.note("its quantizer is not in the file", tensor, tensor, (), "QuantizeLinear", None)
-            return
         self._targets[tensor] = _Target(tensor, quantizer, params, shift_of(params, quantizer.qparams.kind), fed)
 
     def result(self) -> Segments:
