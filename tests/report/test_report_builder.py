@@ -479,7 +479,7 @@ def test_verification_is_told(made):
     assert "fc0_q[0, 3] is 18, expected 17" in str(page.verification.first_difference)
     text = page.to_html()
     assert "Failed" in text
-    assert "First difference" in text
+    assert "not ok: fc0_Q: another code" in text
 
 
 def test_a_source_with_other_ends_is_a_note(made):

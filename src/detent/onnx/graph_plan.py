@@ -23,6 +23,7 @@ from detent.onnx_model.layers import Layer, layers_of
 from detent.onnx_model.targets import Target, get_target
 from detent.params import QuantParams
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe, skipped_names
+from detent.rounding import half_even
 from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec, check_axis
 from detent.spec import QuantSpec, onnx_widths, stored_nbytes
@@ -284,6 +285,8 @@ def activation_problem(spec: QuantSpec) -> str:
     """Why activations cannot have that spec in a file; "" where they can."""
     if isinstance(spec.granularity, PerToken) or not isinstance(spec.granularity, PerTensor):
         return f"activations of a file have one scale per tensor, got {spec}"
+    if spec.rounding != half_even:
+        return f"QuantizeLinear rounds half to even, and {spec} does not: use rounding 'half_even'"
     return "" if spec.scale_format == "float" else f"ONNX files cannot hold activations of {spec}"
 
 

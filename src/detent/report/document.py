@@ -44,7 +44,7 @@ Status = Literal["integers", "quantized", "float"]
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
 BINS = 64
 DIGITS = 6
-VERSION, KIND = 2, "detent-report"
+VERSION, KIND = 3, "detent-report"
 ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
 MAX_LAYERS_SHOWN = MAX_CHARS_SHOWN = 20
 

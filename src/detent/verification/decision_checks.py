@@ -15,6 +15,7 @@ activation      any scale and zero point: they are decided, and data show what t
 =============== =====================================================================================================
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = ["decided", "problems"]
 
 Array = NDArray[Any]
 SLACK = 1e-5  # of a bound, for float32 sums of the calibration
+MAX_CLIPPED = 16  # times its range that a quantizer may clip, as far as it explains a corrected bias
 ROOM = 1 << 8  # by which the code of a bias may miss the largest one, after rounding
 
 
@@ -123,7 +125,9 @@ def _input_bounds(incoming: QuantParams | None, observed: tuple[float, float] | 
         return (*(observed or (0.0, 0.0)), 0.0)
     scale, zero, spec = float(incoming.scale), int(incoming.zero_point), incoming.spec
     low, high = (spec.qmin - zero) * scale, (spec.qmax - zero) * scale
+    widest = MAX_CLIPPED * (high - low)
     lo, hi = observed or (low, high)
+    lo, hi = max(lo, low - widest), min(hi, high + widest)
     return lo, hi, scale / 2 + max(0.0, hi - high, low - lo)
 
 
@@ -141,10 +145,13 @@ def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | No
 
 def decided(decisions: Decisions) -> tuple[str, ...]:
     """What was decided, which verification takes as given within its bounds, in a line each."""
-    layers, lines = decisions.layers, []
+    layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]
+    specs = Counter(str(each.weight) for each in quantized)
+    kinds = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
+        (len(specs), "kind of weights" if len(specs) == 1 else "kinds of weights", kinds),
         (len(decisions.ranges), "activation scales and zero points", ""),
         (len(in_float), "layers kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensors", _listed([each.tensor for each in decisions.equalized])),

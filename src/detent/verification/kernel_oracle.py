@@ -148,7 +148,7 @@ def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Arr
     if zero.size == 1:
         zero = zero.reshape(())
     dtype = np.float32 if x.itemsize <= 2 else np.float64  # in which they are exact
-    return np.subtract(x, zero if axis is None else _along(zero, x.ndim, axis), dtype=dtype)
+    return np.asarray(np.subtract(x, zero if axis is None else _along(zero, x.ndim, axis), dtype=dtype))
 
 
 def _flat(values: Array | None) -> Array:

@@ -15,6 +15,7 @@ A check names the tensors it reads (``readings``), takes them batch by batch, an
 
 import sys
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
 from os import PathLike
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from detent.errors import UnsupportedError
+from detent.errors import StateError, UnsupportedError
 from detent.onnx_model import optimized
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
@@ -91,14 +92,19 @@ class _Verification:
         self.kernels: KernelCheck | None = None
         self.kernel_difference: Difference | None = None
         self.replay: Replay | None = None
+        self.optimized: Future[ModelProto] | None = None
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
         # OpenVINO loads the file in a process of its own while everything else goes on.
         wants_openvino = self.has_data and 2 in self.levels and is_installed()
         openvino = OpenVinoCheck(self.artifact, self.batch) if wants_openvino else None
+        pool = ThreadPoolExecutor(1)
         try:
+            if self.has_data and {2, 3} & set(self.levels):  # ONNX Runtime optimizes while the file is replayed
+                self.optimized = pool.submit(optimized, self.artifact.model)
             return self._run(batches, openvino)
         finally:
+            pool.shutdown()
             if openvino is not None:
                 openvino.close()
 
@@ -150,7 +156,9 @@ class _Verification:
         return probes
 
     def _optimized_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
-        model = optimized(self.artifact.model)
+        if self.optimized is None:
+            raise StateError("the optimized graph is made before it is read")
+        model = self.optimized.result()
         readings: list[Reading] = []
         kinds: dict[str, int] = {}
         if written is not None:
@@ -244,13 +252,13 @@ class _Verification:
             sum(each.compared for each in tallies),
             sum(each.differing for each in tallies),
             first,
-            self.replay,
-            segments,
             {name: check.result() for name, check in self.end_to_end.items()},
             () if kernels is None else kernels.rows(),
             None if kernels is None else kernels.saturation(),
-            self.kernel_difference,
             tuple(self.notes),
+            self.replay,
+            segments,
+            self.kernel_difference,
             tuple(self.artifact.notes) if self.replay is None or not self.replay.ok else (),
         )
 

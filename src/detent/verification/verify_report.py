@@ -216,13 +216,13 @@ class VerifyReport:
     compared_codes: int
     differing_codes: int
     first_difference: Difference | None = None
-    replay: Replay | None = None
-    segments: Segments | None = None
     end_to_end: Mapping[str, EndToEnd] = field(default_factory=dict)
     kernels: tuple[Kernel, ...] = ()
     saturation: Difference | None = None
-    kernel_difference: Difference | None = None
     notes: tuple[str, ...] = ()
+    replay: Replay | None = None
+    segments: Segments | None = None
+    kernel_difference: Difference | None = None
     not_compared: tuple[str, ...] = ()
 
     @property
