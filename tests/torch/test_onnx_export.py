@@ -508,6 +508,44 @@ def test_layers_of_all_kinds(name, tmp_path):
         assert np.allclose(got, as_shipped(model, batch), atol=2e-4)
 
 
+class AnyArguments(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+ROOTS = {
+    "bilinear": (lambda: nn.Bilinear(6, 5, 4), [(3, 6), (3, 5)], ["input1", "input2"]),
+    "transposed": (lambda: nn.ConvTranspose1d(3, 4, 3), [(2, 3, 6)], ["input"]),
+    "any_arguments": (lambda: AnyArguments(nn.Bilinear(6, 5, 4)), [(3, 6), (3, 5)], ["args_0", "args_1"]),
+}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("name", ROOTS)
+def test_the_batch_axis_of_a_layer_alone_stays_free(name, by_name, tmp_path):
+    """A prepared layer has the arguments of the float one; forwards may also take any."""
+    torch.manual_seed(0)
+    make, shapes, names = ROOTS[name]
+    data = [torch.randn(shape) for shape in shapes]
+    model = qt.prepare(make(), "w8a8")
+    with qt.calibrating(model):
+        model(*data)
+    model.eval()
+    if by_name:
+        names = ["input1", "input2"] if name == "any_arguments" else names
+        path = qt.export_onnx(model, dict(zip(names, data, strict=True)), tmp_path / "model.onnx")
+    else:
+        path = qt.export_onnx(model, tuple(data), tmp_path / "model.onnx")
+    feeds = [torch.cat([x, x.flip(-1)]) for x in data]
+    (got,) = run(path, {key: x.numpy() for key, x in zip(names, feeds, strict=True)})
+    with torch.no_grad():
+        assert np.allclose(got, model(*feeds).numpy(), atol=2e-4)
+
+
 def test_a_range_narrower_than_its_type_is_clipped_first(tmp_path):
     torch.manual_seed(0)
     narrow = dt.QuantSpec("uint8", qmin=5, qmax=100)

@@ -6,6 +6,7 @@
     in evaluation mode      quantizers to marks      ONNX operators         marks to Q/DQ nodes     atomically
 """
 
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,8 +199,7 @@ def _exported(
 ) -> "ModelProto":
     """The marked model as torch's exporter writes it; axis 0 varies unless the exporter rejects that."""
     args, kwargs = example
-    axes = pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, kwargs or args)
-    shapes = axes if dynamic_shapes is None else dynamic_shapes
+    shapes = _free_axes(marked.model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
     try:
         model, ranges = run_exporter(marked.model, example, opset, shapes, outputs)
     except Exception as error:
@@ -212,6 +212,13 @@ def _exported(
     if dynamic_shapes is None:
         _warn_of_limits(model, ranges)
     return model
+
+
+def _free_axes(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
+    """Axis 0 of every argument, in the structure of forward's parameters, ``*args`` and ``**kwargs`` among them."""
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    arguments = dict(given) if kwargs else tuple(given.values())
+    return pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, arguments)
 
 
 def run_exporter(

@@ -393,10 +393,21 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
     attributes["input_arguments"] = tuple(inspect.signature(layer.forward).parameters)[1 : 1 + kind.inputs]
     if runs_as_product(layer):
         return type(name, (QuantizedProduct, layer), attributes)
+    attributes["forward"] = _forward_like(layer)
     weights = {weight: _weight_property(weight) for weight in kind.weights}
     if kind.names is not None:
         weights["_flat_weights"] = property(_get_flat_weights, _set_flat_weights)
     return type(name, (QuantizedLayer, layer), {**attributes, **weights})
+
+
+def _forward_like(layer: type[nn.Module]) -> Callable[..., Any]:
+    """A forward with the arguments of the float layer, whose names and structure exporters read."""
+
+    def forward(self: QuantizedLayer, *args: Any, **kwargs: Any) -> Any:
+        return QuantizedLayer.forward(self, *args, **kwargs)
+
+    vars(forward)["__signature__"] = inspect.signature(layer.forward)
+    return forward
 
 
 def _weight_property(name: str) -> property:
