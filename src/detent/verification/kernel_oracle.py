@@ -52,7 +52,7 @@ class Prediction:
     """What a kernel has to give."""
 
     values: Array  # codes, or floats
-    slack: Array | None = None  # how far rounding may move floats; None for codes
+    slack: Callable[[], Array] | None = None  # how far rounding may move floats; None for codes
     step: Array | None = None  # the value of one unit of the sum, for floats
     axis: int = -1  # of the channels
 
@@ -217,8 +217,12 @@ def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
     """Sums as floats: one multiply and, with a bias, one addition, whose roundings may be one."""
     scaled = sums.astype(np.float32, copy=False) * scale
     values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
-    around = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
-    return Prediction(values, around * np.float32(2.0**-22), scale)
+
+    def slack() -> Array:
+        around = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
+        return np.asarray(around * np.float32(2.0**-22))
+
+    return Prediction(values, slack, scale)
 
 
 def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
@@ -313,7 +317,7 @@ def _steps(expected: Prediction, got: Array) -> Array:
     distance = np.abs(got.astype(np.float64) - expected.values.astype(np.float64))
     if expected.slack is None or expected.step is None:
         return distance.astype(np.int64)
-    beyond = distance > expected.slack + 0.5 * expected.step.astype(np.float64)
+    beyond = distance > expected.slack() + 0.5 * expected.step.astype(np.float64)
     return np.where(beyond, np.ceil(distance / expected.step.astype(np.float64)), 0).astype(np.int64)
 
 

@@ -14,9 +14,9 @@ A check names the tensors it reads (``readings``), takes them batch by batch, an
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from os import PathLike
 from typing import Any
 
@@ -45,13 +45,15 @@ from detent.verification.outputs import (
     SessionCheck,
     find_codes,
 )
-from detent.verification.source import Source
+from detent.verification.source import Reference, Source
 from detent.verification.tally import Tally
 from detent.verification.verify_report import Difference, Replay, Segments, VerifyReport
 
 __all__ = ["run_levels"]
 
 Array = NDArray[Any]
+Feeds = Mapping[str, Array]
+FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and what the source gives for them if it runs ahead
 NO_SEGMENTS = "without a replay only outputs are compared, by SQNR"
 
 
@@ -98,17 +100,33 @@ class _Verification:
         # OpenVINO loads the file in a process of its own while everything else goes on.
         wants_openvino = self.has_data and 2 in self.levels and is_installed()
         openvino = OpenVinoCheck(self.artifact, self.batch) if wants_openvino else None
+        # ONNX Runtime optimizes the file, and runs the source, while the file is replayed and compared.
         pool = ThreadPoolExecutor(1)
         try:
-            if self.has_data and {2, 3} & set(self.levels):  # ONNX Runtime optimizes while the file is replayed
+            if self.has_data and {2, 3} & set(self.levels):
                 self.optimized = pool.submit(optimized, self.artifact.model)
-            return self._run(batches, openvino)
+            return self._run(self._ahead(batches, pool), openvino)
         finally:
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)
             if openvino is not None:
                 openvino.close()
 
-    def _run(self, batches: Iterable[Mapping[str, Array]], openvino: OpenVinoCheck | None) -> VerifyReport:
+    def _ahead(
+        self, batches: Iterable[Feeds], pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[Feeds, Future[Reference] | None]]:
+        """Each batch with what the source gives for it, which runs one batch ahead if it is an ONNX model."""
+        runs_ahead = 2 in self.levels and isinstance(self.source, OnnxSource)
+        before: FedBatch | None = None
+        for feeds in batches:
+            now = feeds, pool.submit(self.source.run, feeds) if runs_ahead else None
+            if before is not None:
+                yield before
+            before = now
+        if before is not None:
+            yield before
+
+    def _run(self, batches: Iterator[FedBatch], openvino: OpenVinoCheck | None) -> VerifyReport:
+        first = next(batches, None)
         if {1, 2} & set(self.levels):
             replay = self.source.replay()
             self.replay = replay if 1 in self.levels else None
@@ -122,8 +140,8 @@ class _Verification:
             probes = self._probes() if self.has_data else []
             if openvino is not None:
                 self.end_to_end["openvino"] = openvino
-            for count, feeds in enumerate(batches, 1):
-                self._run_batch(feeds, probes, is_first=count == 1)
+            for count, (feeds, reference) in enumerate(chain([] if first is None else [first], batches), 1):
+                self._run_batch(feeds, reference, probes, is_first=count == 1)
         except UnsupportedError as error:
             if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
@@ -203,9 +221,13 @@ class _Verification:
             ] = None
         return causes
 
-    def _run_batch(self, feeds: Mapping[str, Array], probes: list[Probe], *, is_first: bool) -> None:
+    def _run_batch(
+        self, feeds: Feeds, reference: Future[Reference] | None, probes: list[Probe], *, is_first: bool
+    ) -> None:
         self.batch.codes = {}
-        if 2 in self.levels or (is_first and 1 in self.levels and self.source.knows_weights):
+        if reference is not None:
+            self.batch.reference = reference.result()
+        elif 2 in self.levels or (is_first and 1 in self.levels and self.source.knows_weights):
             self.batch.reference = self.source.run(feeds)
         segments = self.source.segments if 2 in self.levels else None
         for place, probe in enumerate(probes):

@@ -38,7 +38,7 @@ def verify(
         source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from.
         artifact: the quantized model, a path or in memory.
         data: batches, each a dict of arrays by input name, a tuple in the inputs' order, or one array; or a file or
-            directory of them, as ``detent.onnx`` takes it. They are read once, one at a time. None replays alone.
+            directory of them, as ``detent.onnx`` takes it. They are read once, one ahead. None replays alone.
         levels: some of 1, 2 and 3; None for all that the data allow. ``report.ok`` needs every one of them: leave 1 out
             for files that carry no decisions.
         raise_on_difference: raise where the report is not ok.
