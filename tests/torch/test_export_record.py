@@ -1,0 +1,115 @@
+"""How a model was exported survives in the file, and an export by it gives the same bytes."""
+
+import pytest
+import torch
+from torch import nn
+
+import detent as dt
+import detent.torch as qt
+from detent.onnx_model import Provenance, load
+from detent.torch import export_record
+from detent.torch.export_record import ExportRecord
+
+Dim = torch.export.Dim
+SHAPES = [
+    None,
+    ({0: Dim("batch", min=2, max=64)},),
+    ({0: Dim.AUTO, 1: Dim.STATIC},),
+    {"x": {0: "n", 1: 4}},
+    [{0: Dim.DYNAMIC}],
+    (None, {1: Dim("length")}),
+]
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=range(len(SHAPES)))
+def test_dynamic_shapes_survive(shapes):
+    record = ExportRecord.of((torch.ones(2, 4),), 21, None, shapes)
+    again = ExportRecord.from_dict(record.to_dict())
+    assert again == record
+    assert not again.problem
+    assert repr(again.shapes()) == repr(shapes)
+
+
+def test_examples_survive():
+    example = {"x": torch.ones(2, 3), "i": torch.ones(2, dtype=torch.int64)}
+    record = ExportRecord.from_dict(ExportRecord.of(example, 18, "int8", None).to_dict())
+    made = record.example()
+    assert {name: (x.dtype, x.shape) for name, x in made.items()} == {
+        name: (x.dtype, x.shape) for name, x in example.items()
+    }
+    assert isinstance(ExportRecord.of((torch.ones(1),), 18, None, None).example(), tuple)
+
+
+def test_shapes_that_json_cannot_say_are_a_reason():
+    record = ExportRecord.of((torch.ones(2, 4),), 21, None, ({0: object()},))
+    assert "does not say which axes vary" in record.problem
+
+
+HOSTILE = {
+    "no version": lambda each: each.pop("version"),
+    "no inputs": lambda each: each.pop("inputs"),
+    "container": lambda each: each.update(container="float"),
+    "shapes": lambda each: each.update(dynamic_shapes=3),
+    "unknown shapes": lambda each: each.update(dynamic_shapes={"value": {"call": "exit"}}),
+    "name of a size": lambda each: each.update(dynamic_shapes={"value": {"dim": "a b", "min": 0, "max": 1}}),
+    "huge": lambda each: each["inputs"][0].update(shape=[1 << 20, 1 << 20]),
+    "negative": lambda each: each["inputs"][0].update(shape=[-1]),
+    "dtype": lambda each: each["inputs"][0].update(dtype="object"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_malformed_records_are_refused(name):
+    entry = ExportRecord.of((torch.ones(2, 4),), 21, None, None).to_dict()
+    HOSTILE[name](entry)
+
+    def read():
+        record = ExportRecord.from_dict(entry)
+        return record.shapes(), record.example()
+
+    with pytest.raises(dt.FileFormatError, match="how the file was exported"):
+        read()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    model = qt.prepare(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), "w8a8")
+    data = torch.randn(5, 8)
+    with qt.calibrating(model):
+        model(data)
+    path = tmp_path_factory.mktemp("export") / "model.onnx"
+    shapes = ({0: Dim("batch", min=1, max=32)},)
+    return model, qt.export_onnx(model, data, path, opset=20, container="int8", dynamic_shapes=shapes), data
+
+
+def test_an_export_is_replayed(exported):
+    model, path, data = exported
+    record = ExportRecord.from_dict(Provenance.read(load(path)).export)
+    assert (record.opset, record.container, record.inputs[0].shape) == (20, "int8", (5, 8))
+    assert dt.verify(model, path).ok
+    report = dt.verify(model, path, [data])
+    assert report.ok
+    assert report.segments.bound
+
+
+def test_a_model_that_was_trained_on_is_not_the_source(exported):
+    model, path, data = exported
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: each.clone() for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+    try:
+        model(data).square().mean().backward()
+        other.step()
+        report = dt.verify(model, path)
+    finally:
+        model.load_state_dict(before, strict=False)
+    assert not report.ok
+    assert "a model that was trained on since its export is not this file's source" in report.failure
+
+
+def test_another_exporter_is_not_replayed(exported, monkeypatch):
+    model, path, _ = exported
+    monkeypatch.setattr(export_record, "exporter_versions", lambda: {"torch": "9.9", "onnxscript": "9.9"})
+    report = dt.verify(model, path)
+    assert not report.ok
+    assert "which is installed, may write another graph" in report.failure
