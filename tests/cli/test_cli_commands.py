@@ -5,15 +5,18 @@ import re
 import shutil
 import subprocess
 import sys
+from math import nan
 
 import numpy as np
 import onnx
 import pytest
 
 import detent as dt
-from detent.cli import main
+import detent.onnx as qo
+from detent.cli import main, verify_command
 from detent.cli.inspect_command import TensorRow
 from detent.onnx_model import save
+from detent.verification import EndToEnd, VerifyReport
 
 from .cli_cases import detent, environment
 
@@ -39,7 +42,7 @@ def test_help_without_arguments():
 def test_help_begins_with_what_it_does_and_has_an_example(name, capsys):
     assert main([name, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert re.search(rf"Usage: detent {name} .*? (Train|Quantize|Prove|Say|Compare|Measure|Time) ", text)
+    assert re.search(rf"Usage: detent {name} .*? (Train|Quantize|Verify|Say|Compare|Measure|Time) ", text)
     assert f"Example: detent {name}" in text
     assert "--json" in text
 
@@ -91,17 +94,50 @@ def test_verify_without_data_replays(shop):
 
 
 @pytest.mark.parametrize(
-    ("limit", "code", "said"),
+    ("limit", "complaint"),
     [
-        (["--fail-below-sqnr", 5], 0, "ok: "),
-        (["--fail-below-sqnr", 150], 1, "dB, less than 150 dB"),
-        (["--fail-below-agreement", 0], 0, "ok: "),
+        (["--fail-below-sqnr", 0, "--fail-below-agreement", 0.1], ""),
+        (["--fail-below-sqnr", 150], "not ok: the SQNR of output y is "),
+        (["--fail-below-agreement", 1], "not ok: the top-1 agreement is 0."),
     ],
+    ids=["met", "sqnr", "agreement"],
 )
-def test_verify_with_limits(shop, limit, code, said):
-    done = detent("verify", "model.onnx", "model.w8a8.onnx", "-d", "few.npz", *limit, cwd=shop)
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout
+def test_verify_with_limits(shop, limit, complaint, tmp_path, monkeypatch, capsys):
+    x = np.random.default_rng(1).normal(size=(200, 8, 1, 1)).repeat(8, axis=2).repeat(8, axis=3)  # of many classes
+    np.savez(tmp_path / "data.npz", x=x.astype(np.float32))
+    result = qo.quantize(shop / "model.onnx", tmp_path / "q.onnx", tmp_path / "data.npz", recipe="w2a8", progress=False)
+    arguments = ["verify", "model.onnx", result.output, "-d", tmp_path / "data.npz", *limit]
+    code, out, _ = run(monkeypatch, capsys, shop, *arguments)
+    first, *others = out.splitlines()
+    assert code == (1 if complaint else 0)
+    assert first.startswith(complaint or "ok: ")
+    assert not any(line.startswith("ok: ") for line in others)
+    code, out, _ = run(monkeypatch, capsys, shop, *arguments, "--json")
+    document = json.loads(out)
+    assert (code, document["ok"]) == ((1, False) if complaint else (0, True))
+    assert [f"not ok: {each}" for each in document["below"]] == ([first] if complaint else [])
+    assert document["failure"] == "".join(document["below"])
+
+
+@pytest.mark.parametrize(
+    ("end_to_end", "missed"),
+    [
+        (EndToEnd(output_sqnr_db={"y": 40.0, "z": 20.0}, agreement=0.99), []),
+        (EndToEnd(output_sqnr_db={"y": 40.0, "z": 19.0}, agreement=1.0), ["the SQNR of output z is 19.0 dB, below"]),
+        (EndToEnd(output_sqnr_db={"y": 40.0, "z": nan}, agreement=1.0), ["the SQNR of output z is nan dB, below"]),
+        (
+            EndToEnd(output_sqnr_db={"y": 40.0}, agreement=0.98),
+            ["the top-1 agreement is 0.98, below the limit of 0.99"],
+        ),
+        (EndToEnd(output_sqnr_db={"y": 40.0}), ["the first output holds no classes"]),
+        (EndToEnd(), ["there is no float output", "the first output holds no classes"]),
+    ],
+    ids=["met", "sqnr", "nan", "agreement", "no classes", "no float output"],
+)
+def test_limits_of_verify(end_to_end, missed):
+    report = VerifyReport((2,), 1, 0, 0, end_to_end={"optimized": end_to_end})
+    below = verify_command._below(report, 20.0, 0.99)
+    assert [each.startswith(start) for each, start in zip(below, missed, strict=True)] == [True] * len(missed)
 
 
 def test_verify_finds_a_difference(shop, tmp_path):
@@ -128,8 +164,10 @@ def test_verify_finds_a_difference(shop, tmp_path):
         (["model.onnx", "model.w8a8.onnx", "-d", "nothing.npz"], "nothing.npz"),
         (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--levels", "4"], "some of 1, 2 and 3"),
         (["model.onnx", "model.w8a8.onnx", "--fail-below-sqnr", "20"], "--data"),
+        (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--fail-below-sqnr", "nan"], "a number, got nan"),
+        (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--fail-below-agreement", "nan"], "nan"),
     ],
-    ids=["float", "no file", "no data", "level", "usage"],
+    ids=["float", "no file", "no data", "level", "usage", "sqnr nan", "agreement nan"],
 )
 def test_verify_bad_input(shop, arguments, complaint, monkeypatch, capsys):
     code, out, err = run(monkeypatch, capsys, shop, "verify", *arguments)

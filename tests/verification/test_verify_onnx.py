@@ -359,17 +359,26 @@ def test_groups_of_any_size_show_the_same():
         (chain, lambda: chain(quantized=False), {}, dt.UnsupportedError, "no QuantizeLinear"),
         (chain, chain, {"levels": (1, 4)}, dt.SpecError, "levels are some of"),
         (chain, chain, {"levels": ()}, dt.SpecError, "levels are some of"),
+        (chain, chain, {"levels": 4}, dt.SpecError, r"levels are some of \(1, 2, 3\), got \[4\]"),
+        (chain, chain, {"levels": "13"}, dt.SpecError, "levels are some of"),
+        (chain, chain, {"levels": (1, "2")}, dt.SpecError, "levels are some of"),
         (chain, chain, {"data": []}, dt.SpecError, "no batches"),
         (chain, chain, {"data": [np.zeros((1, 3, 9, 8), np.float32)]}, dt.ShapeError, "the model takes"),
         (lambda: 7, chain, {}, dt.UnsupportedError, "got int"),
         (chain, lambda: "nowhere.onnx", {}, dt.FileFormatError, "no such file"),
     ],
-    ids=["float", "level", "levels", "nothing", "shape", "source", "path"],
+    ids=["float", "level", "levels", "one", "text", "mixed", "nothing", "shape", "source", "path"],
 )
 def test_bad_input(source, artifact, options, error, message):
     data = options.pop("data", batches(1)) if "data" in options else batches(1)
     with pytest.raises(error, match=message):
         dt.verify(source(), artifact(), data, **options)
+
+
+def test_one_level_is_a_number():
+    report = dt.verify(chain(), chain(), batches(1), levels=3)
+    assert report.ok
+    assert report.levels == (3,)
 
 
 def test_raise_on_difference():

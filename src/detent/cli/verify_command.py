@@ -1,6 +1,7 @@
 """``detent verify``: verify a quantized file against its source."""
 
 import json
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +11,14 @@ from detent.cli.exits import DIFFERENCE, require
 from detent.cli.options import AsJson, BatchSize, Quiet
 from detent.cli.screen import Screen
 from detent.errors import SpecError
+from detent.metrics import worst_output
 
 if TYPE_CHECKING:
     from detent.verification import VerifyReport
 
 __all__ = ["HELP", "run"]
 
-HELP = """Verify that a quantized file is what its source and its decisions make it; exit 1 if not.
+HELP = """Verify that a quantized file is what its source and its decisions make it; exit 1 if not, or below a limit.
 
 Level 1 quantizes the source again by the decisions in the file, and compares everything to the bit: it needs no data \
 and takes seconds. Level 2 runs the source's operators between quantizers beside the file; level 3 compares the \
@@ -45,7 +47,9 @@ def run(
     ] = None,
     fail_below_sqnr: Annotated[
         float | None,
-        typer.Option("--fail-below-sqnr", metavar="DB", help="Exit 1 if an output's SQNR is lower; needs level 2."),
+        typer.Option(
+            "--fail-below-sqnr", metavar="DB", help="Exit 1 if any float output has a lower SQNR; needs level 2."
+        ),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
@@ -54,7 +58,7 @@ def run(
             metavar="SHARE",
             min=0,
             max=1,
-            help="Exit 1 if fewer of the classes agree, such as 0.99; needs level 2.",
+            help="Exit 1 if the top-1 agreement is lower, such as 0.99; needs level 2.",
         ),
     ] = None,
     batches: Annotated[
@@ -66,7 +70,10 @@ def run(
 ) -> None:
     """Verify a file; see ``HELP``."""
     level_numbers = _levels(levels, has_data=data is not None)
-    if 2 not in level_numbers and (fail_below_sqnr is not None or fail_below_agreement is not None):
+    limits = [limit for limit in (fail_below_sqnr, fail_below_agreement) if limit is not None]
+    if any(isnan(limit) for limit in limits):
+        raise SpecError("a limit is a number, got nan")
+    if limits and 2 not in level_numbers:
         raise SpecError("--fail-below-sqnr and --fail-below-agreement need level 2, which needs --data")
     require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
@@ -85,28 +92,31 @@ def run(
         with screen.progress("verifying") as step:
             report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
     below = _below(report, fail_below_sqnr, fail_below_agreement)
-    screen.say(str(report))
-    for line in below:
+    missed = [f"not ok: {each}" for each in below]
+    # The first line is the verdict, limits included.
+    for line in [*missed, f"limits aside, {report}"] if report.ok and missed else [str(report), *missed]:
         screen.say(line)
-    screen.emit({**json.loads(report.to_json()), "below": below})
-    if below or not report.ok:
+    failure = report.failure or next(iter(below), "")
+    screen.emit({**json.loads(report.to_json()), "ok": not failure, "failure": failure, "below": below})
+    if failure:
         raise typer.Exit(DIFFERENCE)
 
 
 def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
-    """What is lower than the user accepts."""
-    lines = []
-    run = report.end_to_end.get("optimized")
-    if sqnr_db is not None and run is not None:
-        worst = min(run.output_sqnr_db, key=lambda name: run.output_sqnr_db[name], default="")
-        if worst and run.output_sqnr_db[worst] < sqnr_db:
-            lines.append(f"not ok: output {worst} has {run.output_sqnr_db[worst]:.1f} dB, less than {sqnr_db:g} dB")
-    if agreement is not None and run is not None:
-        if run.agreement is None:
-            lines.append("not ok: the first output holds no classes, so --fail-below-agreement has nothing to look at")
-        elif run.agreement < agreement:
-            lines.append(f"not ok: {run.agreement:.2%} of the classes agree, less than {agreement:.2%}")
-    return lines
+    """Limits that are not met, one text each; NaN, and a figure that there is not, meet no limit."""
+    missed, worst_db, agreeing = [], report.output_sqnr_db, report.agreement
+    if sqnr_db is not None:
+        if worst_db is None:
+            missed.append("there is no float output that --fail-below-sqnr could look at")
+        elif not worst_db >= sqnr_db:
+            name = worst_output(report.end_to_end["optimized"].output_sqnr_db)
+            missed.append(f"the SQNR of output {name} is {worst_db:.1f} dB, below the limit of {sqnr_db:g} dB")
+    if agreement is not None:
+        if agreeing is None:
+            missed.append("the first output holds no classes that --fail-below-agreement could look at")
+        elif agreeing < agreement:
+            missed.append(f"the top-1 agreement is {agreeing:.4g}, below the limit of {agreement:g}")
+    return missed
 
 
 def _levels(text: str | None, *, has_data: bool) -> tuple[int, ...]:
