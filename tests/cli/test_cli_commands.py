@@ -165,7 +165,7 @@ def test_verify_finds_a_difference(shop, tmp_path):
         (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--levels", "4"], "some of 1, 2 and 3"),
         (["model.onnx", "model.w8a8.onnx", "--fail-below-sqnr", "20"], "--data"),
         (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--fail-below-sqnr", "nan"], "a number, got nan"),
-        (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--fail-below-agreement", "nan"], "nan"),
+        (["model.onnx", "model.w8a8.onnx", "-d", "few.npz", "--fail-below-agreement", "nan"], "--fail-below-agreement"),
     ],
     ids=["float", "no file", "no data", "level", "usage", "sqnr nan", "agreement nan"],
 )
