@@ -323,6 +323,65 @@ def test_activations_of_few_bits_run_with_the_codes_they_promise(recipe, net, ta
     assert report.ok, str(report)
 
 
+def few_layers(op, count):
+    """One or two layers of an operator, whose first layer is the last or the one before it."""
+    m, t = Maker(), "x"
+    for k in range(count):
+        t = m.add("Relu", [t]) if k else t
+        if op == "Conv":
+            t = m.conv(t, 8, 8, name=f"layer{k}")
+        else:
+            t = m.add(op, [t, m.constant(weights(8, 8, seed=k))], name=f"layer{k}")
+    feeds = images() if op == "Conv" else [{"x": each["x"][0, :, :, 0]} for each in images()]
+    return m.model([("x", list(feeds[0]["x"].shape))], [t]), feeds
+
+
+@pytest.mark.parametrize("op", ["Conv", "MatMul", "Gemm"])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("recipe", ["w4a4", "w2a2"])
+def test_recipes_of_few_bits_on_graphs_of_one_and_two_layers(recipe, count, op, tmp_path):
+    model, feeds = few_layers(op, count)
+    result = quantize(model, tmp_path, feeds[:3], recipe=recipe, keep_float="none")
+    assert [layer.reason for layer in result.layers] == [""] * count
+    assert [layer.input.bits for layer in result.plan.layers] == [8] * count  # the first and the last layer
+    report = dt.verify(model, result.output, feeds[3:])
+    assert report.ok, str(report)
+    assert report.compared_codes > 64 * count
+    assert report.output_sqnr_db > 25
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a4", "w8a16"])
+@pytest.mark.parametrize("op", ["Conv", "Gemm"])
+def test_tensors_named_like_ours(op, recipe, tmp_path):
+    m = Maker(opset=13)
+    attributes = {"pads": [1, 1, 1, 1]} if op == "Conv" else {}
+    shape = (8, 8, 3, 3) if op == "Conv" else (8, 8)
+    named = (  # output, weight, bias and node
+        ("x_codes", "w0", "b0", "w0_dequantized_node"),
+        ("w0_codes", "w0_scale", "b0_scale", "x_codes_1_node"),
+        ("x_dequantized", "x_scale", "b0_codes", "x_dequantized_1_node"),
+        ("y", "x_clipped", "x_zero_point", "w0_scale_dequantized_node"),
+    )
+    t = "x"
+    for k, (output, weight, bias, node) in enumerate(named):
+        inputs = [t, m.constant(weights(*shape, seed=k), weight), m.constant(weights(8, 1, seed=k + 9).ravel(), bias)]
+        m.nodes.append(helper.make_node(op, inputs, [f"{output}_made"], name=node, **attributes))
+        m.nodes.append(helper.make_node("Relu", [f"{output}_made"], [output], name=f"{output}_node"))
+        t = output
+    feeds = images() if op == "Conv" else [{"x": each["x"][0, :, :, 0]} for each in images()]
+    model = m.model([("x", list(feeds[0]["x"].shape))], ["y"])
+    result = quantize(model, tmp_path, feeds[:3], recipe=recipe, keep_float="none")
+    assert [layer.reason for layer in result.layers] == [""] * 4
+    graph = qo.load(result.output).graph
+    nodes, tensors = [node.name for node in graph.node], [name for node in graph.node for name in node.output]
+    assert len(set(nodes)) == len(nodes)
+    assert len({*tensors, *(each.name for each in graph.initializer)}) == len(tensors) + len(graph.initializer)
+    assert {"x_codes", "w0_codes", "x_dequantized"} <= set(tensors)
+    report = dt.verify(model, result.output, feeds[3:])
+    assert report.ok, str(report)
+    assert report.output_sqnr_db > 8
+
+
 @pytest.mark.parametrize("recipe", ["w4a4", "w4a8"])
 def test_presets_with_rules_for_the_first_layer_need_none_that_can_be_quantized(recipe):
     m = Maker()

@@ -355,9 +355,9 @@ class Graph:
         return int(max(versions))
 
     def fresh(self, stem: str) -> str:
-        """Reserve an unused name: the stem, with a number if it is taken."""
+        """Reserve an unused name: the stem, with a number if it or the name of a node that makes it is taken."""
         name, count = stem, 0
-        while name in self._names:
+        while name in self._names or f"{name}_node" in self._names:
             count += 1
             name = f"{stem}_{count}"
         self._names.add(name)
