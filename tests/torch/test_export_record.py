@@ -9,6 +9,7 @@ import detent.torch as qt
 from detent.onnx_model import Provenance, load
 from detent.torch import export_record
 from detent.torch.export_record import ExportRecord
+from detent.verification import torch_source
 
 Dim = torch.export.Dim
 SHAPES = [
@@ -52,7 +53,12 @@ HOSTILE = {
     "shapes": lambda each: each.update(dynamic_shapes=3),
     "unknown shapes": lambda each: each.update(dynamic_shapes={"value": {"call": "exit"}}),
     "name of a size": lambda each: each.update(dynamic_shapes={"value": {"dim": "a b", "min": 0, "max": 1}}),
-    "huge": lambda each: each["inputs"][0].update(shape=[1 << 20, 1 << 20]),
+    "limits of a size": lambda each: each.update(dynamic_shapes={"value": {"dim": "b", "min": 5, "max": 2}}),
+    "limit that is text": lambda each: each.update(dynamic_shapes={"value": {"dim": "b", "min": "5", "max": None}}),
+    "hint": lambda each: each.update(dynamic_shapes={"value": {"hint": "mro"}}),
+    "opset": lambda each: each.update(opset=-3),
+    "empty inputs": lambda each: each.update(inputs=[]),
+    "one name twice": lambda each: each.update(inputs=[{**each["inputs"][0], "name": "x"}] * 2),
     "negative": lambda each: each["inputs"][0].update(shape=[-1]),
     "dtype": lambda each: each["inputs"][0].update(dtype="object"),
 }
@@ -69,6 +75,17 @@ def test_malformed_records_are_refused(name):
 
     with pytest.raises(dt.FileFormatError, match="how the file was exported"):
         read()
+
+
+def test_examples_are_limited_over_all_inputs():
+    entry = ExportRecord.of((torch.ones(2, 4),), 21, None, None).to_dict()
+    for shape in ([1 << 20, 1 << 20], [0, 1 << 50]):
+        entry["inputs"][0].update(shape=shape)
+        assert "export with a smaller batch" in ExportRecord.from_dict(entry).problem
+    entry["inputs"][0].update(shape=[1 << 16])
+    assert not ExportRecord.from_dict(entry).problem
+    entry["inputs"] *= (1 << 10) + 1
+    assert "elements" in ExportRecord.from_dict(entry).problem
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +121,7 @@ def test_a_model_that_was_trained_on_is_not_the_source(exported):
     finally:
         model.load_state_dict(before, strict=False)
     assert not report.ok
-    assert "a model that was trained on since its export is not this file's source" in report.failure
+    assert report.failure.endswith("; a model that was trained on since its export is not this file's source")
 
 
 def test_another_exporter_is_not_replayed(exported, monkeypatch):
@@ -113,3 +130,51 @@ def test_another_exporter_is_not_replayed(exported, monkeypatch):
     report = dt.verify(model, path)
     assert not report.ok
     assert "which is installed, may write another graph" in report.failure
+
+
+def with_record(path, change):
+    """The file with a changed record of its export."""
+    model = load(path)
+    about = Provenance.read(model)
+    change(about.export)
+    about.write(model)
+    return model
+
+
+def only_input(entry):
+    return entry["inputs"][0]
+
+
+MALFORMED = {
+    "limits of a size": lambda each: each.update(dynamic_shapes={"value": {"dim": "b", "min": 5, "max": 2}}),
+    "hint": lambda each: each.update(dynamic_shapes={"value": {"tuple": [{"hint": "mro"}]}}),
+    "negative": lambda each: only_input(each).update(shape=[-1, 8]),
+    "another rank": lambda each: only_input(each).update(shape=[5, 8, 1]),
+    "another fixed size": lambda each: only_input(each).update(shape=[5, 9]),
+    "another fixed size by name": lambda each: only_input(each).update(shape=[5, 9], name="input"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_file_with_a_malformed_record_is_refused(exported, name, monkeypatch):
+    model, path, _ = exported
+    monkeypatch.setattr(torch_source, "exported_model", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(dt.FileFormatError, match="how the file was exported"):
+        dt.verify(model, with_record(path, MALFORMED[name]))
+
+
+def test_a_record_with_a_huge_example_is_not_replayed(exported):
+    model, path, _ = exported
+    report = dt.verify(model, with_record(path, lambda each: only_input(each).update(shape=[1 << 40, 8])))
+    assert not report.ok
+    assert "export with a smaller batch" in report.replay.reason
+
+
+def test_a_changed_graph_is_not_said_to_be_trained_on(exported):
+    model, path, _ = exported
+    made = load(path)
+    attributes = next(node for node in made.graph.node if node.op_type == "Gemm").attribute
+    next(each for each in attributes if each.name == "beta").f = 0.5
+    report = dt.verify(model, made)
+    assert not report.ok
+    assert "trained on" not in str(report)

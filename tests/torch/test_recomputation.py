@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 
@@ -197,3 +198,15 @@ def test_plain_steps_record_nothing():
     one_by_one(model, *BATCHES)
     model.eval()(BATCHES[0])
     assert not any(layer in recomputation._journals for layer in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
+def test_checksums_on_other_devices_tell_permuted_inputs_apart(dtype, monkeypatch):
+    x = torch.arange(24, dtype=dtype).reshape(4, 6)
+    keys = {recomputation._checksum(each) for each in (x, x.flip(0), x.flip(1), x[[1, 0, 2, 3]], x.roll(1))}
+    assert len(keys) == 5
+    assert recomputation._checksum(x.clone()) in keys
+    monkeypatch.setattr(recomputation, "CHECKSUM_CHUNK", 6)
+    rows = {recomputation._checksum(x[list(order)]) for order in itertools.permutations(range(4))}
+    assert len(rows) == 24
+    assert recomputation._checksum(x[:0]) == 0

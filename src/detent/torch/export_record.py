@@ -15,13 +15,15 @@ from torch import Tensor
 
 from detent.codec import check_version, decode, encode
 from detent.errors import FileFormatError
+from detent.torch.onnx_export import FIRST_OPSET, LAST_OPSET
 
 __all__ = ["ExportRecord"]
 
 WHERE = "how the file was exported"
 VERSION = 1
-MAX_ELEMENTS = 1 << 28  # of an example: a file is untrusted
+MAX_ELEMENTS = 1 << 26  # of all inputs: a file is untrusted, and the model runs on them
 MAX_DEPTH = 8
+MAX_SIZE = 1 << 62  # of an axis; above it, torch means that there is no limit
 EXPORTERS = ("torch", "onnxscript")
 _HINTS = ("AUTO", "DYNAMIC", "STATIC")
 _DTYPES = {str(each).removeprefix("torch."): each for each in (
@@ -86,8 +88,15 @@ class ExportRecord:
         shapes = entry.get("dynamic_shapes")
         if not isinstance(shapes, dict) or set(shapes) != {"value"}:
             raise FileFormatError(f"{WHERE}: dynamic_shapes must be an object with a value, got {shapes!r:.60}")
-        entry["dynamic_shapes"] = {}
         fields = decode(_Fields, {name: each for name, each in entry.items() if name != "dynamic_shapes"}, WHERE)
+        if not FIRST_OPSET <= fields.opset <= LAST_OPSET:
+            raise FileFormatError(f"{WHERE}: opset is {FIRST_OPSET} to {LAST_OPSET}, got {fields.opset}")
+        names = {each.name for each in fields.inputs}
+        if not names or (names != {""} and ("" in names or len(names) < len(fields.inputs))):
+            raise FileFormatError(f"{WHERE}: inputs need a name each, or none, got {[*names]!r:.60}")
+        for each in fields.inputs:
+            if each.dtype not in _DTYPES or any(size < 0 for size in each.shape):
+                raise FileFormatError(f"{WHERE}: input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
         return cls(fields.opset, fields.container, fields.inputs, shapes, fields.exporters)
 
     @property
@@ -102,20 +111,26 @@ class ExportRecord:
                 )
         if self.dynamic_shapes["value"] == {"unknown": True}:
             return "the file does not say which axes vary (its dynamic_shapes cannot be written as JSON)"
+        elements = sum(prod(size or 1 for size in each.shape) for each in self.inputs)
+        if elements > MAX_ELEMENTS:
+            return (
+                f"the example inputs that the file was exported with have {elements:,} elements, and no more than "
+                f"{MAX_ELEMENTS:,} are made here: export with a smaller batch"
+            )
         return ""
 
     def example(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Inputs of the recorded shapes and types, all zero."""
-        tensors = []
-        for each in self.inputs:
-            if each.dtype not in _DTYPES or prod(each.shape) > MAX_ELEMENTS or any(size < 0 for size in each.shape):
-                raise FileFormatError(f"{WHERE}: input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
-            tensors.append(torch.zeros(each.shape, dtype=_DTYPES[each.dtype]))
+        """Inputs of the recorded shapes and types, all zero; only where there is no ``problem``."""
+        tensors = [torch.zeros(each.shape, dtype=_DTYPES[each.dtype]) for each in self.inputs]
         names = [each.name for each in self.inputs]
         return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)
 
     def shapes(self) -> Any:
-        """The argument ``dynamic_shapes``."""
+        """The argument ``dynamic_shapes``.
+
+        Raises:
+            FileFormatError: they cannot be read.
+        """
         return _shapes_from_json(self.dynamic_shapes["value"], {}, 0)
 
 
@@ -143,7 +158,7 @@ def _shapes_to_json(value: Any) -> Any:
         if value is getattr(torch.export.Dim, hint):
             return {"hint": hint}
     if type(value) is torch.export.Dim:
-        low, high = (int(each) if each < 1 << 62 else None for each in (value.min, value.max))
+        low, high = (int(each) if each < MAX_SIZE else None for each in (value.min, value.max))
         return {"dim": value.__name__, "min": low, "max": high}
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
@@ -168,11 +183,17 @@ def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
             return {key: _shapes_from_json(each, dims, depth + 1) for key, each in content}
         if kind == "hint" and content in _HINTS:
             return getattr(torch.export.Dim, content)
-    if isinstance(value, dict) and set(value) == {"dim", "min", "max"} and str(value["dim"]).isidentifier():
-        name = str(value["dim"])
-        limits = {key: value[key] for key in ("min", "max") if type(value[key]) is int}
-        return dims.setdefault(name, torch.export.Dim(name, **limits))
+    if isinstance(value, dict) and set(value) == {"dim", "min", "max"} and _is_dim(value):
+        limits = {key: value[key] for key in ("min", "max") if value[key] is not None}
+        return dims.setdefault(value["dim"], torch.export.Dim(value["dim"], **limits))
     raise FileFormatError(f"{WHERE}: dynamic_shapes hold {value!r:.60}")
+
+
+def _is_dim(value: dict[str, Any]) -> bool:
+    name, low, high = (value[key] for key in ("dim", "min", "max"))
+    low, high = 0 if low is None else low, MAX_SIZE if high is None else high
+    is_range = type(low) is int and type(high) is int and 0 <= low < high <= MAX_SIZE
+    return is_range and isinstance(name, str) and name.isidentifier()
 
 
 def _is_pair(value: object) -> bool:

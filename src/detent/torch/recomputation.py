@@ -29,6 +29,8 @@ __all__ = ["Recording", "is_recomputing", "is_recorded", "once"]
 Value = TypeVar("Value")
 MAX_RECORDS = 1024  # forwards of one layer before a backward
 MAX_REPLAYED = 8  # records kept after they were used, for graphs that are retained
+ODD = -7046029254386353131  # 2**64 over the golden ratio, as int64
+CHECKSUM_CHUNK = 1 << 20  # elements, which take 8 bytes each
 
 _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True
@@ -153,8 +155,17 @@ def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) 
 
 
 def _key_of(x: Any) -> object:
-    """What tells inputs apart: their bits; on other devices the sum of these."""
-    if x.device.type == "cpu":
-        return tuple(x.shape), fingerprint(x.detach().contiguous())
-    bits = x.detach().view((torch.uint8, torch.int16, torch.int32, torch.int64)[x.element_size().bit_length() - 1])
-    return tuple(x.shape), int(bits.sum(dtype=torch.int64))
+    """What tells inputs apart: their bits; on other devices a checksum of these, computed there."""
+    x = x.detach().contiguous()
+    return tuple(x.shape), fingerprint(x) if x.device.type == "cpu" else _checksum(x)
+
+
+def _checksum(x: Tensor) -> int:
+    """A sum of all bits, weighted by position, on any device."""
+    bits = x.view((torch.uint8, torch.int16, torch.int32, torch.int64)[x.element_size().bit_length() - 1]).flatten()
+    mixed = torch.arange(1, min(bits.numel(), CHECKSUM_CHUNK) + 1, device=x.device) * ODD
+    weights = (mixed ^ (mixed >> 31)) * ODD | 1
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for chunk in bits.split(CHECKSUM_CHUNK):
+        total = total * ODD + (chunk * weights[: chunk.numel()]).sum()
+    return int(total)

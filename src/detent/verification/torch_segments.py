@@ -6,11 +6,12 @@ values may be apart by what rounding explains, and codes next to a rounding boun
 
 What rounding explains is measured, because it depends on the operators: the model runs once more in float64. Values of
 source and file may be apart by ``NOISE_RATIO`` times the largest difference of float32 and float64 in the same tensor,
-and ``ULPS`` units in the last place of its largest value. Codes have to lie between those of x - bound and x + bound.
+and ``ULPS`` units in the last place of its largest value. Huge values, such as those of masks, do not count for the
+others. Codes have to lie between those of x - bound and x + bound.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -21,10 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from detent.checks import first_index
+from detent.onnx_model.graph import DEQUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.torch.arrays import to_array
+from detent.torch.export_graph import BIAS_LIMIT
 from detent.torch.export_marks import copy_for_export, fold_in
 from detent.torch.preparation import quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
@@ -42,6 +45,8 @@ NOISE_RATIO, ULPS = 16, 8
 BOUND = (
     f"values within {NOISE_RATIO} times the largest difference of float32 and float64 in their tensor, and {ULPS} ulp"
 )
+FLOAT32 = np.finfo(np.float32)
+LEAST_HUGE, HUGE_GAP = 12, 6  # binary exponents: huge values are 4096 or more, and 64 times all others
 
 
 class _Forcing:
@@ -111,9 +116,8 @@ class TorchSegments:
         tally: Tally,
     ) -> None:
         self._artifact, self._nodes, self._call, self._tally = artifact, nodes, call, tally
-        self._single = _as_exported(model, artifact)
+        self._single = _as_exported(model, _rounded_biases(artifact, nodes))
         self._double = deepcopy(self._single).double()
-        self.notes: dict[str, None] = {}
         self._within = self._outputs = self._differing_outputs = 0
 
     @property
@@ -210,12 +214,26 @@ def _inner(layer: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - a convolution
 
 
 def _bound(x: Array, exact: Array) -> Array:
-    """How far a float32 value of another order of sums may be from x."""
+    """How far a float32 value of another order of sums may be from each x."""
     finite = np.isfinite(x) & np.isfinite(exact)
-    noise = float(np.abs(x[finite] - exact[finite]).max(initial=0.0))
-    largest = float(np.abs(exact[finite]).max(initial=0.0))
-    bound = NOISE_RATIO * noise + ULPS * float(np.finfo(np.float32).eps) * largest
-    return np.asarray(bound, np.float32)
+    exact = np.clip(exact, -float(FLOAT32.max), float(FLOAT32.max))  # float64 masks with a lowest number of its own
+    noise = np.abs(np.subtract(x, exact, dtype=np.float64), where=finite, out=np.zeros(x.shape))
+    size = np.abs(exact, where=finite, out=np.zeros(x.shape))
+    huge = size >= _least_huge(size)
+    noise_level, largest = (part.max(where=~huge, initial=0.0) for part in (noise, size))
+    bound = np.full(x.shape, NOISE_RATIO * noise_level + ULPS * float(FLOAT32.eps) * largest)
+    if huge.any():
+        bound[huge] += NOISE_RATIO * noise[huge].max() + ULPS * float(FLOAT32.eps) * size[huge]
+    return np.asarray(np.minimum(bound, float(FLOAT32.max)), np.float32)
+
+
+def _least_huge(size: Array) -> float:
+    """The smallest magnitude far above all ordinary ones; infinite where there is none."""
+    if size.max(initial=0.0) < 2.0**LEAST_HUGE:
+        return np.inf
+    exponents = np.unique(np.frexp(size[size > 0])[1]) - 1
+    above = exponents[1:][(np.diff(exponents) > HUGE_GAP) & (exponents[1:] >= LEAST_HUGE)]
+    return float(2.0 ** above[0]) if above.size else np.inf
 
 
 def _codes(x: Array, params: QuantParams, shift: int) -> Array:
@@ -232,38 +250,49 @@ def _dequantized(codes: Array, params: QuantParams, shift: int) -> Array:
 
 
 @torch.no_grad()
-def _as_exported(model: nn.Module, artifact: QuantizedGraph) -> nn.Module:
-    """A copy whose weights are the dequantized codes that are exported, with folded norms and the file's biases."""
+def _as_exported(model: nn.Module, rounded: Collection[tuple[str, str]]) -> nn.Module:
+    """A copy whose weights are the dequantized codes that are exported, with folded norms and rounded biases."""
     copy = copy_for_export(model)
     state = quantized_state(copy)
-    biases = _biases(artifact)
     for module in copy.modules():
         if isinstance(module, QuantizedProduct) and module.fold is not None:
             fold_in(module, module.fold)
+    quantizers = quantizers_of(copy)
+    names = {id(quantizer): name for name, quantizer in quantizers.items()}
+    first: dict[FakeQuantize, str] = {}  # the name of a weight in the file; tied ones have one quantizer
     for full, layer, name, quantizer in weight_layers(copy):
-        if full in state:
-            layer._parameters[name] = nn.Parameter(torch.from_numpy(dequantize(state[full].codes, state[full].params)))
-            quantizer.enabled = False
-    for full, layer, _, _ in weight_layers(copy):
-        bias = layer._parameters.get("bias")
-        rounded = biases.get(full)
-        if isinstance(layer, QuantizedProduct) and rounded is not None and bias is not None:
-            values, unit = rounded
-            if values.shape == tuple(bias.shape) and (np.abs(values - to_array(bias)) <= 0.51 * unit).all():
-                layer.bias = nn.Parameter(torch.from_numpy(values.copy()))
+        if full not in state:
+            continue
+        own = layer._modules.get("input_quantizer")
+        inputs = [x for weight, x in rounded if weight == first.setdefault(quantizer, full)]
+        inputs = [x for x in inputs if x in quantizers and (own is None or x == names.get(id(own)))]
+        if isinstance(layer, QuantizedProduct) and layer.bias is not None and inputs:
+            values = _rounded(to_array(layer.bias), quantizers[inputs[0]].params, state[full].params)
+            layer.bias = nn.Parameter(torch.from_numpy(values))
+        layer._parameters[name] = nn.Parameter(torch.from_numpy(dequantize(state[full].codes, state[full].params)))
+        quantizer.enabled = False
     return copy
 
 
-def _biases(artifact: QuantizedGraph) -> dict[str, tuple[Array, Array]]:
-    """The int32 biases of the file, dequantized, and their units, by the full name of the weight."""
+def _rounded(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
+    """A bias rounded to the product of the scales of input and weight; as it is where no int32 can hold that."""
+    unit = np.asarray(np.asarray(x.scale, np.float32).reshape(-1)[0] * weight.scale.astype(np.float32))
+    if x.scale.ndim or unit.shape not in {(), bias.shape} or unit.min() < FLOAT32.smallest_normal:
+        return bias.copy()
+    codes = np.rint(bias.astype(np.float64) / unit)
+    return bias.copy() if not np.abs(codes).max(initial=0) <= BIAS_LIMIT else codes.astype(np.float32) * unit
+
+
+def _rounded_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
+    """The layers whose bias is int32 in the file, by the full name of the weight and the quantizer of the input."""
     provenance, graph = artifact.provenance, artifact.graph
     names = {} if provenance is None else provenance.weights
-    by_output = {weight.node.output[0]: weight for weight in artifact.weights}
-    biases = {}
+    weights = {each.node.output[0]: names.get(each.name, "") for each in artifact.weights}
+    inputs = {node.codes: name for name, each in nodes.items() for node in each}
+    layers = []
     for bias in (each for each in artifact.weights if each.is_bias):
         for reader in graph.consumers(bias.node.output[0]):
-            weight = by_output.get(reader.input[1]) if len(reader.input) > 2 else None
-            if weight is not None and weight.name in names:
-                unit = np.broadcast_to(bias.qparams.scale.reshape(-1), bias.codes.shape).astype(np.float32)
-                biases[names[weight.name]] = (bias.codes.astype(np.float32) * unit, unit)
-    return biases
+            producer = graph.producer(reader.input[0]) if len(reader.input) > 2 else None
+            if producer is not None and producer.op_type == DEQUANTIZE:
+                layers.append((weights.get(reader.input[1], ""), inputs.get(producer.input[0], "")))
+    return layers

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from onnx import TensorProto
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from detent.errors import DetentError, ShapeError, StateError
+from detent.errors import DetentError, FileFormatError, ShapeError
 from detent.onnx_model import QdqParams
+from detent.onnx_model.batches import inputs_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.onnx_model.qdq_writer import needs_clip
 from detent.onnx_model.targets import Container
@@ -24,7 +26,7 @@ from detent.ops import quantize
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
-from detent.torch.export_record import ExportRecord
+from detent.torch.export_record import WHERE, ExportRecord
 from detent.torch.onnx_export import exported_model
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
 from detent.torch.quantized_layer import QuantizedProduct
@@ -34,26 +36,26 @@ from detent.verification.replay import compare_models
 from detent.verification.source import Expected, Reference, SourceSegments
 from detent.verification.tally import Tally
 from detent.verification.torch_segments import TorchSegments
-from detent.verification.verify_report import Replay
+from detent.verification.verify_report import Difference, Replay
 
 __all__ = ["TorchSource"]
 
 Array = NDArray[Any]
+TRAINED_ON = "a model that was trained on since its export is not this file's source"
 
 
 class TorchSource:
     """A prepared model."""
 
-    knows_weights = True
     is_same = False
 
     def __init__(self, model: nn.Module, artifact: QuantizedGraph) -> None:
         plan_of(model)
-        if artifact.provenance is None:
-            raise StateError("the file does not say which quantizer is which: write it with qt.export_onnx")
         self._model, self._artifact = model, artifact
-        self._names = artifact.provenance.activations
-        self.names = artifact.provenance.weights
+        provenance = artifact.provenance
+        self.knows_weights = provenance is not None  # else the file does not say which weight is which
+        self._names = {} if provenance is None else provenance.activations
+        self.names = {} if provenance is None else provenance.weights
         self._quantizers = quantizers_of(model)
         self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # by the name of their quantizer
         for node in artifact.quantize_nodes:
@@ -72,30 +74,54 @@ class TorchSource:
         record = ExportRecord.from_dict(provenance.export)
         if record.problem:
             return Replay(record.problem)
+        self._check_example(record)
+        example, shapes = record.example(), record.shapes()
         container: Literal["int8"] | None = "int8" if record.container == "int8" else None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 expected = exported_model(
                     self._model,
-                    record.example(),
+                    example,
                     target=provenance.target,
-                    dynamic_shapes=record.shapes(),
+                    dynamic_shapes=shapes,
                     opset=record.opset,
                     container=container,
                 )
         except DetentError as error:
             return Replay(f"the model cannot be exported in the same way: {error}")
         result = compare_models(expected, self._artifact.model, [], ())
-        if result.ok:
-            return result
-        first, *others = result.differences
-        cause = f"{first.cause} (a model that was trained on since its export is not this file's source)"
-        return replace(result, differences=(replace(first, cause=cause), *others))
+        is_trained = bool(result.differences) and all(map(self._is_learned, result.differences))
+        return replace(result, hint=TRAINED_ON if is_trained else "")
+
+    def _check_example(self, record: ExportRecord) -> None:
+        """Raise where recorded inputs contradict those of the file, before anything runs on them."""
+        declared = {each.name: each for each in inputs_of(self._artifact.model)}
+        names = [each.name for each in record.inputs] if all(each.name for each in record.inputs) else [*declared]
+        for name, given in zip(names, record.inputs, strict=False):
+            shape = declared[name].shape if name in declared else None
+            fits = shape is None or (
+                len(shape) == len(given.shape)
+                and all(size in {None, own} for size, own in zip(shape, given.shape, strict=True))
+            )
+            if not fits:
+                raise FileFormatError(
+                    f"{WHERE}: input {name!r:.60} of shape {given.shape!r:.60}, the file's is {shape}"
+                )
+
+    def _is_learned(self, difference: Difference) -> bool:
+        """Whether values of a weight, a bias, a scale or a zero point differ, and not what is done with them."""
+        constant = self._artifact.graph.constants.get(difference.tensor)
+        if constant is None or not difference.cause.endswith("changed"):
+            return False
+        learned = self._artifact.parameters | {weight.name for weight in self._artifact.weights}
+        return difference.tensor in learned or constant.data_type == TensorProto.FLOAT
 
     @cached_property
     def segments(self) -> SourceSegments | None:
         """The model by segments; None where it cannot run so."""
+        if not self.knows_weights:
+            return None
         return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
 
     def _find_causes(self) -> list[str]:
@@ -124,16 +150,20 @@ class TorchSource:
         return Expected(params, shift, node.unclipped if narrow else node.x)
 
     def bias(self, weight: str) -> Array | None:
-        """The bias of the layer of a weight, with a batch norm folded in; None where there is none."""
+        """The bias of the layer of a weight, with a batch norm folded in; None where there is none, or several."""
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
         if not isinstance(layer, QuantizedProduct):
+            return None
+        if sum(other._parameters[name] is layer.weight for _, other, name, _ in weight_layers(self._model)) > 1:
             return None
         bias = layer.bias if layer.fold is None else layer.fold.bias(layer.bias)
         return None if bias is None else to_array(on_cpu(bias))
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """Those of the weights that a file lacks whose layers ran; a tied weight is there under its first name."""
+        if not self.knows_weights:
+            return {}
         first: dict[int, str] = {}
         tied = {
             full
@@ -150,7 +180,7 @@ class TorchSource:
 
     def absent_quantizers(self) -> list[str]:
         """Quantizers of activations that ran and that no node of the file is."""
-        return sorted(self._quantized - set(self._names.values()))
+        return sorted(self._quantized - set(self._names.values())) if self.knows_weights else []
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
         """The outputs and the codes for a batch, in evaluation mode."""

@@ -118,6 +118,7 @@ class Replay:
         nodes, constants: compared nodes, and elements of constants.
         differences: what is not as it should be, most telling first.
         decided: what is taken as given within its bounds, as lines of text.
+        hint: what may explain the differences.
 
     >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
     (False, True)
@@ -128,6 +129,7 @@ class Replay:
     constants: int = 0
     differences: tuple[Difference, ...] = ()
     decided: tuple[str, ...] = ()
+    hint: str = ""
 
     @property
     def ok(self) -> bool:
@@ -139,7 +141,7 @@ class Replay:
             return f"not replayed: {self.reason}"
         if self.differences:
             more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
-            return f"{self.differences[0]}{more}"
+            return f"{self.differences[0]}{more}{f'; {self.hint}' if self.hint else ''}"
         return f"{self.nodes:,} nodes and {self.constants:,} constants are what the source gives, to the bit"
 
 
