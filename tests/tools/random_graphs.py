@@ -12,6 +12,9 @@ residuals, concatenations, attention. Sizes are those of toys, so that a model i
 Shapes are known while a graph is built, so every model is valid. Weights are normal numbers of a size that keeps
 activations near 1, some with outliers, some with channels of zeros; some are shared by two layers. Some graphs have
 constants as nodes, nameless nodes, two outputs, or a fixed number of samples.
+
+``random_model(7, extended=True)`` gives other graphs, with pieces that the first ones lack: transposed convolutions,
+layers that share weight and bias, bodies of If and Loop with layers of their own, and inputs whose sizes are all open.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +47,9 @@ class Value(NamedTuple):
 class Builder:
     """Collects the nodes and constants of one graph."""
 
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng([20, seed])
+    def __init__(self, seed: int, *, extended: bool = False) -> None:
+        self.extended = extended
+        self.rng = np.random.default_rng([21 if extended else 20, seed])
         self.opset = sorted(OPSETS)[seed % len(OPSETS)]
         self.samples = int(self.rng.integers(1, 4))
         self.nodes: list[NodeProto] = []
@@ -408,6 +412,101 @@ def sequence_to_row(b: Builder, x: Value) -> Value:
     return reshaped(b, x, (x.shape[0], prod(x.shape[1:])))
 
 
+# Of extended graphs
+
+
+def conv_transpose(b: Builder, x: Value) -> Value:
+    """A transposed convolution that keeps the size of the picture, or doubles it."""
+    n, channels, height, width = x.shape
+    size, stride, pad = b.pick([(2, 2, 0), (3, 1, 1), (4, 2, 1)]) if max(height, width) <= 12 else (3, 1, 1)
+    groups = b.pick([1, 1, 2]) if channels % 2 == 0 else 1
+    out = b.pick([4, 6, 8])
+    fan_in = channels * size**2 // (groups * stride**2)
+    names = [x.name, b.weight((channels, out // groups, size, size), fan_in, channels=1)]
+    if b.chance(0.6):
+        names.append(b.constant(b.normal((out,), 0.2), "bias"))
+    shape = (n, out, height * stride, width * stride)
+    return b.add("ConvTranspose", names, shape, pads=[pad] * 4, strides=[stride] * 2, group=groups)
+
+
+def twins(b: Builder, x: Value) -> Value:
+    """Two layers with the same weight, and mostly the same bias, of a value and of its activation."""
+    other = activation(b, x)
+    if len(x.shape) == 4:
+        out = b.pick([4, 8])
+        weight, biases = b.weight((out, x.shape[1], 1, 1), x.shape[1]), _two_biases(b, out)
+        shape = (x.shape[0], out, *x.shape[2:])
+        made = [
+            b.add("Conv", [value.name, weight, bias], shape) for value, bias in zip((x, other), biases, strict=True)
+        ]
+    else:
+        out = b.pick([16, 32])
+        weight, biases = b.weight((x.shape[-1], out), x.shape[-1], channels=1), _two_biases(b, out)
+        shape = (*x.shape[:-1], out)
+        products = [b.add("MatMul", [value.name, weight], shape) for value in (x, other)]
+        made = [b.add("Add", [each.name, bias], shape) for each, bias in zip(products, biases, strict=True)]
+    return b.add(b.pick(["Add", "Sub", "Mul"]), [each.name for each in made], shape)
+
+
+def _two_biases(b: Builder, count: int) -> tuple[str, str]:
+    first = b.constant(b.normal((count,), 0.2), "bias")
+    return (first, first) if b.chance(0.7) else (first, b.constant(b.normal((count,), 0.2), "bias"))
+
+
+def branch(b: Builder, x: Value) -> Value:
+    """An If: a layer, or a sum with a constant, whatever the mean of the value is."""
+    mean = b.add("ReduceMean", [x.name], (), keepdims=0)
+    condition = b.add("Greater", [mean.name, b.number(b.pick([0.0, 0.2]))], ())
+    bodies = {}
+    for name, is_layer in (("then_branch", b.chance(0.7)), ("else_branch", False)):
+        result = b.fresh("branch")
+        node, tensors = _inner_node(b, x, x.name, result, is_layer=is_layer)
+        values = [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)]
+        bodies[name] = helper.make_graph([node], b.fresh("body"), [], values, tensors)
+    return b.add("If", [condition.name], x.shape, **bodies)
+
+
+def loop(b: Builder, x: Value) -> Value:
+    """A Loop that does the same twice: a layer, or a sum with a constant."""
+    names = [b.fresh(stem) for stem in ("turn", "goes_on", "before", "goes_further", "after")]
+    turn, goes_on, before, further, after = names
+    node, tensors = _inner_node(b, x, before, after, is_layer=b.chance(0.7))
+    same = helper.make_node("Identity", [goes_on], [further], name=b.fresh("identity") if b.named else "")
+    given = [
+        helper.make_tensor_value_info(turn, TensorProto.INT64, []),
+        helper.make_tensor_value_info(goes_on, TensorProto.BOOL, []),
+        helper.make_tensor_value_info(before, TensorProto.FLOAT, None),
+    ]
+    results = [
+        helper.make_tensor_value_info(further, TensorProto.BOOL, []),
+        helper.make_tensor_value_info(after, TensorProto.FLOAT, None),
+    ]
+    body = helper.make_graph([same, node], b.fresh("body"), given, results, tensors)
+    count = b.constant(np.array(2, np.int64), "count")
+    return b.add("Loop", [count, b.constant(np.array(True), "start"), x.name], x.shape, body=body)
+
+
+def _inner_node(
+    b: Builder, x: Value, given: str, result: str, *, is_layer: bool
+) -> tuple[NodeProto, list[TensorProto]]:
+    """A node of a body that keeps the shape of a value, and its constants, some of which are those of the graph."""
+    label = b.fresh("inner") if b.named else ""
+    if not is_layer:
+        number = numpy_helper.from_array(np.float32(b.pick([0.5, -0.25])), b.fresh("inner_c"))
+        return helper.make_node("Add", [given, number.name], [result], name=label), [number]
+    if len(x.shape) == 4:
+        op, weight = "Conv", b.normal((x.shape[1], x.shape[1], 1, 1), x.shape[1] ** -0.5)
+    else:
+        op, weight = "MatMul", b.normal((x.shape[-1], x.shape[-1]), x.shape[-1] ** -0.5)
+    if b.chance(0.5):
+        name, tensors = b.fresh("w"), []
+        b.constants[name] = weight
+    else:
+        name = b.fresh("inner_w")
+        tensors = [numpy_helper.from_array(weight, name)]
+    return helper.make_node(op, [given, name], [result], name=label), tensors
+
+
 # Whole graphs
 
 PIECES: dict[int, tuple[Piece, ...]] = {
@@ -431,6 +530,11 @@ PIECES: dict[int, tuple[Piece, ...]] = {
     3: (attention, attention, feed_forward, feed_forward, matmul, dense_block, layer_norm, gated, across, doubled),
     2: (dense_block, dense_block, gated, feed_forward, dense, layer_norm, doubled, shifted, scaled, softmax),
 }
+MORE_PIECES: dict[int, tuple[Piece, ...]] = {
+    4: (*PIECES[4], conv_transpose, conv_transpose, twins, twins, branch, loop),
+    3: (*PIECES[3], twins, twins, branch, loop),
+    2: (*PIECES[2], twins, twins, branch, loop),
+}  # of extended graphs
 DOWN: dict[int, tuple[Piece, ...]] = {4: (picture_to_row, picture_to_row, picture_to_sequence), 3: (sequence_to_row,)}
 LARGEST = 4096  # elements of one sample
 
@@ -468,7 +572,7 @@ def _body(b: Builder, start: Value) -> list[Value]:
     value, seen = start, []
     for _ in range(int(b.rng.integers(3, 7))):
         rank = len(value.shape)
-        pieces = DOWN[rank] if rank in DOWN and b.chance(0.08) else PIECES[rank]
+        pieces = DOWN[rank] if rank in DOWN and b.chance(0.08) else (MORE_PIECES if b.extended else PIECES)[rank]
         value = b.pick(pieces)(b, value)
         if prod(value.shape[1:]) > LARGEST:
             value = pool(b, value) if len(value.shape) == 4 else dense(b, value, 8)
@@ -482,8 +586,11 @@ def _body(b: Builder, start: Value) -> list[Value]:
     return [value, b.pick(middle)] if middle and b.chance(0.2) else [value]
 
 
-def _info(value: Value, kind: int, *, fixed: bool) -> ValueInfoProto:
+def _info(value: Value, kind: int, *, fixed: bool, is_open: bool = False) -> ValueInfoProto:
     sizes: list[str | int | None] = [value.shape[0] if fixed else "n", *value.shape[1:]]
+    if is_open:  # but channels and features, which weights need
+        kept = {1} if len(sizes) == 4 else {len(sizes) - 1} - ({1} if kind == TensorProto.INT64 else set())
+        sizes = [size if i in kept else f"{value.name}_{i}" for i, size in enumerate(sizes)]
     return helper.make_tensor_value_info(value.name, kind, sizes)
 
 
@@ -496,24 +603,25 @@ def _batches(b: Builder, given: Value) -> list[Feed]:
     return [{"x": b.normal(given.shape) * deviation} for _ in range(BATCHES)]
 
 
-def random_model(seed: int) -> tuple[ModelProto, list[Feed]]:
-    """A model, and batches of what it takes.
+def random_model(seed: int, *, extended: bool = False) -> tuple[ModelProto, list[Feed]]:
+    """A model, and batches of what it takes; extended ones have more kinds of pieces.
 
     >>> model, batches = random_model(0)
     >>> model == random_model(0)[0], len(batches)
     (True, 4)
     """
-    b = Builder(seed)
+    b = Builder(seed, extended=extended)
     given: Value = b.pick([*[_pictures] * 4, _sequences, _tokens, _rows])(b)
     start = _embedded(b, given) if given.name == "ids" else given
     outputs = _body(b, start)
     fixed = b.chance(0.2)
+    is_open = extended and b.chance(0.3)
     kind = TensorProto.INT64 if given.name == "ids" else TensorProto.FLOAT
     graph = helper.make_graph(
         b.nodes,
         f"random_{seed}",
-        [_info(given, kind, fixed=fixed)],
-        [_info(value, TensorProto.FLOAT, fixed=fixed) for value in outputs],
+        [_info(given, kind, fixed=fixed, is_open=is_open)],
+        [_info(value, TensorProto.FLOAT, fixed=fixed, is_open=is_open) for value in outputs],
         [numpy_helper.from_array(array, name) for name, array in b.constants.items()],
     )
     imports = [helper.make_opsetid("", b.opset)]

@@ -1276,3 +1276,55 @@ def _forge_opset(decisions: Decisions, rng: np.random.Generator) -> Decisions | 
 @_forgery("target", admissible=None)
 def _forge_target(decisions: Decisions, _rng: np.random.Generator) -> Decisions | None:
     return replace(decisions, target="openvino" if decisions.target != "openvino" else "onnxruntime")
+
+
+@_forgery("bias with a forged range", admissible=False)
+def _forge_range_of_bias(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
+    """A bias far off, with an observed range that is wide enough to explain it."""
+    line = _quantized(decisions, rng, lambda each: each.bias is not None)
+    if line is None:
+        return None
+    offset = np.int32(1 << 24) if line.bias.dtype == np.int32 else np.float32(50)
+    wide = (-1e9, 1e9)
+    ranges = {name: replace(each, observed_range=wide) for name, each in decisions.ranges.items()}
+    given = wide if line.bias.dtype == np.float32 else None
+    return _with_layer(replace(decisions, ranges=ranges), line.name, bias=line.bias + offset, input_range=given)
+
+
+@_forgery("spec of a weight", admissible=None)
+def _forge_weight_spec(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
+    line = _quantized(decisions, rng, lambda each: each.weight.bits >= 8 and each.weight.symmetric)
+    if line is None:
+        return None
+    spec = line.weight.replace(qmin=-1, qmax=1) if rng.random() < 0.5 else line.weight.replace(rounding="floor")
+    factor = np.float32(127) if spec.qmax == 1 else ONE
+    return _with_layer(decisions, line.name, weight=spec, weight_scale=line.weight_scale * factor)
+
+
+@_forgery("spec of an activation that files cannot hold", admissible=False)
+def _forge_rounding(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
+    if not decisions.placements:
+        return None
+    rounding = str(rng.choice(["floor", "half_away", "stochastic"]))
+    placements = tuple(replace(each, spec=each.spec.replace(rounding=rounding)) for each in decisions.placements)
+    return replace(decisions, placements=placements)
+
+
+@_forgery("smoothing folded or not", admissible=False)
+def _forge_folded(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
+    line: Smoothed | None = _pick(decisions.smoothed, rng)
+    if line is None:
+        return None
+    changed = replace(line, folded=not line.folded)
+    return replace(decisions, smoothed=tuple(changed if each is line else each for each in decisions.smoothed))
+
+
+@_forgery("equalization of another tensor", admissible=False)
+def _forge_equalized_tensor(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
+    names = [each.name for each in decisions.layers]
+    tensor = _pick([each.tensor for each in decisions.placements], rng)
+    if tensor is None or len(names) < 2:
+        return None
+    factors = np.full(8, 0.5, np.float32)
+    added = Equalized(tensor, _pick(names, rng), (_pick(names, rng),), factors, 1.0, 1.0)
+    return replace(decisions, equalized=(*(each for each in decisions.equalized if each.tensor != tensor), added))

@@ -1,0 +1,300 @@
+"""Files that were changed after they were written: no change is accepted, and the report names what was changed."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx import ModelProto
+
+import detent as dt
+import detent.onnx as qo
+from detent.errors import DetentError, UnsupportedError
+from detent.onnx.quantized_graph import float_form
+from detent.onnx_model.sessions import make_session
+from detent.verification import levels
+from zoo import ZOO
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+tampering = importlib.import_module("tampering")
+small_models = importlib.import_module("small_models")
+fuzz_verify = importlib.import_module("fuzz_verify")
+
+OPTIONS = {
+    "cnn": (small_models.cnn, {"skip": small_models.SKIPPED, "keep_float": "none"}),
+    "transformer": (small_models.transformer, {}),
+    "cnn-w4a8": (small_models.cnn, {"recipe": "w4a8", "target": "onnxruntime-avx2"}),
+    "transformer-w4a16": (small_models.transformer, {"recipe": "w4a16-g32"}),
+}
+CACHE = {}
+
+
+class Subject:
+    """A source, its file, data, and what the file gives for them."""
+
+    def __init__(self, name):
+        make, options = OPTIONS[name]
+        self.source, batches = make()
+        self.file = qo.rewrite(self.source, qo.decide(self.source, batches, progress=False, **options))
+        self.data = batches[:1]
+        self.outputs = self.run(self.file)
+
+    def run(self, model):
+        return [make_session(model, optimize=False).run(None, feed) for feed in self.data]
+
+    def has_same_outputs(self, model):
+        return fuzz_verify._equal(self.run(model), self.outputs)
+
+
+def subject(name):
+    if name not in CACHE:
+        CACHE[name] = Subject(name)
+    return CACHE[name]
+
+
+def changed_files(model, edit, count, seed=0):
+    """The files that an edit makes at so many places at most, with names of what it changed."""
+    rng = np.random.default_rng(seed)
+    sites = edit.sites(model)
+    for i in sorted(rng.choice(len(sites), min(count, len(sites)), replace=False)):
+        copy = tampering.copy_of(model)
+        names = edit.apply(copy, sites[i], rng)
+        if copy != model:
+            yield copy, names
+
+
+def check_edits(name, count):
+    """All edits at so many places, in the three forms."""
+    base = subject(name)
+    tried, admissible = 0, []
+    for edit in tampering.EDITS:
+        for i, (file, names) in enumerate(changed_files(base.file, edit, count)):
+            tried += 1
+            try:
+                report = dt.verify(base.source, file)
+            except DetentError:  # it is no valid file any more
+                continue
+            assert not report.ok, edit.name
+            assert any(each in report.failure for each in names), (edit.name, names, report.failure)
+            if i:  # the other forms at one place
+                continue
+            assert not dt.verify(base.source, tampering.without_decisions(file)).ok, edit.name
+            forged = tampering.with_matching_digests(file)
+            report = dt.verify(base.source, forged)
+            if report.ok:
+                assert fuzz_verify._only_decided(base.file, forged), edit.name
+                assert any("corrected biases" in each or "searched scales" in each for each in report.replay.decided)
+                admissible.append(edit.name)
+    return tried, admissible
+
+
+def test_there_are_enough_kinds_of_edits():
+    assert len({edit.name for edit in tampering.EDITS}) == len(tampering.EDITS) >= 100
+    sites = {edit.name: sum(len(edit.sites(subject(name).file)) for name in OPTIONS) for edit in tampering.EDITS}
+    assert sum(map(bool, sites.values())) >= 90
+    assert len(tampering.FORGERIES) >= 30
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_no_edit_is_accepted(name):
+    tried, _ = check_edits(name, 2)
+    assert tried > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_no_edit_is_accepted_anywhere(name):
+    tried, admissible = check_edits(name, 30)
+    assert tried > 400
+    assert set(admissible) <= {"bias code", "scale by an ulp", "scale doubled"}
+
+
+def check_execution(name, count):
+    """Level 2 alone, of all edits that change an output."""
+    base, changed = subject(name), 0
+    for edit in tampering.EDITS:
+        for file, _ in changed_files(base.file, edit, count, seed=1):
+            try:
+                if base.has_same_outputs(file):
+                    continue
+            except Exception:  # noqa: BLE001 - ONNX Runtime raises what it likes
+                continue
+            changed += 1
+            for form in (file, tampering.without_decisions(file)):
+                try:
+                    report = dt.verify(base.source, form, base.data, levels=(2,))
+                except UnsupportedError:  # other outputs
+                    continue
+                assert not report.ok, edit.name
+    return changed
+
+
+@pytest.fixture
+def without_openvino(monkeypatch):
+    monkeypatch.setattr(levels, "is_installed", lambda: False)
+
+
+def test_execution_catches_what_changes_outputs(without_openvino):
+    assert check_execution("cnn", 1) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_execution_catches_what_changes_outputs_anywhere(name, without_openvino):
+    assert check_execution(name, 6) > 30
+
+
+# Decisions themselves
+
+
+def check_forgeries(name, count):
+    """Forged decisions are accepted only where they could have been decided, and keep the function of the source."""
+    base, outcomes = subject(name), {}
+    for forgery in tampering.FORGERIES:
+        for seed in range(count):
+            file = forgery.apply(base.source, base.file, np.random.default_rng(seed))
+            if file is None or file == base.file:
+                continue
+            try:
+                report = dt.verify(base.source, file)
+            except DetentError:
+                assert not forgery.admissible, forgery.name
+                outcomes.setdefault(forgery.name, set()).add(False)
+                continue
+            assert forgery.admissible in {None, report.ok}, (forgery.name, report.failure)
+            outcomes.setdefault(forgery.name, set()).add(report.ok)
+            if report.ok:
+                assert report.replay.decided
+                float_model = float_form(base.source, tampering.decisions_of(file))
+                assert is_same_function(base.source, float_model, base.data), forgery.name
+    return outcomes
+
+
+def is_same_function(a: ModelProto, b: ModelProto, data):
+    """Whether two models agree but for the last bits of floats."""
+    runs = [make_session(model).run(None, feed) for model in (a, b) for feed in data]
+    half = len(runs) // 2
+    return all(
+        np.allclose(x, y, rtol=1e-3, atol=1e-4 * np.abs(x).max())
+        for first, second in zip(runs[:half], runs[half:], strict=True)
+        for x, y in zip(first, second, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_forged_decisions_are_admissible_or_caught(name):
+    outcomes = check_forgeries(name, 2)
+    assert len(outcomes) > 15
+    assert {True} in outcomes.values()
+    assert {False} in outcomes.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_many_forged_decisions_are_admissible_or_caught(name):
+    assert len(check_forgeries(name, 20)) > 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("rewrite_version", 1, "rewrite_version 1"),
+        ("rewrite_version", 99, "rewrite_version 99"),
+        ("version", 7, "version"),
+    ],
+)
+def test_decisions_of_other_versions_are_not_replayed(field, value, reason):
+    base = subject("cnn")
+    file, entry = tampering.copy_of(base.file), tampering._metadata(base.file)
+    entry["decisions"][field] = value
+    tampering._write_metadata(file, entry)
+    report = dt.verify(base.source, file)
+    assert not report.ok
+    assert report.failure.startswith("not replayed: ")
+    assert reason in report.failure
+
+
+@pytest.mark.parametrize("value", [None, 2.0, "2", [2]])
+def test_versions_are_integers(value):
+    base = subject("cnn")
+    file, entry = tampering.copy_of(base.file), tampering._metadata(base.file)
+    entry["decisions"]["rewrite_version"] = value
+    tampering._write_metadata(file, entry)
+    with pytest.raises(dt.FileFormatError, match="rewrite_version must be an integer"):
+        dt.verify(base.source, file)
+
+
+# What the levels say of some edits
+
+
+def changed(name, edit, site=0):
+    file = tampering.copy_of(subject(name).file)
+    chosen = tampering.edits_by_name()[edit]
+    return file, chosen.apply(file, chosen.sites(file)[site], np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("edit", ["pair removed", "node renamed", "output added", "pair bypassed", "outputs swapped"])
+def test_all_levels_report_what_replay_found(edit, without_openvino):
+    base = subject("cnn")
+    for site in (0, -1):
+        file, names = changed("cnn", edit, site)
+        report = dt.verify(base.source, file, base.data)
+        assert not report.ok
+        assert any(each in report.failure for each in names)
+
+
+def test_a_quantizer_that_is_gone_fails_level_2(without_openvino):
+    base = subject("cnn")
+    report = dt.verify(base.source, changed("cnn", "pair removed")[0], base.data, levels=(2,))
+    assert not report.ok
+    assert "its quantizer is not in the file" in report.failure
+
+
+def test_a_changed_bias_fails_level_2_though_decisions_refer_to_it(without_openvino):
+    base = subject("transformer")
+    file, names = changed("transformer", "bias code")
+    assert not base.has_same_outputs(file)
+    report = dt.verify(base.source, file, base.data, levels=(2,))
+    assert not report.ok
+    assert names[0] in report.failure
+
+
+def test_other_outputs_than_the_source_s_are_said(without_openvino):
+    base = subject("cnn")
+    with pytest.raises(UnsupportedError, match="the source has the outputs"):
+        dt.verify(base.source, changed("cnn", "output added")[0], base.data, levels=(2,))
+
+
+# Real models, and random edits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "smart-turn"])  # that one is quantized already
+def test_no_edit_of_a_real_model_is_accepted(name, tmp_path):
+    model = ZOO[name]
+    if not model.is_installed:
+        pytest.skip(f"{model.package} is not installed")
+    path = model.write(tmp_path)
+    file = qo.rewrite(path, qo.decide(path, list(model.feeds(2)), progress=False))
+    assert dt.verify(path, file).ok
+    tried = 0
+    for edit in tampering.EDITS:
+        for changed_file, names in changed_files(file, edit, 1):
+            tried += 1
+            try:
+                report = dt.verify(path, changed_file)
+            except DetentError:
+                continue
+            assert not report.ok, edit.name
+            assert any(each in report.failure for each in names), (edit.name, names, report.failure)
+            if tried % 4 == 0:
+                assert not dt.verify(path, tampering.without_decisions(changed_file)).ok
+    assert tried > 40
+
+
+@pytest.mark.slow
+def test_random_edits():
+    outcomes = [outcome for _, outcome in fuzz_verify.fuzz(300, 7)]
+    assert not [each for each in outcomes if fuzz_verify.is_wrong(each)]
+    assert sum(each.effect == "changed" for each in outcomes) > 20
