@@ -81,6 +81,11 @@ def test_random_graphs(tmp_path, monkeypatch):
     assert check(range(QUICK), tmp_path, monkeypatch) > QUICK // 2
 
 
+def test_graphs_that_once_failed(tmp_path, monkeypatch):
+    # A convolution in an If body, whose optimized graph ONNX Runtime refuses; a tensor with the codes of another one.
+    assert check([53, 84], tmp_path, monkeypatch) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(14))
 def test_many_random_graphs(part, tmp_path, monkeypatch):

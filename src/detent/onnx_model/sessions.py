@@ -10,7 +10,7 @@ Inner tensors are made outputs of the model while a session is created: ``record
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from math import prod
 from os import fspath
@@ -22,7 +22,7 @@ import onnx
 import onnxruntime as ort
 from google.protobuf.message import EncodeError
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper, shape_inference
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, shape_inference
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from detent.errors import DetentError, UnsupportedError
@@ -35,6 +35,7 @@ from detent.onnx_model.graph import (
     Graph,
     array_of,
     reads,
+    subgraphs,
 )
 from detent.onnx_model.provenance import Provenance, RuntimeRecord
 
@@ -199,7 +200,40 @@ def optimized(model: ModelSource) -> ModelProto:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "optimized.onnx")
         make_session(model, write_to=fspath(path))
-        return onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
+        running = onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
+    _rename_hiding(running.graph, frozenset())
+    return running
+
+
+def _rename_hiding(graph: GraphProto, outer: Set[str]) -> None:
+    """Rename results in bodies that hide a name around them: ONNX Runtime makes such graphs, and refuses to load them.
+
+    Its convolutions in blocks of channels get their names (``reorder_token_0``) in each graph anew.
+    """
+    kept = {value.name for value in (*graph.input, *graph.output)}
+    made = {name for node in graph.node for name in node.output if name} - kept
+    names, new = made | kept | {tensor.name for tensor in graph.initializer}, dict[str, str]()
+    for name in sorted(made & outer):
+        count = 0
+        while f"{name}_inner_{count}" in names | outer:
+            count += 1
+        new[name] = f"{name}_inner_{count}"
+        names.add(new[name])
+    _rename(graph, new)
+    for node in graph.node:
+        for body in subgraphs(node):
+            _rename_hiding(body, outer | names)
+
+
+def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
+    """Rename tensors of a graph, in bodies, too; those that a body makes itself under such a name come next."""
+    for node in graph.node if new else ():
+        for names in (node.input, node.output):
+            names[:] = [new.get(name, name) for name in names]
+        for body in subgraphs(node):
+            hidden = {name for each in body.node for name in each.output}
+            hidden |= {each.name for each in (*body.input, *body.initializer)}
+            _rename(body, {name: to for name, to in new.items() if name not in hidden})
 
 
 def runtime_record(running: ModelProto) -> RuntimeRecord:

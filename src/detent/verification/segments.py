@@ -53,6 +53,7 @@ class _Target:
     params: QuantParams
     shift: int
     fed: str  # the input that its readers get
+    is_scaled: bool  # it has the codes of another tensor, and no quantizer of its own
 
     def dequantized(self, codes: Array) -> Array:
         if codes.dtype.kind == "f":  # codes of 4 bits come as floats
@@ -144,7 +145,8 @@ class SegmentCheck:
         ]
         fed = self._input(f"{tensor}_fed")
         graph.redirect(tensor, fed, readers)
-        self._targets[tensor] = _Target(tensor, quantizer, params, shift_of(params, quantizer.qparams.kind), fed)
+        shift, is_scaled = shift_of(params, quantizer.qparams.kind), bool(placement.source_tensor)
+        self._targets[tensor] = _Target(tensor, quantizer, params, shift, fed, is_scaled)
 
     def result(self) -> Segments:
         """What all batches have shown."""
@@ -175,7 +177,7 @@ class SegmentCheck:
             with ort_errors():
                 values = dict(zip(wanted, session.run(wanted, given), strict=True))
             for name in wanted:
-                if name in self._targets:
+                if name in self._targets and not self._targets[name].is_scaled:
                     self._compare(self._targets[name], values[name], codes)
                 if name in expected:
                     self._compare_output(name, values[name], expected[name])
@@ -221,8 +223,9 @@ class SegmentCheck:
 
     def _grouped(self, sizes: Mapping[str, int]) -> Iterator[tuple[Any, list[str]]]:
         """Sessions for tensors that fit into memory together with what they are made of."""
-        computed = [name for name in self._targets if self._graph.producer(name) is not None]
-        computed += [name for name in self._outputs if name not in self._targets]
+        own = [name for name, each in self._targets.items() if not each.is_scaled]
+        computed = [name for name in own if self._graph.producer(name) is not None]
+        computed += [name for name in self._outputs if name not in own]
         size_of = {name: sizes[each.quantizer.node] for name, each in self._targets.items()}
         fed = {each.fed: name for name, each in self._targets.items()}
         total = 2 * FLOAT_NBYTES * sum(size_of.values())
