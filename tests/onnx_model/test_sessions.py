@@ -8,7 +8,16 @@ import pytest
 from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
 from detent.errors import UnsupportedError
-from detent.onnx_model.sessions import Probe, Reading, make_session, ort_errors, record, tensor_nbytes, without_weights
+from detent.onnx_model.sessions import (
+    Probe,
+    Reading,
+    make_session,
+    optimized,
+    ort_errors,
+    record,
+    tensor_nbytes,
+    without_weights,
+)
 
 SIDE = 32  # a matrix of 4 kB
 
@@ -140,3 +149,32 @@ def test_a_probe_raises_errors_of_onnx_runtime():
     probe.run({"x": np.zeros(2, np.float32)})
     with pytest.raises(UnsupportedError, match="failed to run the model"):
         probe.run({"x": np.zeros((2, 2), np.float32)})
+
+
+def test_optimized_graphs_with_convolutions_in_bodies_can_be_loaded():
+    values = np.random.default_rng(0).normal(size=(16, 16, 3, 3)).astype(np.float32)
+
+    def conv(x, y):
+        return helper.make_node("Conv", [x, f"{y}_w"], [y], name=f"conv_{y}", pads=[1] * 4)
+
+    bodies = [
+        helper.make_graph(
+            [conv("t", y)],
+            y,
+            [],
+            [helper.make_tensor_value_info(y, TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(values, f"{y}_w")],
+        )
+        for y in ("then", "else")
+    ]
+    nodes = [
+        conv("x", "t"),
+        helper.make_node("ReduceMean", ["t"], ["mean"], keepdims=0),
+        helper.make_node("Cast", ["mean"], ["condition"], to=TensorProto.BOOL),
+        helper.make_node("If", ["condition"], ["y"], then_branch=bodies[0], else_branch=bodies[1]),
+    ]
+    model = model_of(nodes, [numpy_helper.from_array(values, "t_w")])
+    model.graph.input[0].CopyFrom(helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 16, 8, 8]))
+    x = {"x": np.ones((1, 16, 8, 8), np.float32)}
+    runs = [make_session(each).run(None, x)[0] for each in (model, optimized(model))]
+    assert np.array_equal(*runs)

@@ -82,8 +82,9 @@ def test_random_graphs(tmp_path, monkeypatch):
 
 
 def test_graphs_that_once_failed(tmp_path, monkeypatch):
-    # A convolution in an If body, whose optimized graph ONNX Runtime refuses; a tensor with the codes of another one.
-    assert check([53, 84], tmp_path, monkeypatch) == 2
+    # A convolution in an If body, whose optimized graph ONNX Runtime refuses; a tensor with the codes of another one; a
+    # weight of 4 numbers with searched scales; a grouped transposed convolution with more biases than scales.
+    assert check([53, 84, 167, 296], tmp_path, monkeypatch) == 4
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ about numbers:
 
 =============== =====================================================================================================
 weight scale    8 bits and more: the min-max scale of the weight, or one that its bias needs; fewer bits: not above
-                the min-max scale, and with no larger squared error
+                the min-max scale, and with no larger squared error, unless the search gives it
 weight zero     within the codes; 0 where the spec is symmetric (as ``QuantParams`` demands)
 corrected bias  no further from the folded bias than the mean error of the layer can be:
                 ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|``, and half a unit, where w' and x' are dequantized and
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from detent.onnx.decisions import Decisions, LayerDecision
-from detent.onnx.graph_plan import MINMAX_BITS
+from detent.onnx.graph_plan import MINMAX_BITS, weight_params
 from detent.onnx.quantized_graph import ROOMY_BIAS_CODE, bias_scale
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
@@ -77,7 +77,8 @@ def _scale_problems(
         errors = [
             float(np.square(weight.astype(np.float64) - fake_quantize(weight, each)).sum()) for each in (full, params)
         ]
-        if errors[1] > errors[0] * (1 + SLACK):
+        # The search looks at a histogram: of few weights it may miss the min-max scales by a little.
+        if errors[1] > errors[0] * (1 + SLACK) and weight_params(weight, params.spec) != params:
             cause = "decided weight scales with a larger squared error than the min-max scales"
             yield _problem(line, "weight_scale", (), errors[0], errors[1], cause)
 
@@ -87,10 +88,12 @@ def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Arr
     if incoming is None or bias is None:
         return np.zeros(params.scale.shape, bool)
     unit = bias_scale(incoming, params).astype(np.float64)
+    if unit.ndim and unit.shape != bias.shape:  # it stays in float
+        return np.zeros(unit.shape, bool)
     codes = np.abs(bias if bias.dtype == np.int32 else bias / unit).astype(np.float64)
     codes = codes if params.scale.ndim else codes.max(initial=0.0)
     needed = unit <= 4 * float(np.finfo(np.float32).smallest_normal)
-    return np.asarray(needed | (codes >= ROOMY_BIAS_CODE - ROOM)) if np.shape(codes) == unit.shape else needed
+    return np.asarray(needed | (codes >= ROOMY_BIAS_CODE - ROOM))
 
 
 def _bias_problems(
