@@ -12,6 +12,7 @@ import detent as dt
 import detent.onnx as qo
 from detent.errors import DetentError, UnsupportedError
 from detent.onnx.quantized_graph import float_form
+from detent.onnx_model import load
 from detent.onnx_model.sessions import make_session
 from detent.verification import levels
 from zoo import ZOO
@@ -266,7 +267,17 @@ def test_other_outputs_than_the_source_s_are_said(without_openvino):
         dt.verify(base.source, changed("cnn", "output added")[0], base.data, levels=(2,))
 
 
-# Real models, and random edits
+@pytest.mark.parametrize("edit", ["float constant", "Conv.pads", "inputs swapped", "constants swapped", "opset"])
+def test_another_source_is_said_in_one_line(edit):
+    base, chosen = subject("cnn"), tampering.edits_by_name()[edit]
+    for source, _ in changed_files(base.source, chosen, 2):
+        report = dt.verify(source, base.file)
+        assert not report.ok
+        assert "\n" not in report.failure
+        assert "another model than this source" in report.failure or edit == "opset"
+
+
+# Real models, exported models, and random edits
 
 
 @pytest.mark.slow
@@ -291,6 +302,56 @@ def test_no_edit_of_a_real_model_is_accepted(name, tmp_path):
             if tried % 4 == 0:
                 assert not dt.verify(path, tampering.without_decisions(changed_file)).ok
     assert tried > 40
+
+
+@pytest.mark.slow
+def test_no_edit_of_an_exported_model_is_accepted(tmp_path, monkeypatch, without_openvino):
+    torch = pytest.importorskip("torch")
+    qt = importlib.import_module("detent.torch")
+    torch_source = importlib.import_module("detent.verification.torch_source")
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+    net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 10), torch.nn.Softmax(-1))
+    model, x = qt.prepare(net, "w8a8"), torch.randn(4, 3, 8, 8)
+    with qt.calibrating(model):
+        model(x)
+    path = qt.export_onnx(qt.freeze(model).eval(), x, tmp_path / "net.onnx")
+    file = load(path)
+    export, exported = torch_source.exported_model, {}
+
+    def export_once(*args, **options):
+        if repr(options) not in exported:
+            exported[repr(options)] = export(*args, **options)
+        return exported[repr(options)]
+
+    monkeypatch.setattr(torch_source, "exported_model", export_once)
+    data = [{file.graph.input[0].name: x.numpy()}]
+    assert dt.verify(model, file, data).ok
+    before, tried, changed_outputs = fuzz_verify._run(file, data), 0, 0
+    for edit in tampering.EDITS:
+        for changed_file, names in changed_files(file, edit, 1):
+            tried += 1
+            try:
+                report = dt.verify(model, changed_file)
+            except DetentError:
+                continue
+            assert not report.ok, edit.name
+            assert any(each in report.failure for each in names), (edit.name, names, report.failure)
+            try:
+                after = fuzz_verify._run(changed_file, data)
+            except Exception:  # noqa: BLE001 - ONNX Runtime raises what it likes
+                continue
+            (was,), now = before[0], after[0]
+            if len(now) == 1 and was.shape == now[0].shape and np.allclose(was, now[0], rtol=1e-3):
+                continue  # sums of PyTorch and ONNX Runtime differ by as much
+            changed_outputs += 1
+            try:
+                report = dt.verify(model, changed_file, data, levels=(2,))
+            except DetentError:
+                continue
+            assert not report.ok, edit.name
+    assert tried > 40
+    assert changed_outputs > 10
 
 
 @pytest.mark.slow
