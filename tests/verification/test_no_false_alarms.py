@@ -52,9 +52,9 @@ def quantized(seed, tmp_path):
     path = tmp_path / f"{seed}.onnx"
     try:
         qo.quantize(model, path, batches, recipe, target=target, compare=False, progress=False, **options)
-        dt.verify(model, path)
     except UnsupportedError as error:
-        assert "no QuantizeLinear" in str(error) or "nothing" in str(error), str(error)  # noqa: PT017
+        if "no layer was quantized" not in str(error):
+            raise
         return None
     return model, path, batches[:1]
 
