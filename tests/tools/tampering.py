@@ -432,7 +432,7 @@ def _reorder(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
     first.CopyFrom(model.graph.node[site])
     model.graph.node[site].CopyFrom(model.graph.node[site + 1])
     model.graph.node[site + 1].CopyFrom(first)
-    return (*_about(model.graph.node[site]), *_about(first))
+    return ("nodes in another order", *_about(model.graph.node[site]), *_about(first))
 
 
 @_edit("node renamed", _nodes())

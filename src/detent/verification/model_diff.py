@@ -59,14 +59,16 @@ def _versions(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
         yield _difference("the model", "opset_import", "another opset", opsets[0], opsets[1])
 
 
-def _values(what: str, expected: Sequence[ValueInfoProto], got: Sequence[ValueInfoProto]) -> Iterator[Difference]:
+def _values(
+    what: str, expected: Sequence[ValueInfoProto], got: Sequence[ValueInfoProto], where: str = ""
+) -> Iterator[Difference]:
     names = [[value.name for value in values] for values in (expected, got)]
     if names[0] != names[1]:
-        yield _difference("the model", f"{what}s", f"other {what}s", names[0], names[1])
+        yield _difference(where or "the model", f"{what}s", f"other {what}s", names[0], names[1])
         return
     for old, new in zip(expected, got, strict=True):
         if _bytes(old.type) != _bytes(new.type):
-            yield _difference(f"{what} {old.name}", "type", "another type or shape", _type(old), _type(new))
+            yield _difference(f"{where}{what} {old.name}", "type", "another type or shape", _type(old), _type(new))
 
 
 def _type(value: ValueInfoProto) -> str:
@@ -141,8 +143,8 @@ def _attributes(expected: NodeProto, got: NodeProto, name: str) -> Iterator[Diff
 
 def _body(expected: GraphProto, got: GraphProto, where: str) -> Iterator[Difference]:
     found = [
-        *_values("input", expected.input, got.input),
-        *_values("output", expected.output, got.output),
+        *_values("input", expected.input, got.input, where),
+        *_values("output", expected.output, got.output, where),
         *_nodes(expected.node, got.node, where),
         *_constants(expected.initializer, got.initializer, where),
     ]
