@@ -695,7 +695,7 @@ def _reshape_constant(model: ModelProto, site: Site, _rng: np.random.Generator) 
     tensor = _initializer(model, site)
     dims = list(tensor.dims)
     tensor.dims[:] = [dims[1], dims[0], *dims[2:]]
-    return (site,)
+    return (site, "weight_scale must have shape")
 
 
 @_edit("constant of another type", _constants("zero point", "codes", kinds=(TensorProto.INT8, TensorProto.UINT8)))
