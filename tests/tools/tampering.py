@@ -546,7 +546,7 @@ def _repeat_pair(model: ModelProto, site: Site, _rng: np.random.Generator) -> Na
     back = helper.make_node("DequantizeLinear", ["again_q", *quantize.input[1:]], ["again"], name="again_DQ")
     for reader in _readers(model, dequantize.output[0]):
         reader.input[list(reader.input).index(dequantize.output[0])] = "again"
-    names = ("again_Q", "again_DQ", *_about(dequantize))
+    names = ("again", *_about(dequantize))
     for node in (back, again):
         model.graph.node.insert(site[1] + 1, node)
     return names
