@@ -23,7 +23,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from detent.errors import StateError, UnsupportedError
+from detent.errors import DetentError, StateError, UnsupportedError
 from detent.onnx_model import optimized
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
@@ -142,7 +142,7 @@ class _Verification:
                 self.end_to_end["openvino"] = openvino
             for count, (feeds, reference) in enumerate(chain([] if first is None else [first], batches), 1):
                 self._run_batch(feeds, reference, probes, is_first=count == 1)
-        except UnsupportedError as error:
+        except DetentError as error:
             if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
             self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
