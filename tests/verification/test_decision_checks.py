@@ -105,6 +105,26 @@ def test_factors_have_to_fit_a_pair():
     assert "does not follow from the weight" in report.failure
 
 
+def test_tiny_scales_are_not_excused_by_a_bias():
+    decisions = qo.decide(model(), DATA, "w4a8", progress=False)
+    tiny = np.full_like(layer(decisions).weight_scale, 2e-37)
+    changed = with_layer(decisions, "last", weight_scale=tiny, bias=None)
+    report = verdict(changed)
+    assert not report.ok
+    assert "a decided weight scale" in report.failure
+
+
+def test_how_far_biases_were_moved_is_listed(decisions):
+    line = next(each for each in verdict(decisions).replay.decided if "corrected biases" in each)
+    assert "of what a layer can give" in line
+    forged = {name: replace(each, observed_range=(-1e30, 1e30)) for name, each in decisions.ranges.items()}
+    bias = layer(decisions).bias.copy()
+    bias.reshape(-1)[1] += (1 << 24) if bias.dtype == np.int32 else np.float32(1e6)
+    changed = with_layer(replace(decisions, ranges=forged), "last", bias=bias)
+    if decisions.ranges:  # a quantizer clips at most its own range, whatever the file says that it saw
+        assert not verdict(changed).ok
+
+
 # Segments
 
 

@@ -1,6 +1,7 @@
 """Replay: a file that was changed after it was written is caught, and so are decisions that do not fit."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_what_was_decided_is_listed(made):
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
         "1 kind of weights: 2 int8/axis1/symmetric/onnx",
-        "2 activation scales and zero points",
+        "2 activation scales and zero points: 0.0189 to 0.0333",
     )
     assert "decided: 2 activation scales and zero points" in str(report)
 
@@ -232,7 +233,97 @@ def test_another_activation_scale_is_another_decision(made):
     rewritten(made, lambda each: each["ranges"]["x"].update(scale=float(scale)))
     report = dt.verify(model(), made, DATA)
     assert report.ok
-    assert "2 activation scales and zero points" in report.replay.decided
+    assert "2 activation scales and zero points: 0.0333 to 0.25" in report.replay.decided
     assert (
         report.output_sqnr_db < dt.verify(model(), qo.rewrite(model(), qo.decide(model(), DATA)), DATA).output_sqnr_db
     )
+
+
+def table():
+    """A table with scales per group, whose rank of indices is decided."""
+    rng = np.random.default_rng(0)
+    tensors = [
+        numpy_helper.from_array(rng.normal(size=(32, 8)).astype(np.float32), "table"),
+        numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float32), "w"),
+    ]
+    nodes = [
+        helper.make_node("Gather", ["table", "i"], ["rows"], name="words"),
+        helper.make_node("MatMul", ["rows", "w"], ["y"], name="fc"),
+    ]
+    given = helper.make_tensor_value_info("i", 7, [1, 3])
+    graph = helper.make_graph(nodes, "lookup", [given], [helper.make_tensor_value_info("y", 1, [1, 3, 8])], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def test_the_rank_of_indices_follows_from_the_model():
+    recipe = dt.Recipe([dt.Rule("*", weight="int8/group4")])
+    decisions = qo.decide(table(), None, recipe)
+    assert dt.verify(table(), qo.rewrite(table(), decisions)).ok
+    layers = tuple(replace(each, index_rank=3) if each.index_rank else each for each in decisions.layers)
+    with pytest.raises(dt.SpecError, match="index_rank must be 2"):
+        qo.rewrite(table(), replace(decisions, layers=layers))
+
+
+def masked():
+    """A mask of large numbers beside computed ones: 4 ulp of the largest would hide anything."""
+    rng = np.random.default_rng(0)
+    tensors = [
+        numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float32), "w"),
+        numpy_helper.from_array(np.float32([0, 0, 0, 0, -3e38, -3e38, 1, 2]), "logs"),
+    ]
+    nodes = [
+        helper.make_node("Softplus", ["logs"], ["mask"], name="computed"),
+        helper.make_node("MatMul", ["x", "w"], ["a"], name="fc"),
+        helper.make_node("Add", ["a", "mask"], ["y"], name="add"),
+    ]
+    ends = [[helper.make_tensor_value_info(name, 1, ["n", 8])] for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "g", *ends, tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def test_computed_constants_are_compared_number_by_number():
+    decisions = qo.decide(masked(), DATA, progress=False)
+    value = decisions.constants["mask"].copy()
+    value[0] = np.nextafter(value[0], np.float32(2))
+    assert dt.verify(masked(), qo.rewrite(masked(), replace(decisions, constants={"mask": value}))).ok
+    value[0] += np.float32(1e-3)
+    with pytest.raises(dt.SpecError, match="within 4 ulp"):
+        qo.rewrite(masked(), replace(decisions, constants={"mask": value}))
+
+
+def test_a_plan_of_a_model_as_it_is_carries_no_decisions():
+    plan = qo.plan(masked(), "w8a16")
+    file = qo.insert(plan)
+    assert not dt.verify(masked(), file).ok
+    prepared = qo.prepare(masked())
+    assert dt.verify(prepared, qo.insert(qo.plan(prepared, "w8a16"))).ok
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ((1,), "ok: the file is what its source and its decisions make it; "),
+        ((3,), "ok: nothing differs in what was compared; the file was not replayed, as asked"),
+        ((1, 2), " dB"),
+    ],
+)
+def test_the_headline_says_what_was_compared(made, levels, said):
+    headline = dt.verify(model(), made, DATA, levels=levels).headline
+    assert said in headline
+    assert "; 0 codes" not in headline
+    assert dt.verify(made, made, DATA, levels=(1, 2)).headline.startswith("ok: the file is a copy of its source")
+
+
+def test_malformed_metadata_of_a_source_are_refused(made):
+    source = qo.load(made)
+    for entry in source.metadata_props:
+        entry.value = "["
+    with pytest.raises(dt.FileFormatError, match="metadata entry"):
+        dt.verify(source, made)
+
+
+def test_an_unknown_target_is_refused(made):
+    entry = next(each for each in made.metadata_props if each.key == "detent")
+    entry.value = entry.value.replace('"target":"onnxruntime"', '"target":"abacus"')
+    with pytest.raises(dt.FileFormatError, match="abacus"):
+        dt.verify(model(), made)

@@ -287,6 +287,8 @@ def activation_problem(spec: QuantSpec) -> str:
         return f"activations of a file have one scale per tensor, got {spec}"
     if spec.rounding != half_even:
         return f"QuantizeLinear rounds half to even, and {spec} does not: use rounding 'half_even'"
+    if spec.convention.division != "divide" or spec.convention.zero_point != "after_round":
+        return f"QuantizeLinear divides, rounds, and adds the zero point, which {spec} does not: use convention 'onnx'"
     return "" if spec.scale_format == "float" else f"ONNX files cannot hold activations of {spec}"
 
 

@@ -9,7 +9,7 @@ No data are needed: inputs only serve to compare a converted model with the orig
 those that another machine may round differently are handed out, so that ``qo.rewrite`` can put them back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -92,6 +92,7 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
     return bool(np.allclose(old, new, rtol=0, atol=CLOSE * scale, equal_nan=True))
 
 
+LARGEST_TERM = 1e30  # numbers beyond it are masks, not terms of sums
 MAX_ULP = 4  # by which a computed constant may differ on another machine
 LARGEST_FOLDED = 1 << 26  # bytes of a constant that is computed from others
 QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
@@ -99,8 +100,10 @@ _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
 _EXACT = (  # operators that move data, or round each element once as IEEE 754 says
     *(*MOVING, "Identity", "Split", "Concat", "Gather"),
     *("GatherElements", "GatherND", "Shape", "Size", "Cast", "Where", "Equal", "Less", "Greater", "Not", "And", "Or"),
-    *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Relu", "Floor", "Ceil"),
+    *("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Relu", "Floor", "Ceil", "Clip", "Sign", "Trilu"),
+    *("ReduceMax", "ReduceMin", "OneHot", "EyeLike"),
 )
+_ADDING = ("MatMul", "Gemm", "Conv", "CumSum", "Einsum", "Reduce", "Softmax", "LogSoftmax", "LayerNorm")  # beginnings
 _NO_TENSORS = ("SequenceConstruct", "SequenceInsert", "SequenceErase", "SplitToSequence", "Optional")
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial")
 
@@ -277,7 +280,7 @@ def _compute_constants(graph: Graph, given: Mapping[str, NDArray[Any]] | None) -
     values = _evaluate(graph, nodes, [name for name in read if name not in graph.outputs])
     inexact = _inexact_results(nodes)
     computed = {name: value for name, value in values.items() if name in inexact and _is_float(value)}
-    _check_given(given, computed)
+    _check_given(given, computed, _adding_results(nodes))
     values.update(given or {})
     for name, value in values.items():
         graph.constants[name] = numpy_helper.from_array(value, name)
@@ -314,7 +317,18 @@ def _is_float(value: NDArray[Any]) -> bool:
     return value.dtype in (np.float32, np.float64)
 
 
-def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str, NDArray[Any]]) -> None:
+def _adding_results(nodes: list[NodeProto]) -> set[str]:
+    """The results that sums take part in, whose order may be another one elsewhere."""
+    adding: set[str] = set()
+    for node in nodes:
+        if node.op_type.startswith(_ADDING) or adding & set(node.input):
+            adding.update(node.output)
+    return adding
+
+
+def _check_given(
+    given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str, NDArray[Any]], adding: Collection[str]
+) -> None:
     """Refuse constants of decisions that are not those that this model computes."""
     if given is None:
         return
@@ -328,20 +342,19 @@ def _check_given(given: Mapping[str, NDArray[Any]] | None, computed: Mapping[str
                 f"decisions: constant {name!r} must be {here.dtype} of shape {here.shape}, got {value.dtype} of shape "
                 f"{value.shape}"
             )
-        if not _is_rounded(here, value):
-            raise SpecError(
-                f"decisions: constant {name!r} must be what the model computes, within {MAX_ULP} ulp of each number or "
-                "of the largest"
-            )
+        if not _is_rounded(here, value, adds=name in adding):
+            raise SpecError(f"decisions: constant {name!r} must be what the model computes, within {MAX_ULP} ulp")
 
 
-def _is_rounded(here: NDArray[Any], value: NDArray[Any]) -> bool:
-    """Whether values are computed ones, but for what another order of sums may change."""
+def _is_rounded(here: NDArray[Any], value: NDArray[Any], *, adds: bool) -> bool:
+    """Whether values are computed ones, but for the last bits; of sums, for what another order may change."""
     finite = np.isfinite(here)
     if not np.array_equal(value[~finite], here[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
         return False
     old, new = here[finite].astype(np.float64), value[finite].astype(np.float64)
-    size = np.maximum(np.abs(old), np.abs(old).max(initial=0.0) / 2)
+    size = np.abs(old)
+    if adds:  # terms of a sum may be larger than the sum
+        size = np.maximum(size, size[size < LARGEST_TERM].max(initial=0.0) / 2)
     return bool((np.abs(new - old) <= MAX_ULP * np.finfo(here.dtype).eps * size).all())
 
 

@@ -119,7 +119,7 @@ def insert(
     source: str = "",
     options: str = "",
 ) -> ModelProto:
-    """The quantized model of a plan.
+    """The quantized model of a plan; it carries decisions for ``dt.verify`` if the plan's model is from ``qo.prepare``.
 
     Args:
         plan: what is quantized; its model is not changed.
@@ -157,7 +157,16 @@ def insert(
     layers = layer_decisions(plan, decisions.tensor_params(), corrected)
     model = ModelProto()
     model.CopyFrom(plan.model)
-    return write_quantizers(model, replace(decisions, layers=layers))
+    return write_quantizers(model, replace(decisions, layers=layers), is_replayed=_is_normal_form(plan.model))
+
+
+def _is_normal_form(model: ModelProto) -> bool:
+    """Whether ``rewrite`` would leave a model as it is before it writes quantizers."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    again = to_normal_form(copy, Graph(model).opset, force=True).model
+    parts = [(each.graph.node, each.graph.initializer, each.opset_import) for each in (model, again)]
+    return parts[0] == parts[1] and model.ir_version == again.ir_version
 
 
 def placed(
@@ -244,8 +253,8 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
     return QuantParams(params.spec, np.maximum(params.scale, wider), params.zero_point)
 
 
-def write_quantizers(model: ModelProto, decisions: Decisions) -> ModelProto:
-    """Write quantizers into a model in normal form, which is changed."""
+def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bool = True) -> ModelProto:
+    """Write quantizers into a model in normal form, which is changed, and decisions if they can be replayed."""
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
     writer = _Writer(graph, target, decisions)
@@ -272,7 +281,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions) -> ModelProto:
         decisions.data,
         decisions.source,
         decisions.options,
-        to_metadata(decisions, finished),
+        to_metadata(decisions, finished) if is_replayed else None,
     ).write(finished)
     return finished
 
@@ -324,6 +333,9 @@ def _layer_problem(
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
     if (line.index_rank is not None) != is_grouped_table:
         return "index_rank is for Gather layers with a scale per group, and needed there"
+    indices = graph.shape(layer.data)
+    if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
+        return f"its index_rank must be {len(indices)}, as its indices have, got {line.index_rank}"
     return ""
 
 

@@ -176,8 +176,14 @@ def _whole(entry: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]
     if "spec" in whole and "tensor" in whole:
         whole.setdefault("group", whole["tensor"])
     if whole.get("weight_scale") is not None and whole["weight_zero_point"] is None:
-        whole["weight_zero_point"] = {"zeros_like": whole["weight_scale"]}
+        whole["weight_zero_point"] = _ZerosLike(whole["weight_scale"])
     return {name: _rounded(value) if name in _FLOAT32 else value for name, value in whole.items()}
+
+
+class _ZerosLike(NamedTuple):
+    """Zero points that the file leaves out: as many as another array has."""
+
+    entry: Any
 
 
 def _short(value: Any) -> Any:  # noqa: ANN401 - JSON
@@ -239,12 +245,12 @@ class _Reader:
         self._left = MIN_ELEMENTS + 2 * sum(prod(tensor.dims) for tensor in model.graph.initializer)
 
     def read(self, value: Any) -> Array:  # noqa: ANN401 - JSON
+        if isinstance(value, _ZerosLike):
+            return np.zeros(self.read(value.entry).shape, np.int32)
         if not isinstance(value, dict):
             raise FileFormatError(f"an array is an object, got {value!r:.60}")
         if "initializer" in value:
             return self._referred(value)
-        if "zeros_like" in value:
-            return np.zeros(self.read(value["zeros_like"]).shape, np.int32)
         form = "fill" if "fill" in value else "base85"
         entry = table({"dtype": "float32", **value}, "an array", (form, "dtype", "shape"))
         shape = self._shape(entry["shape"])
@@ -253,12 +259,14 @@ class _Reader:
         dtype = np.dtype(entry["dtype"]).newbyteorder("<")
         if form == "fill":
             number = entry["fill"]
-            number = float(number) if number in {"inf", "-inf", "nan"} else number
+            number = float(number) if isinstance(number, str) and number in {"inf", "-inf", "nan"} else number
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise FileFormatError(f"an array is filled with a number, got {number!r:.60}")
+            if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+                raise FileFormatError(f"{number!r:.60} does not fit {dtype.name}")
             return np.full(shape, number, dtype.newbyteorder("="))
         if not isinstance(entry["base85"], str):
-            raise FileFormatError(f"the bytes of an array are text, got {entry['base64']!r:.60}")
+            raise FileFormatError(f"the bytes of an array are text, got {entry['base85']!r:.60}")
         content = base64.b85decode(entry["base85"])
         if len(content) != prod(shape) * dtype.itemsize:
             raise FileFormatError(f"an array of shape {shape} and type {dtype.name} has {len(content)} bytes")

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper
 
 from detent.checks import first_index
-from detent.errors import DetentError
+from detent.errors import DetentError, FileFormatError
 from detent.granularity import PerAxis, PerGroup
-from detent.onnx_model import QdqParams, get_target, make_session
+from detent.onnx_model import TARGETS, QdqParams, get_target, make_session
 from detent.onnx_model.graph import attribute_of, element_range, is_depthwise
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode, WeightCodes
 from detent.onnx_model.sessions import Reading, ort_errors
@@ -277,7 +277,7 @@ def compare_codes(
     got: Array,
     params: QuantParams,
     shift: int,
-    cause: str = "wrong code",
+    cause: Callable[[], str] = lambda: "wrong code",
 ) -> None:
     """Count the codes of a node that are not what detent makes of x by those parameters, plus the shift."""
     try:
@@ -288,7 +288,7 @@ def compare_codes(
         return
     if codes.shape != got.shape:
         tally.count(got.size, got.size)
-        tally.note(cause, quantizer.node, quantizer.codes, (), str(codes.shape), str(got.shape))
+        tally.note(cause(), quantizer.node, quantizer.codes, (), str(codes.shape), str(got.shape))
         return
     if codes.dtype == got.dtype and codes.dtype.kind in "iu" and not shift:
         wrong = got != codes
@@ -305,7 +305,7 @@ def compare_codes(
         scale, zero = (np.asarray(spread(part, layout, x.shape))[index] for part in parts)
         expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
         about = expected, got[index].item(), float(x[index]), float(scale), int(zero) + shift
-        tally.note(cause, quantizer.node, quantizer.codes, index, *about)
+        tally.note(cause(), quantizer.node, quantizer.codes, index, *about)
 
 
 def _wrong_params(
@@ -461,6 +461,8 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
     """Check that codes are within what the file's target takes."""
     provenance = artifact.provenance
     target = "" if provenance is None else provenance.target
+    if target and target not in TARGETS:
+        raise FileFormatError(f"the file's metadata name target {target!r:.60}, known are {', '.join(TARGETS)}")
     limit = get_target(target).limit if target else None
     if limit is None or weight.qparams.kind != TensorProto.INT8:
         return

@@ -1,8 +1,8 @@
 """Level 3: whether ONNX Runtime computes in integers what the file asks for, and nothing else.
 
 ONNX Runtime may quantize a float layer behind the file's back, between a DequantizeLinear and a QuantizeLinear (see
-``onnx.ort_workarounds``). And an integer kernel that it made when the file was written may be gone in another version
-of it: the file then runs in float, slower and with other last bits.
+``onnx_model.ort_workarounds``). And an integer kernel that it made when the file was written may be gone in another
+version of it: the file then runs in float, slower and with other last bits.
 """
 
 from onnx import ModelProto

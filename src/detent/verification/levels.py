@@ -54,6 +54,7 @@ __all__ = ["run_levels"]
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
 FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and what the source gives for them if it runs ahead
+NOT_RUN = "the file was not run"
 NO_SEGMENTS = "without a replay only outputs are compared, by SQNR"
 
 
@@ -79,6 +80,10 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
     return OnnxSource(model, open_quantized(model) if has_quantizers else None, artifact)
+
+
+class _FileFailsError(Exception):
+    """The file itself does not run, whatever its source does."""
 
 
 class _Verification:
@@ -136,16 +141,21 @@ class _Verification:
             self.weights.run()
             self.notes.update(self.weights.notes)
         count = 0
+        batches = chain([] if first is None else [first], batches)
+        del first
         try:
             probes = self._probes() if self.has_data else []
             if openvino is not None:
                 self.end_to_end["openvino"] = openvino
-            for count, (feeds, reference) in enumerate(chain([] if first is None else [first], batches), 1):
+            for count, (feeds, reference) in enumerate(batches, 1):
                 self._run_batch(feeds, reference, probes, is_first=count == 1)
+        except _FileFailsError as error:
+            self.tally.note(f"it cannot be run: {error}", "the file", "run")
+            self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
         except DetentError as error:
             if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
-            self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
+            self.notes[f"{error}; levels 2 and 3 need a file that runs like its source"] = None
         return self._report(count)
 
     def _weights_run(self) -> bool:
@@ -231,7 +241,10 @@ class _Verification:
             self.batch.reference = self.source.run(feeds)
         segments = self.source.segments if 2 in self.levels else None
         for place, probe in enumerate(probes):
-            probe.run(feeds)
+            try:
+                probe.run(feeds)
+            except UnsupportedError as error:
+                raise _FileFailsError(str(error)) from error
             if not place and segments is not None:
                 segments.run(feeds, self.batch.codes, self.batch.outputs)
         session, openvino = (self.end_to_end.get(name) for name in ("accuracy_level_0", "openvino"))
@@ -255,7 +268,7 @@ class _Verification:
         kernels = self.kernels
         if kernels is not None:
             self.notes.update(kernels.notes)
-            unknown = [row.kernel for row in kernels.rows() if not row.compared]
+            unknown = [row.kernel for row in kernels.rows() if not row.compared and row.kernel not in ORACLES]
             if unknown:
                 names = ", ".join(sorted(set(unknown)))
                 note = f"level 3 did not compare {len(unknown)} of {names}, whose formulas are not known here"
@@ -274,7 +287,7 @@ class _Verification:
             sum(each.compared for each in tallies),
             sum(each.differing for each in tallies),
             first,
-            {name: check.result() for name, check in self.end_to_end.items()},
+            {name: check.result() for name, check in self.end_to_end.items() if batches},
             () if kernels is None else kernels.rows(),
             None if kernels is None else kernels.saturation(),
             tuple(self.notes),
@@ -288,6 +301,9 @@ class _Verification:
         if 2 not in self.levels:
             return None
         if self.source.is_same:
-            return Segments()
+            return Segments(is_same=True)
         segments = self.source.segments
-        return Segments(NO_SEGMENTS) if segments is None else segments.result()
+        result = Segments(NO_SEGMENTS) if segments is None else segments.result()
+        if self.source.has_flaws:
+            return Segments("the decisions of the file do not hold, see level 1")
+        return result if result.reason or result.compared_outputs or result.first else Segments(NOT_RUN)

@@ -4,7 +4,6 @@ Everything is compared but texts that no runtime reads: doc strings, metadata of
 Constants are compared by value, however they are stored.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from detent.checks import first_index
+from detent.codec import parse
+from detent.errors import FileFormatError
 from detent.onnx_model.files import without_initializers
 from detent.onnx_model.graph import array_of, node_name
 from detent.onnx_model.provenance import KEY
@@ -241,13 +242,18 @@ def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
         old, new = ([_bytes(each) for each in getattr(model, field, ())] for model in models)
         if old != new:
             yield _difference("the model", field, "changed", f"{len(old)} entries", f"{len(new)} entries")
-    entries = [
-        json.loads(next((each.value for each in model.metadata_props if each.key == KEY), "{}")) for model in models
-    ]
+    texts = [next((each.value for each in model.metadata_props if each.key == KEY), "{}") for model in models]
+    if texts[0] == texts[1]:
+        return
+    try:
+        entries = [parse(text, f"the metadata entry {KEY!r}") for text in texts]
+    except FileFormatError:
+        yield _difference("the model", f"metadata {KEY!r}", "changed", *texts)
+        return
     for field in sorted(entries[0].keys() | entries[1].keys()):
-        old, new = (entry.get(field) for entry in entries)
-        if old != new:
-            yield _difference("the model", f"metadata {KEY!r}, {field}", "changed", *_first_unequal(old, new))
+        parts = [entry.get(field) for entry in entries]
+        if parts[0] != parts[1]:
+            yield _difference("the model", f"metadata {KEY!r}, {field}", "changed", *_first_unequal(*parts))
 
 
 def _first_unequal(old: Any, new: Any) -> tuple[object, object]:  # noqa: ANN401 - JSON

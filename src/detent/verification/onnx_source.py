@@ -49,14 +49,17 @@ class OnnxSource:
         self.is_same = self._replayed.is_same
         return self._replayed.result
 
+    @property
+    def has_flaws(self) -> bool:
+        """Whether decisions of the file are wrong."""
+        return self._replayed is not None and bool(self._replayed.flaws)
+
     @cached_property
     def segments(self) -> SourceSegments | None:
         """The float model by segments."""
         replayed = self._replayed
         if replayed is None or replayed.float_model is None or replayed.decisions is None:
             return None
-        if replayed.flaws:  # segments follow from the decisions, and would agree with what was done to them
-            self.tally.first = replayed.flaws[0]
         return SegmentCheck(replayed.float_model, replayed.decisions, self._artifact, self.tally)
 
     def _make_probe(self) -> Probe:

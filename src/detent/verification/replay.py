@@ -9,7 +9,7 @@ made has a reason, and is not a success: a file without decisions, of another re
 converter is not installed here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from onnx import ModelProto
@@ -22,7 +22,7 @@ from detent.onnx.stored_decisions import read_decisions, why_unreadable
 from detent.onnx_model.files import LoadedModel
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized
-from detent.verification.decision_checks import decided, problems
+from detent.verification.decision_checks import Correction, decided, problems
 from detent.verification.model_diff import compared_constants, differences
 from detent.verification.verify_report import Difference, Replay
 
@@ -49,11 +49,11 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
         FileFormatError: the decisions are malformed or contradict themselves.
     """
     if next(differences(source.proto, artifact.model), None) is None:
-        return ReplayedModel(_result(source.proto, (), ()), is_same=True)
+        return ReplayedModel(replace(_result(source.proto, (), ()), made_by="copy"), is_same=True)
     provenance = artifact.provenance
     reason = why_unreadable(provenance)
     if reason and is_quantized(source.proto):  # the file should be a copy of it
-        return ReplayedModel(compare_models(source.proto, artifact.model, [], ()))
+        return ReplayedModel(replace(compare_models(source.proto, artifact.model, [], ()), made_by="copy"))
     if reason or provenance is None:
         return ReplayedModel(Replay(reason))
     decisions, changed = read_decisions(artifact.model, provenance)
@@ -73,7 +73,8 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
             model = float_form(source, decisions)
             graph = Graph(model)
             layers = check_fits(graph, decisions)
-            found += problems(graph, layers, decisions)
+            corrections: dict[str, Correction] = {}
+            found += problems(graph, layers, decisions, corrections)
             float_model = ModelProto()
             float_model.CopyFrom(model)
             rewritten = write_quantizers(model, decisions)
@@ -82,7 +83,7 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
     except (SpecError, ParamsError) as error:
         found.append(Difference("the decisions", "metadata", (), None, None, None, None, None, str(error)))
         return ReplayedModel(Replay(differences=tuple(found)))
-    result = compare_models(rewritten, artifact.model, found, decided(decisions))
+    result = compare_models(rewritten, artifact.model, found, decided(decisions, corrections))
     return ReplayedModel(result, decisions, float_model, flaws=tuple(found))
 
 
@@ -99,4 +100,4 @@ def _result(expected: ModelProto, found: tuple[Difference, ...], decided_lines: 
 
 def _other_source(written: str, digest: str) -> Difference:
     cause = "the file was made from another model than this source"
-    return Difference("source", "digest", (), written or None, digest, None, None, None, cause)
+    return Difference("source", "digest", (), written, digest, None, None, None, cause)

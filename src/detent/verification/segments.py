@@ -185,9 +185,14 @@ class SegmentCheck:
             self._compare(self._targets[name], feeds[name], codes)
 
     def _compare(self, target: _Target, x: Array, codes: Mapping[str, Array]) -> None:
-        cause = f"not the code that the source gives ({self._segment(target.tensor)})"
         compare_codes(
-            self._tally, target.quantizer, x, codes[target.quantizer.node], target.params, target.shift, cause
+            self._tally,
+            target.quantizer,
+            x,
+            codes[target.quantizer.node],
+            target.params,
+            target.shift,
+            lambda: f"not the code that the source gives ({self._segment(target.tensor)})",
         )
 
     def _segment(self, tensor: str) -> str:

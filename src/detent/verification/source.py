@@ -67,6 +67,11 @@ class Source(Protocol):
     tally: Tally  # of segments
     is_same: bool  # whether source and file are one model, which leaves nothing to run
 
+    @property
+    def has_flaws(self) -> bool:
+        """Whether decisions of the file are wrong: segments follow from them, and would agree."""
+        ...
+
     def replay(self) -> Replay:
         """The file beside what this source gives by the file's decisions."""
         ...

@@ -48,6 +48,7 @@ class TorchSource:
     """A prepared model."""
 
     is_same = False
+    has_flaws = False
 
     def __init__(self, model: nn.Module, artifact: QuantizedGraph) -> None:
         plan_of(model)
@@ -90,7 +91,7 @@ class TorchSource:
                 )
         except DetentError as error:
             return Replay(f"the model cannot be exported in the same way: {error}")
-        result = compare_models(expected, self._artifact.model, [], ())
+        result = replace(compare_models(expected, self._artifact.model, [], ()), made_by="export")
         is_trained = bool(result.differences) and all(map(self._is_learned, result.differences))
         return replace(result, hint=TRAINED_ON if is_trained else "")
 

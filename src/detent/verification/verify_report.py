@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from detent.codec import encode
 from detent.errors import DtypeError
@@ -12,12 +12,17 @@ from detent.metrics import worst_output
 __all__ = ["Difference", "EndToEnd", "Kernel", "Replay", "Segments", "VerifyReport"]
 
 JSON_VERSION = 2
+MADE_BY = {
+    "decisions": "what its source and its decisions make it",
+    "export": "what this model exports",
+    "copy": "a copy of its source",
+}
 MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One code, scale or zero point that is not what the source says.
+    """One node, attribute, tensor, code, scale or zero point that is not what the source says.
 
     Attributes:
         node, tensor: of the file; the index is that of the element in the tensor.
@@ -119,6 +124,7 @@ class Replay:
         differences: what is not as it should be, most telling first.
         decided: what is taken as given within its bounds, as lines of text.
         hint: what may explain the differences.
+        made_by: how the file comes from its source: by decisions, by an export of a PyTorch model, as a copy.
 
     >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
     (False, True)
@@ -130,6 +136,7 @@ class Replay:
     differences: tuple[Difference, ...] = ()
     decided: tuple[str, ...] = ()
     hint: str = ""
+    made_by: Literal["decisions", "export", "copy"] = "decisions"
 
     @property
     def ok(self) -> bool:
@@ -156,6 +163,7 @@ class Segments:
         compared_outputs, differing_outputs: over all batches.
         bound: how far the values of source and file may be apart; "" where they have to be equal to the bit.
         first: the first difference.
+        is_same: source and file are one model, which leaves nothing to run.
 
     >>> print(Segments(compared_codes=1000, compared_outputs=2))
     1,000 codes and 2 outputs are equal to the bit
@@ -169,6 +177,7 @@ class Segments:
     differing_outputs: int = 0
     bound: str = ""
     first: Difference | None = None
+    is_same: bool = False
 
     @property
     def ok(self) -> bool:
@@ -181,7 +190,7 @@ class Segments:
         if not self.ok:
             counts = f"{self.differing_codes:,} of {self.compared_codes:,} codes and {self.differing_outputs:,} of "
             return f"{counts}{self.compared_outputs:,} outputs differ; the first: {self.first}"
-        if not self.compared_codes and not self.compared_outputs:
+        if self.is_same:
             return "source and file are the same model"
         what = f"{self.compared_codes:,} codes and {self.compared_outputs:,} outputs are equal"
         if not self.bound:
@@ -284,11 +293,15 @@ class VerifyReport:
         """The verdict, and what it is about, in one line."""
         if self.failure:
             return f"not ok: {self.failure}"
-        what = {
-            True: "the file is what its source and its decisions make it",
-            False: "nothing differs in what was compared; the file was not replayed, as asked",
-        }[self.replay is not None]
-        return f"ok: {what}; {self.compared_codes:,} codes compared, none differ"
+        what = "nothing differs in what was compared; the file was not replayed, as asked"
+        if self.replay is not None:
+            what = f"the file is {MADE_BY[self.replay.made_by]}"
+        codes = max(self.compared_codes, 0 if self.segments is None else self.segments.compared_codes)
+        parts = [what, *([f"{codes:,} codes compared, none differ"] if codes else [])]
+        run = self.end_to_end.get("optimized")
+        if run is not None and (worst := worst_output(run.output_sqnr_db)):
+            parts.append(f"worst output {worst}: {run.output_sqnr_db[worst]:.1f} dB")
+        return f"ok: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         lines = [self.headline]
