@@ -41,7 +41,7 @@ def test_output_lies_beside_the_model(shop):
         "agreement:",
         "time:",
         "integer kernels:   3 of 3 layers",
-        "codes that differ: 0 of ",
+        "verified: ok: the file is what its source and its decisions make it; ",
         "--skip head",
         "report: a.json",
     ],

@@ -107,12 +107,13 @@ def test_bias_correction_removes_the_mean_error():
     params = choose_params(plan, seen)
     biases = corrected_biases(plan, params, IsolatedLayers(plan, seen.samples), len(feeds))
     assert set(biases) == {"first", "second", "last"}
+    arrays = {name: each.bias for name, each in biases.items()}
     before, after = (
-        output_sqnr(model, qo.insert(plan, seen, params=params, biases=each), feeds) for each in ({}, biases)
+        output_sqnr(model, qo.insert(plan, seen, params=params, biases=each), feeds) for each in ({}, arrays)
     )
     assert next(iter(after.values())) > next(iter(before.values()))
     means = []
-    for each in ({}, biases):
+    for each in ({}, arrays):
         made = make_session(qo.insert(plan, seen, params=params, biases=each))
         off = [made.run(None, feed)[0] - make_session(model).run(None, feed)[0] for feed in feeds]
         means.append(np.abs(np.mean(off, axis=(0, 1, 3, 4))).mean())

@@ -296,7 +296,7 @@ def test_unusable_options_are_rejected_by_name(tmp_path, options, message):
 
 
 def test_numpy_integers_are_seeds():
-    assert qo.decide(conv_chain(), images(1), seed=np.int64(3), progress=False).options == '{"seed": 3}'
+    assert qo.decide(conv_chain(), images(1), seed=np.int64(3), progress=False).options == '{"seed":3}'
 
 
 def test_a_missing_directory_is_noticed_first(tmp_path):

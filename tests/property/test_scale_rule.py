@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import assume, example, given
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 import detent as dt
@@ -59,6 +59,7 @@ def test_every_range_has_a_positive_scale_and_a_zero_point_among_the_codes(spec,
     assert same_bits(params.zero_point, reference.zero_point)
 
 
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(code_ranges(), BOUNDS, BOUNDS)
 def test_symmetric_codes_reach_both_bounds_where_there_are_codes_of_that_sign(spec, one, other):
     assume(spec.symmetric and spec.convention.symmetric_scale != "half_span")

@@ -160,5 +160,5 @@ def test_hostile_verification_and_sensitivity(path, value):
 
 def test_version_1_is_refused():
     document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
-    with pytest.raises(FileFormatError, match="has version 1, this detent reads 2: make it again"):
+    with pytest.raises(FileFormatError, match="has version 1, this detent reads 3: make it again"):
         qr.Report.from_json(json.dumps(document))

@@ -1,6 +1,7 @@
 """``detent quantize``: quantize an ONNX file, evaluate the result, and print a summary."""
 
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
@@ -39,6 +40,7 @@ Example: [bold]detent quantize model.onnx --data calibration.npz --report report
 In CI: [bold]detent quantize model.onnx -d calibration.npz --fail-below-sqnr 30 --json[/bold]"""
 LIMITS, PASSES = "Limits", "Accuracy passes to leave out"
 MAX_STEPS_SHOWN = 6
+SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
 
 
@@ -249,7 +251,10 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
     for label, text in evaluation.facts():
         screen.say(f"  {label + ':':<18} {text}")
     if evaluation.verification is not None:
-        screen.say(f"verified: {evaluation.verification.headline}")
+        for line in textwrap.wrap(
+            f"verified: {evaluation.verification.headline}", SUMMARY_COLUMNS, subsequent_indent="  "
+        ):
+            screen.say(line)
     if evaluation.sensitive_layers:
         screen.say("most sensitive layers, and how to keep them in float:")
         for layer in evaluation.sensitive_layers:

@@ -304,6 +304,6 @@ class _Verification:
             return Segments(is_same=True)
         segments = self.source.segments
         result = Segments(NO_SEGMENTS) if segments is None else segments.result()
-        if self.source.has_flaws:
-            return Segments("the decisions of the file do not hold, see level 1")
+        if self.source.flaw is not None:
+            return Segments(f"the decisions of the file do not hold: {self.source.flaw}")
         return result if result.reason or result.compared_outputs or result.first else Segments(NOT_RUN)

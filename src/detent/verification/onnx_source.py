@@ -15,7 +15,7 @@ from detent.verification.replay import ReplayedModel, replay
 from detent.verification.segments import SegmentCheck
 from detent.verification.source import Expected, Reference, SourceSegments
 from detent.verification.tally import Tally
-from detent.verification.verify_report import Replay
+from detent.verification.verify_report import Difference, Replay
 
 __all__ = ["OnnxSource"]
 
@@ -50,9 +50,9 @@ class OnnxSource:
         return self._replayed.result
 
     @property
-    def has_flaws(self) -> bool:
-        """Whether decisions of the file are wrong."""
-        return self._replayed is not None and bool(self._replayed.flaws)
+    def flaw(self) -> Difference | None:
+        """The first decision of the file that is wrong."""
+        return None if self._replayed is None else next(iter(self._replayed.flaws), None)
 
     @cached_property
     def segments(self) -> SourceSegments | None:

@@ -10,7 +10,7 @@ from detent.onnx_model.qdq_reader import QuantizeNode
 from detent.params import QuantParams
 from detent.tensor import QuantizedTensor
 from detent.verification.tally import Tally
-from detent.verification.verify_report import Replay, Segments
+from detent.verification.verify_report import Difference, Replay, Segments
 
 __all__ = ["Expected", "Reference", "Source", "SourceSegments"]
 
@@ -68,8 +68,8 @@ class Source(Protocol):
     is_same: bool  # whether source and file are one model, which leaves nothing to run
 
     @property
-    def has_flaws(self) -> bool:
-        """Whether decisions of the file are wrong: segments follow from them, and would agree."""
+    def flaw(self) -> Difference | None:
+        """The first decision of the file that is wrong: segments follow from decisions, and would agree with it."""
         ...
 
     def replay(self) -> Replay:

@@ -48,7 +48,7 @@ class TorchSource:
     """A prepared model."""
 
     is_same = False
-    has_flaws = False
+    flaw = None
 
     def __init__(self, model: nn.Module, artifact: QuantizedGraph) -> None:
         plan_of(model)
