@@ -408,6 +408,19 @@ def test_a_multiple_of_a_multiple_has_the_codes_of_both(tmp_path):
     assert dt.verify(model, report.output, feeds[3:]).ok
 
 
+def test_a_tensor_with_the_codes_of_a_multiple(tmp_path):
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
+    t = m.add("Add", [m.conv(t, 8, 8, name="second"), t])
+    half = m.add("Mul", [t, m.constant(np.float32(0.5))])
+    pooled = m.add("MaxPool", [half], kernel_shape=[2, 2], strides=[2, 2])
+    y = m.conv(pooled, 8, 4, name="last")
+    model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
+    report = quantize(model, tmp_path, feeds[:3])
+    assert half in {each.group for each in report.decisions.placements if each.tensor == pooled}
+    assert dt.verify(model, report.output, feeds[3:]).ok
+
+
 def with_outputs(m, outputs, shape=(2, 8, 8, 8), inputs=()):
     """A model whose outputs have types of their own."""
     model = m.model([("x", list(shape)), *inputs], [name for name, _ in outputs])

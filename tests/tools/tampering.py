@@ -613,7 +613,8 @@ def _change_bias(model: ModelProto, site: Site, rng: np.random.Generator) -> Nam
 
 
 @_edit("scale by an ulp", _constants("scale", kinds=(TensorProto.FLOAT,)))
-def _change_scale(model: ModelProto, site: Site, rng: np.random.Generator) -> Names:
+@_edit("float constant by an ulp", _constants("number", kinds=(TensorProto.FLOAT,)))
+def _next_float(model: ModelProto, site: Site, rng: np.random.Generator) -> Names:
     values = np.array(array_of(_initializer(model, site)))
     at = _element(values, rng)
     values[at] = np.nextafter(values[at], np.float32(np.inf))
@@ -642,14 +643,6 @@ def _change_zero_point(model: ModelProto, site: Site, rng: np.random.Generator) 
 def _change_float(model: ModelProto, site: Site, rng: np.random.Generator) -> Names:
     values = np.array(array_of(_initializer(model, site)))
     values[_element(values, rng)] += np.float32(rng.choice([0.5, -0.25, 3.0]))
-    return _store(model, site, values)
-
-
-@_edit("float constant by an ulp", _constants("number", kinds=(TensorProto.FLOAT,)))
-def _change_float_little(model: ModelProto, site: Site, rng: np.random.Generator) -> Names:
-    values = np.array(array_of(_initializer(model, site)))
-    at = _element(values, rng)
-    values[at] = np.nextafter(values[at], np.float32(np.inf))
     return _store(model, site, values)
 
 
@@ -1124,7 +1117,9 @@ def _forge_bias_dtype(decisions: Decisions, rng: np.random.Generator) -> Decisio
 @_forgery("layer kept in float", admissible=True)
 def _forge_float(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
     line = _quantized(decisions, rng)
-    return None if line is None else decisions.with_layers_in_float([line.name], "as somebody wished")
+    if line is None or sum(each.is_quantized for each in decisions.layers) == 1:  # a file without any is refused
+        return None
+    return decisions.with_layers_in_float([line.name], "as somebody wished")
 
 
 @_forgery("layer dropped", admissible=False)

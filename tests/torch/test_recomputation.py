@@ -13,17 +13,11 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch_bits import WEIGHT_AND_INPUT_BY_ROUNDING  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
 from detent.torch import recomputation  # noqa: E402
 
-ROUNDINGS = {
-    "half_even": ("int4/axis0", "uint8"),
-    "stochastic": (
-        dt.QuantSpec("int4", "axis0", rounding="stochastic(1)"),
-        dt.QuantSpec("uint8", rounding="stochastic(2)"),
-    ),
-}
 torch.manual_seed(1)
 BATCHES = [torch.randn(3, 4, 5) * scale for scale in (1, 2, 0.5, 3)]
 
@@ -59,7 +53,7 @@ class First(nn.Module):
 
 
 def prepared(model: nn.Module, mode: str, rounding: str = "half_even") -> nn.Module:
-    weight, data = ROUNDINGS[rounding]
+    weight, data = WEIGHT_AND_INPUT_BY_ROUNDING[rounding]
     qt.prepare(model, dt.Recipe([dt.Rule(weight=weight, input=data, mode=mode)]))
     with qt.calibrating(model):
         model(BATCHES[0])
@@ -106,7 +100,7 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("order", "native"), [*((order, True) for order in ORDERS), (at_once, False)])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", WEIGHT_AND_INPUT_BY_ROUNDING)
 @pytest.mark.parametrize("mode", ["ema", "per_batch", "learned", "fixed"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_step_is_a_plain_step(reentrant, mode, rounding, order, native, monkeypatch):
@@ -131,7 +125,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", WEIGHT_AND_INPUT_BY_ROUNDING)
 @pytest.mark.parametrize("mode", ["ema", "learned"])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", OTHERS)
@@ -150,7 +144,7 @@ def test_every_kind_of_layer(kind, reentrant, mode, rounding, monkeypatch):
         torch.testing.assert_close(ours[key], value, rtol=1e-9, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}")
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", WEIGHT_AND_INPUT_BY_ROUNDING)
 def test_a_retained_graph_is_repeated_alike(rounding):
     models = []
     for setting in (None, False):

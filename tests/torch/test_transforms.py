@@ -12,23 +12,17 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.func import functional_call, grad, stack_module_state, vjp, vmap  # noqa: E402
+from torch_bits import WEIGHT_AND_INPUT_BY_ROUNDING  # noqa: E402
 
 import detent.torch as qt  # noqa: E402
 
-ROUNDINGS = {
-    "half_even": ("int4/axis0", "uint8"),
-    "stochastic": (
-        dt.QuantSpec("int4", "axis0", rounding="stochastic(1)"),
-        dt.QuantSpec("uint8", rounding="stochastic(2)"),
-    ),
-}
 X = torch.linspace(-2, 3, 24).sin().reshape(6, 4)
 
 
 def prepared(mode: str, rounding: str = "half_even", *, norm: bool = False, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 5), *[nn.BatchNorm1d(5)] * norm, nn.ReLU(), nn.Linear(5, 2))
-    weight, data = ROUNDINGS[rounding]
+    weight, data = WEIGHT_AND_INPUT_BY_ROUNDING[rounding]
     qt.prepare(model, dt.Recipe([dt.Rule(weight=weight, input=data, mode=mode)]))
     with qt.calibrating(model):
         model(0.5 * X)
@@ -86,7 +80,7 @@ def assert_plain_step(how, *settings: str, norm: bool = False) -> None:
 
 
 @pytest.mark.parametrize("how", [by_call, by_grad, by_vjp, by_buffers])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", WEIGHT_AND_INPUT_BY_ROUNDING)
 @pytest.mark.parametrize("mode", ["ema", "per_batch", "learned", "fixed"])
 def test_a_step_is_a_plain_step(mode, rounding, how):
     assert_plain_step(how, mode, rounding)

@@ -12,10 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 
 import detent as dt
 
-__all__ = ["BFLOAT16", "Case", "array", "assert_same", "bits", "make_case", "tensor"]
+__all__ = ["BFLOAT16", "WEIGHT_AND_INPUT_BY_ROUNDING", "Case", "array", "assert_same", "bits", "make_case", "tensor"]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SCALES = (0.0123, 0.3, 0.017)
+WEIGHT_AND_INPUT_BY_ROUNDING = {
+    "half_even": ("int4/axis0", "uint8"),
+    "stochastic": (
+        dt.QuantSpec("int4", "axis0", rounding="stochastic(1)"),
+        dt.QuantSpec("uint8", rounding="stochastic(2)"),
+    ),
+}
 
 
 def tensor(a: ArrayLike) -> torch.Tensor:

@@ -24,6 +24,7 @@ Each value checks itself when it is made; ``qo.rewrite`` checks that it fits the
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -65,15 +66,19 @@ GAIN_DIGITS = 3
 SMOOTHED_FACTORS = np.float32(1e-4), np.float32(1e4)
 
 
+_parse_spec = lru_cache(QuantSpec.parse)  # a model has few specs and many layers
+_spec_text = lru_cache(spec_text)
+
+
 def _spec_from(value: object) -> QuantSpec:
     if isinstance(value, str):
-        return QuantSpec.parse(value)
+        return _parse_spec(value)
     if isinstance(value, Mapping):
         return QuantSpec.from_dict(value)
     raise SpecError(f"a spec is text such as 'int8/axis0' or an object, got {value!r:.60}")
 
 
-LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: spec_text(spec) or spec.to_dict(), _spec_from)}
+LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: _spec_text(spec) or spec.to_dict(), _spec_from)}
 
 
 class _ComparedByContent:
@@ -241,7 +246,7 @@ class LayerDecision(_ComparedByContent):
         """Whether its weight is quantized."""
         return not self.reason
 
-    @property
+    @cached_property
     def weight_params(self) -> QuantParams:
         """The parameters of its weight."""
         if self.weight is None or self.weight_scale is None:
@@ -438,6 +443,10 @@ class Decisions(_ComparedByContent):
 
     def tensor_params(self) -> dict[str, QuantParams]:
         """The parameters of each quantized activation, by tensor."""
+        return dict(self._tensor_params)
+
+    @cached_property
+    def _tensor_params(self) -> Mapping[str, QuantParams]:
         params: dict[str, QuantParams] = {}
         for each in self.placements:
             try:

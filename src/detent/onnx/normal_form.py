@@ -231,12 +231,12 @@ def _name_nodes(graph: Graph) -> None:
 
 def _drop_identities(graph: Graph) -> None:
     """Let readers of copies read the original."""
-    for node in [each for each in graph.nodes if each.op_type == "Identity" and each.domain in MAIN]:
-        old, new = node.output[0], node.input[0]
-        if old in graph.outputs or old in graph.captured:
-            continue
-        graph.redirect(old, new, graph.consumers(old))
-        graph.remove([node])
+    copies = [node for node in graph.nodes if node.op_type == "Identity" and node.domain in MAIN]
+    needed = graph.captured.union(graph.outputs)
+    unneeded = [node for node in copies if node.output[0] not in needed]
+    for node in unneeded:
+        graph.redirect(node.output[0], node.input[0], graph.consumers(node.output[0]))
+    graph.remove(unneeded)
 
 
 def _turn_weights(graph: Graph) -> None:

@@ -44,7 +44,9 @@ __all__ = [
     "insert",
     "layer_decisions",
     "placed",
+    "readers_of",
     "rewrite",
+    "stays_float",
     "write_quantizers",
 ]
 
@@ -218,7 +220,7 @@ def _layer_decision(
     replaced = None if corrected is None else corrected.bias
     if replaced is not None and incoming is not None:
         scale = bias_scale(incoming, params)
-        replaced = replaced if _stays_float(replaced, scale) else bias_codes(replaced, scale)
+        replaced = replaced if stays_float(replaced, scale) else bias_codes(replaced, scale)
     observed = None if corrected is None or replaced is None or replaced.dtype == np.int32 else corrected.input_range
     rank = None
     if layer.node.op_type == "Gather" and isinstance(line.weight.granularity, PerGroup):
@@ -232,7 +234,8 @@ def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
     return np.asarray(np.float32(incoming.scale) * np.asarray(weight.scale, np.float32), np.float32)
 
 
-def _stays_float(bias: Array, scale: Array) -> bool:
+def stays_float(bias: Array, scale: Array) -> bool:
+    """Whether a bias has no unit of its own: its weight has other scales than one, or one per channel."""
     return bool(scale.ndim) and scale.shape != bias.shape
 
 
@@ -351,6 +354,13 @@ def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) 
     return ""
 
 
+def readers_of(graph: Graph, placement: QuantizerPlacement) -> list[NodeProto]:
+    """The nodes that read a tensor quantized."""
+    names = set(placement.readers)
+    nodes = graph.consumers(placement.tensor)
+    return [node for node in nodes if placement.is_read_by_all or graph.node_name(node) in names]
+
+
 def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     """Why no Q/DQ pair can stand there; "" where one can."""
     if problem := activation_problem(placement.spec):
@@ -423,10 +433,7 @@ class _Writer:
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
-        names = set(placement.readers)
-        readers = [
-            node for node in graph.consumers(tensor) if placement.is_read_by_all or graph.node_name(node) in names
-        ]
+        readers = readers_of(graph, placement)
         if placement.group not in self._group_constants:
             self._group_constants[placement.group] = self._writer.parameters(placement.group, qparams)
         pair = self._writer.pair(tensor, tensor, self._group_constants[placement.group], qparams)
@@ -478,7 +485,7 @@ class _Writer:
             self._write_bias(node, layer, bias, bias_scale(incoming, params))
 
     def _write_bias(self, node: NodeProto, layer: Layer, bias: Array, scale: Array) -> None:
-        if _stays_float(bias, scale):
+        if stays_float(bias, scale):
             return
         codes = bias if bias.dtype == np.int32 else bias_codes(bias, scale)
         dequantize, dequantized = self._writer.bias(layer.bias or f"{layer.name}_bias", codes, scale)

@@ -203,7 +203,7 @@ def check_depth(graph: GraphProto) -> None:
 
 def reads(node: NodeProto) -> Iterator[str]:
     """The names that a node and its subgraphs read from the node's own graph."""
-    yield from (name for name in node.input if name)
+    yield from filter(None, node.input)
     for graph in subgraphs(node):
         inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         for inner in graph.node:
@@ -312,10 +312,10 @@ class Graph:
         read = dict.fromkeys(reads(node))
         for name in read:
             self._consumers[name].append(node)
-        self.captured.update(set(read) - set(node.input))
         self._producers.update((name, node) for name in node.output if name)
         self._names.update((node.name, *node.output))
         for inner in subgraphs(node):
+            self.captured.update(read.keys() - set(node.input))
             self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:

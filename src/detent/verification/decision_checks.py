@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision
 from detent.onnx.graph_plan import MINMAX_BITS, weight_params
-from detent.onnx.quantized_graph import ROOMY_BIAS_CODE, bias_scale
+from detent.onnx.quantized_graph import ROOMY_BIAS_CODE, bias_scale, stays_float
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
 from detent.ops import fake_quantize
@@ -67,10 +67,6 @@ def problems(
                 yield from found
 
 
-def _problem(line: LayerDecision, what: str, index: tuple[int, ...], expected: Any, got: Any, cause: str) -> Difference:  # noqa: ANN401
-    return Difference(line.name, what, index, expected, got, None, None, None, cause)
-
-
 def _scale_problems(
     line: LayerDecision, weight: Array, incoming: QuantParams | None, bias: Array | None
 ) -> Iterator[Difference]:
@@ -87,13 +83,12 @@ def _scale_problems(
         cause = "a decided weight scale with a larger squared error than the min-max scale"
     if wrong.any():
         index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))[: scale.ndim]
-        yield _problem(line, "weight_scale", index, float(widest[index]), float(scale[index]), cause)
+        yield Difference.of(line.name, "weight_scale", cause, float(widest[index]), float(scale[index]), index)
     if incoming is not None and bias is not None and bias.dtype == np.float32:
         unit = bias_scale(incoming, params).astype(np.float64)
-        codes = np.abs(bias / unit) if not unit.ndim or unit.shape == bias.shape else np.zeros(1)
-        if codes.max(initial=0.0) > MAX_BIAS_CODE:
+        if not stays_float(bias, unit) and np.abs(bias / unit).max(initial=0.0) > MAX_BIAS_CODE:
             cause = "a decided weight scale so small that the bias does not fit into 32 bits"
-            yield _problem(line, "weight_scale", (), None, None, cause)
+            yield Difference.of(line.name, "weight_scale", cause)
 
 
 def _is_worse(weight: Array, params: QuantParams, full: QuantParams) -> Array:
@@ -119,7 +114,7 @@ def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Arr
     if incoming is None or bias is None:
         return np.zeros(params.scale.shape, bool)
     unit = bias_scale(incoming, params).astype(np.float64)
-    if unit.ndim and unit.shape != bias.shape:  # it stays in float
+    if stays_float(bias, unit):
         return np.zeros(unit.shape, bool)
     codes = np.abs(bias if bias.dtype == np.int32 else bias / unit).astype(np.float64)
     codes = codes if params.scale.ndim else codes.max(initial=0.0)
@@ -145,15 +140,16 @@ def _bias_problems(
     rounded = fake_quantize(weight, params).astype(np.float64)
     lost, kept = np.abs(weight - rounded).sum(axis=axes), np.abs(rounded).sum(axis=axes)
     lo, hi, off = _input_bounds(incoming, observed)
-    bound = (lost * max(abs(lo), abs(hi)) + kept * off) * (1 + SLACK) + unit + SLACK * np.abs(before)
-    shift, reach = np.abs(after - before), max(abs(lo), abs(hi))
+    reach = max(abs(lo), abs(hi))
+    bound = (lost * reach + kept * off) * (1 + SLACK) + unit + SLACK * np.abs(before)
+    shift = np.abs(after - before)
     most = kept * reach + unit
     share = float(np.max(shift / np.where(most > 0, most, np.inf), initial=0.0))
     if not (shift > bound).any():
         return Correction(share, reach), []
     index = (int(np.argmax(shift > bound)),)
     cause = f"a corrected bias further from the source's than the {bound[index]:.3g} that quantization can cause"
-    found = _problem(line, "bias", index, float(before[index]), float(after[index]), cause)
+    found = Difference.of(line.name, "bias", cause, float(before[index]), float(after[index]), index)
     return Correction(share, reach), [found]
 
 
@@ -176,8 +172,10 @@ def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | No
         if each.source_tensor:
             before = ranges[each.source_tensor]
             ranges[each.tensor] = None if before is None else (before[0] * each.factor, before[1] * each.factor)
-        else:
+        elif each.group == each.tensor:
             ranges[each.tensor] = decisions.ranges[each.group].observed_range
+        else:
+            ranges[each.tensor] = ranges[each.group]
     return ranges
 
 

@@ -15,7 +15,7 @@ where weights are signed and beyond 64. Sums are wrong then, by many codes, with
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -44,6 +44,7 @@ Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
 EXACT_FLOAT32 = 1 << 24
+MAX_SESSIONS = 64  # kept; a network has few kinds of convolutions
 MATRIX = 2
 
 
@@ -107,16 +108,21 @@ def conv_sums(
 
 def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
     """The convolution of integers in float32 by ONNX Runtime, for sums that are exact there in any order."""
+    session = _conv_session(**{key: tuple(value) if key != "group" else value for key, value in attributes.items()})
+    feeds = {"x": x.astype(np.float32, copy=False), "w": w.astype(np.float32, copy=False)}
+    with ort_errors():
+        return np.asarray(session.run(None, feeds)[0])
+
+
+@lru_cache(maxsize=MAX_SESSIONS)
+def _conv_session(**attributes: Any) -> Any:  # noqa: ANN401 - a session of ONNX Runtime, which has no types
+    """A session that convolves its two inputs."""
     values = [ValueInfoProto(name=name) for name in ("x", "w", "y")]
     for value in values:
         value.type.tensor_type.elem_type = TensorProto.FLOAT
     node = helper.make_node("Conv", ["x", "w"], ["y"], **attributes)
     graph = helper.make_graph([node], "sums", values[:2], values[2:])
-    session = make_session(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
-    with ort_errors():
-        return np.asarray(
-            session.run(None, {"x": x.astype(np.float32, copy=False), "w": w.astype(np.float32, copy=False)})[0]
-        )
+    return make_session(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8))
 
 
 def _with_bias(sums: Array, bias: Array | None) -> Array:

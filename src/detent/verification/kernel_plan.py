@@ -32,7 +32,7 @@ def check_kernels(artifact: QuantizedGraph, running: ModelProto) -> tuple[Differ
     name, kernel = gone[0]
     if (record.onnxruntime, record.machine) == (here.onnxruntime, here.machine):
         cause = f"an integer kernel that was there when the file was written is gone ({len(gone)} in all)"
-        return Difference(name, "kernel", (), kernel, None, None, None, None, cause), []
+        return Difference.of(name, "kernel", cause, kernel), []
     note = (
         f"{len(gone)} integer kernels of ONNX Runtime {record.onnxruntime} ({record.machine}), the first is {kernel} "
         f"{name!r}, are not made by {here.onnxruntime} ({here.machine}): these layers run in float here"
@@ -50,5 +50,5 @@ def _unasked(artifact: QuantizedGraph, kernels: dict[str, str]) -> Difference | 
             weight = trace_back(node.input[1], graph.producer, MOVING)
             if weight in graph.constants:
                 cause = "a float layer of the file that ONNX Runtime computes in integers"
-                return Difference(name, "kernel", (), node.op_type, kernel, None, None, None, cause)
+                return Difference.of(name, "kernel", cause, node.op_type, kernel)
     return None

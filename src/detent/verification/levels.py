@@ -23,7 +23,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
-from detent.errors import DetentError, StateError, UnsupportedError
+from detent.errors import DetentError, UnsupportedError
 from detent.onnx_model import optimized
 from detent.onnx_model.batches import inputs_of, open_batches
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
@@ -99,31 +99,29 @@ class _Verification:
         self.kernels: KernelCheck | None = None
         self.kernel_difference: Difference | None = None
         self.replay: Replay | None = None
-        self.optimized: Future[ModelProto] | None = None
+        # In a second thread, ONNX Runtime optimizes the file and runs the source; PyTorch's settings are per thread.
+        self.beside, self.runs_beside = ThreadPoolExecutor(1), isinstance(source, OnnxSource)
+        self.optimized: Future[ModelProto]  # of levels 2 and 3
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
         # OpenVINO loads the file in a process of its own while everything else goes on.
         wants_openvino = self.has_data and 2 in self.levels and is_installed()
         openvino = OpenVinoCheck(self.artifact, self.batch) if wants_openvino else None
-        # ONNX Runtime optimizes the file, and runs the source, while the file is replayed and compared.
-        pool = ThreadPoolExecutor(1)
         try:
             if self.has_data and {2, 3} & set(self.levels):
-                self.optimized = pool.submit(optimized, self.artifact.model)
-            return self._run(self._ahead(batches, pool), openvino)
+                self.optimized = self.beside.submit(optimized, self.artifact.model)
+            return self._run(self._ahead(batches), openvino)
         finally:
-            pool.shutdown(cancel_futures=True)
+            self.beside.shutdown(cancel_futures=True)
             if openvino is not None:
                 openvino.close()
 
-    def _ahead(
-        self, batches: Iterable[Feeds], pool: ThreadPoolExecutor
-    ) -> Iterator[tuple[Feeds, Future[Reference] | None]]:
+    def _ahead(self, batches: Iterable[Feeds]) -> Iterator[FedBatch]:
         """Each batch with what the source gives for it, which runs one batch ahead if it is an ONNX model."""
-        runs_ahead = 2 in self.levels and isinstance(self.source, OnnxSource)
+        runs_ahead = 2 in self.levels and self.runs_beside
         before: FedBatch | None = None
         for feeds in batches:
-            now = feeds, pool.submit(self.source.run, feeds) if runs_ahead else None
+            now = feeds, self.beside.submit(self.source.run, feeds) if runs_ahead else None
             if before is not None:
                 yield before
             before = now
@@ -184,8 +182,6 @@ class _Verification:
         return probes
 
     def _optimized_probe(self, written: GraphCheck | None, written_probe: Probe | None) -> Probe:
-        if self.optimized is None:
-            raise StateError("the optimized graph is made before it is read")
         model = self.optimized.result()
         readings: list[Reading] = []
         kinds: dict[str, int] = {}
@@ -235,27 +231,46 @@ class _Verification:
         self, feeds: Feeds, reference: Future[Reference] | None, probes: list[Probe], *, is_first: bool
     ) -> None:
         self.batch.codes = {}
+        session, openvino = (self.end_to_end.get(name) for name in ("accuracy_level_0", "openvino"))
+        if isinstance(openvino, OpenVinoCheck):
+            openvino.start(feeds)
         if reference is not None:
             self.batch.reference = reference.result()
         elif 2 in self.levels or (is_first and 1 in self.levels and self.source.knows_weights):
             self.batch.reference = self.source.run(feeds)
-        segments = self.source.segments if 2 in self.levels else None
-        for place, probe in enumerate(probes):
-            try:
-                probe.run(feeds)
-            except UnsupportedError as error:
-                raise _FileFailsError(str(error)) from error
-            if not place and segments is not None:
-                segments.run(feeds, self.batch.codes, self.batch.outputs)
-        session, openvino = (self.end_to_end.get(name) for name in ("accuracy_level_0", "openvino"))
+        segments: Future[None] | None = None
+        try:
+            for place, probe in enumerate(probes):
+                self._run_file(probe, feeds)
+                if not place and 2 in self.levels:  # as written
+                    segments = self._run_segments(feeds)
+        finally:
+            if segments is not None:
+                segments.result()
         if isinstance(session, SessionCheck):
             session.run(feeds)
         if isinstance(openvino, OpenVinoCheck):
             try:
-                openvino.run(feeds)
+                openvino.compare()
             except UnsupportedError as error:
                 self.notes[str(error)] = None
                 del self.end_to_end["openvino"]
+
+    def _run_file(self, probe: Probe, feeds: Feeds) -> None:
+        try:
+            probe.run(feeds)
+        except UnsupportedError as error:
+            raise _FileFailsError(str(error)) from error
+
+    def _run_segments(self, feeds: Feeds) -> Future[None] | None:
+        """Run the source's segments on the codes of the file as written: an ONNX model in the second thread."""
+        segments, batch = self.source.segments, self.batch
+        if segments is None:
+            return None
+        if self.runs_beside:
+            return self.beside.submit(segments.run, feeds, batch.codes, batch.outputs)
+        segments.run(feeds, batch.codes, batch.outputs)
+        return None
 
     def _report(self, batches: int) -> VerifyReport:
         if 1 in self.levels:
@@ -302,8 +317,9 @@ class _Verification:
             return None
         if self.source.is_same:
             return Segments(is_same=True)
-        segments = self.source.segments
-        result = Segments(NO_SEGMENTS) if segments is None else segments.result()
         if self.source.flaw is not None:
             return Segments(f"the decisions of the file do not hold: {self.source.flaw}")
-        return result if result.reason or result.compared_outputs or result.first else Segments(NOT_RUN)
+        if self.source.segments is None:
+            return Segments(NO_SEGMENTS)
+        result = self.source.segments.result()
+        return result if result.compared_outputs or result.first else Segments(NOT_RUN)

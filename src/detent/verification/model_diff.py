@@ -18,7 +18,7 @@ from detent.errors import FileFormatError
 from detent.onnx_model.files import without_initializers
 from detent.onnx_model.graph import array_of, node_name
 from detent.onnx_model.provenance import KEY
-from detent.verification.verify_report import Difference
+from detent.verification.verify_report import Difference, element
 
 __all__ = ["compared_constants", "differences"]
 
@@ -42,7 +42,7 @@ def compared_constants(model: ModelProto) -> int:
 
 
 def _difference(node: str, tensor: str, cause: str, expected: object, got: object) -> Difference:
-    return Difference(node, tensor, (), _text(expected), _text(got), None, None, None, cause)
+    return Difference.of(node, tensor, cause, _text(expected), _text(got))
 
 
 def _text(value: object) -> str | float | int | None:
@@ -209,8 +209,7 @@ def _constant(expected: TensorProto, got: TensorProto, where: str) -> Iterator[D
         index = first_index(np.atleast_1d(wrong))[: old.ndim]
         count = int(np.count_nonzero(wrong))
         cause = f"{count} of {wrong.size} values changed" if wrong.size > 1 else "changed"
-        values = _number(old[index]), _number(new[index])
-        yield Difference(name, expected.name, index, *values, None, None, None, cause)
+        yield Difference.of(name, expected.name, cause, element(old[index]), element(new[index]), index)
 
 
 def _differing(a: Array, b: Array) -> Array:
@@ -221,11 +220,6 @@ def _differing(a: Array, b: Array) -> Array:
     if size == 1:
         return np.asarray(parts[0] != parts[1]).reshape(a.shape)
     return np.asarray((parts[0] != parts[1]).any(axis=-1))
-
-
-def _number(value: Any) -> float | int | str:  # noqa: ANN401 - an element of any type
-    value = value.item() if hasattr(value, "item") else value
-    return value if isinstance(value, int | float) else str(value)
 
 
 def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:

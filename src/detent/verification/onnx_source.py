@@ -29,7 +29,6 @@ class OnnxSource:
 
     def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
         self.model, self._quantized = model, quantized
-        self.is_float = quantized is None
         own = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
         self._quantizers = {each.node: own[each.node] for each in artifact.quantize_nodes if each.node in own}
         weights = () if quantized is None else quantized.weights
@@ -40,14 +39,18 @@ class OnnxSource:
         self._session: Any = None
         self._reference = Reference([])
         self._probe = self._make_probe() if self._quantizers else None
-        self._artifact, self.tally, self.is_same = artifact, Tally(), False
+        self._artifact, self.tally = artifact, Tally()
         self._replayed: ReplayedModel | None = None
 
     def replay(self) -> Replay:
         """The file beside what decisions make of this model."""
         self._replayed = replay(self.model, self._artifact)
-        self.is_same = self._replayed.is_same
         return self._replayed.result
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the file is this model."""
+        return self._replayed is not None and self._replayed.is_same
 
     @property
     def flaw(self) -> Difference | None:
@@ -58,9 +61,9 @@ class OnnxSource:
     def segments(self) -> SourceSegments | None:
         """The float model by segments."""
         replayed = self._replayed
-        if replayed is None or replayed.float_model is None or replayed.decisions is None:
+        if replayed is None or replayed.float_graph is None or replayed.decisions is None:
             return None
-        return SegmentCheck(replayed.float_model, replayed.decisions, self._artifact, self.tally)
+        return SegmentCheck(replayed.float_graph, replayed.decisions, self._artifact, self.tally)
 
     def _make_probe(self) -> Probe:
         outputs = self.model.outputs

@@ -50,11 +50,8 @@ class OpenVino:
         )
         self._is_loaded = False  # the other process loads the model while this one goes on
 
-    def run(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs for a batch; raises UnsupportedError if OpenVINO does not load or run the model, or died."""
-        if not self._is_loaded:
-            self._wait("take")
-            self._is_loaded = True
+    def start(self, feeds: Mapping[str, Array]) -> None:
+        """Hand a batch to the other process, which runs it while this one goes on, and ``outputs`` waits for it."""
         np.savez(self._folder / "inputs.npz", *(feeds[name] for name in self._names))
         try:
             if self._process.stdin is not None:
@@ -62,6 +59,12 @@ class OpenVino:
                 self._process.stdin.flush()
         except OSError:  # it is gone: its answer, or the lack of one, says so
             pass
+
+    def outputs(self) -> list[Array]:
+        """The outputs for the batch; raises UnsupportedError if OpenVINO does not load or run the model, or died."""
+        if not self._is_loaded:
+            self._wait("take")
+            self._is_loaded = True
         self._wait("run")
         with np.load(self._folder / "outputs.npz") as outputs:
             return [outputs[f"arr_{i}"] for i in range(len(outputs.files))]
@@ -75,12 +78,15 @@ class OpenVino:
             if answer.startswith(FAILED):
                 break
             answer = ""  # OpenVINO's own output
+        if not answer:
+            self._process.wait()  # its output ended: so does it, with a code
         self.close()
         why = answer.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
         raise UnsupportedError(f"OpenVINO does not {what} the model: {why}")
 
     def close(self) -> None:
         """End its process; once is enough."""
+        self._process.kill()  # it holds nothing that it would have to write
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 try:

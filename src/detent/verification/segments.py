@@ -24,7 +24,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from detent.checks import first_index
 from detent.onnx.decisions import Decisions, QuantizerPlacement
-from detent.onnx.quantized_graph import bias_codes, bias_scale
+from detent.onnx.quantized_graph import bias_codes, bias_scale, readers_of, stays_float
 from detent.onnx_model.graph import Graph, node_name, reads
 from detent.onnx_model.layers import layers_of
 from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
@@ -35,7 +35,7 @@ from detent.ops import dequantize, fake_quantize
 from detent.params import QuantParams
 from detent.verification.codes import compare_codes, shift_of
 from detent.verification.tally import Tally
-from detent.verification.verify_report import Segments
+from detent.verification.verify_report import Segments, element
 
 __all__ = ["SegmentCheck"]
 
@@ -64,17 +64,16 @@ class _Target:
 
 
 class SegmentCheck:
-    """The segments of a source beside a file; the float model is changed."""
+    """The segments of a source beside a file; the graph of the float model is changed."""
 
     checks_quantizers = True  # codes are those that detent makes, too: level 1 need not look again
 
     def __init__(
-        self, float_model: ModelProto, decisions: Decisions, artifact: QuantizedGraph, tally: Tally,
+        self, float_graph: Graph, decisions: Decisions, artifact: QuantizedGraph, tally: Tally,
         budget: int = PROBE_BUDGET,
     ) -> None:  # fmt: skip
         self._artifact, self._tally, self._budget = artifact, tally, budget
-        self._model = float_model
-        self._graph = Graph(float_model)
+        self._model, self._graph = float_graph.model, float_graph
         self._arrays: dict[str, Array] = {}  # weights and biases, by the names of inputs
         self._targets: dict[str, _Target] = {}
         self._by_tensor = self._quantizers()
@@ -123,7 +122,7 @@ class SegmentCheck:
                 continue
             incoming = params.get(layer.data) if line.input is not None else None
             scale = None if incoming is None else bias_scale(incoming, line.weight_params)
-            if scale is not None and (not scale.ndim or scale.shape == bias.shape):
+            if scale is not None and not stays_float(bias, scale):
                 codes = bias if bias.dtype == np.int32 else bias_codes(bias, scale)
                 rounded = codes.astype(np.float32) * scale
                 graph.set_input(node, 2, self._input(f"{line.name}_bias_quantized", rounded))
@@ -142,12 +141,8 @@ class SegmentCheck:
             producer = graph.producer(tensor)
             if before is not None and producer is not None:
                 graph.redirect(placement.source_tensor, before.fed, [producer])
-        names = set(placement.readers)
-        readers = [
-            node for node in graph.consumers(tensor) if placement.is_read_by_all or graph.node_name(node) in names
-        ]
         fed = self._input(f"{tensor}_fed")
-        graph.redirect(tensor, fed, readers)
+        graph.redirect(tensor, fed, readers_of(graph, placement))
         shift, is_scaled = shift_of(params, quantizer.qparams.kind), bool(placement.source_tensor)
         self._targets[tensor] = _Target(tensor, quantizer, params, shift, fed, is_scaled)
 
@@ -239,7 +234,7 @@ class SegmentCheck:
         if ours.dtype.kind == "f":
             wrong = (wrong & ~(np.isnan(ours) & np.isnan(theirs))) | (np.signbit(ours) != np.signbit(theirs))
         index = first_index(np.atleast_1d(wrong))[: ours.ndim]
-        self._tally.note(cause, f"output {name}", name, index, _plain(ours[index]), _plain(theirs[index]))
+        self._tally.note(cause, f"output {name}", name, index, element(ours[index]), element(theirs[index]))
 
     def _grouped(self, sizes: Mapping[str, int]) -> Iterator[tuple[Any, list[str]]]:
         """Sessions for tensors that fit into memory together with what they are made of."""
@@ -275,11 +270,6 @@ class SegmentCheck:
         tensors = [tensor for tensor in graph.initializer if tensor.name in read]
         part = helper.make_graph(nodes, "segments", values, outputs, tensors)
         return helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)
-
-
-def _plain(value: Any) -> float | int | str:  # noqa: ANN401 - an element of any type
-    value = value.item() if hasattr(value, "item") else value
-    return value if isinstance(value, int | float) else str(value)
 
 
 def _same_bits(a: Array, b: Array) -> bool:

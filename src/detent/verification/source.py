@@ -65,7 +65,11 @@ class Source(Protocol):
     notes: dict[str, None]  # what was not compared
     causes: list[str]  # what makes the file's sums differ from the source's, by intention
     tally: Tally  # of segments
-    is_same: bool  # whether source and file are one model, which leaves nothing to run
+
+    @property
+    def is_same(self) -> bool:
+        """Whether source and file are one model, which leaves nothing to run."""
+        ...
 
     @property
     def flaw(self) -> Difference | None:

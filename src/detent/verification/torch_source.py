@@ -91,7 +91,7 @@ class TorchSource:
                 )
         except DetentError as error:
             return Replay(f"the model cannot be exported in the same way: {error}")
-        result = replace(compare_models(expected, self._artifact.model, [], ()), made_by="export")
+        result = compare_models(expected, self._artifact.model, made_by="export")
         is_trained = bool(result.differences) and all(map(self._is_learned, result.differences))
         return replace(result, hint=TRAINED_ON if is_trained else "")
 

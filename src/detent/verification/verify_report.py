@@ -3,14 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
+from detent.checks import plain
 from detent.codec import encode
 from detent.errors import DtypeError
 from detent.metrics import worst_output
 
-__all__ = ["Difference", "EndToEnd", "Kernel", "Replay", "Segments", "VerifyReport"]
+__all__ = ["Difference", "EndToEnd", "Kernel", "MadeBy", "Replay", "Segments", "VerifyReport", "element"]
 
+MadeBy: TypeAlias = Literal["decisions", "export", "copy"]
 JSON_VERSION = 2
 MADE_BY = {
     "decisions": "what its source and its decisions make it",
@@ -44,6 +46,19 @@ class Difference:
     zero_point: int | None
     cause: str
 
+    @classmethod
+    def of(
+        cls,
+        node: str,
+        tensor: str,
+        cause: str,
+        expected: float | int | str | None = None,
+        got: float | int | str | None = None,
+        index: tuple[int, ...] = (),
+    ) -> "Difference":
+        """A difference of anything but the code of a quantizer, which has no x, scale and zero point."""
+        return cls(node, tensor, index, expected, got, None, None, None, cause)
+
     def __str__(self) -> str:
         named = (("x", self.x), ("scale", self.scale), ("zero point", self.zero_point))
         known = ", ".join(f"{name} {value!r}" for name, value in named if value is not None)
@@ -53,6 +68,12 @@ class Difference:
             got, expected = ("nothing" if each is None else repr(each) for each in (self.got, self.expected))
             values = f", {self.tensor}{place} is {got}, expected {expected}"
         return f"{self.node}: {self.cause}{values}{f' ({known})' if known else ''}"
+
+
+def element(value: object) -> float | int | str:
+    """An element of an array of any type, for a difference."""
+    value = plain(value)
+    return value if isinstance(value, int | float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -136,7 +157,7 @@ class Replay:
     differences: tuple[Difference, ...] = ()
     decided: tuple[str, ...] = ()
     hint: str = ""
-    made_by: Literal["decisions", "export", "copy"] = "decisions"
+    made_by: MadeBy = "decisions"
 
     @property
     def ok(self) -> bool:
