@@ -2,12 +2,20 @@
 
 import pytest
 
-from detent.tables import bytes_text, short_name, table_lines
+from detent.tables import bytes_text, html_table, short_name, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
     assert table_lines([("name", "n"), ("a", "10")], right=(1,)) == ["name   n", "a     10"]
     assert table_lines([("name", "n"), ("a", "")]) == ["name  n", "a"]
+
+
+def test_html_tables_escape_all_text():
+    text = html_table([("name", "n"), ("<script>", "10")], right={1}, notes=['"a" & <b>'])
+    assert "<script" not in text
+    assert '<td style="text-align:right">10</td>' in text
+    assert text.endswith("<div>&quot;a&quot; &amp; &lt;b&gt;</div>")
+    assert html_table([("name",)]).count("<tr>") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
-"""Text for people: tables with aligned columns, numbers of bytes, and short names."""
+"""Text for people: tables as text and HTML, numbers of bytes, and short names."""
 
+import html
 import re
 from collections.abc import Container, Sequence
 
 from detent.errors import SpecError
 
-__all__ = ["bytes_text", "of_whole", "parse_bytes", "short_name", "table_lines"]
+__all__ = ["bytes_text", "html_table", "of_whole", "parse_bytes", "short_name", "table_lines"]
 
 MAX_NAME_CHARS = 60
+HTML_HEIGHT = "32em"  # of a table in a notebook; longer ones scroll
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
@@ -20,6 +22,28 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
         ).rstrip()
         for row in rows
     ]
+
+
+def html_table(rows: Sequence[Sequence[str]], right: Container[int] = (), *, notes: Sequence[str] = ()) -> str:
+    """Format a table for ``_repr_html_``; ``rows`` begin with the head, ``notes`` are lines below the table.
+
+    All text is escaped, because names come from untrusted files; styles are inline, and nothing is loaded.
+
+    >>> html_table([("layer",), ("<fc>",)])[-74:]
+    '<tr><td style="text-align:left">&lt;fc&gt;</td></tr></tbody></table></div>'
+    """
+    head, *body = (_html_row(row, right, "td" if i else "th") for i, row in enumerate(rows))
+    table = f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+    below = "".join(f"<div>{html.escape(note)}</div>" for note in notes)
+    return f'<div style="max-height:{HTML_HEIGHT};overflow:auto">{table}</div>{below}'
+
+
+def _html_row(row: Sequence[str], right: Container[int], tag: str) -> str:
+    sides = ["right" if i in right else "left" for i in range(len(row))]
+    cells = (
+        f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True)
+    )
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
