@@ -228,9 +228,9 @@ def test_inspect_safetensors(tmp_path):
         assert part in done.stdout
 
 
-def test_inspect_checkpoint_of_observers(tmp_path, monkeypatch, capsys):
+def test_inspect_resume_file_of_observers(tmp_path, monkeypatch, capsys):
     observer = dt.observers.MinMax()
-    dt.observers.calibrate([np.float32([1, 2])], observer, checkpoint=tmp_path / "c.bin", progress=False)
+    dt.observers.calibrate([np.float32([1, 2])], observer, resume_file=tmp_path / "c.bin", progress=False)
     code, out, _ = run(monkeypatch, capsys, tmp_path, "inspect", "c.bin", "--json")
     found = json.loads(out)
     assert code == 0

@@ -111,7 +111,7 @@ def test_folder_that_takes_no_file_costs_no_calibration(inside, tmp_path, monkey
         (["quantize", "model.onnx", "-d", "few.npz", "-o", "few.npz"], "--output and --data"),
         (["quantize", "model.onnx", "-o", "m.toml", "--recipe", "m.toml"], "--output and --recipe"),
         (["quantize", "model.onnx", "-o", "x.onnx", "--recipe", "m.json", "-r", "m.json"], "--report and --recipe"),
-        (["quantize", "model.onnx", "-o", "x.onnx", "--checkpoint", "../{}/x.onnx"], "--output and --checkpoint"),
+        (["quantize", "model.onnx", "-o", "x.onnx", "--resume-file", "../{}/x.onnx"], "--output and --resume-file"),
         (
             [
                 "sensitivity",
@@ -129,7 +129,7 @@ def test_folder_that_takes_no_file_costs_no_calibration(inside, tmp_path, monkey
         ),
         (["compare", "a.json", "a.json", "--report", "a.json"], "--report and A"),
     ],
-    ids=["output", "data", "recipe", "report", "checkpoint", "sensitivity", "compare"],
+    ids=["output", "data", "recipe", "report", "resume file", "sensitivity", "compare"],
 )
 def test_no_file_is_written_over_another(inside, capsys, arguments, options):
     for name in {"m.toml", "m.json"} & set(arguments):

@@ -1,4 +1,4 @@
-"""Calibrate: batches into observers, with progress, checkpoints that resume to the same bits, and a memory budget."""
+"""Calibrate: batches into observers, with progress, resume files that give the same bits, and a memory budget."""
 
 import gc
 import io
@@ -42,7 +42,7 @@ def interrupted(batches, after):
 
 def run_until(after, observers, path, batches=BATCHES, every=2):
     with pytest.raises(RuntimeError, match="the power went out"):
-        calibrate(interrupted(batches, after), observers, checkpoint=path, every=every)
+        calibrate(interrupted(batches, after), observers, resume_file=path, every=every)
 
 
 @every_kind
@@ -98,7 +98,7 @@ def test_a_bar_on_a_terminal(progress, expected, monkeypatch):
 @pytest.mark.parametrize("batches", [[], iter(()), {}])
 def test_no_batches(batches, tmp_path):
     with pytest.raises(dt.NotCalibratedError, match="no batch to calibrate with"):
-        calibrate(batches, MinMax(), checkpoint=tmp_path / "c")
+        calibrate(batches, MinMax(), resume_file=tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,14 +138,14 @@ def test_saving_takes_a_positive_number_of_batches(every):
 @every_kind
 def test_an_interrupted_run_resumes_to_the_same_bytes(kind, after, tmp_path):
     run_until(after, KINDS[kind](), tmp_path / "c")
-    resumed = calibrate(BATCHES, KINDS[kind](), checkpoint=tmp_path / "c")
+    resumed = calibrate(BATCHES, KINDS[kind](), resume_file=tmp_path / "c")
     assert resumed.to_bytes() == calibrate(BATCHES, KINDS[kind]()).to_bytes()
 
 
 def test_several_observers_resume_to_the_same_bytes(tmp_path):
     for after in (1, 2, 5):
         run_until(after, watching(), tmp_path / "c", NAMED)
-    resumed = calibrate(NAMED, watching(), checkpoint=tmp_path / "c")
+    resumed = calibrate(NAMED, watching(), resume_file=tmp_path / "c")
     assert all_bytes(resumed) == all_bytes(calibrate(NAMED, watching()))
 
 
@@ -157,10 +157,10 @@ def test_a_killed_run_resumes_from_the_last_save(kind, tmp_path):
                 shutil.copy(tmp_path / "c", tmp_path / "killed")
             yield x
 
-    whole = calibrate(batches(), KINDS[kind](), checkpoint=tmp_path / "c", every=3).to_bytes()
+    whole = calibrate(batches(), KINDS[kind](), resume_file=tmp_path / "c", every=3).to_bytes()
     seen = []
     resumed = calibrate(
-        BATCHES, KINDS[kind](), checkpoint=tmp_path / "killed", progress=lambda *done: seen.append(done)
+        BATCHES, KINDS[kind](), resume_file=tmp_path / "killed", progress=lambda *done: seen.append(done)
     )
     assert seen == [(4, 6), (5, 6), (6, 6)]
     assert resumed.to_bytes() == whole
@@ -170,14 +170,14 @@ def test_a_killed_run_resumes_from_the_last_save(kind, tmp_path):
 def test_batches_already_seen_are_not_observed_again(kind, tmp_path):
     run_until(4, KINDS[kind](), tmp_path / "c")
     spoilt = [np.full((1, 1, 1), np.nan)] * 3  # which no observer would take
-    resumed = calibrate([*spoilt, *BATCHES[3:]], KINDS[kind](), checkpoint=tmp_path / "c")
+    resumed = calibrate([*spoilt, *BATCHES[3:]], KINDS[kind](), resume_file=tmp_path / "c")
     assert resumed.to_bytes() == calibrate(BATCHES, KINDS[kind]()).to_bytes()
 
 
 def test_a_finished_run_is_not_repeated(tmp_path):
-    first = calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c")
+    first = calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c")
     saved, seen = (tmp_path / "c").read_bytes(), []
-    again = calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c", progress=lambda *done: seen.append(done))
+    again = calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c", progress=lambda *done: seen.append(done))
     assert seen == []
     assert again.to_bytes() == first.to_bytes()
     assert (tmp_path / "c").read_bytes() == saved
@@ -188,16 +188,16 @@ def test_an_observer_that_has_seen_something_does_not_resume(tmp_path):
     held = MinMax("axis0").observe(BATCHES[0] * 1000)
     before = held.to_bytes()
     with pytest.raises(dt.StateError, match="fresh observer"):
-        calibrate(BATCHES, held, checkpoint=str(tmp_path / "c"))
+        calibrate(BATCHES, held, resume_file=str(tmp_path / "c"))
     assert held.to_bytes() == before
 
 
 def test_other_batches_do_not_resume(tmp_path):
-    calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c")
+    calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c")
     with pytest.raises(dt.FileFormatError, match="only 2 came"):
-        calibrate(BATCHES[:2], MinMax("axis0"), checkpoint=tmp_path / "c")
+        calibrate(BATCHES[:2], MinMax("axis0"), resume_file=tmp_path / "c")
     with pytest.raises(dt.FileFormatError, match="is not the one"):
-        calibrate([batch * 2 for batch in BATCHES], MinMax("axis0"), checkpoint=tmp_path / "c")
+        calibrate([batch * 2 for batch in BATCHES], MinMax("axis0"), resume_file=tmp_path / "c")
 
 
 @pytest.mark.parametrize("observers", [MinMax, [MinMax()], {"a": 1}, {"__metadata__": MinMax()}, {3: MinMax()}])
@@ -211,8 +211,8 @@ def test_the_batch_is_named():
         calibrate([np.ones((2, 3)), np.ones((5, 3))], MinMax("axis0"))
 
 
-def test_only_the_checkpoint_is_left_behind(tmp_path):
-    calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c", every=1)
+def test_only_the_resume_file_is_left_behind(tmp_path):
+    calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c", every=1)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -221,8 +221,8 @@ def test_a_batch_that_fails_half_way_is_not_saved(tmp_path):
         return {"a": MinMax("axis0"), "b": MinMax()}
 
     with pytest.raises(dt.DtypeError, match="'b' in batch 2"):
-        calibrate([NAMED[0], {"a": BATCHES[1], "b": np.arange(3)}], make(), checkpoint=tmp_path / "c")
-    resumed = calibrate(NAMED, make(), checkpoint=tmp_path / "c")
+        calibrate([NAMED[0], {"a": BATCHES[1], "b": np.arange(3)}], make(), resume_file=tmp_path / "c")
+    resumed = calibrate(NAMED, make(), resume_file=tmp_path / "c")
     assert all_bytes(resumed) == all_bytes(calibrate(NAMED, make()))
 
 
@@ -246,22 +246,22 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_checkpoint_of_other_observers_is_refused(name, tmp_path):
+def test_the_resume_file_of_other_observers_is_refused(name, tmp_path):
     saved, other = OTHERS[name]
     batches = [NAMED, BATCHES]
-    calibrate(batches[not isinstance(saved, dict)], saved, checkpoint=tmp_path / "c")
+    calibrate(batches[not isinstance(saved, dict)], saved, resume_file=tmp_path / "c")
     before = (tmp_path / "c").read_bytes()
     with pytest.raises((dt.FileFormatError, dt.StateError)):
-        calibrate(batches[not isinstance(other, dict)], other, checkpoint=tmp_path / "c")
+        calibrate(batches[not isinstance(other, dict)], other, resume_file=tmp_path / "c")
     assert (tmp_path / "c").read_bytes() == before
 
 
-def test_a_refused_checkpoint_leaves_observers_alone(tmp_path):
-    calibrate(NAMED, {"a": MinMax(), "b": EMAMinMax(0.5)}, checkpoint=tmp_path / "c")
+def test_a_refused_resume_file_leaves_observers_alone(tmp_path):
+    calibrate(NAMED, {"a": MinMax(), "b": EMAMinMax(0.5)}, resume_file=tmp_path / "c")
     others = {"a": MinMax(), "b": EMAMinMax(0.25)}
     before = all_bytes(others)
     with pytest.raises(dt.FileFormatError):
-        calibrate(NAMED, others, checkpoint=tmp_path / "c")
+        calibrate(NAMED, others, resume_file=tmp_path / "c")
     assert all_bytes(others) == before
 
 
@@ -271,7 +271,7 @@ CORRUPTED = {
     "truncated by half": lambda data: data[: len(data) // 2],
     "longer": lambda data: data + b"\0",
     "another length of the header": lambda data: bytes([data[0] ^ 1]) + data[1:],
-    "no checkpoint": lambda data: storage.dumps({"x": np.zeros(3, np.uint8)}, {}),
+    "not a resume file": lambda data: storage.dumps({"x": np.zeros(3, np.uint8)}, {}),
     "an observer": lambda data: MinMax().observe([1.0]).to_bytes(),
     "another version": lambda data: data.replace(rb"\"version\": 1, \"batches\"", rb"\"version\": 2, \"batches\""),
     "no batches": lambda data: data.replace(rb"\"batches\": 6", rb"\"batches\": 0"),
@@ -281,15 +281,15 @@ CORRUPTED = {
 
 
 @pytest.mark.parametrize("name", CORRUPTED)
-def test_a_corrupted_checkpoint_is_refused_and_kept(name, tmp_path):
-    calibrate(BATCHES, MinMax("axis0"), checkpoint=tmp_path / "c")
+def test_a_corrupted_resume_file_is_refused_and_kept(name, tmp_path):
+    calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c")
     whole = (tmp_path / "c").read_bytes()
     corrupted = CORRUPTED[name](whole)
     assert corrupted != whole
     (tmp_path / "c").write_bytes(corrupted)
     observer = MinMax("axis0")
     with pytest.raises(dt.FileFormatError):
-        calibrate(BATCHES, observer, checkpoint=tmp_path / "c")
+        calibrate(BATCHES, observer, resume_file=tmp_path / "c")
     assert (tmp_path / "c").read_bytes() == corrupted
     assert observer.to_bytes() == MinMax("axis0").to_bytes()
 

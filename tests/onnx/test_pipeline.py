@@ -228,8 +228,8 @@ def test_interrupted_calibration_goes_on(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        qo.calibrate(plan, interrupted(), checkpoint=file)
-    resumed = qo.calibrate(plan, FEEDS, checkpoint=file)
+        qo.calibrate(plan, interrupted(), resume_file=file)
+    resumed = qo.calibrate(plan, FEEDS, resume_file=file)
     whole = qo.calibrate(plan, FEEDS)
     assert resumed.ranges == whole.ranges
 
@@ -304,11 +304,11 @@ def test_a_missing_directory_is_noticed_first(tmp_path):
         qo.quantize("nothing.onnx", tmp_path / "missing" / "a.onnx")
 
 
-def test_a_checkpoint_and_several_passes_are_refused_first(tmp_path, monkeypatch):
+def test_a_resume_file_and_several_passes_are_refused_first(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "_balanced", lambda *_: pytest.fail("accuracy passes ran first"))
-    with pytest.raises(SpecError, match="a checkpoint serves one pass"):
+    with pytest.raises(SpecError, match="resume_file works with one pass"):
         qo.quantize(
-            conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, checkpoint=tmp_path / "c", progress=False
+            conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, resume_file=tmp_path / "c", progress=False
         )
 
 

@@ -84,8 +84,8 @@ def run(
     memory_budget: Annotated[
         str | None, typer.Option(help="Bytes of activations held at once, such as 500MB.", show_default="all")
     ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="A file from which an interrupted calibration resumes.")
+    resume_file: Annotated[
+        Path | None, typer.Option(help="Save calibration state here; resume from it if it exists.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
     no_keep_float: Annotated[
@@ -131,7 +131,7 @@ def run(
     }
     _check_options(options)
     output_path = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
-    read = {"--data": data, "--recipe": recipe_file(recipe), "--checkpoint": checkpoint}
+    read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file}
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)
     source = load_model(model)
@@ -146,7 +146,7 @@ def run(
         screen.emit({"model": str(model), **_estimate_document(estimate, output_path), "warnings": warnings})
         return
     checks = qe.Checks(verify=not no_verify, time=not no_bench, sensitivity=not no_rank)
-    options["checkpoint"] = checkpoint
+    options["resume_file"] = resume_file
     evaluation = _run(screen, source, split, output_path, options, checks, report, str(context.obj or ""))
     missed = evaluation.missed_limits(fail_below_sqnr, fail_below_agreement)
     _show_evaluation(screen, evaluation, report)

@@ -1,4 +1,4 @@
-"""Calibrate: feed batches to observers, with progress, checkpoints and a memory budget."""
+"""Calibrate: feed batches to observers, with progress, a resume file and a memory budget."""
 
 import json
 import sys
@@ -35,23 +35,25 @@ def calibrate(
     observers: Watching,
     *,
     progress: Progress = True,
-    checkpoint: str | PathLike[str] | None = None,
+    resume_file: str | PathLike[str] | None = None,
     every: int = 100,
 ) -> Watching:
     """Feed every batch to the observers, which are changed and returned.
 
-    The state is saved in the checkpoint file after ``every`` batches, at the end, and on an interrupt. The next run
-    with the same file, fresh observers and the same batches resumes there, with the same bits as an uninterrupted run.
+    The state is saved in ``resume_file`` after ``every`` batches, at the end, and on an interrupt. The next run with
+    that file, fresh observers and the same batches resumes there and gives the same bits as an uninterrupted run.
 
     Args:
         batches: arrays for one observer, ``{name: array}`` for several.
         observers: one, or one per name; a batch may hold more names than are observed.
         progress: whether to show a bar on a terminal, or a function of the batches done and their total or None.
+        resume_file: the file to save state in, and to resume from if it exists.
+        every: batches from one save to the next.
 
     Raises:
         NotCalibratedError: there was no batch, or an observer has seen nothing finite.
         ShapeError: a batch lacks a name, or an array falls into other sets than those before it.
-        FileFormatError: the checkpoint is of other observers or of other batches.
+        FileFormatError: the resume file was saved for different observers or batches.
 
     >>> import numpy as np
     >>> from detent.observers import MinMax
@@ -61,8 +63,8 @@ def calibrate(
     alone = isinstance(observers, Observer)
     named = _named(observers)
     step = as_integer("every", every, at_least=1)
-    path = None if checkpoint is None else Path(checkpoint)
-    saved = _load(path, named) if path is not None and path.exists() else _CheckpointHeader(0, 0)
+    path = None if resume_file is None else Path(resume_file)
+    saved = _load(path, named) if path is not None and path.exists() else _ResumeHeader(0, 0)
     total = len(batches) if isinstance(batches, Sized) else None
     report = reporter(progress, "calibrating", "batches", saved.batches)
     count, mark, is_complete = 0, saved.mark, True
@@ -78,12 +80,12 @@ def calibrate(
             if path is not None:
                 mark = _mark(batch, named, alone=alone)
                 if count % step == 0:
-                    _save(path, named, _CheckpointHeader(count, mark))
+                    _save(path, named, _ResumeHeader(count, mark))
             report(count, total)
     finally:
         # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
         if path is not None and is_complete and count > saved.batches:
-            _save(path, named, _CheckpointHeader(count, mark))
+            _save(path, named, _ResumeHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
     if count < saved.batches:
@@ -186,12 +188,12 @@ class ProgressBar:
         self.is_open = False
 
 
-class _CheckpointHeader(NamedTuple):
+class _ResumeHeader(NamedTuple):
     batches: int
     mark: int  # the checksum of the last batch
 
 
-def _save(path: Path, observers: Mapping[str, Observer], header: _CheckpointHeader) -> None:
+def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) -> None:
     arrays: dict[str, Any] = {
         name: np.frombuffer(observer.to_bytes(), np.uint8) for name, observer in observers.items()
     }
@@ -199,12 +201,12 @@ def _save(path: Path, observers: Mapping[str, Observer], header: _CheckpointHead
     storage.write_atomic(path, storage.dumps(arrays, {METADATA: metadata}))
 
 
-def _load(path: Path, observers: Mapping[str, Observer]) -> _CheckpointHeader:
+def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
     """Bring the observers to the state of the file."""
     arrays, metadata = storage.read(path)
-    with reading(f"{path} is not a calibration checkpoint"):
+    with reading(f"{path} is not a calibration resume file"):
         data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
-        entries = table(data, f"the checkpoint {path}", _CheckpointHeader._fields, version=VERSION)
+        entries = table(data, f"the resume file {path}", _ResumeHeader._fields, version=VERSION)
         done = as_integer("batches", entries["batches"], at_least=1, error=FileFormatError)
         mark = as_integer("mark", entries["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
@@ -217,4 +219,4 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _CheckpointHeader:
             raise StateError(f"{name!r} has observed {observer.count} values: go on from {path} with a fresh observer")
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
-    return _CheckpointHeader(done, mark)
+    return _ResumeHeader(done, mark)

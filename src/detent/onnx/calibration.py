@@ -107,7 +107,7 @@ def calibrate(
     observer: ObserverLike | None = None,
     memory_budget: int | None = None,
     progress: Progress = False,
-    checkpoint: str | PathLike[str] | None = None,
+    resume_file: str | PathLike[str] | None = None,
 ) -> Calibration:
     """Observe all tensors that a plan may quantize.
 
@@ -117,7 +117,7 @@ def calibrate(
         observer: of every tensor whose rule names none.
         memory_budget: bytes of tensors that may be held at once.
         progress: True for a bar, or a function of the batches done and in all.
-        checkpoint: a file from which an interrupted calibration goes on.
+        resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
 
     Raises:
         SpecError: the budget needs several passes over data that can be read once.
@@ -133,7 +133,7 @@ def calibrate(
     """
     batches = data if isinstance(data, Batches) else open_batches(data, inputs_of(plan.model))
     groups = None if memory_budget is None else tensor_groups(plan, batches, memory_budget)
-    return calibrate_groups(plan, batches, groups, observer, progress, checkpoint)
+    return calibrate_groups(plan, batches, groups, observer, progress, resume_file)
 
 
 def calibrate_groups(
@@ -142,20 +142,20 @@ def calibrate_groups(
     groups: Sequence[Sequence[str]] | None,
     observer: ObserverLike | None,
     progress: Progress,
-    checkpoint: str | PathLike[str] | None,
+    resume_file: str | PathLike[str] | None,
 ) -> Calibration:
     """Observe tensors in groups, one pass over the data for each; None for all tensors in one pass."""
     placements = plan.placements()
     observers = _observers(plan, placements, observer)
     kept = _Kept(batches)
     groups = [list(observers)] if groups is None else groups
-    check_passes(groups, checkpoint)
+    check_passes(groups, resume_file)
     for number, names in enumerate(groups):
         part = {name: observers[name] for name in names}
         source: Iterable[Feed] = kept if not number else batches
         stream = _Stream(plan.model, list(names), source, part, batches.count)
         core.calibrate(
-            iter(stream) if batches.count is None else stream, part, progress=progress, checkpoint=checkpoint
+            iter(stream) if batches.count is None else stream, part, progress=progress, resume_file=resume_file
         )
     if not kept.count:
         raise NotCalibratedError("there was no batch to calibrate with: give at least one")
@@ -164,10 +164,10 @@ def calibrate_groups(
     return Calibration(observers, tuple(kept.samples), kept.count, batches.fingerprint(), scaled)
 
 
-def check_passes(groups: Sequence[Sequence[str]], checkpoint: str | PathLike[str] | None) -> None:
-    """Refuse a checkpoint where several passes are needed."""
-    if checkpoint is not None and len(groups) > 1:
-        raise SpecError("a checkpoint serves one pass over the data: leave out memory_budget or checkpoint")
+def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
+    """Reject a resume file if several passes are needed."""
+    if resume_file is not None and len(groups) > 1:
+        raise SpecError("resume_file works with one pass over the data, memory_budget needs more: leave one out")
 
 
 def _observers(

@@ -231,7 +231,7 @@ class _Run:
 
     memory_budget: int | None = None
     progress: Progress | None = None
-    checkpoint: str | PathLike[str] | None = None
+    resume_file: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.memory_budget is not None:
@@ -264,7 +264,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     smooth: bool = True,
     memory_budget: int | None = None,
     progress: Progress | None = None,
-    checkpoint: str | PathLike[str] | None = None,
+    resume_file: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
     compare: bool = True,
@@ -286,7 +286,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         smooth: SmoothQuant of matmuls, where that helps.
         memory_budget: bytes of activations that calibration may hold at once.
         progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
-        checkpoint: a file from which an interrupted calibration goes on.
+        resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
         seed: random seed for the rows that SmoothQuant is compared on.
         force: accept models that are quantized already.
         compare: run both models on the first calibration batches, for ``output_sqnr_db`` of the report.
@@ -311,7 +311,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
     original = _load(model)
-    run = _Run(memory_budget, progress, checkpoint)
+    run = _Run(memory_budget, progress, resume_file)
     decided = _decide(original, data, recipe, target, options, run, force=force)
     with running("rewriting"):
         quantized = rewrite(original, decided.decisions)
@@ -336,7 +336,7 @@ def decide(  # noqa: PLR0913 - the options of the main job
     smooth: bool = True,
     memory_budget: int | None = None,
     progress: Progress | None = None,
-    checkpoint: str | PathLike[str] | None = None,
+    resume_file: str | PathLike[str] | None = None,
     seed: int = 0,
     force: bool = False,
 ) -> Decisions:
@@ -354,7 +354,7 @@ def decide(  # noqa: PLR0913 - the options of the main job
     """
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
-    run = _Run(memory_budget, progress, checkpoint)
+    run = _Run(memory_budget, progress, resume_file)
     return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
 
 
@@ -407,14 +407,14 @@ def _decide_with_data(
     groups: list[list[str]] | None = None
     if run.memory_budget is not None:  # fail early if the budget is too small
         groups = tensor_groups(graph_plan, batches, run.memory_budget)
-        check_passes(groups, run.checkpoint)
+        check_passes(groups, run.resume_file)
     graph_plan, equalized, smoothed = _balanced(graph_plan, batches, options)
     grouped = [name for group in groups or () for name in group]
     if run.memory_budget is not None and grouped != observed_tensors(graph_plan):
         groups = tensor_groups(graph_plan, batches, run.memory_budget)  # SmoothQuant may have put Mul nodes in between
     progress = True if run.progress is None else run.progress
     with running("calibration"):
-        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.checkpoint)
+        calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file)
     with running("the choice of ranges"):
         placements = graph_plan.placements(calibration.ranges)
         isolated = IsolatedLayers(graph_plan, calibration.samples)
