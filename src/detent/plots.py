@@ -1,0 +1,37 @@
+"""Plots: Axes for horizontal bars, one row per layer or quantizer.
+
+Matplotlib is optional. It is imported only when a plot needs new Axes; Axes that a caller passes are used as they are.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from detent.errors import UnsupportedError, install_hint
+from detent.tables import short_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["bar_axes"]
+
+WIDTH_INCHES = 8.0
+ROW_INCHES = 0.25
+MARGIN_INCHES = 1.0  # title and axis labels
+
+
+def bar_axes(ax: "Axes | None", names: Sequence[str]) -> "Axes":
+    """Axes with a labeled row for each name, the first on top: ``ax`` itself, or new Axes of fitting height.
+
+    Raises:
+        UnsupportedError: Axes are needed, and matplotlib is not installed.
+    """
+    if ax is None:
+        try:
+            from matplotlib import pyplot  # noqa: PLC0415 - optional
+        except ImportError as error:
+            raise UnsupportedError(f"plot() needs Axes; install matplotlib: {install_hint('report')}") from error
+        size = (WIDTH_INCHES, MARGIN_INCHES + ROW_INCHES * len(names))
+        ax = pyplot.subplots(figsize=size, layout="constrained")[1]
+    ax.set_yticks(range(len(names)), [short_name(name) for name in names])
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    return ax

@@ -1,0 +1,45 @@
+"""Axes for bar plots; matplotlib itself is optional, and replaced here."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from detent.errors import UnsupportedError
+from detent.plots import bar_axes
+
+
+class RecordingAxes:
+    """Records the calls of Axes methods: (method, arguments)."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, method):
+        return lambda *args, **kwargs: self.calls.append((method, args, kwargs))
+
+
+def test_given_axes_get_a_labeled_row_for_each_name():
+    ax = RecordingAxes()
+    assert bar_axes(ax, ["first", "x" * 90]) is ax
+    ticks, limits = ax.calls
+    assert ticks[:2] == ("set_yticks", (range(2), ["first", "x" * 20 + "..." + "x" * 37]))
+    assert limits[:2] == ("set_ylim", (1.5, -0.5))
+
+
+def test_new_axes_grow_with_the_number_of_names(monkeypatch):
+    ax, heights = RecordingAxes(), []
+    pyplot = ModuleType("pyplot")
+    pyplot.subplots = lambda figsize, layout: (heights.append(figsize[1]), ax)
+    matplotlib = ModuleType("matplotlib")
+    matplotlib.pyplot = pyplot
+    monkeypatch.setitem(sys.modules, "matplotlib", matplotlib)
+    assert bar_axes(None, ["a"]) is ax
+    bar_axes(None, ["a"] * 41)
+    assert heights == [1.25, 11.25]
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"install matplotlib: pip install 'detent\[report\]'"):
+        bar_axes(None, ["a"])
