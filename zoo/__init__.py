@@ -1,6 +1,6 @@
-"""Real ONNX models that come in packages, and data for them: for tests, benchmarks and examples, not in the wheel.
+"""Real ONNX models from Python packages, with inputs, for tests, benchmarks and examples; not in the wheel.
 
-``make`` puts the root of the repository on the environment's path, so that scripts can ``import zoo``.
+``make`` puts the root of the repository on the environment's path, so scripts can ``import zoo``.
 """
 
 from zoo.models import MODELS, ZOO, ZooModel, agreement, record

