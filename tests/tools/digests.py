@@ -1002,7 +1002,7 @@ class Item(NamedTuple):
 
 
 # How many targets each preset of a large model has: they take turns. The others have all of them.
-FEW_TARGETS = {"layout": 2, "deface": 3, "ocr-detector": 2, "ocr-recogniser": 2, "minilm": 1, "smart-turn": 1}
+FEW_TARGETS = {"layout": 2, "deface": 3, "ocr-detector": 2, "ocr-recognizer": 2, "minilm": 1, "smart-turn": 1}
 LIMITED = "limited"
 QUICK_EXPORTS = ("mlp", "cnn", "grouped", "transformer", "embedding")
 

@@ -35,7 +35,7 @@ def test_documents_are_told_apart():
 
 
 def test_a_reader_reads_the_words():
-    model = ZOO["ocr-recogniser"]
+    model = ZOO["ocr-recognizer"]
     if not model.is_installed:
         pytest.skip(f"{model.package} is not installed")
     facts = {entry.key: entry.value for entry in onnx.load(model.path).metadata_props}

