@@ -110,3 +110,27 @@ def test_repr_is_the_call():
 def test_axes_that_no_array_has(text):
     with pytest.raises(dt.SpecError, match=r"axis must be an integer in -64\.\.63, got"):
         dt.QuantSpec.parse(text)
+
+
+def test_per_channel_is_a_spelling_of_per_axis():
+    assert dt.PerChannel(axis=1) == dt.PerAxis(1)
+    assert dt.PerChannel() == dt.PerAxis(0)
+    assert repr(dt.PerChannel(1)) == repr(dt.PerAxis(1)) == "PerAxis(axis=1)"
+    assert granularity_from_dict(dt.PerChannel(1).to_dict()) == dt.PerAxis(1)
+    assert dt.QuantSpec("int8", dt.PerChannel()) == dt.QuantSpec.parse("int8/axis0")
+    assert isinstance(dt.PerAxis(0), dt.PerChannel)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: get_granularity("channel"),
+        lambda: dt.QuantSpec("int8", "channel"),
+        lambda: dt.QuantSpec.parse("int8/channel"),
+        lambda: dt.quantize(np.ones((2, 3)), "int8/channel/torch"),
+        lambda: dt.FakeQuantize("int8/channel"),
+    ],
+)
+def test_channel_needs_a_layer(make):
+    with pytest.raises(dt.SpecError, match=r"no layer here.*axis0"):
+        make()

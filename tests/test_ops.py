@@ -142,3 +142,55 @@ def test_step_is_part_of_the_random_numbers():
         passed = dt.fake_quantize_backward(ones, edge, params, step=step)
         unclamped = dt.quantize(edge - 100, params, step=step).codes.astype(int) + 100
         assert np.array_equal(passed, unclamped <= 127)
+
+
+WITH_DATA = {
+    "quantize": lambda g, x, params: dt.quantize(x, params),
+    "fake_quantize": lambda g, x, params: dt.fake_quantize(x, params),
+    "fake_quantize_masked": lambda g, x, params: dt.fake_quantize_masked(x, params),
+    "fake_quantize_backward": dt.fake_quantize_backward,
+    "quantize_backward": dt.quantize_backward,
+    "fake_quantize_learned_backward": dt.fake_quantize_learned_backward,
+}
+
+
+@pytest.mark.parametrize("spec", ["int8/axis0", "int4/group32", "uint8", "int8/token/torch", "nvfp4", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", WITH_DATA)
+def test_a_spec_takes_the_range_of_the_data(name, spec):
+    rng = np.random.default_rng(3)
+    g, x = (rng.normal(size=(6, 64)).astype(np.float32) for _ in range(2))
+    params = dt.QuantParams.from_data(spec, x)
+    expected = WITH_DATA[name](g, x, params)
+    for short in (spec, dt.QuantSpec.parse(spec)):
+        result = WITH_DATA[name](g, x, short)
+        if name == "quantize":
+            assert result == expected
+            assert result.params == params
+        else:
+            pairs = zip(result, expected, strict=True) if isinstance(expected, tuple) else [(result, expected)]
+            assert all(np.array_equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_a_format_is_a_spec_too():
+    x = np.linspace(-1, 1, 7)
+    assert np.array_equal(dt.fake_quantize(x, dt.int4), dt.fake_quantize(x, "int4"))
+
+
+@pytest.mark.parametrize("name", ["quantize", "fake_quantize"])
+@pytest.mark.parametrize("x", [np.array([1.0, NAN]), np.array([np.inf]), np.zeros(0)], ids=["nan", "inf", "empty"])
+def test_a_spec_needs_a_range(name, x):
+    with pytest.raises(dt.RangeError, match="x"):
+        getattr(dt, name)(x, "int8")
+
+
+@pytest.mark.parametrize("spec", ["int8", dt.QuantSpec("int8"), dt.int8], ids=["text", "spec", "format"])
+def test_codes_need_params(spec):
+    with pytest.raises(dt.DtypeError, match=r"spec '.*int8.*' for codes.*quantize\(x, spec\)\.params"):
+        dt.dequantize(np.array([1, 2], np.int8), spec)
+    for call in (
+        lambda: dt.QuantizedTensor.from_codes([1, 2], spec),
+        lambda: dt.dequantize_backward(np.ones(2), spec),
+        lambda: dt.fake_quantize_masked_backward(np.ones(2), np.array([3], np.uint8), spec),
+    ):
+        with pytest.raises(dt.DtypeError, match=r"must be a QuantParams.*from_data"):
+            call()

@@ -485,3 +485,15 @@ def test_capabilities_and_threads(x, params):
 
 def test_all_names_exist():
     assert [name for name in dt.__all__ if not hasattr(dt, name)] == []
+
+
+def test_rare_bit_widths_exist_without_being_listed():
+    integers = {name for name in dir(dt) if name.lstrip("u").startswith("int")}
+    assert integers == {f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16)}
+    assert integers < set(INTEGERS) <= set(vars(dt))
+
+
+def test_dir_and_star_import_list_the_public_names():
+    names = {}
+    exec("from detent import *", names)
+    assert sorted(dt.__all__) == dir(dt) == sorted(set(names) - {"__builtins__"})

@@ -270,6 +270,36 @@ def test_what_is_no_layer(layer):
         dt.Recipe([]).check_matched([layer])
 
 
+@pytest.mark.parametrize("text", ["int4/channel", "int4/channel/symmetric", "int4/channel/onnx"])
+def test_channel_is_axis_0_of_a_rule(text):
+    rule = dt.Rule(weight=text)
+    assert rule == dt.Rule(weight="int4/axis0")
+    assert dt.Recipe.from_toml(f'version = 1\nrules = [{{ weight = "{text}" }}]').rules == (rule,)
+
+
+def test_channel_is_the_axis_of_a_torch_layers_outputs():
+    nn, qt = pytest.importorskip("torch.nn"), pytest.importorskip("detent.torch")
+    model = nn.Sequential(nn.Linear(6, 8), nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(4, 8, 3))
+    layers = qt.plan(model, dt.Recipe([dt.Rule(weight="int8/channel")])).layers
+    assert [layer.weights["weight"].granularity for layer in layers] == [dt.PerAxis(0), dt.PerAxis(0), dt.PerAxis(1)]
+
+
+def test_channel_is_the_axis_of_an_onnx_layers_outputs():
+    qo, helper = pytest.importorskip("detent.onnx"), pytest.importorskip("onnx.helper")
+    weight = helper.make_tensor("w", 1, [6, 8], [0.5] * 48)
+    infos = [helper.make_tensor_value_info(name, 1, ["n", size]) for name, size in (("x", 6), ("y", 8))]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", infos[:1], infos[1:], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    layers = qo.plan(qo.prepare(model), dt.Recipe([dt.Rule(weight="int8/channel")])).layers
+    assert [layer.weight.granularity for layer in layers] == [dt.PerAxis(1)]
+
+
+@pytest.mark.parametrize("field", ["input", "output"])
+def test_activations_have_no_output_channels(field):
+    with pytest.raises(dt.SpecError, match=f"{field}='int8/channel'.*weight.*tensor or token"):
+        dt.Rule(**{field: "int8/channel"})
+
+
 def test_one_type_alone_is_a_type():
     assert dt.Recipe([dt.Rule(types="Linear")]).resolve("x", "Linear").rules == (0,)
 

@@ -7,7 +7,7 @@ last block of an axis may be ragged. ``axis`` always names the axis that is *kep
 value                        scale shape for x of shape (d0..dn)    string
 ============================ ====================================== ================================================
 PerTensor()                  ()                                     tensor
-PerAxis(a)                   (d_a,)                                 axis0, axis-1
+PerAxis(a), PerChannel(a)    (d_a,)                                 axis0, axis-1; in rules also channel
 PerToken()                   (d0, ..., d(n-1)); 1-D gives ()        token
 PerGroup(g, axis=-1)         x's with d_axis -> ceil(d_axis / g)    group128, group32@0 (along axis 0)
 PerBlock(b0, ..., bk)        ceil(d_i / b_i) on the trailing axes   block128x128
@@ -32,6 +32,7 @@ __all__ = [
     "Granularity",
     "PerAxis",
     "PerBlock",
+    "PerChannel",
     "PerGroup",
     "PerTensor",
     "PerToken",
@@ -167,14 +168,14 @@ class PerTensor(Granularity):
 
 @dataclass(frozen=True)
 class PerAxis(Granularity):
-    """One set per index of ``axis``, which may count from the end.
+    """Per-channel granularity: one parameter set per index of ``axis``, which may count from the end.
 
     >>> PerAxis(-1).tiling((2, 3)).scale_shape
     (3,)
     """
 
     kind = "axis"
-    axis: int
+    axis: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axis", _as_axis("PerAxis axis", self.axis))
@@ -186,6 +187,9 @@ class PerAxis(Granularity):
 
     def __str__(self) -> str:
         return f"axis{self.axis}"
+
+
+PerChannel = PerAxis  # the name that most people search for
 
 
 @dataclass(frozen=True)
@@ -287,6 +291,7 @@ _PATTERNS = (
     (re.compile(r"block([0-9]{1,18}(?:x[0-9]{1,18})*)"), lambda sizes: PerBlock(*map(int, sizes.split("x")))),
 )
 _EXAMPLES = ("tensor", "axis0", "token", "group128", "block128x128")
+CHANNEL = "channel"
 
 
 def get_granularity(value: Granularity | str) -> Granularity:
@@ -306,6 +311,11 @@ def get_granularity(value: Granularity | str) -> Granularity:
         match = pattern.fullmatch(value)
         if match:
             return make(*match.groups())
+    if value == CHANNEL:
+        raise SpecError(
+            "granularity 'channel' means the output channels of a layer, and there is no layer here: name the axis, "
+            "e.g. axis0; 'channel' is for the weight of a dt.Rule"
+        )
     raise SpecError(
         f"unknown granularity {value!r}{closest(value, _EXAMPLES)} expected tensor, axisN, token, groupN, "
         "groupN@AXIS or blockNxM"

@@ -1,7 +1,8 @@
-"""The operators: quantize, dequantize, fake quantize and their gradients, on NumPy arrays.
+"""Operators: quantize, dequantize, fake-quantize and their gradients, on NumPy arrays.
 
-Each finds a plan for its arguments, checks and runs it. Data are float16, bfloat16, float32 or float64 arrays of any
-shape and strides; ``out`` avoids the allocation of the result. Formulas and guarantees: docs/numerics.md.
+Each operator looks up a plan for its arguments, checks the arguments and runs the plan. Data are float16, bfloat16,
+float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Where an operator has
+the data x, it accepts a spec instead of params and takes the range of x. Formulas and guarantees: docs/numerics.md.
 """
 
 from typing import Any, cast
@@ -13,7 +14,7 @@ from detent.checks import compute_dtype, float_array
 from detent.errors import DtypeError, RangeError
 from detent.formats import Format
 from detent.kernels import Problem, dtype_name, minmax, observe
-from detent.params import QuantParams
+from detent.params import ParamsLike, QuantParams, get_params
 from detent.plan import NaNPolicy, Plan, as_factor, check_is_params, check_out, check_step, find_plan
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec, code_dtype, get_spec
@@ -37,27 +38,32 @@ Array = NDArray[Any]
 
 
 def quantize(
-    x: ArrayLike, params: QuantParams, *, out: Array | None = None, nan: NaNPolicy = "raise", step: int = 0
+    x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "raise", step: int = 0
 ) -> QuantizedTensor:
-    """The code of every element, ``clamp(round(x / scale) + zero_point)``.
+    """Quantize each element to its code, ``clamp(round(x / scale) + zero_point)``.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape.
-        out: where the codes go: an array of x's shape and the format's storage type, or a 1-D uint8 buffer of the
-            packed size. The returned tensor shares its memory and changes with it.
-        nan: "raise", or the code NaN gets: "zero_point" or "qmin". Infinities saturate.
-        step: the counter of stochastic rounding.
+        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        out: array for the codes, of x's shape and the format's storage type, or a 1-D uint8 buffer of the packed size.
+            The returned tensor shares its memory and changes with it.
+        nan: "raise", or the code that replaces NaN: "zero_point" or "qmin". Infinities saturate.
+        step: counter of stochastic rounding.
 
     Raises:
-        NaNError: x holds NaN; what is in ``out`` is then undefined.
-        ShapeError, DtypeError, OutError: arguments that do not fit.
+        NaNError: x contains NaN; the contents of ``out`` are then undefined.
+        RangeError: params is a spec, and x is empty or contains NaN or infinities.
+        ShapeError, DtypeError, OutError: an argument has the wrong shape or type.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize(np.array([0.5, 1.5, -9.0], np.float32), dt.QuantParams.int4_symmetric()).codes
     array([ 0,  2, -7], dtype=int8)
+    >>> dt.quantize(np.array([[0.5, 1.0], [-8.0, 4.0]], np.float32), "int8/axis0").codes
+    array([[  64,  127],
+           [-127,   64]], dtype=int8)
     """
     data = float_array(x, "x")
+    params = get_params(params, data)
     plan = _plan("quantize", data, params, nan=nan)
     plan.check(data, params, out)
     codes = cast("Array", plan.run(data, params, out=out, step=check_step(step)))
@@ -72,11 +78,13 @@ def dequantize(
     dtype: DTypeLike | None = None,
     out: Array | None = None,
 ) -> Array:
-    """The values ``(q - zero_point) * scale``.
+    """Dequantize codes to the values ``(q - zero_point) * scale``.
 
     Args:
         q: a QuantizedTensor, or codes together with ``params``.
+        params: the params the codes were made with. A spec is not enough: codes do not contain the range of the data.
         dtype: the result's type; by default the type of the data the tensor was made from, float32 for codes.
+        out: array for the result.
 
     >>> import detent as dt
     >>> dt.dequantize([3, -4], dt.QuantParams.int8_symmetric())
@@ -84,31 +92,43 @@ def dequantize(
     """
     if isinstance(q, QuantizedTensor):
         if params is not None:
-            raise DtypeError("a QuantizedTensor brings its own params: leave params out")
+            raise DtypeError("got params for a QuantizedTensor, which has its own params: leave params out")
         return q.dequantize(dtype, out)
     if params is None:
-        raise DtypeError(f"codes need params, got {type(q).__name__} alone: dequantize(codes, params)")
+        raise DtypeError(f"got {type(q).__name__} without params, and codes need them: use dequantize(codes, params)")
+    if isinstance(params, QuantSpec | Format | str):
+        raise DtypeError(
+            f"got the spec {str(params)!r} for codes, expected the QuantParams they were made with, as codes do not "
+            "contain the range of the data: pass quantize(x, spec).params, or dequantize the QuantizedTensor"
+        )
     tensor = QuantizedTensor.from_codes(q, params, "float32" if dtype is None else dtype)
     return tensor.dequantize(out=out)
 
 
 def fake_quantize(
-    x: ArrayLike, params: QuantParams, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
+    x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
-    """``dequantize(quantize(x))`` in one call, in x's dtype and bit for bit the same.
+    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, in x's dtype and with equal bits.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape.
-        out: where the result goes; it must not overlap x.
-        nan: NaN stays NaN ("propagate"), raises, or becomes the value of the code "zero_point" or "qmin".
-        step: the counter of stochastic rounding.
+        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        out: array for the result; it must not overlap x.
+        nan: "propagate" keeps NaN, "raise" raises, "zero_point" and "qmin" replace NaN by the value of that code.
+        step: counter of stochastic rounding.
+
+    Raises:
+        RangeError: params is a spec, and x is empty or contains NaN or infinities.
+        ShapeError, DtypeError, OutError: an argument has the wrong shape or type.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize(np.array([0.3, 0.9, np.nan]), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
     array([0.5, 1. , nan])
+    >>> dt.fake_quantize(np.array([7.0, 2.4, -7.0, 0.1, 0.35, 0.7]), "int4/group3")
+    array([ 7. ,  2. , -7. ,  0.1,  0.4,  0.7])
     """
     data = float_array(x, "x")
+    params = get_params(params, data)
     plan = _plan("fake_quantize", data, params, nan=nan)
     plan.check(data, params, out)
     return cast("Array", plan.run(data, params, out=out, step=check_step(step)))
@@ -117,16 +137,16 @@ def fake_quantize(
 def fake_quantize_backward(
     g: ArrayLike,
     x: ArrayLike,
-    params: QuantParams,
+    params: ParamsLike,
     *,
     ste: EstimatorLike = None,
     out: Array | None = None,
     step: int = 0,
 ) -> Array:
-    """The gradient of x, given the gradient g of ``fake_quantize(x, params)``.
+    """Return the gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
-    ``params`` and ``step`` are those of the forward pass, ``ste`` is the straight-through estimator; None is the mask
-    of the params' convention.
+    ``params`` and ``step`` must equal those of the forward pass; a spec takes the range of x. ``ste`` is the
+    straight-through estimator; None is the mask of the params' convention.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_backward(np.ones(3), np.array([1.0, 127.4, 127.6]), dt.QuantParams.int8_symmetric())
@@ -136,16 +156,16 @@ def fake_quantize_backward(
 
 
 def fake_quantize_masked(
-    x: ArrayLike, params: QuantParams, *, ste: EstimatorLike = None, out: Array | None = None, step: int = 0
+    x: ArrayLike, params: ParamsLike, *, ste: EstimatorLike = None, out: Array | None = None, step: int = 0
 ) -> tuple[Array, Array]:
-    """``fake_quantize(x, params)``, and the mask of where its gradient passes, 32 times smaller than x in float32.
+    """Fake-quantize x, and return also the mask of elements whose gradient passes: one bit per element.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape.
-        ste: the estimator, Identity or Clipped; None is the mask of the params' convention.
-        out: where the values go.
-        step: the counter of stochastic rounding.
+        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        ste: straight-through estimator, Identity or Clipped; None is the mask of the params' convention.
+        out: array for the values.
+        step: counter of stochastic rounding.
 
     Returns:
         The values, and the mask as bytes: element 0 in the lowest bit of byte 0.
@@ -155,19 +175,23 @@ def fake_quantize_masked(
     (array([  1., 127.,  -3.]), array([5], dtype=uint8))
     """
     data = float_array(x, "x")
+    params = get_params(params, data)
     plan = _plan("fake_quantize_masked", data, params, ste=ste)
     plan.check(data, params, out)
     return cast("tuple[Array, Array]", plan.run(data, params, out=out, step=check_step(step)))
 
 
 def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams, *, out: Array | None = None) -> Array:
-    """The gradient of x by the mask that ``fake_quantize_masked`` made; the same bits as ``fake_quantize_backward``.
+    """Return the gradient of x from the mask of ``fake_quantize_masked``, with the bits of ``fake_quantize_backward``.
+
+    ``params`` must be those of the forward pass: there is no x here that a spec could take its range from.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_masked_backward(np.ones(3), np.array([6], np.uint8), dt.QuantParams.int8_symmetric())
     array([0., 1., 1.])
     """
     gradient = float_array(g, "g")
+    check_is_params(params)
     plan = _plan("fake_quantize_masked_backward", gradient, params)
     plan.check(gradient, mask, params, out)
     return cast("Array", plan.run(gradient, mask, params, out=out))
@@ -176,13 +200,13 @@ def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams
 def quantize_backward(
     g: ArrayLike,
     x: ArrayLike,
-    params: QuantParams,
+    params: ParamsLike,
     *,
     ste: EstimatorLike = None,
     out: Array | None = None,
     step: int = 0,
 ) -> Array:
-    """The gradient of x, given the gradient g of the codes: the estimator's gradient over the scale.
+    """Return the gradient of x, given the gradient g of the codes: the STE's gradient divided by the scale.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize_backward(np.ones(2), np.array([1.0, 900.0]), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
@@ -192,13 +216,14 @@ def quantize_backward(
 
 
 def dequantize_backward(g: ArrayLike, params: QuantParams, *, out: Array | None = None) -> Array:
-    """The gradient of the codes, given the gradient g of the values: ``g * scale``.
+    """Return the gradient of the codes, given the gradient g of the values: ``g * scale``.
 
     >>> import detent as dt, numpy as np
     >>> dt.dequantize_backward(np.ones(2), dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5))
     array([0.5, 0.5])
     """
     gradient = float_array(g, "g")
+    check_is_params(params)
     plan = _plan("dequantize_backward", gradient, params)
     plan.check(gradient, params, out)
     return cast("Array", plan.run(gradient, params, out=out))
@@ -207,21 +232,22 @@ def dequantize_backward(g: ArrayLike, params: QuantParams, *, out: Array | None 
 def fake_quantize_learned_backward(
     g: ArrayLike,
     x: ArrayLike,
-    params: QuantParams,
+    params: ParamsLike,
     *,
     ste: EstimatorLike = None,
     grad_scale: float | None = None,
     step: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+).
+    """Return the gradients of x, of the scale and of the zero point (LSQ, LSQ+).
 
     Args:
-        g: the gradient of the result, of x's shape and dtype.
+        g: gradient of the result, of x's shape and dtype.
         x: float data.
-        params: the parameters of the forward pass.
-        ste: the estimator of x's gradient; scale and zero point always use the code mask.
-        grad_scale: the factor of the latter two; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N elements in the set.
-        step: the forward's counter of stochastic rounding.
+        params: params of the forward pass; a spec takes the range of x (``from_data``).
+        ste: straight-through estimator for the gradient of x; scale and zero point always use the code mask.
+        grad_scale: factor for the gradients of scale and zero point; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N
+            elements per parameter set.
+        step: counter of stochastic rounding in the forward pass.
 
     >>> import detent as dt, numpy as np
     >>> params = dt.QuantParams.int8_symmetric()
@@ -230,6 +256,7 @@ def fake_quantize_learned_backward(
     (array([1., 0.]), 126.75, -1.0)
     """
     gradient, data = float_array(g, "g"), float_array(x, "x")
+    params = get_params(params, data)
     plan = _plan("fake_quantize_learned_backward", data, params, ste=ste)
     plan.check(gradient, data, params)
     result = plan.run(gradient, data, params, step=check_step(step), grad_scale=as_factor(grad_scale))
@@ -239,13 +266,13 @@ def fake_quantize_learned_backward(
 def fake_quantize_dynamic(
     x: ArrayLike, spec: QuantSpec | Format | str, *, out: Array | None = None
 ) -> tuple[Array, QuantParams]:
-    """Fake quantize x with the parameters of its own range, and return both.
+    """Fake-quantize x with params from its own range (dynamic quantization), and return values and params.
 
-    The same bits as ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)``, except that values
-    which are not finite do not count for the range. x is read once if its sets fit a cache.
+    Equals ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)`` bit for bit, except that the
+    range ignores NaN and infinities. x is read once if its parameter sets fit into the cache.
 
     Raises:
-        RangeError: x is empty, or a set has no finite value; what is in ``out`` is then undefined.
+        RangeError: x is empty, or a parameter set has no finite value; the contents of ``out`` are then undefined.
 
     >>> import detent as dt, numpy as np
     >>> y, params = dt.fake_quantize_dynamic(np.array([[127.0, 0.6], [1.0, -0.25]]), "int8/token")
@@ -256,7 +283,7 @@ def fake_quantize_dynamic(
     data = float_array(x)
     tiling = spec.granularity.tiling(data.shape)
     if not data.size:
-        raise RangeError(f"x of shape {data.shape} is empty: there is no range to take")
+        raise RangeError(f"x of shape {data.shape} is empty, so it has no range: pass data with at least one element")
     if out is not None:
         check_out(out, [(data.dtype, data.shape)], {"x": data})
     target = np.empty_like(data, order="C") if out is None else out
@@ -268,8 +295,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"{int((low > high).sum())} of {low.size} sets of x have no finite value, {nonfinite} non-finite values in "
-            "all: clean the data"
+            f"{int((low > high).sum())} of {low.size} parameter sets of x have no finite value ({nonfinite} of "
+            f"{data.size} values are not finite): clean the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)
@@ -277,9 +304,10 @@ def fake_quantize_dynamic(
 
 
 def _backward(
-    operation: str, g: ArrayLike, x: ArrayLike, params: QuantParams, ste: EstimatorLike, out: Array | None, step: int
+    operation: str, g: ArrayLike, x: ArrayLike, params: ParamsLike, ste: EstimatorLike, out: Array | None, step: int
 ) -> Array:
     gradient, data = float_array(g, "g"), float_array(x, "x")
+    params = get_params(params, data)
     plan = _plan(operation, data, params, ste=ste)
     plan.check(gradient, data, params, out)
     return cast("Array", plan.run(gradient, data, params, out=out, step=check_step(step)))
@@ -288,5 +316,4 @@ def _backward(
 def _plan(
     operation: str, data: Array, params: QuantParams, *, ste: EstimatorLike = None, nan: NaNPolicy | None = None
 ) -> Plan:
-    check_is_params(params)
     return find_plan(operation, data.shape, data.dtype, params.spec, ste, nan)

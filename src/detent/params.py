@@ -360,6 +360,21 @@ class QuantParams:
         return f"dt.QuantParams({self.spec!r}, scale={scale}, zero_point={zero_point})"
 
 
+ParamsLike: TypeAlias = QuantParams | QuantSpec | Format | str
+
+
+def get_params(value: ParamsLike, data: NDArray[Any]) -> QuantParams:
+    """Return params as they are; for a spec, return the params of the data's range."""
+    if isinstance(value, QuantParams):
+        return value
+    if isinstance(value, QuantSpec | Format | str):
+        return QuantParams.from_data(value, data)
+    raise DtypeError(
+        f"params must be a QuantParams or a spec such as 'int8/axis0', got {type(value).__name__}: pass a spec to use "
+        "the range of x, or make params with from_data or from_range"
+    )
+
+
 def numbers(name: str, value: ArrayLike) -> NDArray[Any]:
     array = as_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():

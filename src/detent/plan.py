@@ -329,7 +329,8 @@ def check_step(step: int) -> int:
 def check_is_params(params: object) -> None:
     if not isinstance(params, QuantParams):
         raise DtypeError(
-            f"params must be a QuantParams, got {type(params).__name__}: make one with from_data or from_range"
+            f"params must be a QuantParams, got {type(params).__name__}: make them with QuantParams.from_data(spec, x) "
+            "or QuantParams.from_range(spec, lo, hi)"
         )
 
 

@@ -32,13 +32,13 @@ from detent.codec import Setting, as_text, parse_call, reading, write_call
 from detent.convention import Convention
 from detent.errors import SpecError, closest
 from detent.formats import Format
-from detent.granularity import Granularity, PerAxis, PerGroup, PerTensor
+from detent.granularity import CHANNEL, Granularity, PerAxis, PerGroup, PerTensor
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec, spec_text
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
 
-__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "check_axis", "get_observer_spec"]
+__all__ = ["Layer", "ObserverLike", "ObserverSpec", "Rule", "check_axis", "get_observer_spec", "get_weight_spec"]
 
 Value = TypeVar("Value")
 _MODES: Mapping[str, type[ScaleMode]] = {"per_batch": PerBatch, "ema": EMA, "fixed": Fixed, "learned": Learned}
@@ -172,7 +172,8 @@ class Rule:
         match: a glob over the full dotted name (``*`` crosses dots; case counts), ``re:`` and a regular expression that
             fits the whole name, or ``@first`` or ``@last``: the first or last layer with weights.
         types: names of classes or operations, any of which the layer has; none means any layer.
-        weight, input, output: specs; None leaves them as earlier rules have them.
+        weight, input, output: specs; None keeps the spec of earlier rules. A weight's text may have the granularity
+            "channel", as in "int8/channel": the output channels, on whichever axis the layer keeps them.
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".
         ste: an estimator, its text, such as "clipped(value)", or a callable.
         observer: an observer's text, such as "mse(2.4)" or "percentile(0.1, 99.9)", its class, or a fresh one.
@@ -212,8 +213,9 @@ class Rule:
         put = object.__setattr__
         put(self, "match", as_text("match", match))
         put(self, "types", _as_types(types))
-        for name, value in zip(SPECS, (weight, input, output), strict=True):
-            put(self, name, None if value is None else get_spec(value))
+        put(self, "weight", None if weight is None else get_weight_spec(weight))
+        for name, value in (("input", input), ("output", output)):
+            put(self, name, None if value is None else _activation_spec(name, value))
         put(self, "mode", None if mode is None else as_mode(mode))
         put(self, "ste", None if ste is None else as_estimator(ste))
         put(self, "observer", None if observer is None else get_observer_spec(observer))
@@ -266,6 +268,28 @@ class Rule:
             exact = not isinstance(value, Custom) and (not isinstance(value, QuantSpec) or spec_text(value) is not None)
             parts.append(f"{name}={text!r}" if exact else f"{name}={value!r}")
         return f"dt.Rule({', '.join([*parts, 'skip=True'] if self.skip else parts)})"
+
+
+def get_weight_spec(value: SpecLike) -> QuantSpec:
+    """Return the spec of a weight, where the granularity "channel" means the layer's output channels.
+
+    The spec has axis 0, which the frontends move to the axis that a layer keeps its output channels on.
+
+    >>> get_weight_spec("int4/channel") == get_weight_spec("int4/axis0")
+    True
+    """
+    if isinstance(value, str):
+        value = "/".join("axis0" if part == CHANNEL else part for part in value.split("/"))
+    return get_spec(value)
+
+
+def _activation_spec(name: str, value: SpecLike) -> QuantSpec:
+    if isinstance(value, str) and CHANNEL in value.split("/"):
+        raise SpecError(
+            f"got {name}={value!r}, but 'channel' means the output channels of a weight: use tensor or token for "
+            "activations"
+        )
+    return get_spec(value)
 
 
 def _as_types(types: Iterable[str] | str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from detent.codec import parse, reading, table
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
 from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
-from detent.granularity import Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
+from detent.granularity import CHANNEL, Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
 from detent.rounding import Rounding, get_rounding, half_even
 
 __all__ = ["NAMED_SPECS", "QuantSpec", "code_dtype", "get_spec"]
@@ -277,8 +277,10 @@ def _parse_part(text: str, part: str) -> tuple[str, object]:
         return "granularity", get_granularity(part)
     except SpecError as error:
         hint = closest(part, [*_SYMMETRY, *PRESETS])
-        known = "tensor, axisN, token, groupN, blockNxM, symmetric, affine or a convention"
-        raise (error if hint == ":" else SpecError(f"{text!r}: unknown part {part!r}{hint} expected {known}")) from None
+        if part == CHANNEL or hint == ":":
+            raise
+        parts = "tensor, axisN, token, groupN, blockNxM, symmetric, affine or a convention"
+        raise SpecError(f"unknown part {part!r} of the spec {text!r}{hint} expected {parts}") from error
 
 
 def _get_element(value: Format | str) -> Format:

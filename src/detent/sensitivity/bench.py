@@ -26,6 +26,7 @@ from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerToken
 from detent.observers.passes import reporter
 from detent.recipe import Recipe
+from detent.rule import get_weight_spec
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
 from detent.spec import QuantSpec, onnx_widths, spec_text, stored_nbytes
 
@@ -68,7 +69,7 @@ def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
 def _spec(width: int | str) -> QuantSpec:
     value = plain(width)
     if isinstance(value, str):
-        spec = QuantSpec.parse(value)
+        spec = get_weight_spec(value)
         if isinstance(spec.granularity, PerToken):
             raise SpecError(f"the width {width!r} has a scale per token, which only activations have")
         return spec
