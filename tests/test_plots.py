@@ -7,24 +7,14 @@ import pytest
 
 from detent.errors import UnsupportedError
 from detent.plots import bar_axes
-
-
-class RecordingAxes:
-    """Records the calls of Axes methods: (method, arguments)."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, method):
-        return lambda *args, **kwargs: self.calls.append((method, args, kwargs))
+from tests.tools.recording_axes import RecordingAxes
 
 
 def test_given_axes_get_a_labeled_row_for_each_name():
     ax = RecordingAxes()
     assert bar_axes(ax, ["first", "x" * 90]) is ax
-    ticks, limits = ax.calls
-    assert ticks[:2] == ("set_yticks", (range(2), ["first", "x" * 20 + "..." + "x" * 37]))
-    assert limits[:2] == ("set_ylim", (1.5, -0.5))
+    assert ax.calls_of("set_yticks") == [((range(2), ["first", "x" * 20 + "..." + "x" * 37]), {})]
+    assert ax.calls_of("set_ylim") == [((1.5, -0.5), {})]
 
 
 def test_new_axes_grow_with_the_number_of_names(monkeypatch):

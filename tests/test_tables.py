@@ -1,8 +1,10 @@
 """Text for people."""
 
+from dataclasses import dataclass, field
+
 import pytest
 
-from detent.tables import bytes_text, html_table, short_name, table_lines
+from detent.tables import bytes_text, html_table, short_name, short_repr, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
@@ -40,3 +42,19 @@ def test_bytes_have_three_digits(count, text, padded):
 def test_long_names_are_cut_in_the_middle():
     assert short_name("a" * 60) == "a" * 60
     assert short_name("a" * 30 + "b" * 60) == "a" * 20 + "..." + "b" * 37
+
+
+@dataclass
+class Point:
+    """Fields with and without defaults."""
+
+    x: int
+    y: int = 0
+    tags: list[str] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("point", "text"), [(Point(0), "Point(x=0)"), (Point(1, 2, ["a"]), "Point(x=1, y=2, tags=['a'])")]
+)
+def test_short_reprs_omit_defaults(point, text):
+    assert short_repr(point) == text

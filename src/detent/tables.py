@@ -1,12 +1,17 @@
-"""Text for people: tables as text and HTML, numbers of bytes, and short names."""
+"""Text for people: tables as text and HTML, short reprs, numbers of bytes, and short names."""
 
 import html
 import re
 from collections.abc import Container, Sequence
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING
 
 from detent.errors import SpecError
 
-__all__ = ["bytes_text", "html_table", "of_whole", "parse_bytes", "short_name", "table_lines"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["bytes_text", "html_table", "of_whole", "parse_bytes", "short_name", "short_repr", "table_lines"]
 
 MAX_NAME_CHARS = 60
 HTML_HEIGHT = "32em"  # of a table in a notebook; longer ones scroll
@@ -85,3 +90,14 @@ def bytes_text(count: float, *, is_padded: bool = False) -> str:
 def short_name(name: str) -> str:
     """A name that fits into a table: the beginning and the end of a very long one."""
     return name if len(name) <= MAX_NAME_CHARS else f"{name[:20]}...{name[23 - MAX_NAME_CHARS :]}"
+
+
+def short_repr(value: "DataclassInstance") -> str:
+    """The call that makes a dataclass instance, without the fields that have their default values."""
+    parts = []
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        own = getattr(value, field.name)
+        if own is not default and own != default:
+            parts.append(f"{field.name}={own!r}")
+    return f"{type(value).__name__}({', '.join(parts)})"

@@ -386,6 +386,52 @@ def test_channels_last_keeps_one_bit_too() -> None:
     assert saved_bytes(lambda x: qt.fake_quantize(x, dt.QuantParams("int8", 0.02)), x) == x.numel() // 8
 
 
+# A spec in place of params: the range of x
+
+
+BY_RANGE = ("int8", "uint4/axis0", "int4/group5", "uint8/token/affine", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("text", BY_RANGE)
+def test_a_spec_takes_the_range_of_the_data(text: str, dtype: str) -> None:
+    spec = dt.QuantSpec.parse(text)
+    case = make_case(dt.QuantSpec("int8"), (4, 5, 32), dtype, nasty=False)
+    params = dt.QuantParams.from_data(spec, case.x)
+    x = tensor(case.x).requires_grad_()
+    y = qt.fake_quantize(x, text)
+    assert_same(y, dt.fake_quantize(case.x, params))
+    y.backward(tensor(case.g))
+    assert_same(x.grad, dt.fake_quantize_backward(case.g, case.x, params))
+    assert_same(qt.fake_quantize(x, spec), dt.fake_quantize(case.x, params))
+
+
+def test_a_format_is_a_spec_and_a_given_scale_replaces_that_of_the_range() -> None:
+    x = torch.tensor([0.3, -127.0])
+    assert_same(qt.fake_quantize(x, dt.int8), np.array([0, -127], np.float32))
+    scale = torch.tensor(0.5, requires_grad=True)
+    y = qt.fake_quantize(x, "int8", scale=scale)
+    assert_same(y, np.array([0.5, -63.5], np.float32))
+    y.sum().backward()
+    assert scale.grad != 0
+
+
+@pytest.mark.parametrize("spec", ["uint8/axis0", dt.QuantSpec("int4", "tensor")])
+def test_a_spec_in_transforms_and_compiled_graphs(spec: dt.QuantSpec | str) -> None:
+    case = make_case(dt.QuantSpec("int8"), (5, 23), nasty=False)
+    expected = dt.fake_quantize(case.x, dt.QuantParams.from_data(spec, case.x))
+    batch = torch.stack([tensor(case.x)] * 2)
+    assert_same(torch.func.vmap(lambda x: qt.fake_quantize(x, spec))(batch), np.stack([expected] * 2))
+    torch._dynamo.reset()
+    parsed = dt.spec.get_spec(spec)
+    f = torch.compile(lambda x: qt.fake_quantize(x, parsed), fullgraph=True, backend="aot_eager")
+    assert_same(f(tensor(case.x)), expected)
+    learned = torch.func.vmap(lambda x, s: qt.fake_quantize(x, "int8", scale=s), in_dims=(0, None))
+    assert_same(
+        learned(batch, torch.tensor(0.5)), np.stack([dt.fake_quantize(case.x, dt.QuantParams("int8", 0.5))] * 2)
+    )
+
+
 # Transformations
 
 
@@ -500,7 +546,7 @@ BAD = {
     "an array": lambda: qt.fake_quantize(np.zeros(3), P),
     "a list": lambda: qt.fake_quantize([1.0], P),
     "sparse": lambda: qt.fake_quantize(torch.eye(3).to_sparse(), P),
-    "no params": lambda: qt.fake_quantize(torch.zeros(3), "int8"),
+    "no params": lambda: qt.fake_quantize(torch.zeros(3), None),
     "a wrong number of rows": lambda: qt.fake_quantize(torch.zeros(4, 2), PER_ROW),
     "no rows": lambda: qt.fake_quantize(torch.zeros(()), PER_ROW),
     "a wrong number of rows on meta": lambda: qt.fake_quantize(torch.zeros(4, 2, device="meta"), PER_ROW),
@@ -517,6 +563,9 @@ BAD = {
     "a number as scale": lambda: qt.fake_quantize(torch.zeros(3), P, scale=0.5),
     "a negative step": lambda: qt.fake_quantize(torch.zeros(3), P, step=-1),
     "a huge step": lambda: qt.fake_quantize(torch.zeros(3), P, step=2**32),
+    "NaN, whose range a spec needs": lambda: qt.fake_quantize(torch.tensor([1.0, float("nan")]), "int8"),
+    "no data, whose range a spec needs": lambda: qt.fake_quantize(torch.zeros(0), "int8"),
+    "an unknown spec": lambda: qt.fake_quantize(torch.zeros(3), "int99"),
     "an unknown estimator": lambda: qt.fake_quantize(torch.zeros(3), P, ste="clip"),
 }
 

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -39,15 +39,19 @@ from detent.granularity import Granularity, PerAxis, PerTensor
 from detent.metrics import clip_fraction, code_usage
 from detent.ops import fake_quantize_backward, quantize
 from detent.params import QuantParams
+from detent.plots import bar_axes
 from detent.scale_mode import Learned, PerBatch
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Custom, Estimator, Identity
-from detent.tables import table_lines
+from detent.tables import html_table, short_repr, table_lines
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.preparation import evaluating, plan_of, quantizers_of, weight_layers
 from detent.torch.quantizer import FakeQuantize
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "HealthReport",
@@ -77,6 +81,15 @@ OSCILLATION_LIMIT = 0.1  # share of weights that oscillate
 SATURATION_LIMIT = 0.2  # share of saturated gradients, unless clipping has drawn a warning
 
 HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
+METRIC_COLUMNS = range(2, len(HEAD))
+Metric = Literal["clip_fraction", "code_usage", "drift", "oscillation", "saturated"]
+METRIC_LABELS: Mapping[str, str] = {
+    "clip_fraction": "clipped elements in %",
+    "code_usage": "codes in use in %",
+    "drift": "scale over the first scale",
+    "oscillation": "oscillating weights in %",
+    "saturated": "stopped gradients in %",
+}
 Array = NDArray[Any]
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -315,12 +328,19 @@ class QuantizerHealth:
     note: str = ""
     warnings: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
 
 @dataclass(frozen=True)
 class HealthReport:
-    """The health of every quantizer of a model; ``str`` is a table with the warnings below it.
+    """The health of every quantizer of a model.
+
+    ``str`` is a table with the warnings below it; notebooks show it as HTML.
 
     >>> report = HealthReport((QuantizerHealth("fc.weight_quantizer", "int8", "PerBatch()", "weight", 8, 0.0, 0.5),))
+    >>> report
+    <HealthReport: 1 quantizers, 0 warnings>
     >>> print(report)
     quantizer            data      clip  codes   drift  oscillation  saturated
     fc.weight_quantizer  weight  0.00 %   50 %       -            -          -
@@ -344,9 +364,49 @@ class HealthReport:
         return rows[name]
 
     def __str__(self) -> str:
-        lines = table_lines([HEAD, *(_row(each) for each in self.quantizers)], right=range(2, len(HEAD)))
-        lines += [f"! {text}" for text in self.warnings] or ["no warnings"]
-        return "\n".join(lines)
+        return "\n".join([*table_lines(self._rows(), right=METRIC_COLUMNS), *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"<HealthReport: {len(self.quantizers)} quantizers, {len(self.warnings)} warnings>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), right=METRIC_COLUMNS, notes=self._notes())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [HEAD, *map(_row, self.quantizers)]
+
+    def _notes(self) -> list[str]:
+        return [f"! {text}" for text in self.warnings] or ["no warnings"]
+
+    def plot(self, metric: Metric = "clip_fraction", ax: "Axes | None" = None) -> "Axes":
+        """Plot a metric of each quantizer as bars; quantizers with warnings are red.
+
+        Args:
+            metric: the attribute of ``QuantizerHealth`` to plot.
+            ax: matplotlib Axes to draw on; None makes new ones.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            SpecError: there is no such metric.
+            UnsupportedError: ``ax`` is None and matplotlib is not installed.
+        """
+        if metric not in METRIC_LABELS:
+            raise SpecError(
+                f"unknown metric {metric!r}{closest(str(metric), METRIC_LABELS)} expected one of {list(METRIC_LABELS)}"
+            )
+        ax = bar_axes(ax, [each.name for each in self.quantizers])
+        factor = 1 if metric == "drift" else 100
+        values: list[float | None] = [getattr(each, metric) for each in self.quantizers]
+        colors = ["tab:red" if each.warnings else "tab:blue" for each in self.quantizers]
+        ax.barh(range(len(values)), [factor * (value or 0.0) for value in values], color=colors)
+        for row, value in enumerate(values):
+            if value is None:
+                ax.text(0, row, " no data", va="center", color="gray")
+        ax.set_xlabel(METRIC_LABELS[metric])
+        ax.set_title(f"{len(self.warnings)} warnings")
+        return ax
 
     def to_json(self) -> str:
         """All metrics and warnings as JSON."""

@@ -1,11 +1,12 @@
-"""ModelPlan: what a recipe does to a model, before anything runs.
+"""ModelPlan: how a recipe quantizes a model, before anything runs.
 
-One line per layer: the rule that applies, the specs, the bytes, or why the layer is kept in float.
+Each layer has one line: the rule that applies, the specs, the bytes, or the reason why the layer is kept in float.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -13,17 +14,23 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from detent.errors import SpecError
 from detent.granularity import PerAxis, PerGroup, PerToken
+from detent.plots import bar_axes
 from detent.recipe import EXCLUDED, NO_RULE, Decision, PlanTotals, Recipe, get_recipe
 from detent.rule import Layer, ObserverSpec, check_axis
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode
 from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
-from detent.tables import table_lines
+from detent.tables import html_table, short_repr, table_lines
 from detent.torch.batchnorm import find_folds
 from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_product
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["LayerPlan", "ModelPlan", "plan"]
 
+HEAD = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed", "")
+BYTE_COLUMNS = (6, 7)
 RecipeLike = Recipe | str | PathLike[str]
 _ACTIVATIONS, _WEIGHTS = EMA(0.99), PerBatch()
 
@@ -61,16 +68,21 @@ class LayerPlan:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything of it is quantized."""
+        """Whether a weight or an activation of the layer is quantized."""
         return not self.reason
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 @dataclass(frozen=True)
 class ModelPlan(PlanTotals[LayerPlan]):
-    """The plan for a model, layer by layer; ``str`` is a table.
+    """The plan for a model, layer by layer; ``str`` is a table, which notebooks show as HTML.
 
     >>> import detent.torch as qt
     >>> model_plan = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
+    >>> model_plan
+    <ModelPlan: 2 of 2 layers quantized by recipe 'w8a8'; weights 96 -> 48 bytes, 2.00 times smaller>
     >>> [layer.name for layer in model_plan.layers], model_plan.nbytes_before, model_plan.nbytes_after
     (['0', '2'], 96, 48)
     """
@@ -79,9 +91,46 @@ class ModelPlan(PlanTotals[LayerPlan]):
     layers: tuple[LayerPlan, ...]
 
     def __str__(self) -> str:
-        head = ("layer", "type", "rule", "weight", "input", "output", "bytes", "packed", "")
+        return "\n".join([*table_lines(self._rows()), self._headline()])
+
+    def __repr__(self) -> str:
+        return f"<ModelPlan: {self._headline()}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), right=BYTE_COLUMNS, notes=[self._headline()])
+
+    def _headline(self) -> str:
         ratio = f", {self.nbytes_before / self.nbytes_after:.2f} times smaller" if self.nbytes_after else ""
-        return "\n".join([*table_lines([head, *map(_row, self.layers)]), self._summary() + ratio])
+        return self._summary() + ratio
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [HEAD, *map(_row, self.layers)]
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Plot the bit widths of each layer's weight and input as bars; layers kept in float have none.
+
+        Args:
+            ax: matplotlib Axes to draw on; None makes new ones.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            UnsupportedError: ``ax`` is None and matplotlib is not installed.
+        """
+        ax = bar_axes(ax, [layer.name or "(model)" for layer in self.layers])
+        weight_bits = [max((spec.bits for spec in layer.weights.values()), default=0) for layer in self.layers]
+        input_bits = [0 if layer.input is None else layer.input.bits for layer in self.layers]
+        rows = range(len(self.layers))
+        ax.barh([row - 0.2 for row in rows], weight_bits, height=0.4, label="weight")
+        ax.barh([row + 0.2 for row in rows], input_bits, height=0.4, label="input")
+        for row, layer in enumerate(self.layers):
+            if not layer.is_quantized:
+                ax.text(0, row, " float", va="center", color="gray")
+        ax.set_xlabel("bits")
+        ax.set_title(f"{len(self.quantized)} of {len(self.layers)} layers quantized")
+        ax.legend()
+        return ax
 
 
 def _row(layer: LayerPlan) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from torch.autograd.function import FunctionCtx
 
 from detent import scale_rule
 from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
+from detent.formats import Format
 from detent.params import QuantParams
 from detent.plan import check_is_params, check_step
 from detent.spec import QuantSpec, get_spec
@@ -51,7 +52,7 @@ __all__ = [
 
 def fake_quantize(
     x: Tensor,
-    params: QuantParams,
+    params: QuantParams | QuantSpec | Format | str,
     *,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
@@ -62,14 +63,17 @@ def fake_quantize(
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape.
+        params: scales and zero points that fit x's shape; or a spec or its text, which takes them from the
+            range of x. Compilers cannot trace a text: pass ``dt.QuantSpec.parse(text)`` under ``torch.compile``.
         scale: replaces the params' scale and receives its gradient (LSQ).
         zero_point: replaces the params' zero point and receives its gradient (LSQ+); forward rounds and clamps it.
-        ste: the estimator; None is the mask of the params' convention. A callable gets ``(g, x, params)`` with tensors.
+        ste: the straight-through estimator; None is the mask of the spec's convention. A callable gets
+            ``(g, x, params)`` with tensors.
         step: the counter of stochastic rounding.
 
     Raises:
-        ShapeError, DtypeError, ParamsError: arguments that do not fit.
+        ShapeError, DtypeError, ParamsError, SpecError: arguments that do not fit.
+        RangeError: a spec is given, and x is empty, or x holds NaN or infinity (traced graphs do not check).
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> x = torch.tensor([0.3, 0.9, 99.0], requires_grad=True)
@@ -77,14 +81,31 @@ def fake_quantize(
     >>> y.sum().backward()
     >>> y.detach(), x.grad
     (tensor([ 0.5000,  1.0000, 63.5000]), tensor([1., 1., 0.]))
+    >>> qt.fake_quantize(torch.tensor([0.3, -127.0]), "int8")
+    tensor([   0., -127.])
     """
     check_float(x)
-    check_is_params(params)
-    estimator = get_estimator(ste, params.spec.convention)
     for name, part in (("scale", scale), ("zero_point", zero_point)):
         if part is not None:
             check_float(part, name)
+    if not isinstance(params, QuantSpec | Format | str):
+        check_is_params(params)
+    elif is_plain(x):
+        params = QuantParams.from_data(params, to_array(x))
+    else:
+        return _fake_quantize_by_range(x, get_spec(params), scale, zero_point, ste, check_step(step))
+    estimator = get_estimator(ste, params.spec.convention)
     return apply(x, Values(params, scale, zero_point), estimator, check_step(step))
+
+
+def _fake_quantize_by_range(
+    x: Tensor, spec: QuantSpec, scale: Tensor | None, zero_point: Tensor | None, ste: EstimatorLike, step: int
+) -> Tensor:
+    """``fake_quantize`` by the range of x, in torch operations."""
+    s, z = traced.derive(spec, *traced.minmax(x, spec))
+    learned = scale is not None or zero_point is not None
+    s, z = s if scale is None else scale, z if zero_point is None else zero_point
+    return apply_traced(x, s, z, spec, get_estimator(ste, spec.convention), step, learned=learned)
 
 
 class Values(NamedTuple):
