@@ -129,7 +129,7 @@ class ModelPlan(PlanTotals[LayerPlan]):
                 ax.text(0, row, " float", va="center", color="gray")
         ax.set_xlabel("bits")
         ax.set_title(f"{len(self.quantized)} of {len(self.layers)} layers quantized")
-        ax.legend()
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars
         return ax
 
 
