@@ -214,7 +214,7 @@ def test_dry_run_writes_nothing_and_knows_the_size(desk):
 def test_dry_run_table(desk):
     done = detent("quantize", "model.onnx", "--recipe", "w4a16-g8", "--dry-run", cwd=desk)
     assert done.returncode == 0, done.stderr
-    for part in ("groups are for matrices", "memory:  at most", "time:    about", "(not written)"):
+    for part in ("per-group scales need a MatMul", "memory:  at most", "time:    about", "(not written)"):
         assert part in done.stdout
     assert "exists already" not in done.stdout
 
@@ -298,7 +298,7 @@ def test_nothing_to_quantize_is_no_success(desk, monkeypatch, capsys):
     code = main(["quantize", "model.onnx", "-d", "few.npz", "--skip", "*", "--report", "r.html", "--json"])
     out, err = capsys.readouterr()
     assert code == 1
-    assert "no layer was quantized, so that no file is written: skipped (" in err
+    assert "no layer was quantized, so no file is written: skipped (" in err
     assert json.loads(out)["exit_code"] == 1
     assert not (desk / "r.html").exists()
     assert not (desk / "model.w8a8.onnx").exists()

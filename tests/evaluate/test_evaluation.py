@@ -71,7 +71,7 @@ def test_the_worst_output_is_compared_with_the_limit(done):
 
 
 def test_where_nothing_is_quantized_nothing_is_written(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"no layer was quantized, so that no file is written: skipped \("):
+    with pytest.raises(UnsupportedError, match=r"no layer was quantized, so no file is written: skipped \("):
         quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3), skip=["*"], checks=NONE)
     assert not list(tmp_path.iterdir())
 

@@ -11,7 +11,7 @@ import detent as dt
 import detent.onnx as qo
 from detent.errors import FileFormatError, SpecError
 from detent.onnx import pipeline
-from detent.onnx_model import TARGETS, Graph, Provenance, make_session, save
+from detent.onnx_model import TARGETS, Graph, Provenance, load_model, make_session, save
 
 FEEDS = images(6)
 
@@ -45,7 +45,7 @@ def test_report_and_file(tmp_path):
     plain = json.loads(report.to_json())
     assert plain["layers"][0]["in_integers"] is True
     assert plain["target"] == "onnxruntime"
-    assert "2 in integers" in str(report)
+    assert "2 on integer kernels" in str(report)
     about = Provenance.read(qo.load(report.output))
     assert about.target == "onnxruntime"
     assert about.made_by == dt.__version__
@@ -199,7 +199,7 @@ def test_bodies_of_if_are_listed():
     )
     y = m.add("If", [m.constant(np.array(True))], name="choice", then_branch=inner, else_branch=inner)
     plan = qo.plan(qo.prepare(m.model([("x", [1, 4])], [y])), dt.Recipe([]))
-    assert {line.reason for line in plan.layers} == {"inside the body of If 'choice'"}
+    assert {line.reason for line in plan.layers} == {"inside a subgraph of If 'choice'"}
 
 
 def test_one_shot_data_are_enough(tmp_path):
@@ -243,7 +243,7 @@ def test_progress_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"data": None}, dt.NotCalibratedError, "give data="),
+        ({"data": None}, dt.NotCalibratedError, "pass data="),
         ({"data": []}, dt.SpecError, "no batches"),
         ({"data": [{"y": FEEDS[0]["x"]}]}, dt.DetentError, "no input 'y': it takes x"),
         ({"data": [FEEDS[0]["x"][0]]}, dt.ShapeError, "shape"),
@@ -305,7 +305,7 @@ def test_a_missing_directory_is_noticed_first(tmp_path):
 
 
 def test_a_resume_file_and_several_passes_are_refused_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(pipeline, "_balanced", lambda *_: pytest.fail("accuracy passes ran first"))
+    monkeypatch.setattr(pipeline, "_equalize_and_smooth", lambda *_: pytest.fail("accuracy passes ran first"))
     with pytest.raises(SpecError, match="resume_file works with one pass"):
         qo.quantize(
             conv_chain(), tmp_path / "a.onnx", images(1), memory_budget=1, resume_file=tmp_path / "c", progress=False
@@ -344,7 +344,7 @@ def test_where_nothing_is_quantized_no_file_is_written(tmp_path):
         qo.quantize(model, tmp_path / "q.onnx", rows(1), "w4a16-g128", progress=False)
     message = str(caught.value)
     assert message.startswith(
-        "no layer was quantized, so that no file is written: groups of 128 do not divide the 16 of"
+        "no layer was quantized, so no file is written: group size 128 does not divide 16 (weight shape"
     )
     assert "(layer 0 with a name that is quite lon..., layer 1" in message
     assert "..., 4 more); a matmul of two activations (scores). Change w4a16-g128, the target or skip" in message
@@ -369,3 +369,58 @@ def test_layers_that_share_a_weight_have_kernels_of_their_own(tmp_path):
     report = qo.quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path / "q.onnx", images(2), progress=False)
     assert [layer.kernel for layer in report.layers] == ["QLinearConv", "Conv"]
     assert operators(qo.load(report.output))["QLinearConv"] == 1
+
+
+def test_without_an_output_the_file_is_written_next_to_the_model(tmp_path):
+    save(conv_chain(), tmp_path / "net.v2.onnx")
+    report = qo.quantize(str(tmp_path / "net.v2.onnx"), data=FEEDS[:2], progress=False)
+    assert report.output == tmp_path / "net.v2.w8a8.onnx"
+    assert report.output.stat().st_size == report.nbytes_after
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0")], name="edge/8 bits")
+    assert qo.quantize(tmp_path / "net.v2.onnx", recipe=recipe).output == tmp_path / "net.v2.edge-8 bits.onnx"
+    recipe = dt.Recipe([dt.Rule(weight="int8/axis0")])
+    assert qo.quantize(load_model(tmp_path / "net.v2.onnx"), recipe=recipe).output.name == "net.v2.quantized.onnx"
+
+
+def test_a_model_in_memory_needs_an_output(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for model in (conv_chain(), load_model(conv_chain())):
+        with pytest.raises(SpecError, match=r"a model in memory has no file to write next to: pass output='quan"):
+            qo.quantize(model, data=FEEDS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_data_are_never_taken_for_the_output(tmp_path):
+    save(conv_chain(), tmp_path / "net.onnx")
+    with pytest.raises(SpecError, match=r"got list: pass calibration data by name, as in qo.quantize\(model, data="):
+        qo.quantize(tmp_path / "net.onnx", FEEDS)
+    data = tmp_path / "calib.npz"
+    np.savez(data, x=FEEDS[0]["x"])
+    content = data.read_bytes()
+    with pytest.raises(SpecError, match=r"got a data file, '.*calib.npz': pass .* data='.*calib.npz'"):
+        qo.quantize(tmp_path / "net.onnx", str(data))
+    with pytest.raises(SpecError, match="got a directory"):
+        qo.quantize(tmp_path / "net.onnx", tmp_path)
+    assert data.read_bytes() == content
+    assert {path.name for path in tmp_path.iterdir()} == {"net.onnx", "calib.npz"}
+
+
+def test_plans_and_reports_fit_a_notebook(tmp_path):
+    m = Maker()
+    name = "<script>alert('x')</script>" + "long " * 20
+    model = m.model([("x", [1, 6, 16])], [m.matmul(m.matmul("x", 16, 16, name=name), 16, 4, name="last")])
+    report = qo.quantize(model, tmp_path / "q.onnx", rows(2), skip=["last"], progress=False)
+    plan = qo.plan(qo.prepare(model))
+    for shown in (plan, report):
+        html = shown._repr_html_()
+        assert "<script" not in html
+        assert html.count("<tr>") == 3
+        assert not any(word in html for word in ("http", "src=", "<link", "<style"))
+        assert "&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;" + "long " * 20 in html
+        assert len(repr(shown)) < 200
+        assert "..." in str(shown).splitlines()[1]
+    assert (
+        repr(plan) == "<GraphPlan 2 of 2 layers quantized by recipe 'w8a8' for onnxruntime; weights 1,280 -> 420 bytes>"
+    )
+    assert repr(report).startswith(f"<QuantizeReport {tmp_path / 'q.onnx'}: ")
+    assert "skipped" in report._repr_html_()

@@ -169,7 +169,7 @@ def big_report(count=200):
                 "Conv" if i % 2 else "MatMul",
                 status,
                 "" if is_float else "QLinearConv" if status == "integers" else "Conv",
-                "recurrent layers stay float" if is_float else "",
+                "recurrent layers are not supported" if is_float else "",
                 "",
                 None if is_float else _tensor(name, rng, "codes"),
                 None if is_float else _tensor(name, rng, "values"),

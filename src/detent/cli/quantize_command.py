@@ -113,7 +113,7 @@ def run(
     """Quantize and evaluate; see ``HELP``."""
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
-    from detent.onnx_model.files import load_model  # noqa: PLC0415
+    from detent.onnx_model.files import default_output, load_model  # noqa: PLC0415
 
     screen = Screen(as_json=as_json, quiet=quiet)
     options: dict[str, Any] = {
@@ -130,7 +130,7 @@ def run(
         "force": allow_quantized,
     }
     _check_options(options)
-    output_path = output if output is not None else model.with_name(f"{model.stem}.{Path(recipe).stem}.onnx")
+    output_path = output if output is not None else default_output(model, recipe)
     read = {"--data": data, "--recipe": recipe_file(recipe), "--resume-file": resume_file}
     _check_files(model, output_path, report, read, force=force, dry_run=dry_run)
     _check_limits(fail_below_sqnr, fail_below_agreement, data, dry_run=dry_run)

@@ -1,7 +1,7 @@
 """Planning: what a recipe means for a graph, before anything runs.
 
-``qo.plan`` is a table with a line per layer: the rule that decides, the specs, the bytes, or why the layer is left
-alone. ``qo.insert`` does what the plan says.
+``qo.plan`` returns a table with a row per layer: the rule that applies, the specs, the bytes, or why the layer is kept
+in float. ``qo.insert`` applies a plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,32 +27,32 @@ from detent.rounding import half_even
 from detent.rule import Layer as RuleLayer
 from detent.rule import ObserverSpec, check_axis
 from detent.spec import QuantSpec, onnx_widths, stored_nbytes
-from detent.tables import table_lines
+from detent.tables import html_table, short_name, table_lines
 
 __all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_params", "weight_problem"]
 
 Array = NDArray[Any]
 RecipeLike = Recipe | str | PathLike[str]
 
-MINMAX_BITS = 8  # from here on a weight's range is its smallest and largest value, below it is searched
-SLOW_BITS = 16
-MIN_CONV_CHANNELS = 5  # of the input; with fewer, ONNX Runtime is 2 to 10 times slower with integers than with floats
+MINMAX_BITS = 8  # weights with at least 8 bits have their min-max range; with fewer, the MSE-optimal range is searched
+SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
+MIN_CONV_CHANNELS = 5  # with fewer input channels, integer kernels of ONNX Runtime are 2 to 10 times slower than float
 FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What happens to one layer.
+    """Row of a plan: how one layer will be quantized.
 
     Attributes:
-        name: of its node.
-        type: its operator.
-        rule: the index of the rule that decides, None where none matched.
-        reason: why it is left alone; "" where it is quantized.
-        weight, input: the specs, None for what stays float.
-        observer: of its input, as its rule says.
-        nbytes_before, nbytes_after: of its weight.
-        note: what else there is to know.
+        name: name of its node.
+        type: operator of its node.
+        rule: index of the last rule that matched, None if no rule did.
+        reason: why the layer is kept in float; "" for a quantized one.
+        weight, input: specs of its weight and its input, None for float.
+        observer: observer of its input, None if no rule names one.
+        nbytes_before, nbytes_after: bytes of its weight in the float and the quantized file.
+        note: remark on a quantized layer.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
     False
@@ -71,11 +71,11 @@ class LayerPlan:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything happens to it."""
+        """Whether the layer is quantized."""
         return not self.reason
 
     def kept_in_float(self, reason: str) -> "LayerPlan":
-        """The same layer with a float weight.
+        """Return the row of this layer if it is kept in float.
 
         >>> LayerPlan("fc", "MatMul").kept_in_float("too sensitive").reason
         'too sensitive'
@@ -85,21 +85,23 @@ class LayerPlan:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphPlan(PlanTotals[LayerPlan]):
-    """What happens to a model; ``str`` is a table.
+    """How a recipe quantizes the layers of a model; ``str`` and notebooks show it as a table.
 
     Attributes:
-        recipe, target: what it was made for.
-        layers: a line for each.
-        model: the prepared model that it is about.
+        recipe, target: what the plan was made for.
+        layers: a row per layer.
+        model: the prepared model.
 
     >>> from onnx import parser
-    >>> made = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''), "w8a8")
-    >>> [layer.name for layer in made.quantized], made.nbytes_before, made.nbytes_after
-    (['fc'], 4, 6)
-    >>> [each.tensor for each in made.placements()], made.without(["fc"], "too sensitive").quantized
+    >>> graph_plan
+    <GraphPlan 1 of 1 layers quantized by recipe 'w8a8' for onnxruntime; weights 4 -> 6 bytes>
+    >>> [layer.name for layer in graph_plan.quantized]
+    ['fc']
+    >>> [each.tensor for each in graph_plan.placements()], graph_plan.without(["fc"], "too sensitive").quantized
     (['x'], ())
     """
 
@@ -111,22 +113,22 @@ class GraphPlan(PlanTotals[LayerPlan]):
 
     @cached_property
     def graph(self) -> Graph:
-        """The prepared model's graph."""
+        """Graph of the prepared model."""
         return Graph(self.model)
 
     @cached_property
     def layers_by_name(self) -> Mapping[str, Layer]:
-        """The layers of the graph by name."""
+        """Layers of the graph by name."""
         return {layer.name: layer for layer in layers_of(self.graph)}
 
     def placements(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> list[QuantizerPlacement]:
-        """Where activations are quantized; all that may be, where their ranges are not known yet."""
+        """Return where Q/DQ pairs of activations go; without ``ranges``, everywhere they may go."""
         chosen = {layer.name: self.layers_by_name[layer.name] for layer in self.quantized}
         specs = {layer.name: layer.input for layer in self.quantized if layer.input is not None}
         return place_quantizers(self.graph, chosen, specs, ranges)
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
-        """The parameters of a quantized layer's weight; found once for layers that share weight and spec."""
+        """Return the parameters of a quantized layer's weight; cached for layers that share weight and spec."""
         if line.weight is None:
             raise SpecError(f"layer {line.name!r} is kept in float: {line.reason}")
         key = self.layers_by_name[line.name].weight, line.weight
@@ -138,24 +140,38 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return self._weight_params[key]
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
-        """The same for a model with other weights; layers keep their names, specs and bytes."""
+        """Return this plan for a model with the same layers and different weights."""
         return GraphPlan(self.recipe, self.target, self.layers, model)
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
-        """The same with some layers kept in float."""
-        gone = set(names)
+        """Return this plan with some layers kept in float."""
+        removed = set(names)
         return replace(
-            self, layers=tuple(each.kept_in_float(reason) if each.name in gone else each for each in self.layers)
+            self, layers=tuple(each.kept_in_float(reason) if each.name in removed else each for each in self.layers)
         )
 
     def __str__(self) -> str:
-        head = ("layer", "type", "rule", "weight", "input", "bytes", "after", "")
-        return "\n".join([*table_lines([head, *map(_row, self.layers)]), self._summary(f" for {self.target.name}")])
+        rows = [_row(each, short_name(each.name)) for each in self.layers]
+        return "\n".join([*table_lines([_HEAD, *rows]), self._total()])
+
+    def __repr__(self) -> str:
+        return f"<GraphPlan {self._total()}>"
+
+    def _repr_html_(self) -> str:
+        rows = [_row(each, each.name) for each in self.layers]
+        return html_table([_HEAD, *rows], right=_NUMBERS, notes=[self._total()])
+
+    def _total(self) -> str:
+        return self._summary(f" for {self.target.name}")
 
 
-def _row(layer: LayerPlan) -> tuple[str, ...]:
+_HEAD = ("layer", "type", "rule", "weight", "input", "bytes", "after", "")
+_NUMBERS = (5, 6)  # columns
+
+
+def _row(layer: LayerPlan, name: str) -> tuple[str, ...]:
     return (
-        layer.name,
+        name,
         layer.type,
         "-" if layer.rule is None else str(layer.rule),
         "-" if layer.weight is None else str(layer.weight),
@@ -169,16 +185,17 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
 def plan(
     model: ModelProto, recipe: RecipeLike = "w8a8", *, target: Target | str = "onnxruntime", skip: Iterable[str] = ()
 ) -> GraphPlan:
-    """What ``qo.insert`` would do to a prepared model; nothing is changed.
+    """Plan how a recipe quantizes a prepared model; the model is not changed.
 
     Args:
-        model: as ``qo.prepare`` makes it.
+        model: a model that ``qo.prepare`` returned.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
-        target: what it is to run on.
-        skip: names of nodes to leave alone, or globs of them.
+        target: the runtime that the file is for, such as "onnxruntime-avx2".
+        skip: names of layers to keep in float, or globs.
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis of its rule.
+        UnsupportedError: the model has no layer to quantize.
 
     >>> from onnx import parser
     >>> print(plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -192,7 +209,7 @@ def plan(
     layers = list(layers_of(graph))
     if not layers and recipe.rules:
         raise UnsupportedError(
-            "the model has no Conv, MatMul, Gemm or Gather with a constant weight: there is nothing to quantize"
+            "nothing to quantize: the model has no Conv, MatMul, Gemm or Gather with a constant weight"
         )
     usable = [layer.name for layer in layers if not layer.reason] or [layer.name for layer in layers]
     first, last = (usable[0], usable[-1]) if usable else ("", "")
@@ -213,42 +230,43 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
         before *= size
     before = before if layer.shape else 0
     line = LayerPlan(layer.name, layer.node.op_type, rule, nbytes_before=before, nbytes_after=before)
-    given = None if layer.node.op_type == "Gather" else decision.input
-    reason = layer.reason or ("" if given is None else _runtime_problem(layer, target))
+    input_spec = None if layer.node.op_type == "Gather" else decision.input
+    reason = layer.reason or ("" if input_spec is None else _runtime_problem(layer, target))
     if reason:
         return line.kept_in_float(reason)
     if skipped or decision.skip or rule is None:
         return line.kept_in_float("skipped" if skipped else NO_RULE if rule is None else EXCLUDED)
     if decision.weight is None:
-        return line.kept_in_float("its rule names no spec for its weight")
-    weight = _placed(decision.weight, layer)
-    if given is not None and not layer.depthwise:  # others add no products that could saturate
+        return line.kept_in_float("its rule has no weight spec")
+    weight = _fit_axis(decision.weight, layer)
+    if input_spec is not None and not layer.depthwise:  # only dense integer kernels have accumulators that saturate
         weight = target.weight_spec(weight)
     check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
     reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
     if reason:
         return line.kept_in_float(reason)
-    reason = "" if given is None else activation_problem(given)
+    reason = "" if input_spec is None else activation_problem(input_spec)
     if reason:
         return line.kept_in_float(reason)
-    slow = given is not None and given.bits == SLOW_BITS
+    slow = input_spec is not None and input_spec.bits == SLOW_BITS
     note = "ONNX Runtime runs 16-bit activations in float on CPUs" if slow and target.runtime == "onnxruntime" else ""
-    after = _stored(weight, layer)
-    return replace(line, weight=weight, input=given, observer=decision.observer, nbytes_after=after, note=note)
+    after = _stored_nbytes(weight, layer)
+    return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
 
 
 def _runtime_problem(layer: Layer, target: Target) -> str:
     if target.runtime != "onnxruntime":
         return ""
     if layer.node.op_type == "ConvTranspose":
-        return "ONNX Runtime has no ConvTranspose in integers"
+        return "ONNX Runtime has no integer kernel for ConvTranspose"
     if layer.node.op_type == "Conv" and not layer.depthwise and layer.shape[1] < MIN_CONV_CHANNELS:
-        return f"input channels: {layer.shape[1]}, of which integers take longer than floats"
+        count = layer.shape[1]
+        return f"only {count} input channel{'s' * (count != 1)}: an integer kernel would be slower than float"
     return ""
 
 
-def _placed(spec: QuantSpec, layer: Layer) -> QuantSpec:
-    """The spec with "axis 0" meaning output channels, and groups along what is summed over."""
+def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
+    """Move "axis0" to the layer's output channels, and groups to the axis that is summed over."""
     if spec.granularity == PerAxis(0):
         return spec.replace(granularity=PerAxis(layer.axis))
     if isinstance(spec.granularity, PerGroup) and layer.axis != 0 and len(layer.shape) == 2:
@@ -257,49 +275,47 @@ def _placed(spec: QuantSpec, layer: Layer) -> QuantSpec:
 
 
 def weight_problem(spec: QuantSpec, layer: Layer) -> str:
-    """Why a layer's weight cannot have that spec in a file; "" where it can."""
+    """Explain why a file cannot store a layer's weight with that spec; "" if it can."""
     kind = spec.granularity
     if not spec.format.is_integer:
-        return f"ONNX Runtime computes with integers, and {spec.format.name} is none: use w8a8 or w8a16"
+        return f"ONNX Runtime needs an integer format, got {spec.format.name}: use w8a8 or w8a16"
     if not isinstance(kind, PerTensor | PerAxis | PerGroup) or spec.scale_format != "float":
-        return f"ONNX files cannot hold weights of {spec}"
+        return f"ONNX files cannot store weights as {spec}"
     if layer.node.op_type == "Gather" and kind == PerAxis(1) and not spec.symmetric:
-        return "a table looked up by rows has one scale per row, or symmetric ones per column"
+        return "per-column embedding scales must be symmetric: use axis0 (per row) or a symmetric spec"
     if isinstance(kind, PerGroup):
         if layer.node.op_type not in {*MATMULS, "Gather"}:
-            return f"groups are for matrices, {layer.node.op_type} has none"
+            return f"per-group scales need a MatMul, Gemm or Gather, not {layer.node.op_type}"
         if layer.shape[kind.axis] % kind.size:
-            return (
-                f"groups of {kind.size} do not divide the {layer.shape[kind.axis]} of a weight of shape {layer.shape}"
-            )
+            return f"group size {kind.size} does not divide {layer.shape[kind.axis]} (weight shape {layer.shape})"
     return ""
 
 
 def _rank_problem(graph: Graph, layer: Layer, spec: QuantSpec) -> str:
     if layer.node.op_type == "Gather" and isinstance(spec.granularity, PerGroup) and graph.shape(layer.data) is None:
-        return "how many axes its indices have is not known, which groups need"
+        return "group-wise embeddings need indices of known rank, which the model does not declare"
     return ""
 
 
 def activation_problem(spec: QuantSpec) -> str:
-    """Why activations cannot have that spec in a file; "" where they can."""
+    """Explain why a file cannot quantize activations with that spec; "" if it can."""
     if isinstance(spec.granularity, PerToken) or not isinstance(spec.granularity, PerTensor):
-        return f"activations of a file have one scale per tensor, got {spec}"
+        return f"QuantizeLinear of activations needs one scale per tensor, got {spec}"
     if spec.rounding != half_even:
-        return f"QuantizeLinear rounds half to even, and {spec} does not: use rounding 'half_even'"
+        return f"QuantizeLinear rounds half to even, got {spec}: use rounding 'half_even'"
     if spec.convention.division != "divide" or spec.convention.zero_point != "after_round":
-        return f"QuantizeLinear divides, rounds, and adds the zero point, which {spec} does not: use convention 'onnx'"
-    return "" if spec.scale_format == "float" else f"ONNX files cannot hold activations of {spec}"
+        return f"QuantizeLinear divides, rounds, then adds the zero point, got {spec}: use convention 'onnx'"
+    return "" if spec.scale_format == "float" else f"ONNX files cannot store activations as {spec}"
 
 
-def _stored(spec: QuantSpec, layer: Layer) -> int:
-    """The bytes of codes, scales and zero points in the file."""
+def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
+    """Bytes of codes, scales and zero points in the file."""
     is_matmul = layer.node.op_type in MATMULS
     return stored_nbytes(spec, layer.shape, onnx_widths(is_matmul=is_matmul))
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """The parameters of a weight: its min-max range, and below 8 bits the MSE-optimal range."""
+    """Compute the parameters of a weight from its min-max range, below 8 bits from its MSE-optimal range."""
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
     return MSE(granularity=spec.granularity).observe(weight).params(spec)

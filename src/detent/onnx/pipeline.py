@@ -4,14 +4,14 @@
 
     load -> decide -> rewrite -> compare -> save
 
-``decide`` runs one accuracy pass after the other, each in a module of its own; what it returns is all that ``rewrite``
-needs. ``QuantizeReport`` says what was done to a model, and what it costs.
+``decide`` runs the accuracy passes in order, each in a module of its own, and returns all that ``rewrite`` needs.
+``QuantizeReport`` lists what happened to each layer, the sizes, and the SQNR of the outputs.
 """
 
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -46,7 +46,7 @@ from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import running
 from detent.onnx.quantized_graph import layer_decisions, placed, rewrite
 from detent.onnx_model.batches import Batches, BatchSource, open_batches
-from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
+from detent.onnx_model.files import LoadedModel, ModelSource, default_output, load, load_model, save
 from detent.onnx_model.graph import INTEGER_KERNELS, Graph
 from detent.onnx_model.sessions import (
     ACCURACY_LEVEL,
@@ -61,7 +61,7 @@ from detent.onnx_model.targets import Target, get_target
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
 from detent.storage import check_directory
-from detent.tables import table_lines
+from detent.tables import html_table, short_name, table_lines
 
 __all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
 
@@ -69,27 +69,28 @@ __all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
 Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
 
-COMPARED_BATCHES = 8  # that equalization and SmoothQuant are compared on
-FALLBACK_BATCHES = 2  # that float fallback is compared on
-EVALUATION_BATCHES = 4  # that the outputs are compared on
-MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_SHOWN = 5, 3, 40  # in a message
-FALLBACK_REASON = "it alone causes more than a quarter of the noise"
+COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
+FALLBACK_BATCHES = 2  # batches on which float fallback is evaluated
+EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # in a message
+DATA_SUFFIXES = (".npz", ".npy")  # of files that are calibration data, never a model
+FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 WEIGHT_ONLY_HINT = (
-    "weight-only: ONNX Runtime computes such layers with 8-bit activations unless its session option "
-    f"{ACCURACY_LEVEL!r} is '0' or '1', which the file cannot carry"
+    "weight-only layers: ONNX Runtime rounds their activations to 8 bits unless the session option "
+    f"{ACCURACY_LEVEL!r} is '0' or '1'; a file cannot set this option"
 )
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """How one layer was quantized.
+    """Row of a ``QuantizeReport``: how one layer was quantized.
 
     Attributes:
         name, type: name and operator of its node.
-        weight, input: specs of its weight and its input, "" for what stays float.
-        reason: why it stays float.
+        weight, input: specs of its weight and its input, "" for float.
+        reason: why the layer is kept in float; "" for a quantized one.
         kernel: the operator that computes it in ONNX Runtime on this machine.
-        note: a remark of the plan.
+        note: remark of the plan.
 
     >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").in_integers
     True
@@ -105,32 +106,32 @@ class LayerReport:
 
     @property
     def in_integers(self) -> bool:
-        """Whether ONNX Runtime computes it in integers."""
+        """Whether the layer runs on an integer kernel of ONNX Runtime."""
         return self.kernel in INTEGER_KERNELS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class QuantizeReport:
-    """The result of ``qo.quantize``; ``str`` is a table.
+    """The result of ``qo.quantize``; ``str`` and notebooks show it as a table.
 
     Attributes:
         output: path of the quantized file.
         plan: the plan, with the layers that float fallback kept in float.
         nbytes_before, nbytes_after: sizes of the float and the quantized file.
-        layers: a report per layer.
-        output_sqnr_db: SQNR of the worst output on the first batches; None where nothing was compared.
+        layers: a row per layer.
+        output_sqnr_db: SQNR of the worst output on the first batches; None if nothing was compared.
         outputs_sqnr_db: SQNR of each float output.
-        seconds: how long it took.
+        seconds: wall time of ``quantize``.
         steps: what the accuracy passes changed.
         hints: advice for running the file.
-        decisions: everything that was decided; ``qo.rewrite`` makes the same model of it again.
+        decisions: all decisions; ``qo.rewrite`` writes the same model from them again.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
     >>> plan = GraphPlan(Recipe([]), get_target("openvino"), (), None)
     >>> report = QuantizeReport(Path("a.onnx"), plan, 8, 2, (), None, {}, 1.0)
     >>> print(report)
-    a.onnx: 8 -> 2 bytes (0.250), 0 of 0 layers quantized, 0 in integers, 1.0 s
+    a.onnx: 8 -> 2 bytes (0.250), 0 of 0 layers quantized, 0 on integer kernels, 1.0 s
     >>> json.loads(report.to_json())["nbytes_after"]
     2
     """
@@ -144,11 +145,11 @@ class QuantizeReport:
     outputs_sqnr_db: Mapping[str, float]
     seconds: float
     steps: tuple[str, ...] = ()
-    hints: tuple[str, ...] = field(default=())
-    decisions: Decisions | None = field(default=None, repr=False)
+    hints: tuple[str, ...] = ()
+    decisions: Decisions | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values; numbers may be infinite."""
+        """Return the report as plain values; numbers may be infinite."""
         names = ("nbytes_before", "nbytes_after", "output_sqnr_db", "seconds")
         return {
             "output": str(self.output),
@@ -162,38 +163,46 @@ class QuantizeReport:
         }
 
     def to_json(self) -> str:
-        """The report as JSON; infinite numbers are text."""
+        """Return the report as JSON; infinite numbers are text."""
         return json.dumps(encode(self.to_dict()), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
-        rows = [
-            (
-                each.name,
-                each.type,
-                each.weight or "-",
-                each.input or "-",
-                each.kernel or "float",
-                each.reason or each.note,
-            )
-            for each in self.layers
-        ]
-        head = ("layer", "type", "weight", "input", "in ONNX Runtime", "")
-        lines = table_lines([head, *rows]) if rows else []
+        table = [_HEAD, *(_report_row(each, short_name(each.name)) for each in self.layers)]
+        return "\n".join([*(table_lines(table) if self.layers else []), *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"<QuantizeReport {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        rows = [_report_row(each, each.name) for each in self.layers]
+        return html_table([_HEAD, *rows], notes=self._notes())
+
+    def _notes(self) -> list[str]:
+        """Lines below the table."""
+        return [*self.steps, self._summary(), *self.hints]
+
+    def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
         integers = sum(layer.in_integers for layer in self.layers)
         sqnr = "" if self.output_sqnr_db is None else f", {self.output_sqnr_db:.1f} dB"
-        lines += self.steps
-        lines.append(
+        return (
             f"{self.output}: {self.nbytes_before:,} -> {self.nbytes_after:,} bytes "
             f"({self.nbytes_after / max(1, self.nbytes_before):.3f}), {quantized} of {len(self.layers)} layers "
-            f"quantized, {integers} in integers{sqnr}, {self.seconds:.1f} s"
+            f"quantized, {integers} on integer kernels{sqnr}, {self.seconds:.1f} s"
         )
-        return "\n".join([*lines, *self.hints])
+
+
+_HEAD = ("layer", "type", "weight", "input", "in ONNX Runtime", "")
+
+
+def _report_row(layer: LayerReport, name: str) -> tuple[str, ...]:
+    specs = layer.weight or "-", layer.input or "-"
+    return name, layer.type, *specs, layer.kernel or "float", layer.reason or layer.note
 
 
 @dataclass(frozen=True)
 class _Options:
-    """What a call of ``quantize`` or ``decide`` says beside model and data; each option once, with its default."""
+    """Options of ``quantize`` and ``decide`` that decide something, with their defaults."""
 
     observer: ObserverLike | None = None
     skip: Iterable[str] = ()
@@ -206,28 +215,29 @@ class _Options:
     def __post_init__(self) -> None:
         skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
         if not all(isinstance(name, str) for name in skip):
-            raise SpecError(f"skip holds names of layers or globs, got {self.skip!r}")
+            raise SpecError(f"skip must hold layer names or globs, got {self.skip!r}")
         object.__setattr__(self, "skip", skip)
         object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
         if self.keep_float not in {"auto", "none"}:
             raise SpecError(
-                f"keep_float is 'auto' or 'none', got {self.keep_float!r}; skip= names layers to leave in float"
+                f"keep_float must be 'auto' or 'none', got {self.keep_float!r}; to keep chosen layers in float, pass "
+                "their names as skip="
             )
 
     def to_json(self) -> str:
-        """The options that are not the defaults; "" where there are none."""
-        given: dict[str, object] = {
+        """Return the options that differ from the defaults as JSON; "" if none does."""
+        options: dict[str, object] = {
             **vars(self),
             "observer": None if self.observer is None else str(get_observer_spec(self.observer)),
         }
         defaults = vars(_Options())
-        changed = {name: value for name, value in given.items() if value != defaults[name]}
+        changed = {name: value for name, value in options.items() if value != defaults[name]}
         return json.dumps(changed) if changed else ""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How calibration runs, which decides nothing."""
+    """Options of calibration that change no decision."""
 
     memory_budget: int | None = None
     progress: Progress | None = None
@@ -241,7 +251,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Decided:
-    """Decisions, and what else a report needs: the plan as it was carried out, sample batches, accuracy passes."""
+    """Decisions, and what else a report needs: the final plan, sample batches, changes of the accuracy passes."""
 
     decisions: Decisions
     plan: GraphPlan
@@ -251,7 +261,7 @@ class _Decided:
 
 def quantize(  # noqa: PLR0913 - the options of the main job
     model: ModelSource,
-    output: str | PathLike[str],
+    output: str | PathLike[str] | None = None,
     data: BatchSource | None = None,
     recipe: RecipeLike = "w8a8",
     *,
@@ -273,27 +283,30 @@ def quantize(  # noqa: PLR0913 - the options of the main job
 
     Args:
         model: a float32 model: a path, a ModelProto, or what ``load_model`` of ``detent.evaluate`` returned.
-        output: the file to write; an existing one is replaced in one step.
+        output: the file to write; an existing file is replaced atomically. None writes
+            ``<model>.<recipe>.onnx`` next to the model's file; a ModelProto has no file, so it needs an output.
         data: calibration batches: an iterable of dicts, tuples or arrays, an .npz, or a directory of .npz or .npy
             files; not needed for weight-only recipes.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
-        target: what it is to run on.
-        observer: of activations; None chooses the min-max or the MSE-optimal range, tensor by tensor.
-        skip: names of nodes to keep in float, or globs of them.
-        keep_float: "auto" keeps small layers in float that alone cause over a quarter of the noise at the outputs.
+        target: the runtime that the file is for, such as "onnxruntime-avx2".
+        observer: observer for activations; None chooses the min-max or the MSE-optimal range per tensor.
+        skip: names of layers to keep in float, or globs.
+        keep_float: "auto" for float fallback: a small layer is kept in float if it alone causes over a quarter of the
+            noise at the outputs; "none" to disable it.
         bias_correction: add the mean error of a layer's output to its bias.
-        equalize: cross-layer equalization of convolutions, where that helps.
-        smooth: SmoothQuant of matmuls, where that helps.
+        equalize: apply cross-layer equalization to convolutions where it helps.
+        smooth: apply SmoothQuant to matmuls where it helps.
         memory_budget: bytes of activations that calibration may hold at once.
-        progress: True or False for a bar, or a function of the batches done and in all; None for a bar on terminals.
+        progress: True or False for a progress bar, or a function of (batches done, total); None for a bar on terminals.
         resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
-        seed: random seed for the rows that SmoothQuant is compared on.
-        force: accept models that are quantized already.
-        compare: run both models on the first calibration batches, for ``output_sqnr_db`` of the report.
+        seed: random seed for the rows that SmoothQuant is evaluated on.
+        force: accept a model that is already quantized.
+        compare: run both models on the first calibration batches and report ``output_sqnr_db``.
 
     Raises:
-        NotCalibratedError: the recipe quantizes activations, and there are no data.
-        UnsupportedError: no layer would be quantized; the message says why. Nothing is written.
+        NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
+        SpecError: ``output`` is missing for a ModelProto, or is calibration data by mistake.
+        UnsupportedError: no layer would be quantized; the message gives the reasons. Nothing is written.
         UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: model, recipe or data do not
             fit.
 
@@ -301,13 +314,16 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     report = qo.quantize(model, f"{folder}/small.onnx", [np.float32([[2.0]])])
-    >>> report.layers[0].kernel
-    'MatMulIntegerToFloat'
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = Path(directory, "small.onnx")
+    ...     _ = qo.save(model, path)
+    ...     report = qo.quantize(path, data=[np.float32([[2.0]])])
+    >>> report.output.name, report.layers[0].kernel
+    ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
-    check_directory(Path(output).parent)
+    path = _output_path(model, output, recipe)
+    check_directory(path.parent)
     options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
     recipe, target = get_recipe(recipe), get_target(target)
     original = _load(model)
@@ -319,7 +335,32 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     with running("the comparison of outputs"):
         errors = output_sqnr(original, quantized, samples) if samples else {}
     with running("writing"):
-        return _finish(Path(output), decided, original.nbytes, quantized, errors, start)
+        return _finish(path, decided, original.nbytes, quantized, errors, start)
+
+
+def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
+    """Return the file to write; reject calibration data in the place of ``output``."""
+    if output is None:
+        model_path = model.path if isinstance(model, LoadedModel) else model
+        if isinstance(model_path, str | PathLike):
+            return default_output(model_path, recipe)
+        raise SpecError(
+            "output is missing, and a model in memory has no file to write next to: pass output='quantized.onnx', or "
+            "use qo.rewrite(model, qo.decide(model, data)) to write no file"
+        )
+    if not isinstance(output, str | PathLike):
+        raise SpecError(
+            f"output must be a path, got {type(output).__name__}: pass calibration data by name, as in "
+            "qo.quantize(model, data=batches)"
+        )
+    path = Path(output)
+    if path.suffix.lower() in DATA_SUFFIXES or path.is_dir():
+        kind = "a directory" if path.is_dir() else "a data file"
+        raise SpecError(
+            f"output must be the path of an ONNX file, got {kind}, {str(path)!r}: pass calibration data by name, as in "
+            f"qo.quantize(model, data={str(path)!r})"
+        )
+    return path
 
 
 def decide(  # noqa: PLR0913 - the options of the main job
@@ -340,9 +381,9 @@ def decide(  # noqa: PLR0913 - the options of the main job
     seed: int = 0,
     force: bool = False,
 ) -> Decisions:
-    """Decide how to quantize a model: all that ``qo.quantize`` decides, for ``qo.rewrite`` to apply.
+    """Decide how to quantize a model; ``qo.rewrite`` applies the decisions.
 
-    The arguments and errors are those of ``qo.quantize``, without ``output`` and ``compare``.
+    Arguments and errors are those of ``qo.quantize``, without ``output`` and ``compare``.
 
     >>> import numpy as np, detent.onnx as qo
     >>> from onnx import parser
@@ -380,7 +421,7 @@ def _decide(
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
-    _refuse_nothing(graph_plan)
+    _reject_empty(graph_plan)
     facts = Decisions(
         written_by=__version__,
         onnx_version=onnx.__version__ if own_opset < graph_plan.graph.opset else "",
@@ -396,7 +437,7 @@ def _decide(
         return _decide_with_data(facts, graph_plan, batches, options, run)
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
-        steps = (f"converted from opset {own_opset} to {facts.opset}; not compared, without data",)
+        steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
     with running("the choice of weight scales"):
         return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
@@ -408,10 +449,10 @@ def _decide_with_data(
     if run.memory_budget is not None:  # fail early if the budget is too small
         groups = tensor_groups(graph_plan, batches, run.memory_budget)
         check_passes(groups, run.resume_file)
-    graph_plan, equalized, smoothed = _balanced(graph_plan, batches, options)
+    graph_plan, equalized, smoothed = _equalize_and_smooth(graph_plan, batches, options)
     grouped = [name for group in groups or () for name in group]
-    if run.memory_budget is not None and grouped != observed_tensors(graph_plan):
-        groups = tensor_groups(graph_plan, batches, run.memory_budget)  # SmoothQuant may have put Mul nodes in between
+    if run.memory_budget is not None and grouped != observed_tensors(graph_plan):  # SmoothQuant inserted Mul nodes
+        groups = tensor_groups(graph_plan, batches, run.memory_budget)
     progress = True if run.progress is None else run.progress
     with running("calibration"):
         calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file)
@@ -426,7 +467,7 @@ def _decide_with_data(
             shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
-        _refuse_nothing(graph_plan)
+        _reject_empty(graph_plan)
         placements = graph_plan.placements(calibration.ranges)
         new = choose_params(placements, calibration)
         clipped = None if clipped is None else clipped | (set(new) - set(params))
@@ -447,14 +488,16 @@ def _decide_with_data(
         )
         layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
     steps = [*map(str, equalized), *map(str, smoothed)]
-    steps += [f"left {name} in float: it alone causes {share:.0%} of the noise" for name, share in shares.items()]
+    steps += [
+        f"kept {name} in float: it alone causes {share:.0%} of the output noise" for name, share in shares.items()
+    ]
     return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, tuple(steps))
 
 
-def _balanced(
+def _equalize_and_smooth(
     graph_plan: GraphPlan, batches: Batches, options: _Options
 ) -> tuple[GraphPlan, tuple[Equalized, ...], tuple[Smoothed, ...]]:
-    """The plan for the model with equalized and smoothed channels, and their factors."""
+    """Return the plan of the equalized and smoothed model, and the factors."""
     equalized: tuple[Equalized, ...] = ()
     smoothed: tuple[Smoothed, ...] = ()
     samples = batches.peek(COMPARED_BATCHES) if options.equalize or options.smooth else []
@@ -469,8 +512,8 @@ def _balanced(
     return graph_plan, equalized, smoothed
 
 
-def _refuse_nothing(graph_plan: GraphPlan) -> None:
-    """Refuse a plan that quantizes no layer; the message says why, by reason."""
+def _reject_empty(graph_plan: GraphPlan) -> None:
+    """Reject a plan that quantizes no layer; the message lists the layers by reason."""
     if graph_plan.quantized:
         return
     layers: dict[str, list[str]] = {}
@@ -481,14 +524,14 @@ def _refuse_nothing(graph_plan: GraphPlan) -> None:
     why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
     recipe = graph_plan.recipe.name or "the recipe"
     raise UnsupportedError(
-        f"{NOTHING_QUANTIZED}, so that no file is written: {why or 'there are no layers'}. Change {recipe}, the target "
-        "or skip: qo.plan shows what they do to each layer"
+        f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, the target "
+        "or skip; qo.plan shows their effect on each layer"
     )
 
 
 def _names(names: Sequence[str]) -> str:
-    """Some names, shortened, and how many more there are."""
-    shown = [name if len(name) <= MAX_NAME_SHOWN else f"{name[: MAX_NAME_SHOWN - 3]}..." for name in names]
+    """Join the first names, shortened, and count the others."""
+    shown = [name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..." for name in names]
     more = [f"{len(names) - MAX_NAMES_SHOWN} more"] if len(names) > MAX_NAMES_SHOWN else []
     return ", ".join([*shown[:MAX_NAMES_SHOWN], *more])
 
@@ -498,14 +541,14 @@ def _checked_data(model: LoadedModel, data: BatchSource | None, recipe: Recipe) 
         return open_batches(data, model.inputs)
     if any(rule.input is not None or rule.output is not None for rule in recipe.rules):
         raise NotCalibratedError(
-            f"recipe {recipe.name or recipe!r} quantizes activations, whose ranges only data can tell: give data= "
-            "(--data), or use a weight-only recipe such as 'w8a16' or 'w4a16'"
+            f"recipe {recipe.name or recipe!r} quantizes activations and needs calibration data: pass data= (--data), "
+            "or use a weight-only recipe such as 'w8a16' or 'w4a16'"
         )
     return None
 
 
 def _needs_low_bits(recipe: Recipe) -> bool:
-    """Whether quantizers are written that older opsets do not have."""
+    """Whether a recipe needs 4-bit, 16-bit or per-group Q/DQ pairs, which only newer opsets have."""
     for rule in recipe.rules:
         for spec, is_stored_in_4 in ((rule.weight, True), (rule.input, False), (rule.output, False)):
             if spec is None:
@@ -517,7 +560,7 @@ def _needs_low_bits(recipe: Recipe) -> bool:
 
 
 def output_sqnr(before: ModelSource, after: ModelProto, feeds: Iterable[Feed]) -> dict[str, float]:
-    """The SQNR in decibels of every float output over some batches."""
+    """Measure the SQNR of every float output in dB over some batches."""
     names = array_outputs(after)
     sessions, comparison = (make_session(before), make_session(after)), OutputComparison(names)
     for feed in feeds if names else ():
@@ -535,7 +578,7 @@ def _finish(
     errors: Mapping[str, float],
     start: float,
 ) -> QuantizeReport:
-    runtime_graph = optimized(quantized)  # which loads the model: a file that nothing loads is not written
+    runtime_graph = optimized(quantized)  # fails if ONNX Runtime cannot load the model, before a file is written
     kernels = kernels_of(quantized, running=runtime_graph)
     if decided.plan.target.runtime == "onnxruntime":
         runtime_record(runtime_graph).write(quantized)

@@ -8,6 +8,7 @@ name: otherwise a model could bring the contents of any file of the reader's int
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -27,11 +28,21 @@ from detent.errors import FileFormatError, SpecError, UnsupportedError
 from detent.onnx_model.batches import InputInfo, inputs_of
 from detent.onnx_model.graph import BITS, MAIN, check_depth, sort_nodes
 from detent.onnx_model.provenance import digest_of
+from detent.recipe import Recipe
 
-__all__ = ["SAVE_LIMIT", "LoadedModel", "ModelSource", "load", "load_model", "save", "without_initializers"]
+__all__ = [
+    "SAVE_LIMIT",
+    "LoadedModel",
+    "ModelSource",
+    "default_output",
+    "load",
+    "load_model",
+    "save",
+    "without_initializers",
+]
 
-FILE_LIMIT = (1 << 31) - 1  # bytes of a protocol buffer
-SAVE_LIMIT = FILE_LIMIT - (64 << 20)
+FILE_LIMIT = (1 << 31) - 1  # largest size of a protocol buffer in bytes
+SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; above, tensors become external data
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
 NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 reads
@@ -40,6 +51,8 @@ GRAPH_FIELD = 7
 VARINT_LIMIT = 10
 MAX_CHARS_SHOWN = 200  # of a name in a message
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+UNNAMED_RECIPE = "quantized"  # stands in a file name for a recipe without a name
+_SEPARATORS = re.compile(r"[/\\\x00-\x1f]+")
 _KEYS = frozenset({"location", "offset", "length", "checksum"})
 _FIXED = {1: 8, 5: 4}  # bytes of a field by its wire type
 _DATA_FIELDS = ("float_data", "int32_data", "int64_data", "uint64_data", "double_data", "string_data")
@@ -382,6 +395,16 @@ def _inside(directory: Path, location: str) -> Path:
         if path.is_symlink():
             raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link")
     return path
+
+
+def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[str]) -> Path:
+    """Path of the quantized file if the caller chooses none: ``<model>.<recipe>.onnx`` next to the model.
+
+    >>> default_output("nets/small.onnx", "w8a8").as_posix(), default_output("small.onnx", "conf/edge.toml").name
+    ('nets/small.w8a8.onnx', 'small.edge.onnx')
+    """
+    name = (recipe.name or UNNAMED_RECIPE) if isinstance(recipe, Recipe) else Path(recipe).stem
+    return Path(model).parent / f"{Path(model).stem}.{_SEPARATORS.sub('-', name)}.onnx"
 
 
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:

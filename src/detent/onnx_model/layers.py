@@ -1,4 +1,4 @@
-"""Layers: nodes with weights, where these are, and why some layers cannot be quantized.
+"""Layers: nodes with weights, the position of each weight, and why some layers cannot be quantized.
 
 ============== ======= ======================== ================================
 operator       weight  output channels          names for rules
@@ -33,9 +33,9 @@ CONVS = ("Conv", "ConvTranspose")
 RECURRENT = ("LSTM", "GRU", "RNN")
 COMPUTING = (*CONVS, *MATMULS, *RECURRENT)
 WEIGHTED = (*COMPUTING, "Gather")
-_SENSITIVE = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
-QUANTIZED_ALREADY = "its weight is quantized already"  # a layer's reason
-_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}
+_ERROR_MAGNIFYING = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
+QUANTIZED_ALREADY = "its weight is quantized already"  # reason to keep a layer in float
+_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # by the rank of a convolution's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +44,18 @@ class Layer:
 
     node: NodeProto
     name: str
-    types: tuple[str, ...]  # names that rules may call it by
-    data: str = ""  # the other input
-    weight: str = ""
-    shape: tuple[int, ...] = ()  # of the weight
-    axis: int = 0  # of the weight's output channels
-    bias: str = ""  # "" if there is none
+    types: tuple[str, ...]  # type names that rules match
+    data: str = ""  # name of the activation it reads
+    weight: str = ""  # name of the weight
+    shape: tuple[int, ...] = ()  # shape of the weight
+    axis: int = 0  # axis of the weight's output channels
+    bias: str = ""  # name of the bias, "" without one
     depthwise: bool = False
     reason: str = ""  # why it cannot be quantized, "" if it can
 
 
 def layers_of(graph: Graph) -> Iterator[Layer]:
-    """All layers in order, also those that cannot be quantized, such as a matmul of two activations."""
+    """Yield all layers in graph order, including those that cannot be quantized."""
     for node in graph.nodes:
         yield from _inner_layers(node, node_name(node))
         if node.op_type in WEIGHTED and node.domain in MAIN and (node.op_type != "Gather" or _is_table(graph, node)):
@@ -63,12 +63,12 @@ def layers_of(graph: Graph) -> Iterator[Layer]:
 
 
 def _inner_layers(node: NodeProto, name: str) -> Iterator[Layer]:
-    """The layers in the subgraphs of a node, at any depth: they are listed and kept in float."""
+    """Yield the layers in the subgraphs of a node, at any depth; they are listed and kept in float."""
     for body in subgraphs(node):
         for inner in body.node:
             own = f"{name}/{node_name(inner)}"
             if inner.op_type in COMPUTING:
-                yield Layer(inner, own, (inner.op_type,), reason=f"inside the body of {node.op_type} {name!r}")
+                yield Layer(inner, own, (inner.op_type,), reason=f"inside a subgraph of {node.op_type} {name!r}")
             yield from _inner_layers(inner, own)
 
 
@@ -101,9 +101,9 @@ def _types(op: str, shape: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
-    """Why the weight of a node is not a float constant; "" if it is."""
+    """Explain why the weight of a node is not a float constant; "" if it is."""
     if node.op_type in RECURRENT:
-        return "recurrent layers stay float"
+        return "recurrent layers are not supported"
     producer = graph.producer(weight)
     if producer is not None and producer.op_type == DEQUANTIZE:
         return QUANTIZED_ALREADY
@@ -116,22 +116,22 @@ def _weight_problem(graph: Graph, node: NodeProto, weight: str) -> str:
 
 
 def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
-    """Why a layer with a float weight cannot be quantized; "" if it can."""
+    """Explain why a layer with a float weight cannot be quantized; "" if it can."""
     if 0 in shape:
-        return f"its weight has no elements, its shape is {shape}"
+        return f"its weight is empty (shape {shape})"
     if node.op_type in MATMULS and len(shape) != 2:
         return f"its weight has {len(shape)} axes, expected 2"
     if node.op_type == "Gemm":
         is_plain = attribute_of(node, "alpha", 1.0) == 1.0 and attribute_of(node, "beta", 1.0) == 1.0
         if not is_plain or attribute_of(node, "transA", 0):
-            return "a Gemm with alpha, beta or a transposed input"
-    if node.op_type != "Gather" and _feeds_only_sensitive(graph, node):
+            return "a Gemm with alpha, beta or transA is not supported"
+    if node.op_type != "Gather" and _feeds_only_magnifying(graph, node):
         return "feeds only powers, roots, exponentials or logarithms, which magnify its error"
     return ""
 
 
 def _is_table(graph: Graph, node: NodeProto) -> bool:
-    """Whether a Gather looks up rows of floats for a layer: anchors at the end of a detector are no embeddings."""
+    """Whether a Gather is an embedding: it looks up float rows that reach a layer, unlike the anchors of a detector."""
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False
@@ -148,28 +148,28 @@ def _is_table(graph: Graph, node: NodeProto) -> bool:
     return False
 
 
-def _feeds_only_sensitive(graph: Graph, node: NodeProto) -> bool:
-    """Whether everything computed from a layer's result passes an operator that magnifies errors."""
+def _feeds_only_magnifying(graph: Graph, node: NodeProto) -> bool:
+    """Whether every path from a layer's output passes an operator that magnifies errors."""
     seen: set[str] = set()
     pending = list(node.output[:1])
-    has_sensitive = False
+    has_magnifying = False
     while pending:
         name = pending.pop()
         if name in graph.outputs or name in graph.captured:
             return False
         for reader in graph.consumers(name):
             is_square = reader.op_type == "Mul" and len(set(reader.input)) == 1
-            if is_square or (reader.op_type in _SENSITIVE and not _is_softmax(graph, reader)):
-                has_sensitive = True
+            if is_square or (reader.op_type in _ERROR_MAGNIFYING and not _is_softmax(graph, reader)):
+                has_magnifying = True
             elif reader.op_type in WEIGHTED or reader.op_type == "Exp":
                 return False
             elif reader.output[0] not in seen:
                 seen.update(reader.output)
                 pending += [each for each in reader.output if each]
-    return has_sensitive
+    return has_magnifying
 
 
 def _is_softmax(graph: Graph, node: NodeProto) -> bool:
-    """Whether an Exp is part of a softmax of single operators."""
+    """Whether an Exp belongs to a softmax that is written as Exp, ReduceSum and Div or Mul."""
     readers = {reader.op_type for reader in graph.consumers(node.output[0])}
     return node.op_type == "Exp" and "ReduceSum" in readers and bool(readers & {"Div", "Mul"})
