@@ -139,10 +139,23 @@ def test_equality_hash_and_repr():
     assert a != dataclasses.replace(a, zero_point=4)
     assert a != dataclasses.replace(a, scale=a.scale.astype(np.float64))
     assert a != "params"
-    assert repr(a) == (
-        "dt.QuantParams(dt.QuantSpec(dt.uint8, granularity=PerAxis(axis=0)), "
-        "scale=array of (2,) in [0.25, 0.5], zero_point=full((2,), 3))"
+    assert repr(a) == ("dt.QuantParams('uint8/axis0/affine', scale=<(2,), 0.25 to 0.5>, zero_point=3)")
+    assert repr(dt.QuantParams("uint8/axis0", [0.5, 0.5], [3, 4])) == (
+        "dt.QuantParams('uint8/axis0/affine', scale=full((2,), 0.5), zero_point=<3 to 4>)"
     )
+
+
+@pytest.mark.parametrize(
+    "text", ["int8", "uint8", "int8/token", "uint4/group128@0/affine/torch", "nvfp4", "nf4/axis-1"]
+)
+def test_reprs_fit_a_line_of_a_notebook(text):
+    x = np.random.default_rng(0).normal(size=(4096, 256)).astype(np.float32)
+    params = dt.QuantParams.from_data(text, x)
+    plan = dt.Plan.select("fake_quantize_backward", shape=x.shape, dtype="float32", spec=text)
+    for value in (params.spec, params, dt.quantize(x, params), dt.FakeQuantize(text)):
+        assert len(repr(value)) <= 120
+        assert "\n" not in repr(value)
+    assert len(repr(plan)) <= 140
 
 
 def test_from_statistics_keeps_spec_and_dtype():

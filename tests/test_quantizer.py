@@ -299,10 +299,9 @@ def test_quantization_noise_is_the_mse_of_forward():
 
 
 def test_repr():
-    assert repr(dt.FakeQuantize("int8", mode="fixed")) == (
-        "FakeQuantize(dt.QuantSpec(dt.int8), mode=Fixed(), ste=Clipped(on='code', bounds='inclusive'), "
-        "initialized=False)"
-    )
+    assert repr(dt.FakeQuantize("int8", mode="fixed")) == "FakeQuantize('int8/tensor', mode=Fixed(), initialized=False)"
+    named = repr(dt.FakeQuantize("int8", ste="tanh"))
+    assert named == "FakeQuantize('int8/tensor', mode=EMA(decay=0.99), ste=Tanh(unit='range'), initialized=False)"
 
 
 # State

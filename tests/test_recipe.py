@@ -433,6 +433,22 @@ def test_table_is_aligned_and_shows_what_is_set():
     assert str(dt.Recipe([], "none")) == "Recipe 'none', 0 rules"
 
 
+def test_html_table_escapes_names():
+    html = dt.Recipe([dt.Rule("<b>", skip=True)], "<i>")._repr_html_()
+    assert "&lt;b&gt;" in html
+    assert "&lt;i&gt;" in html
+    assert "<b>" not in html
+    assert "<i>" not in html
+    assert "0 rules" in dt.Recipe([])._repr_html_()
+
+
+def test_repr_is_short():
+    assert repr(dt.Recipe.preset("w4a8")) == "dt.Recipe.preset('w4a8')"
+    lines = repr(dt.Recipe.preset("w4a8", mode="learned")).splitlines()
+    assert (lines[0], len(lines), lines[-1]) == ("dt.Recipe([", 5, "], name='w4a8')")
+    assert max(map(len, lines)) <= 100
+
+
 def test_diff():
     one, two = dt.Recipe.preset("w4a8"), dt.Recipe.preset("w4a8", mode="learned")
     assert one.diff(one) == one.diff("w4a8") == ""

@@ -1,10 +1,11 @@
 """Text for people."""
 
 from dataclasses import dataclass, field
+from xml.etree import ElementTree
 
 import pytest
 
-from detent.tables import bytes_text, html_table, short_name, short_repr, table_lines
+from detent.tables import bytes_text, html_table, short_name, short_repr, svg_histogram, table_lines
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
@@ -18,6 +19,14 @@ def test_html_tables_escape_all_text():
     assert '<td style="text-align:right">10</td>' in text
     assert text.endswith("<div>&quot;a&quot; &amp; &lt;b&gt;</div>")
     assert html_table([("name",)]).count("<tr>") == 1
+
+
+def test_histograms_are_svg_with_escaped_text():
+    svg = ElementTree.fromstring(svg_histogram([3, 0, 6], "<a>", "b", "<t>"))
+    assert [text.text for text in svg.iter("text")] == ["<a>", "b"]
+    assert svg.find("title").text == "<t>"
+    assert svg.find("path").get("d") == "M0.00 48v-24.00h85.33v24.00zM170.67 48v-48.00h85.33v48.00z"
+    assert ElementTree.fromstring(svg_histogram([], "", "", "")).find("path").get("d") == ""
 
 
 @pytest.mark.parametrize(

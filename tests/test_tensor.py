@@ -1,10 +1,15 @@
 """QuantizedTensor: what it holds, how it compares, prints and shares memory."""
 
+import dataclasses
+import re
+from xml.etree import ElementTree
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import detent as dt
+from detent.tensor import code_histogram
 
 X = np.array([[0.5, -1.0, 0.25], [3.0, -3.0, 0.1]], np.float32)
 P = dt.QuantParams("int4", 0.25)
@@ -112,11 +117,51 @@ def test_nbytes_are_the_bytes_in_the_file(spec, nbytes, tmp_path):
 
 
 def test_repr_says_what_it_is():
-    assert repr(Q) == (
-        "QuantizedTensor(shape=(2, 3), dtype=float32, spec=int4/tensor/symmetric/onnx, 7 bytes, "
-        "3.4x smaller than float32)"
-    )
+    assert repr(Q) == ("QuantizedTensor(shape=(2, 3), dtype=float32, spec='int4/tensor', 7 bytes, 3.4x smaller)")
     assert "shape=(0,)" in repr(dt.quantize(X[0, :0], P))
+
+
+FORMATS = ["int4", "uint8/axis0", "int12", "float8_e4m3fn", "float4_e2m1fn", "nf4", "mxfp4", "int2"]
+
+
+@pytest.mark.parametrize("spec", FORMATS)
+def test_histogram_counts_every_code_once(spec):
+    x = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    q = dt.quantize(x, spec)
+    counts, lo, hi = code_histogram(q.codes, q.spec)
+    assert sum(counts) == x.size
+    assert 2 <= len(counts) <= 64
+    assert (lo, hi) == ((0, 15) if spec == "nf4" else (q.spec.qmin, q.spec.qmax))
+
+
+def test_histogram_bins_lie_over_the_range():
+    q = dt.QuantizedTensor.from_codes([-7, -7, 0, 7], dt.QuantParams.int4_symmetric())
+    assert code_histogram(q.codes, q.spec) == ([2, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1], -7, 7)
+    wide = dt.QuantizedTensor.from_codes([-127, -124, -123, 127], dt.QuantParams.int8_symmetric())
+    counts, _, _ = code_histogram(wide.codes, wide.spec)
+    assert (len(counts), counts[0], counts[1], counts[-1]) == (64, 2, 1, 1)
+
+
+def test_histogram_of_a_large_tensor_counts_a_sample():
+    q = dt.QuantizedTensor.from_codes(np.zeros((3 << 20) + 5, np.int8), dt.QuantParams.int8_symmetric())
+    assert (1 << 19) < sum(code_histogram(q.codes, q.spec)[0]) <= 1 << 20
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4)])
+def test_html_is_a_table_and_a_picture(shape):
+    q = dt.quantize(np.ones(shape, np.float32), dt.QuantParams.int8_symmetric())
+    root = ElementTree.fromstring(f"<div>{q._repr_html_()}</div>")
+    cells = [cell.text for cell in root.iter("td")]
+    assert cells[:3] == [str(shape), "int8/tensor", "1"]
+    assert cells[4].endswith("smaller than float32")
+    assert [text.text for text in root.iter("text")] == ["-127", "127"]
+
+
+def test_html_of_a_tensor_escapes_names_and_loads_nothing():
+    spec = dt.QuantSpec("int8", convention=dataclasses.replace(dt.Convention.onnx, name="mine"), qmin=-3)
+    html = dt.quantize(np.ones(3), spec)._repr_html_()
+    assert "mine [qmin=-3]" in html
+    assert not re.search(r"http|src=|href|script|url\(", html)
 
 
 def test_slices_are_tensors_of_their_own():

@@ -295,8 +295,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"{int((low > high).sum())} of {low.size} parameter sets of x have no finite value ({nonfinite} of "
-            f"{data.size} values are not finite): clean the data"
+            f"{int((low > high).sum())} of {low.size} parameter sets of x have no finite value ({nonfinite} non-finite "
+            f"values of {data.size} in all): clean the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

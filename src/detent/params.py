@@ -37,7 +37,7 @@ from detent.formats import Format, get_format, int4, int8, uint8
 from detent.granularity import Granularity, PerAxis, PerBlock, PerGroup, PerTensor
 from detent.kernels import minmax
 from detent.scale_rule import Parameters, derive
-from detent.spec import QuantSpec, get_spec, parameter_bits
+from detent.spec import QuantSpec, get_spec, parameter_bits, short_spec
 
 __all__ = ["QuantParams"]
 
@@ -64,7 +64,7 @@ class QuantParams:
 
     >>> import detent as dt
     >>> dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
-    dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
+    dt.QuantParams('uint8/tensor/affine', scale=0.5, zero_point=3)
     """
 
     spec: QuantSpec
@@ -356,8 +356,15 @@ class QuantParams:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        scale, zero_point = brief(self.scale), brief(self.zero_point)
-        return f"dt.QuantParams({self.spec!r}, scale={scale}, zero_point={zero_point})"
+        scale, zero_point = self.scale, self.zero_point
+        points = str(zero_point.min()) if _is_constant(zero_point) else f"<{zero_point.min()} to {zero_point.max()}>"
+        if not scale.ndim:
+            scales = str(scale)
+        elif _is_constant(scale):
+            scales = f"full({scale.shape}, {scale.flat[0]})"
+        else:
+            scales = f"<{scale.shape}, {scale.min():.4g} to {scale.max():.4g}>"
+        return f"dt.QuantParams({short_spec(self.spec)}, scale={scales}, zero_point={points})"
 
 
 ParamsLike: TypeAlias = QuantParams | QuantSpec | Format | str
@@ -488,11 +495,14 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
 
 
 def brief(values: NDArray[Any]) -> str:
+    """Describe an array in a message by its shape and range."""
     if values.ndim == 0:
-        return str(values.item()) if values.dtype == np.int32 else str(values)
-    if values.size and (values == values.flat[0]).all():
-        return f"full({values.shape}, {values.flat[0]})"
-    return f"array of {values.shape} in [{values.min()}, {values.max()}]" if values.size else f"empty{values.shape}"
+        return str(values)
+    return f"array of shape {values.shape} in [{values.min()}, {values.max()}]" if values.size else "an empty array"
+
+
+def _is_constant(values: NDArray[Any]) -> bool:
+    return bool((values == values.flat[0]).all())
 
 
 def check_levels(

@@ -37,7 +37,7 @@ from detent.kernels import (
 )
 from detent.packing import packed_size
 from detent.params import QuantParams
-from detent.spec import QuantSpec, code_dtype, get_spec
+from detent.spec import QuantSpec, code_dtype, get_spec, short_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh, get_estimator
 
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee", "find_plan"]
@@ -64,7 +64,7 @@ class PrecisionGuarantee:
     bit_stable: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """One operation on arrays of one shape, dtype and spec; make it with ``select``.
 
@@ -122,6 +122,13 @@ class Plan:
         if isinstance(estimator, Custom):  # a callable may hold on to large arrays: its plan is not kept
             return _make_plan(*key)
         return _PLANS.get(key) or _remember(key, _make_plan(*key))
+
+    def __repr__(self) -> str:
+        ste = "" if self.ste in (None, get_estimator(None, self.spec.convention)) else f", ste={self.ste!r}"
+        return (
+            f"Plan({self.operation!r}, shape={self.shape}, dtype={self.dtype!r}, spec={short_spec(self.spec)}{ste}, "
+            f"nan={self.nan!r}, kernel={self.kernel.backend!r})"
+        )
 
     @property
     def sku(self) -> str:

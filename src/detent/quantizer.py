@@ -35,7 +35,7 @@ from detent.params import QuantParams, broadcast, numbers
 from detent.plan import STEP_LIMIT
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.scale_rule import whole_zero_point
-from detent.spec import QuantSpec, get_spec
+from detent.spec import QuantSpec, get_spec, short_spec
 from detent.ste import Clipped, Estimator, EstimatorLike, get_estimator
 
 __all__ = ["FakeQuantize"]
@@ -331,7 +331,8 @@ class FakeQuantize:
         return self
 
     def __repr__(self) -> str:
-        return f"FakeQuantize({self.spec!r}, mode={self.mode!r}, ste={self.ste!r}, initialized={self.is_initialized})"
+        ste = "" if self.ste == get_estimator(None, self.spec.convention) else f", ste={self.ste!r}"
+        return f"FakeQuantize({short_spec(self.spec)}, mode={self.mode!r}{ste}, initialized={self.is_initialized})"
 
 
 @dataclass(frozen=True, eq=False)

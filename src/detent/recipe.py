@@ -31,7 +31,7 @@ from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSp
 from detent.scale_mode import ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator, EstimatorLike
-from detent.tables import table_lines
+from detent.tables import html_table, table_lines
 
 __all__ = ["Decision", "PlanTotals", "Recipe", "get_recipe"]
 
@@ -57,6 +57,7 @@ _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
 EXCLUDED, NO_RULE = "excluded", "no rule matches"  # reasons of plans that keep a layer in float
 MAX_NAMES_SHOWN = 3
+MAX_REPR_CHARS = 100  # a line of a notebook; the repr of a longer recipe has a line per rule
 _WILD = re.compile(r"[*?]|\[.*?\]")
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
 
@@ -278,16 +279,39 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         return "\n".join(lines)
 
     def __repr__(self) -> str:
+        if self._is_preset:
+            return f"dt.Recipe.preset({self.name!r})"
         name = f", name={self.name!r}" if self.name else ""
-        return f"dt.Recipe([{', '.join(map(repr, self.rules))}]{name})"
+        line = f"dt.Recipe([{', '.join(map(repr, self.rules))}]{name})"
+        if len(line) <= MAX_REPR_CHARS or len(self.rules) == 1:
+            return line
+        return "\n".join(["dt.Recipe([", *(f"    {rule!r}," for rule in self.rules), f"]{name})"])
+
+    @property
+    def _is_preset(self) -> bool:
+        try:
+            return Recipe.preset(self.name) == self
+        except SpecError:
+            return False
 
     def __str__(self) -> str:
         """A table with a line per rule and a column per field that is set."""
+        return "\n".join([self._title, *(table_lines(self._rows) if self.rules else [])])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows, notes=[self._title])
+
+    @property
+    def _title(self) -> str:
+        count = f"{len(self.rules)} rule{'' if len(self.rules) == 1 else 's'}"
+        return f"Recipe {self.name!r}, {count}" if self.name else f"Recipe, {count}"
+
+    @property
+    def _rows(self) -> list[list[str]]:
+        """The cells of the table, its head first."""
         rows = [{"": str(i), **_cells(rule)} for i, rule in enumerate(self.rules)]
         used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
-        table = table_lines([used, *([row.get(key, "-") for key in used] for row in rows)]) if rows else []
-        title = f"Recipe {self.name!r}, " if self.name else "Recipe, "
-        return "\n".join([f"{title}{len(rows)} rule{'' if len(rows) == 1 else 's'}", *table])
+        return [used, *([row.get(key, "-") for key in used] for row in rows)]
 
 
 # A recipe as a part of a JSON document.

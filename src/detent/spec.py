@@ -183,8 +183,12 @@ class QuantSpec:
         if self in NAMED_SPECS.values():
             return f"dt.{self}"
         given = self._given()
-        parts = [repr(given.pop("format")), *(f"{name}={value!r}" for name, value in given.items())]
-        return f"dt.QuantSpec({', '.join(parts)})"
+        parts = [repr(given.pop("format"))]
+        if "granularity" in given:
+            parts.append(repr(str(given.pop("granularity"))))
+        if given.get("convention") in PRESETS.values():
+            given["convention"] = self.convention.name
+        return f"dt.QuantSpec({', '.join([*parts, *(f'{name}={value!r}' for name, value in given.items())])})"
 
     def __str__(self) -> str:
         """The short string; fields that it cannot express follow in brackets, which ``parse`` rejects."""
@@ -389,6 +393,12 @@ def onnx_widths(*, is_matmul: bool) -> tuple[int, ...]:
 
 def _whole_bytes(bits: int) -> int:
     return -(-bits // 8)
+
+
+def short_spec(spec: QuantSpec) -> str:
+    """Return a spec for reprs: its quoted text, or the call that makes it if there is no text."""
+    text = spec_text(spec)
+    return repr(spec) if text is None else repr(text)
 
 
 def spec_text(spec: QuantSpec) -> str | None:

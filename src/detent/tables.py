@@ -11,9 +11,19 @@ from detent.errors import SpecError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["bytes_text", "html_table", "of_whole", "parse_bytes", "short_name", "short_repr", "table_lines"]
+__all__ = [
+    "bytes_text",
+    "html_table",
+    "of_whole",
+    "parse_bytes",
+    "short_name",
+    "short_repr",
+    "svg_histogram",
+    "table_lines",
+]
 
 MAX_NAME_CHARS = 60
+HISTOGRAM_SIZE = 256, 48  # pixels: as wide as a narrow notebook column, as high as two rows of a table
 HTML_HEIGHT = "32em"  # of a table in a notebook; longer ones scroll
 
 
@@ -49,6 +59,26 @@ def _html_row(row: Sequence[str], right: Container[int], tag: str) -> str:
         f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>' for side, cell in zip(sides, row, strict=True)
     )
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def svg_histogram(counts: Sequence[int], left: str, right: str, title: str) -> str:
+    """Draw counts as bars for ``_repr_html_``, with the labels ``left`` and ``right`` below the first and last bar."""
+    width, height = HISTOGRAM_SIZE
+    step, largest = width / max(len(counts), 1), max([*counts, 1])
+    bars = "".join(
+        f"M{i * step:.2f} {height}v-{height * count / largest:.2f}h{step:.2f}v{height * count / largest:.2f}z"
+        for i, count in enumerate(counts)
+        if count
+    )
+    labels = (
+        f'<text x="0" y="{height + 14}">{html.escape(left)}</text>'
+        f'<text x="{width}" y="{height + 14}" text-anchor="end">{html.escape(right)}</text>'
+    )
+    return (
+        f'<svg width="{width}" height="{height + 18}" viewBox="0 0 {width} {height + 18}" role="img" '
+        f'fill="currentColor" font-size="11"><title>{html.escape(title)}</title><path d="{bars}" opacity="0.6"/>'
+        f'<path d="M0 {height}h{width}" stroke="currentColor"/>{labels}</svg>'
+    )
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}

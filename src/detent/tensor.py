@@ -38,7 +38,8 @@ from detent.granularity import Tiling
 from detent.packing import pack, packed_size, unpack
 from detent.params import QuantParams
 from detent.plan import Plan, check_is_params
-from detent.spec import QuantSpec, code_dtype
+from detent.spec import QuantSpec, code_dtype, short_spec, spec_text
+from detent.tables import bytes_text, html_table, svg_histogram
 
 __all__ = ["QuantizedTensor"]
 
@@ -46,6 +47,8 @@ Slices = tuple[slice, ...]
 Index: TypeAlias = slice | EllipsisType | tuple[slice | EllipsisType, ...]
 Arrays = dict[str, NDArray[Any]]
 FILE_VERSION = 1
+MAX_BINS = 64  # of the histogram in notebooks, one to four pixels each
+MAX_CODES_COUNTED = 1 << 20  # the histogram of a larger tensor counts every n-th code, to stay below 0.1 s
 E8M0_BIAS = 127
 _METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"spec", "shape", "dtype"})
@@ -59,7 +62,7 @@ class QuantizedTensor:
     >>> import detent as dt, numpy as np
     >>> q = dt.quantize(np.array([0.5, -1.0, 0.25], np.float32), dt.QuantParams(dt.QuantSpec(dt.int4), scale=0.25))
     >>> q
-    QuantizedTensor(shape=(3,), dtype=float32, spec=int4/tensor/symmetric/onnx, 6 bytes, 2.0x smaller than float32)
+    QuantizedTensor(shape=(3,), dtype=float32, spec='int4/tensor', 6 bytes, 2.0x smaller)
     >>> q.codes, q.packed.tobytes().hex()
     (array([ 2, -4,  1], dtype=int8), 'c201')
     """
@@ -227,11 +230,28 @@ class QuantizedTensor:
         return int(self._shape[0])
 
     def __repr__(self) -> str:
-        ratio = self.size * self._dtype.itemsize / max(self.nbytes, 1)
         return (
-            f"QuantizedTensor(shape={self._shape}, dtype={self._dtype}, spec={self.spec}, {self.nbytes:,} bytes, "
-            f"{ratio:.1f}x smaller than {self._dtype})"
+            f"QuantizedTensor(shape={self._shape}, dtype={self._dtype}, spec={short_spec(self.spec)}, "
+            f"{self.nbytes:,} bytes, {self._compression:.1f}x smaller)"
         )
+
+    @property
+    def _compression(self) -> float:
+        """Size of the data in their float type, divided by ``nbytes``."""
+        return self.size * self._dtype.itemsize / max(self.nbytes, 1)
+
+    def _repr_html_(self) -> str:
+        """Format a table with shape and size, and a histogram of the codes, for notebooks."""
+        spec = spec_text(self.spec) or str(self.spec)
+        size, ratio = bytes_text(self.nbytes), f"{self._compression:.1f}x smaller than {self._dtype}"
+        table_text = html_table(
+            [
+                ("shape", "spec", "parameter sets", "size", "compression"),
+                (str(self._shape), spec, f"{self._params.num_parameter_sets:,}", size, ratio),
+            ]
+        )
+        counts, lo, hi = code_histogram(self.codes, self.spec)
+        return table_text + svg_histogram(counts, f"{lo:g}", f"{hi:g}", "histogram of the codes")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically: ``nbytes`` of codes and parameters, with the spec in the header."""
@@ -310,6 +330,23 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
             "another qmin and qmax"
         )
     return codes.astype(storage_type)
+
+
+def code_histogram(codes: NDArray[Any], spec: QuantSpec) -> tuple[list[int], float, float]:
+    """Count the codes in bins over the spec's range, and return the counts and the range.
+
+    Integers and codebook indices are counted as such, in bins of equal integer width; small floats by their value.
+    """
+    sample = codes.reshape(-1)[:: max(1, -(-codes.size // MAX_CODES_COUNTED))]
+    lo, hi = (float(spec.qmin), float(spec.qmax))
+    if spec.format.kind == "float":
+        counts, _ = np.histogram(sample.astype(np.float32), MAX_BINS, (lo, hi))
+        return counts.tolist(), lo, hi
+    if not spec.format.is_integer:
+        lo, hi = 0.0, float(len(spec.format.levels) - 1)
+    width = -(-int(hi - lo + 1) // MAX_BINS)
+    bins = (sample.astype(np.int64) - int(lo)) // width
+    return np.bincount(bins, minlength=int(hi - lo) // width + 1).tolist(), lo, hi
 
 
 def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:

@@ -143,7 +143,7 @@ class RangeDecision:
         observed_range: smallest and largest value in the calibration data, None where there were none.
 
     >>> RangeDecision(0.5, 3).params(QuantSpec("uint8"))
-    dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
+    dt.QuantParams('uint8/tensor/affine', scale=0.5, zero_point=3)
     """
 
     scale: float
@@ -181,7 +181,7 @@ class LayerDecision(_ComparedByContent):
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
-    dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5, zero_point=0)
+    dt.QuantParams('int8/tensor', scale=0.5, zero_point=0)
     >>> layer.kept_in_float("too sensitive").is_quantized
     False
     """
