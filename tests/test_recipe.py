@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import detent as dt
-from detent.observers import MSE, EMAMinMax, Entropy, HistogramObserver, MinMax, Percentile
+from detent.observers import MSE, BinnedObserver, EMAMinMax, Entropy, MinMax, Percentile
 from detent.recipe import PRESETS, Decision, get_recipe
 from detent.rule import Layer, ObserverSpec, get_observer_spec
 
@@ -145,7 +145,7 @@ def test_a_moving_average_is_a_mode(value):
     [
         ("msee", "did you mean 'mse'"),
         ("mse(2.4", "unknown observer"),
-        ("mse(0)", "norm is a positive number"),
+        ("mse(0)", "norm must be a positive number"),
         ("mse(nan)", "must be a number"),
         ("mse(1e999)", "finite"),
         ("mse(norm=2, 3)", "has no place"),
@@ -156,7 +156,7 @@ def test_a_moving_average_is_a_mode(value):
         ("minmax(1)", "takes no settings"),
         (MinMax().observe([1.0]), "fresh"),
         (MSE(granularity="axis0"), "granularity"),
-        (HistogramObserver, "observer class"),
+        (BinnedObserver, "observer class"),
         (int, "observer class"),
         (3, "observer class"),
     ],

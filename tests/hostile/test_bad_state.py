@@ -31,10 +31,16 @@ FIXED = quantizer("fixed")
     row("backward", lambda: FIXED.backward(X), dt.NotCalibratedError, "forward(x)", "backward(g, x)"),
     row("backward of x", lambda: dt.FakeQuantize.q8().backward(X, X), dt.NotCalibratedError, "calibrate(x)"),
     row("clamped", lambda: dt.FakeQuantize.q8().backward_clamped(X, X), dt.NotCalibratedError, "calibrate(x)"),
-    row("no finite value", lambda: dt.FakeQuantize(AXIS)(NANS), dt.NotCalibratedError, "2 of 2 sets", "4 non-finite"),
+    row(
+        "no finite value",
+        lambda: dt.FakeQuantize(AXIS)(NANS),
+        dt.NotCalibratedError,
+        "2 of 2 parameter sets",
+        "4 non-finite",
+    ),
     row("range", lambda: MinMax().range(), dt.NotCalibratedError, "MinMax", "observe(x)"),
     row("params", lambda: EMAMinMax().params("int8"), dt.NotCalibratedError, "EMAMinMax", "observe(x)"),
-    row("empty batches", lambda: MinMax().observe(X[:0]).range(), dt.NotCalibratedError, "1 of 1 sets"),
+    row("empty batches", lambda: MinMax().observe(X[:0]).range(), dt.NotCalibratedError, "1 of 1 parameter sets"),
 )
 def test_before_calibration(call, error, words):
     check(call, error, words)
@@ -127,9 +133,7 @@ def observer_state(drop=(), **changes):
     row("merge another kind", lambda: observed().merge(observed(make=EMAMinMax)), dt.DtypeError, "MinMax", "EMAMinMax"),
     row("merge a range", lambda: observed().merge(observed().range()), dt.DtypeError, "Range"),
     row("merge another decay", lambda: EMAMinMax(0.5).merge(EMAMinMax(0.6)), dt.StateError, "0.5", "0.6"),
-    row(
-        "merge another granularity", lambda: observed().merge(observed("axis0")), dt.StateError, "PerAxis", "PerTensor"
-    ),
+    row("merge another granularity", lambda: observed().merge(observed("axis0")), dt.StateError, "axis0", "MinMax()"),
     row("merge another shape", lambda: observed("axis0").merge(MinMax("axis0").observe(X[:1])), dt.ShapeError, "(1,)"),
     row("spec", lambda: observed().params("int8/axis0"), dt.ShapeError, "axis0", "tensor", "the same"),
     row("granularity", lambda: MinMax("row"), dt.SpecError, "'row'"),

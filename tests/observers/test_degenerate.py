@@ -58,11 +58,11 @@ SPECS = [
 
 def cases(slow=()):
     """Every observer with all data, some of them slow."""
-    found = []
+    params = []
     for kind, name in product(KINDS, DATA):
         marks = [pytest.mark.slow] if kind in slow else []
-        found.append(pytest.param(kind, name, marks=marks))
-    return found
+        params.append(pytest.param(kind, name, marks=marks))
+    return params
 
 
 @pytest.mark.parametrize(("kind", "name"), cases(slow=("MSE of norm 1", "MSE of norm 2.4")))
@@ -109,15 +109,15 @@ def test_sets_that_differ_by_orders_of_magnitude(kind, granularity):
 def test_a_constant_is_kept(kind, value):
     x = np.full(50, value, np.float32)
     for spec in (dt.QuantSpec("int8", symmetric=True), dt.QuantSpec("uint8", symmetric=False)):
-        found = dt.fake_quantize(x, KINDS[kind]().observe(x).params(spec))
-        assert np.abs(found - x).max() <= abs(value) / 250, spec
+        quantized = dt.fake_quantize(x, KINDS[kind]().observe(x).params(spec))
+        assert np.abs(quantized - x).max() <= abs(value) / 250, spec
 
 
 @pytest.mark.parametrize("name", ["an outlier", "a negative outlier"])
 def test_percentiles_do_not_follow_an_outlier(name):
-    found = Percentile(0.1, 99.9).observe(DATA[name]).range()
-    assert max(np.abs(found)) < 4
-    np.testing.assert_allclose(found, np.percentile(DATA[name].astype(np.float64), [0.1, 99.9]), atol=0.07)
+    bounds = Percentile(0.1, 99.9).observe(DATA[name]).range()
+    assert max(np.abs(bounds)) < 4
+    np.testing.assert_allclose(bounds, np.percentile(DATA[name].astype(np.float64), [0.1, 99.9]), atol=0.07)
 
 
 @every_kind
@@ -132,7 +132,9 @@ def test_nothing_observed(kind):
 def test_nothing_finite(kind):
     observer = KINDS[kind]().observe(np.array([np.nan, np.inf, -np.inf], np.float32))
     for ask in (observer.range, lambda: observer.params("int8")):
-        with pytest.raises(dt.NotCalibratedError, match=r"no finite value in 1 of 1 sets.*3 non-finite values in all"):
+        with pytest.raises(
+            dt.NotCalibratedError, match=r"no finite value in 1 of 1 parameter sets.*3 non-finite values in total"
+        ):
             ask()
 
 
@@ -142,7 +144,9 @@ def test_sets_without_finite_values(kind):
     x[1] = np.nan
     observer = KINDS[kind]("axis0").observe(x)
     for ask in (observer.range, lambda: observer.params("int8/axis0")):
-        with pytest.raises(dt.NotCalibratedError, match=r"no finite value in 1 of 3 sets, the first is \(1,\)"):
+        with pytest.raises(
+            dt.NotCalibratedError, match=r"no finite value in 1 of 3 parameter sets, first at index \(1,\)"
+        ):
             ask()
     assert observer.observe(np.ones((3, 2), np.float32)).range().lo.shape == (3,)
 
@@ -211,7 +215,7 @@ def test_weights_that_do_not_broadcast(kind, weight):
 @pytest.mark.parametrize("kind", ["MinMax", "EMAMinMax"])
 def test_observers_of_bounds_take_no_weights(kind):
     observer = KINDS[kind]()
-    with pytest.raises(dt.UnsupportedError, match="takes no weights: MSE, Percentile and Entropy do"):
+    with pytest.raises(dt.UnsupportedError, match="does not support weights: use MSE, Percentile or Entropy"):
         observer.observe(np.ones(2, np.float32), 1.0)
     assert observer.to_bytes() == KINDS[kind]().to_bytes()
 

@@ -69,7 +69,7 @@ def test_nonfinite_values_are_skipped_and_counted():
 
 def test_a_set_without_finite_values_may_get_some_later():
     observer = observed(np.array([[1.0], [np.nan]], np.float32))
-    with pytest.raises(dt.NotCalibratedError, match=r"1 of 2 sets, the first is \(1,\)"):
+    with pytest.raises(dt.NotCalibratedError, match=r"1 of 2 parameter sets, first at index \(1,\)"):
         observer.range()
     assert observer.observe(np.array([[2.0], [4.0]], np.float32)).range().hi.tolist() == [2.0, 4.0]
 
@@ -82,11 +82,11 @@ def test_zero_has_no_sign():
 
 def test_range_is_read_only_and_does_not_follow_the_observer():
     observer = observed(np.ones((2, 3), np.float32))
-    found = observer.range()
+    bounds = observer.range()
     observer.observe(np.full((2, 3), 7.0, np.float32))
-    assert found.hi.tolist() == [1.0, 1.0]
-    assert not found.lo.flags.writeable
-    assert not found.hi.flags.writeable
+    assert bounds.hi.tolist() == [1.0, 1.0]
+    assert not bounds.lo.flags.writeable
+    assert not bounds.hi.flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -132,4 +132,5 @@ def test_state_round_trip():
 
 
 def test_repr():
-    assert repr(MinMax("axis0")) == "MinMax(granularity=PerAxis(axis=0))"
+    assert repr(MinMax("axis0")) == "MinMax(granularity='axis0')"
+    assert repr(MinMax()) == "MinMax()"

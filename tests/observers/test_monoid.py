@@ -40,8 +40,8 @@ SOME = {
 
 def cases(granularities):
     """Every kind with each of them, most of them slow."""
-    found = product(KINDS, granularities)
-    return [pytest.param(*case, marks=() if case in SOME else pytest.mark.slow) for case in found]
+    cases = product(KINDS, granularities)
+    return [pytest.param(*case, marks=() if case in SOME else pytest.mark.slow) for case in cases]
 
 
 every_case = pytest.mark.parametrize(("kind", "granularity"), cases(PRECISIONS))
@@ -159,9 +159,9 @@ def test_an_observer_may_merge_with_itself(kind):
 @pytest.mark.parametrize("kind", ["MinMax", "Percentile"])
 @given(x=HALVES)
 def test_the_dtype_of_the_data_changes_no_count(kind, x):
-    found = [observed(lambda: KINDS[kind]("axis0"), x.astype(dtype)) for dtype in ("float16", "float32", "float64")]
-    assert found[0].to_bytes() == found[1].to_bytes()
-    narrow, wide = found[0].state_dict(), found[2].state_dict()
+    observers = [observed(lambda: KINDS[kind]("axis0"), x.astype(dtype)) for dtype in ("float16", "float32", "float64")]
+    assert observers[0].to_bytes() == observers[1].to_bytes()
+    narrow, wide = observers[0].state_dict(), observers[2].state_dict()
     assert (narrow.pop("double"), wide.pop("double")) == (0, 1)
     np.testing.assert_equal(wide, narrow)
 
@@ -186,16 +186,16 @@ def test_bfloat16_and_float32_give_the_same_bytes(kind):
 @every_kind
 def test_kernels_and_threads_change_nothing(kind, granularity):
     x = np.random.default_rng(0).standard_cauchy(size=(20, 2000)).astype(np.float32)
-    found, threads = set(), dt.get_num_threads()
+    states, threads = set(), dt.get_num_threads()
     try:
         for count in (1, 2, 3):
             dt.set_num_threads(count)
-            found.add(observed(lambda: KINDS[kind](granularity), x).to_bytes())
+            states.add(observed(lambda: KINDS[kind](granularity), x).to_bytes())
     finally:
         dt.set_num_threads(threads)
     with dt.use_kernels("reference"):
-        found.add(observed(lambda: KINDS[kind](granularity), x).to_bytes())
-    assert len(found) == 1
+        states.add(observed(lambda: KINDS[kind](granularity), x).to_bytes())
+    assert len(states) == 1
 
 
 @pytest.mark.parametrize(("kind", "granularity"), [("Percentile", "tensor"), ("MSE", "axis0"), ("Entropy", "group2")])

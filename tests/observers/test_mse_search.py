@@ -14,7 +14,7 @@ from detent.observers.mse import Grid
 def distribution(name: str, size: int) -> np.ndarray:
     rng = np.random.default_rng(3)
     half = size // 2
-    made = {
+    makers = {
         "normal": lambda: rng.normal(size=size),
         "laplace": lambda: rng.laplace(size=size),
         "uniform": lambda: rng.uniform(-0.9, 0.9, size),
@@ -24,7 +24,7 @@ def distribution(name: str, size: int) -> np.ndarray:
         "relu": lambda: np.maximum(rng.normal(size=size), 0),
         "negative": lambda: -rng.gamma(2.0, size=size),
     }
-    return made[name]().astype(np.float32)
+    return makers[name]().astype(np.float32)
 
 
 NAMES = ("normal", "laplace", "uniform", "bimodal", "one-sided", "heavy-tailed", "relu", "negative")
@@ -40,12 +40,12 @@ def candidates(spec: dt.QuantSpec, lo: float, hi: float, count: int) -> tuple[np
     return below.ravel(), above.ravel()
 
 
-def found_and_best(observer: MSE, spec: dt.QuantSpec, count: int) -> tuple[float, float]:
+def searched_and_best(observer: MSE, spec: dt.QuantSpec, count: int) -> tuple[float, float]:
     """The error of the range that was found, and the least of those that were tried, on the same histogram."""
     grid, bins, params = Grid(spec, observer.norm, np.dtype("float32")), observer.bins(), observer.params(spec)
     own = grid.errors(bins, np.atleast_2d(params.scale.astype(float)), np.atleast_2d(params.zero_point.astype(float)))
     low, high = candidates(spec, float(bins.lo[0]), float(bins.hi[0]), count)
-    return float(own[0, 0]), float(grid.of_ranges(bins, low[None], high[None])[0].min())
+    return float(own[0, 0]), float(grid.range_errors(bins, low[None], high[None])[0].min())
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -53,22 +53,22 @@ def found_and_best(observer: MSE, spec: dt.QuantSpec, count: int) -> tuple[float
 @pytest.mark.parametrize("name", NAMES)
 def test_no_range_on_the_histogram_is_better(name, bits, symmetric):
     observer = MSE().observe(distribution(name, 100_000))
-    found, best = found_and_best(observer, dt.QuantSpec(f"int{bits}", symmetric=symmetric), 10_000)
-    assert found <= best * 1.001
+    searched, best = searched_and_best(observer, dt.QuantSpec(f"int{bits}", symmetric=symmetric), 10_000)
+    assert searched <= best * 1.001
 
 
 @pytest.mark.parametrize("norm", [1.0, 2.4, 4.0])
 def test_other_norms(norm):
     observer = MSE(norm).observe(distribution("laplace", 20_000))
-    found, best = found_and_best(observer, dt.QuantSpec("int4"), 1000)
-    assert found <= best * 1.001
+    searched, best = searched_and_best(observer, dt.QuantSpec("int4"), 1000)
+    assert searched <= best * 1.001
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float4_e2m1fn", "nf4", "uint4", "int16"])
 def test_other_formats(name):
     observer = MSE().observe(distribution("laplace", 50_000))
-    found, best = found_and_best(observer, dt.QuantSpec(name), 2500)
-    assert found <= best * 1.001
+    searched, best = searched_and_best(observer, dt.QuantSpec(name), 2500)
+    assert searched <= best * 1.001
 
 
 @pytest.mark.parametrize("convention", ["torch", "oxicuda", "entrenar", "torsh", "rlx", "compressed_tensors"])
@@ -78,8 +78,8 @@ def test_the_error_is_that_of_the_convention(convention, symmetric):
         spec = dt.QuantSpec("int4", symmetric=symmetric, convention=convention)
     except dt.SpecError:
         pytest.skip("the convention has no such spec")
-    found, best = found_and_best(MSE().observe(distribution("normal", 50_000)), spec, 2500)
-    assert found <= best * 1.001
+    searched, best = searched_and_best(MSE().observe(distribution("normal", 50_000)), spec, 2500)
+    assert searched <= best * 1.001
 
 
 def mse(x: np.ndarray, params: dt.QuantParams) -> float:
@@ -97,7 +97,7 @@ def test_no_range_on_the_data_is_better(name, bits, symmetric):
     own, bins = mse(x, observer.params(spec)), observer.bins()
     grid = Grid(spec, 2.0, np.dtype("float32"))
     low, high = candidates(spec, float(bins.lo[0]), float(bins.hi[0]), 10_000)
-    errors = grid.of_ranges(bins, low[None], high[None])[0][0]
+    errors = grid.range_errors(bins, low[None], high[None])[0][0]
     near = np.flatnonzero(errors <= errors.min() * 1.02)  # the histogram is right to far less than that
     best = min(mse(x, dt.QuantParams.from_range(spec, low[i], high[i])) for i in near[:: max(1, near.size // 150)])
     assert own <= best * (1.001 if bits < 8 else 1.005)
@@ -135,8 +135,8 @@ def test_weights_count_as_repetitions():
 def test_percentiles_are_numpys_within_a_bin(name, precision):
     x = distribution(name, 20_001)
     for lower, upper in ((0, 100), (0.1, 99.9), (1, 99), (25, 75), (0, 50)):
-        found = Percentile(lower, upper, precision=precision).observe(x).range()
-        for mine, exact in zip(found, np.percentile(x, (lower, upper)), strict=True):
+        bounds = Percentile(lower, upper, precision=precision).observe(x).range()
+        for mine, exact in zip(bounds, np.percentile(x, (lower, upper)), strict=True):
             assert abs(float(mine) - exact) <= abs(exact) * 2.0**-precision + 1e-30
 
 
@@ -148,9 +148,9 @@ def test_percentiles_of_few_values():
 
 def test_entropy_keeps_the_bulk_and_clips_the_tail():
     x = distribution("normal", 200_000)
-    found = Entropy().observe(np.append(x, [40.0, -40.0]).astype(np.float32)).range("int8")
-    assert 2 < found.hi < 12
-    assert found.lo == -found.hi
+    bounds = Entropy().observe(np.append(x, [40.0, -40.0]).astype(np.float32)).range("int8")
+    assert 2 < bounds.hi < 12
+    assert bounds.lo == -bounds.hi
 
 
 def test_entropy_is_slow_and_simple_entropy():
@@ -196,8 +196,8 @@ def test_block_formats_are_searched_over_their_scales():
 def test_narrow_data_far_from_zero(data, spec):
     x = np.array(data, np.float32)
     for observer in (MSE(), MSE(1.0), Entropy(), Percentile()):
-        found = observer.observe(x).range()
-        assert found.lo <= found.hi
+        bounds = observer.observe(x).range()
+        assert bounds.lo <= bounds.hi
         assert mse(x, observer.params(spec)) <= 0.02 * np.square(x).max()
 
 
@@ -210,8 +210,8 @@ def test_zeros_do_not_move_the_entropy_range(spec):
 
 def test_entropy_of_affine_specs_has_the_proportions_of_the_data():
     x = np.append(distribution("one-sided", 50_000), np.float32(-4e-6))
-    found = Entropy().observe(x).range("uint8/tensor/affine")
-    assert found.hi == pytest.approx(float(Entropy().observe(np.abs(x)).range("uint8/tensor/affine").hi), rel=0.05)
+    bounds = Entropy().observe(x).range("uint8/tensor/affine")
+    assert bounds.hi == pytest.approx(float(Entropy().observe(np.abs(x)).range("uint8/tensor/affine").hi), rel=0.05)
 
 
 def test_already_quantized_data_with_more_precision():

@@ -7,7 +7,16 @@ import pytest
 
 import detent as dt
 from detent import storage
-from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Percentile
+from detent.observers import (
+    MSE,
+    EMAMinMax,
+    Entropy,
+    HistogramObserver,
+    MinMax,
+    MinMaxObserver,
+    MovingAverageMinMaxObserver,
+    Percentile,
+)
 
 X = np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
 HISTOGRAMS = {
@@ -22,8 +31,41 @@ REFUSED = (dt.StateError, dt.FileFormatError)
 
 
 def ask(observer):
-    """What an observer answers."""
+    """Parameters from an observer, for two specs."""
     return observer.params("int8/axis0"), observer.params("uint4/axis0")
+
+
+def test_names_of_pytorch_are_the_same_classes():
+    assert (MinMaxObserver, MovingAverageMinMaxObserver, HistogramObserver) == (MinMax, EMAMinMax, MSE)
+    assert dt.Rule(observer=HistogramObserver).observer == dt.Rule(observer="mse").observer
+
+
+@pytest.mark.parametrize(
+    ("observer", "text"),
+    [
+        (MinMax(), "MinMax()"),
+        (EMAMinMax(0.5), "EMAMinMax(decay=0.5)"),
+        (Percentile(), "Percentile()"),
+        (Percentile(1, 99, "group32@0"), "Percentile(lower=1.0, upper=99.0, granularity='group32@0')"),
+        (MSE(granularity="block2x8", precision=7), "MSE(granularity='block2x8', precision=7)"),
+        (Entropy("token"), "Entropy(granularity='token')"),
+    ],
+)
+def test_repr_is_the_call_without_defaults(observer, text):
+    assert repr(observer) == text
+    assert eval(text).to_bytes() == observer.to_bytes()
+
+
+def test_str_adds_what_was_observed():
+    observer = MinMax("axis0")
+    assert str(observer) == "MinMax(granularity='axis0'), nothing observed"
+    assert str(observer.observe(np.full((2, 3), np.nan))) == "MinMax(granularity='axis0'), 6 non-finite values"
+    text = str(observer.observe(np.array([[0.5, -1.0], [np.inf, np.nan]])))
+    assert (
+        text
+        == "MinMax(granularity='axis0'), 2 values in 2 parameter sets within [-1, 0.5], 8 non-finite values skipped"
+    )
+    assert str(MSE().observe(np.linspace(-1, 3, 2000))) == "MSE(), 2,000 values within [-1, 3]"
 
 
 @every_kind
@@ -124,7 +166,7 @@ def with_bit(rows, row):
 
 
 def moved_to(rows, row):
-    """The same number of rows, the last of them another."""
+    """Rows with the last one moved, as many as before."""
     bits = np.unpackbits(rows)
     bits[np.flatnonzero(bits)[-1]] = 0
     bits[row] = 1
@@ -217,10 +259,10 @@ def test_flipped_bits_are_refused_or_make_another_observer(kind):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         try:
-            found = type(KINDS[kind]()).from_bytes(bytes(flipped))
+            observer = type(KINDS[kind]()).from_bytes(bytes(flipped))
         except REFUSED:
             continue
-        assert type(found).from_bytes(found.to_bytes()).to_bytes() == found.to_bytes()
+        assert type(observer).from_bytes(observer.to_bytes()).to_bytes() == observer.to_bytes()
 
 
 @every_histogram
@@ -293,7 +335,7 @@ def test_the_bytes_of_another_kind_are_refused(kind):
 def test_settings_that_differ_do_not_merge(a, b):
     a, b = a.observe(X), b.observe(X)
     before = a.to_bytes(), b.to_bytes()
-    with pytest.raises(dt.StateError, match="the same settings"):
+    with pytest.raises(dt.StateError, match="use the same settings"):
         a.merge(b)
     assert (a.to_bytes(), b.to_bytes()) == before
 
@@ -303,7 +345,7 @@ def test_other_kinds_and_other_shapes_do_not_merge(kind):
     observer = KINDS[kind]().observe(X)
     before = observer.to_bytes()
     other = MinMax("axis0") if kind != "MinMax" else Entropy("axis0")
-    with pytest.raises(dt.DtypeError, match="merges with its own kind"):
+    with pytest.raises(dt.DtypeError, match="use the same class"):
         observer.merge(other)
     with pytest.raises(dt.ShapeError, match="expected one shape"):
         observer.merge(KINDS[kind]().observe(X[:2]))

@@ -21,8 +21,8 @@ def test_every_activation_of_a_real_model(name):
     model = MODELS[name]
     if not model.is_installed:
         pytest.skip(f"{model.package} is not installed")
-    found = next(record(model.path, model.feeds(1)))
-    sized = {key: x for key, x in found.items() if x.size >= 1024}
+    tensors = next(record(model.path, model.feeds(1)))
+    sized = {key: x for key, x in tensors.items() if x.size >= 1024}
     assert len(sized) > 20
     for key, x in list(sized.items())[:: max(1, len(sized) // 40)]:
         finite = np.isfinite(x)

@@ -1,19 +1,27 @@
-"""Observers: ranges from data. Feed with ``observe``, combine with ``merge``, ask for ``range`` or ``params``."""
+"""Observers: ranges from data.
+
+Pass batches to ``observe``, combine observers with ``merge``, read the result with ``range`` or ``params``. Three
+observers also have the names that PyTorch uses: ``MinMaxObserver`` is ``MinMax``, ``MovingAverageMinMaxObserver`` is
+``EMAMinMax``, and ``HistogramObserver`` is ``MSE``.
+"""
 
 from detent.observers.entropy import Entropy
-from detent.observers.histogram import HistogramObserver
-from detent.observers.minmax import EMAMinMax, MinMax
-from detent.observers.mse import MSE
+from detent.observers.histogram import BinnedObserver
+from detent.observers.minmax import EMAMinMax, MinMax, MinMaxObserver, MovingAverageMinMaxObserver
+from detent.observers.mse import MSE, HistogramObserver
 from detent.observers.observer import Observer, Range
 from detent.observers.passes import budget, calibrate
 from detent.observers.percentile import Percentile
 
 __all__ = [
     "MSE",
+    "BinnedObserver",
     "EMAMinMax",
     "Entropy",
     "HistogramObserver",
     "MinMax",
+    "MinMaxObserver",
+    "MovingAverageMinMaxObserver",
     "Observer",
     "Percentile",
     "Range",

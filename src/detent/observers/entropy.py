@@ -1,13 +1,13 @@
-"""Entropy: the range whose quantized distribution says most about the data's (Kullback-Leibler divergence).
+"""Entropy: the range whose quantized distribution is closest to that of the data (Kullback-Leibler divergence).
 
-The histogram is spread over 2048 even bins. For every window of them around zero, p is what falls into the window, with
-the mass outside added to its end bins, and q is p without that, quantized: merged into as many parts as the spec has
-codes and spread again over the bins of each part that are not empty. The window with the least ``KL(p || q)`` is the
-range. Running sums of counts and of ``c log c`` give all windows at once.
+The histogram is resampled to 2048 equal bins. Each window of bins around zero is a candidate range. Its distribution p
+is the mass inside the window, with the mass outside added to the two end bins. Its distribution q is the mass inside,
+quantized: merged into as many parts as the spec has codes, and spread again over the non-empty bins of each part. The
+range is the window with the least ``KL(p || q)``. Running sums of counts and of ``c log c`` cover all windows at once.
 
-A window holds at least nine tenths of the mass. Zeros are left out: they are quantized without an error, and as the
-spike that they are after a ReLU they would count as spread over a part. Windows of symmetric specs are symmetric, those
-of affine ones have the data's own proportions.
+A window has at least nine tenths of the mass. Zeros are left out: they are quantized without error, and the spike of
+zeros after a ReLU would count as spread over a whole part. Windows are symmetric for symmetric specs, and have the
+proportions of the data's range for affine specs.
 """
 
 import numpy as np
@@ -21,13 +21,13 @@ __all__ = ["Entropy"]
 Float64 = NDArray[np.float64]
 BINS = 2048
 EMPTY_BIN_MASS = 1e-4  # keeps KL finite where q is empty
-ZERO_BIN_END = 2.0**-126  # bins inside count as zeros
-MIN_WINDOW_MASS = 0.9  # a share of the mass
-NEGLIGIBLE_MASS = 1e-9  # a share of the mass; below it a bin counts as empty
+ZERO_BIN_END = 2.0**-126  # smallest normal float32; bins inside count as zeros
+MIN_WINDOW_MASS = 0.9  # share of the mass; windows with less mass resemble themselves too easily
+NEGLIGIBLE_MASS = 1e-9  # share of the mass; a bin with less counts as empty
 
 
 class Entropy(SearchObserver):
-    """The range of each set with the least divergence between the data and what quantization makes of them.
+    """Range with the least divergence between the distributions before and after quantization.
 
     >>> import detent as dt, numpy as np
     >>> x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
@@ -41,7 +41,7 @@ class Entropy(SearchObserver):
 
 
 def _one(bins: Bins, i: int) -> Bins:
-    """The histogram of one set, without zeros."""
+    """Return the histogram of one parameter set, without zeros."""
     full = (bins.mass[i] > 0) & (np.maximum(np.abs(bins.lower), np.abs(bins.upper)) > ZERO_BIN_END)
     return Bins(bins.lower[full], bins.upper[full], bins.mass[i][full], bins.lo[i], bins.hi[i])
 
@@ -54,7 +54,7 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
         if below and above:
             below, above = -max(-below, above), max(-below, above)
         else:
-            codes = (codes + 1) // 2  # the other half is not used
+            codes = (codes + 1) // 2  # data of one sign use half of the codes
     if not bins.mass.size:
         return lo, hi
     zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))
@@ -66,18 +66,21 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
 
 
 def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Float64:
-    """The mass in even bins."""
+    """Resample the histogram to equal bins."""
     after = np.cumsum(mass)
     points = np.stack((lower, np.maximum(upper, np.nextafter(lower, np.inf))), axis=1).ravel()
     sums = np.stack((after - mass, after), axis=1).ravel()
     at = np.interp(edges, points, sums)
-    at[-1] = after[-1]  # a point at the very end
+    at[-1] = after[-1]  # include a bin of no width at the upper end
     even = np.diff(at)
     return np.where(even < NEGLIGIBLE_MASS * after[-1], 0.0, even)
 
 
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
-    """The part of the bins on either side of zero whose divergence is least; ``zero`` bins are below zero."""
+    """Return the window with the least divergence, as a share of the bins on each side of zero.
+
+    ``zero`` is the number of bins below zero; None for half of them.
+    """
     bins = counts.size
     left = bins // 2 if zero is None else zero
     right = bins - left
@@ -99,7 +102,7 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
     cuts = first[:, None] + np.arange(codes + 1) * size[:, None] // codes
     parts = np.diff(mass[cuts], axis=1)
     held = np.diff(filled[cuts], axis=1).astype(np.float64)
-    # What lies outside fills an end bin that may have been empty.
+    # The mass outside is added to an end bin that may have been empty.
     held[:, 0] += (counts[first] == 0) & (low_mass > 0)
     held[:, -1] += (counts[last - 1] == 0) & (high_mass > 0)
     with np.errstate(all="ignore"):
@@ -111,6 +114,6 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
             whole = counts[end] + outside
             p_log_p += np.where(whole > 0, whole * np.log(whole), 0.0) - logs[end]
         divergence = (p_log_p - p_log_q) / total + np.log(inside / total)
-    # A window with little mass resembles itself, so only windows with most of the mass count.
+    # With little mass inside, p and q are close for no good reason: only windows with most of the mass count.
     valid = np.isfinite(divergence) & (inside >= MIN_WINDOW_MASS * total)
     return float(shares[int(np.argmin(np.where(valid, divergence, np.inf)))])

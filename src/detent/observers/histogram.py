@@ -1,12 +1,12 @@
-"""HistogramObserver: the state of observers that search for a range.
+"""BinnedObserver: the base class of observers that keep a histogram.
 
-Bins are a float's own bits: its sign, its exponent and the leading bits of its mantissa. They do not depend on the
-data, so nothing is rescaled when a range grows: counts are integers, merging is addition, and neither the order of
-batches nor their size nor the number of processes changes a bit.
+The bin of a value is the leading bits of its float32: sign, exponent and some bits of the mantissa. Bins do not depend
+on the data, so nothing is rescaled when a range grows. Counts are integers, and merging is addition: neither the order
+of batches nor their size nor the number of processes changes a bit of the result.
 
-A row is the bins of one sign and exponent; only rows that occur are kept. Below the smallest normal float32, bins are
-evenly spaced and the same for every dtype; numbers beyond float32 are rejected. The outermost bins are cut at the exact
-smallest and largest value. Inside a bin the mass counts as evenly distributed.
+A row is the bins of one sign and exponent; only rows that occur are stored. Below the smallest normal float32, bins are
+equally wide and the same for every dtype; values beyond float32 are rejected. The outermost bins end at the exact
+smallest and largest value. The mass of a bin counts as evenly spread over the bin.
 """
 
 from abc import abstractmethod
@@ -25,19 +25,25 @@ from detent.kernels import bin_edges, histogram, minmax
 from detent.observers.observer import Array, Bounds, Observer, Range, exclusive
 from detent.spec import QuantSpec, get_spec
 
-__all__ = ["Bins", "HistogramObserver", "SearchObserver"]
+__all__ = ["BinnedObserver", "Bins", "SearchObserver"]
 
 Counts = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-ROWS, USED_ROWS = 512, 510  # signs times exponents; two of them are not finite
-COMMON_PRECISION, MOST_PRECISION = 5, 10
-WEIGHT_BITS = 24  # of the fraction of a weight
-BEYOND = 2.0**128
-MOST_MASS = 2.0**62  # of all bins together: sums stay within 64-bit integers
+ROWS, FINITE_ROWS = 512, 510  # signs times exponents; the two rows of inf and NaN stay empty
+MAX_PRECISION = 10  # mantissa bits; a parameter set then takes up to 4 MiB
+WEIGHT_BITS = 24  # fractional bits of a weight in fixed point, as many as a float32 mantissa has
+FLOAT32_LIMIT = 2.0**128
+MASS_LIMIT = 2.0**62  # for the sum of all bins, so that sums fit in 64-bit integers
 
 
 class Bins(NamedTuple):
-    """A histogram: edges of the bins in ascending order, mass of each set and bin, bounds of each set."""
+    """Histograms of all parameter sets.
+
+    Attributes:
+        lower, upper: edges of the bins, in ascending order, shared by all parameter sets.
+        mass: count or weight, by parameter set and bin.
+        lo, hi: smallest and largest value of each parameter set.
+    """
 
     lower: Float64
     upper: Float64
@@ -46,24 +52,24 @@ class Bins(NamedTuple):
     hi: Float64
 
 
-class HistogramObserver(Observer):
-    """An observer with a histogram of each set.
+class BinnedObserver(Observer):
+    """Base class of observers that keep a histogram of each parameter set: ``Percentile``, ``MSE`` and ``Entropy``.
 
     Attributes:
-        precision: how many bits of the mantissa a bin has. With 5, a bin is 1.6 to 3.1 % wide and a set takes at most
-            128 KiB, where every exponent of float32 occurs; normally a tenth of that.
-        weighted: whether weights were given.
+        precision: mantissa bits per bin. With 5, a bin is 1.6 to 3.1 % wide. A parameter set takes about 10 KiB, and
+            128 KiB if every exponent of float32 occurs.
+        weighted: whether any batch was observed with weights.
     """
 
     array_names: ClassVar[tuple[str, ...]] = ("lo", "hi", "rows", "counts")
 
     def __init__(self, granularity: Granularity | str = PerTensor(), precision: int = 5) -> None:
-        self.precision = as_integer("precision", precision, at_least=1, at_most=MOST_PRECISION)
+        self.precision = as_integer("precision", precision, at_least=1, at_most=MAX_PRECISION)
         super().__init__(granularity)
 
     @exclusive
     def reset(self) -> Self:
-        """Forget everything."""
+        """Discard everything observed."""
         self.weighted = False
         self._rows = np.empty(0, np.int64)
         self._counts: Counts = np.zeros((0, 0, 2**self.precision), np.int64)
@@ -72,10 +78,10 @@ class HistogramObserver(Observer):
     def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
         if data.dtype == np.float64:
             low, high, _ = minmax(data, tiling)
-            if ((np.abs(low) >= BEYOND) & (low <= high)).any() or ((np.abs(high) >= BEYOND) & (low <= high)).any():
+            if (((np.abs(low) >= FLOAT32_LIMIT) | (np.abs(high) >= FLOAT32_LIMIT)) & (low <= high)).any():
                 raise RangeError(
-                    f"values from {low.min()} to {high.max()} are beyond float32, which {self!r} counts: rescale the "
-                    "data or use MinMax"
+                    f"values from {low.min()} to {high.max()} exceed float32, the limit of {self!r}: rescale the data "
+                    "or use MinMax"
                 )
         units = None if weight is None else _fixed_point(weight, data)
         if self._counts.shape[1] != tiling.sets:
@@ -86,27 +92,27 @@ class HistogramObserver(Observer):
             self._counts, self.weighted = self._with_room_for(units), True
         if not data.size:
             return minmax(data, tiling)
-        missed, _, bounds = histogram(data, tiling, self.precision, _places(self._rows), self._counts, units)
+        missed, _, bounds = histogram(data, tiling, self.precision, _row_indices(self._rows), self._counts, units)
         if missed.any():
-            new = np.flatnonzero(missed)
-            fresh = np.zeros((new.size, tiling.sets, 2**self.precision), np.int64)
-            histogram(data, tiling, self.precision, _places(new), fresh, units)
-            self._take_rows(new, fresh)
+            new_rows = np.flatnonzero(missed)
+            new_counts = np.zeros((new_rows.size, tiling.sets, 2**self.precision), np.int64)
+            histogram(data, tiling, self.precision, _row_indices(new_rows), new_counts, units)
+            self._add_rows(new_rows, new_counts)
         return bounds
 
     def _with_room_for(self, added: Counts) -> Counts:
-        """The counts in units of weights, if 64-bit integers hold the sum with what is added."""
-        held = self._counts if self.weighted else _as_units(self._counts)
-        total = float(held.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
-        if total >= MOST_MASS:
+        """Return the counts in units of weights, after a check that their sum with ``added`` fits in 64 bits."""
+        counts = self._counts if self.weighted else _as_units(self._counts)
+        total = float(counts.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
+        if total >= MASS_LIMIT:
             raise RangeError(
-                f"the sum of weights reaches {total / 2**WEIGHT_BITS:.3g}, more than 64-bit integers hold at a "
-                f"resolution of 2^-{WEIGHT_BITS}: divide the weights by their mean"
+                f"the sum of weights is {total / 2**WEIGHT_BITS:.3g}, too large for 64-bit integers at a resolution of "
+                f"2^-{WEIGHT_BITS}: divide the weights by their mean"
             )
-        return held
+        return counts
 
-    def _take_rows(self, rows: NDArray[np.int64], counts: Counts) -> None:
-        """Add rows, some of which may be there already; rows stay sorted."""
+    def _add_rows(self, rows: NDArray[np.int64], counts: Counts) -> None:
+        """Add rows of counts to existing or new rows; rows stay sorted."""
         if not self._rows.size:
             self._rows, self._counts = rows.copy(), counts
             return
@@ -120,24 +126,24 @@ class HistogramObserver(Observer):
         self._rows, self._counts = union, merged
 
     def merge(self, other: Self) -> Self:
-        """Merge what another observer of the same kind has seen into this one; commutative and associative."""
+        """Merge another observer of the same class and settings into this one; commutative and associative."""
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
                 counts = other._counts
                 if self.weighted or other.weighted:
                     counts = counts if other.weighted else _as_units(counts)
                     self._counts, self.weighted = self._with_room_for(counts), True
-                self._take_rows(other._rows, counts.copy())
+                self._add_rows(other._rows, counts.copy())
                 self._lo, self._hi = self._blended(other._lo, other._hi)
             self._absorb_counts(other)
         return self
 
     @exclusive
     def bins(self) -> Bins:
-        """The histogram of each set as numbers.
+        """Return the histogram of each parameter set.
 
         Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
+            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
 
         >>> from detent.observers import Percentile
         >>> Percentile().observe([1.0, 1.0, -2.0]).bins().mass
@@ -149,33 +155,23 @@ class HistogramObserver(Observer):
         massless = ~mass.any(axis=1)
         if massless.any():
             raise NotCalibratedError(
-                f"{self!r} has seen only weights of zero, or less than 2^-{WEIGHT_BITS}, in {int(massless.sum())} of "
-                f"{massless.size} sets: multiply the weights or leave them out"
+                f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
+                f"{massless.size} parameter sets: scale the weights up or leave them out"
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")
         unit = 2.0**-WEIGHT_BITS if self.weighted else 1.0
         lo, hi = (np.asarray(bound, np.float64).ravel() for bound in bounds)
-        held = mass[:, occur][:, order].astype(np.float64) * unit
-        return Bins(lower[occur][order], upper[occur][order], held, lo, hi)
+        weights = mass[:, occur][:, order].astype(np.float64) * unit
+        return Bins(lower[occur][order], upper[occur][order], weights, lo, hi)
 
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
-        """How much memory the state of data of that shape can take at most: 128 KiB per set with precision 5."""
+        """Return the largest size of the state, in bytes: 128 KiB per parameter set with precision 5."""
         sets = self.granularity.tiling(shape).sets
-        return super().max_nbytes(shape) + USED_ROWS * sets * (8 << self.precision) + ROWS // 8
+        return super().max_nbytes(shape) + FINITE_ROWS * sets * (8 << self.precision) + ROWS // 8
 
     def _settings(self) -> dict[str, object]:
         return {**super()._settings(), "precision": self.precision}
-
-    def _described(self, *settings: str) -> str:
-        """The repr; the precision only if it is not the common one."""
-        own = [*settings, f"granularity={self.granularity!r}"]
-        if self.precision != COMMON_PRECISION:
-            own.append(f"precision={self.precision}")
-        return f"{type(self).__name__}({', '.join(own)})"
-
-    def __repr__(self) -> str:
-        return self._described()
 
     def _counters(self) -> dict[str, int]:
         return {**super()._counters(), "weighted": int(self.weighted)}
@@ -199,25 +195,28 @@ class HistogramObserver(Observer):
         packed, counts = as_array("rows", arrays["rows"]), as_array("counts", arrays["counts"])
         bounds = self._checked_bounds(arrays["lo"], arrays["hi"])
         if packed.dtype != np.uint8 or packed.shape != (ROWS // 8,):
-            raise StateError(f"rows are {ROWS} bits in {ROWS // 8} bytes, got {packed.dtype} of {packed.shape}")
+            raise StateError(f"got rows of {packed.dtype} {packed.shape}, expected uint8 ({ROWS // 8},)")
         rows = np.flatnonzero(np.unpackbits(packed))
         shape = (rows.size, bounds[0].size, 2**self.precision)
         if counts.dtype != np.int64 or counts.shape != shape:
-            raise StateError(f"counts are int64 of shape {shape}, got {counts.dtype} of {counts.shape}")
-        if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MOST_MASS:
-            raise StateError("rows are those of finite numbers, and counts are not negative and below 2^62 in all")
-        if not counters["weighted"] and int(counts.sum(dtype=object)) != counters["count"]:
-            raise StateError(f"the counts of a histogram of {counters['count']} elements do not add up to that")
+            raise StateError(f"got counts of {counts.dtype} {counts.shape}, expected int64 {shape}")
+        if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MASS_LIMIT:
+            raise StateError(
+                "got rows of non-finite values, or invalid counts: expected counts >= 0 with a sum below 2^62"
+            )
+        total = int(counts.sum(dtype=object))
+        if not counters["weighted"] and total != counters["count"]:
+            raise StateError(f"got counts with a sum of {total}, expected {counters['count']}, the state's count")
         self._lo, self._hi = bounds
         self._rows, self._counts = rows, counts.copy()
 
 
-class SearchObserver(HistogramObserver):
-    """An observer that searches its histogram for the range that is best for a spec."""
+class SearchObserver(BinnedObserver):
+    """Base class of observers that search their histogram for the best range for a spec: ``MSE`` and ``Entropy``."""
 
     @exclusive
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
-        """The range of each set that is best for the spec."""
+        """Return the best range for the spec, per parameter set; the spec's granularity is ignored."""
         return self._range_for(replace(get_spec(spec), granularity=self.granularity))
 
     def _range_for(self, spec: QuantSpec) -> Range:
@@ -226,36 +225,39 @@ class SearchObserver(HistogramObserver):
 
     @abstractmethod
     def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
-        """The bounds of the best range of each set."""
+        """Return the bounds of the best range, per parameter set."""
 
 
-def _places(rows: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Where each of the 512 rows is among these, or -1."""
-    places = np.full(ROWS, -1, np.int16)
-    places[rows] = np.arange(rows.size)
-    return places
+def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
+    """Map each of the 512 possible rows to its index in ``rows``, or to -1."""
+    indices = np.full(ROWS, -1, np.int16)
+    indices[rows] = np.arange(rows.size)
+    return indices
 
 
 def _as_units(counts: Counts) -> Counts:
     if counts.size and int(counts.max()) >= 1 << (62 - WEIGHT_BITS):
-        raise RangeError("too many elements were observed without weights to go on with weights")
+        raise RangeError(
+            f"{int(counts.max()):,} elements in one bin were observed without weights, too many to continue with "
+            "weights: use a new observer"
+        )
     units: Counts = np.left_shift(counts, WEIGHT_BITS)
     return units
 
 
 def _fixed_point(weight: ArrayLike, data: Array) -> Counts:
-    """The weights of each element in units of 2^-24; those of elements that are not finite do not count."""
+    """Convert weights to integers in units of 2^-24, broadcast to the data."""
     try:
-        given: NDArray[Any] = np.asarray(weight).astype(np.float64, casting="same_kind")
+        weights: NDArray[Any] = np.asarray(weight).astype(np.float64, casting="same_kind")
     except (TypeError, ValueError) as error:
-        raise DtypeError(f"weights are real numbers, got {weight!r}: {error}") from error
+        raise DtypeError(f"weights must be real numbers, got {weight!r}: {error}") from error
     try:
-        wide = np.broadcast_to(given, data.shape)
+        broadcast = np.broadcast_to(weights, data.shape)
     except ValueError as error:
-        raise ShapeError(f"weights of shape {given.shape} do not broadcast to x of shape {data.shape}") from error
-    if not (np.isfinite(given).all() and (given >= 0).all()):
-        raise RangeError("weights are finite and not negative: take absolute values or squares")
-    if given.size and float(given.max()) >= 2.0 ** (62 - WEIGHT_BITS):
-        raise RangeError(f"a weight of {given.max()} is beyond fixed point: divide the weights by their mean")
-    fixed: Counts = np.rint(np.ldexp(wide, WEIGHT_BITS)).astype(np.int64)
+        raise ShapeError(f"weights of shape {weights.shape} do not broadcast to x of shape {data.shape}") from error
+    if not (np.isfinite(weights).all() and (weights >= 0).all()):
+        raise RangeError("got infinite, NaN or negative weights, expected finite ones >= 0: pass absolute values")
+    if weights.size and float(weights.max()) >= 2.0 ** (62 - WEIGHT_BITS):
+        raise RangeError(f"a weight of {weights.max()} is too large for fixed point: divide the weights by their mean")
+    fixed: Counts = np.rint(np.ldexp(broadcast, WEIGHT_BITS)).astype(np.int64)
     return fixed

@@ -1,8 +1,8 @@
-"""MinMax and EMAMinMax: the smallest and largest finite value of each set, over all batches or as a moving average.
+"""MinMax and EMAMinMax: the smallest and largest finite value per parameter set, overall or as a moving average.
 
-``MinMax`` is exact, and the same for any order and partition of the data. ``EMAMinMax`` averages the batches' ranges,
-per set and bound in float32: ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d; the first batch is copied. The
-average depends on the order and size of batches.
+The result of ``MinMax`` is exact and does not depend on the order and the size of batches. ``EMAMinMax`` averages the
+ranges of batches in float32, ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d, starting from the range of the first
+batch. Its result depends on the order and the size of batches.
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ from detent.granularity import Granularity, PerTensor
 from detent.observers.observer import Bounds, Observer, exclusive
 from detent.scale_mode import EMA
 
-__all__ = ["EMAMinMax", "MinMax"]
+__all__ = ["EMAMinMax", "MinMax", "MinMaxObserver", "MovingAverageMinMaxObserver"]
 
-AnyArray: TypeAlias = Any  # of any library, as is its namespace
+AnyArray: TypeAlias = Any  # an array, or the namespace, of any array library
 Pair: TypeAlias = tuple[AnyArray, AnyArray]
 
 
 class MinMax(Observer):
-    """The smallest and largest finite value of each set.
+    """Range from the smallest to the largest finite value of each parameter set; also named ``MinMaxObserver``.
 
     >>> import detent as dt, numpy as np
     >>> a = dt.observers.MinMax().observe(np.array([1.0, 2.0], np.float32))
@@ -33,7 +33,7 @@ class MinMax(Observer):
     """
 
     def merge(self, other: Self) -> Self:
-        """Merge what another MinMax has seen into this one; commutative and associative."""
+        """Merge another ``MinMax`` into this one; commutative and associative."""
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
                 self._lo, self._hi = self._blended(other._lo, other._hi)
@@ -42,11 +42,11 @@ class MinMax(Observer):
 
 
 class EMAMinMax(Observer):
-    """A moving average of the batches' smallest and largest finite values.
+    """Exponential moving average of the batches' min-max ranges; also named ``MovingAverageMinMaxObserver``.
 
     Attributes:
-        decay: the part of the old value that is kept, in [0, 1).
-        batches: how many batches were observed.
+        decay: weight of the old average, in [0, 1); PyTorch's ``averaging_constant`` is ``1 - decay``.
+        batches: number of batches observed.
 
     >>> import detent as dt, numpy as np
     >>> ema = dt.observers.EMAMinMax(decay=0.5)
@@ -62,13 +62,13 @@ class EMAMinMax(Observer):
 
     @exclusive
     def reset(self) -> Self:
-        """Forget everything."""
+        """Discard everything observed."""
         self.batches = 0
         return super().reset()
 
     @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Take in one batch; a batch without elements is ignored."""
+        """Observe one batch; a batch without elements is ignored."""
         if np.size(x) or weight is not None:
             super().observe(x, weight)
             self.batches += 1
@@ -109,24 +109,25 @@ class EMAMinMax(Observer):
         super()._load_counters(state)
         self.batches = state["batches"]
 
-    def __repr__(self) -> str:
-        return f"EMAMinMax(decay={self.decay}, granularity={self.granularity!r})"
+
+MinMaxObserver = MinMax
+MovingAverageMinMaxObserver = EMAMinMax
 
 
 def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
-    """The moving average of ranges; sets that one side has not seen take the other's range."""
+    """Average two ranges; where only one of them is known, the result is that one."""
     seen = old[0] <= old[1]
     if seen.all() and (new[0] <= new[1]).all():  # the usual case, without selections
         kept, added = np.float32(decay), np.float32(1.0 - decay)
         lo, hi = (kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True))
         return np.asarray(lo), np.asarray(hi)
-    with np.errstate(all="ignore"):  # inf - inf of sets without values, not selected
+    with np.errstate(all="ignore"):  # inf - inf where no value was seen; not selected
         lo, hi = mix_seen_ranges(numpy, old, new, decay, seen)
     return np.asarray(lo), np.asarray(hi)
 
 
 def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
-    """``mix_ranges`` of arrays of any library, which may be traced; ``seen`` marks the sets that have an old range."""
+    """Run ``mix_ranges`` on arrays of any library, traced ones too; ``seen`` marks where an old range exists."""
     empty = new[0] > new[1]
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:

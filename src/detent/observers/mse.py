@@ -1,14 +1,14 @@
-"""MSE: the range whose quantization error on a histogram of the data is least.
+"""MSE: the range with the least quantization error, searched on a histogram of the data.
 
-The error is that of the spec itself: its format, its convention's scale rule with the scale as it is stored, clipping
-and rounding both, integrated over the bins. What is searched is the scale, and for affine specs the zero point too::
+The error is exactly that of the spec: its format and its convention's scale rule, with the scale as it is stored. It
+includes clipping and rounding, integrated over the bins. The search varies the scale, and the zero point if affine::
 
-    1. a coarse look from the whole range downwards, and with it a bound: once clipping alone costs more than the best
-       error so far, every smaller scale costs more still
-    2. a fine look over what is left, 32 scales per octave, finer than the bins can tell apart
-    3. the lowest valleys of that, twice more at an eighth of the distance
+    1. a coarse search from the min-max range downward, in half octaves; it stops where clipping alone costs more than
+       the best error so far, because every smaller scale clips more
+    2. a fine search over the remaining scales, 32 per octave, finer than the resolution of the bins
+    3. two more searches around the lowest local minima, each at an eighth of the previous distance
 
-All sets at once, and the work does not depend on how many elements were observed.
+All parameter sets are searched at once, and the work does not depend on the number of observed elements.
 """
 
 from collections.abc import Callable
@@ -26,166 +26,172 @@ from detent.observers.histogram import Bins, SearchObserver
 from detent.scale_rule import derive
 from detent.spec import QuantSpec
 
-__all__ = ["MSE"]
+__all__ = ["MSE", "HistogramObserver"]
 
 Float64 = NDArray[np.float64]
-COARSE, COARSE_STEP = 41, 0.5  # scales, and octaves from one to the next
-FINE_PER_OCTAVE, AFFINE_PER_OCTAVE = 32, 16
-VALLEYS, AROUND = 4, 9
-ZERO_POINTS = 33
-SETS_AT_ONCE = 256
-FINEST = 2.0**15
+COARSE_SCALES, COARSE_STEP = 41, 0.5  # number of scales, and octaves between them: 20 octaves below the min-max range
+FINE_PER_OCTAVE, AFFINE_PER_OCTAVE = 32, 16  # scales; fewer for affine specs, which also search the zero point
+MAX_MINIMA = 4  # local minima that are refined; the error may have several of similar depth
+NEIGHBORS = 9  # scales on each side of a minimum, itself included
+ZERO_POINTS = 33  # of the first affine search: every eighth of 256
+SETS_AT_ONCE = 256  # parameter sets per search, which bounds the memory
+CLIPPING_LEVELS = 2.0**15  # levels on each side of zero, so many that rounding errors are negligible
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The levels that a spec has at scale 1, and how far values are from them."""
+    """The values that a spec represents at scale 1, and the error of rounding to them."""
 
     spec: QuantSpec
     norm: float
     dtype: np.dtype
 
     @property
-    def ends(self) -> tuple[float, float]:
+    def bounds(self) -> tuple[float, float]:
         return float(self.spec.qmin), float(self.spec.qmax)
 
     def errors(self, bins: Bins, scale: Float64, zero: Float64) -> Float64:
-        """The error of each set with each of its candidates."""
+        """Return the error of each candidate scale and zero point, per parameter set."""
         levels = np.empty(0)
         if not self.spec.format.is_integer:
-            low, high = self.ends
+            low, high = self.bounds
             levels = np.unique([level for level in self.spec.format.levels if low <= level <= high])
-        return grid_errors(self.norm, self.ends, levels, tuple(bins), scale, zero)
+        return grid_errors(self.norm, self.bounds, levels, tuple(bins), scale, zero)
 
-    def of_ranges(self, bins: Bins, lo: Float64, hi: Float64) -> tuple[Float64, Float64, Float64]:
-        """The error of each range, and its scale and zero point."""
+    def range_errors(self, bins: Bins, lo: Float64, hi: Float64) -> tuple[Float64, Float64, Float64]:
+        """Return the error, the scale and the zero point of each candidate range."""
         derived = derive(self.spec, lo, hi, self.dtype)
         scale, zero = derived.scale.astype(np.float64), derived.zero_point.astype(np.float64)
         return self.errors(bins, scale, zero), scale, zero
 
-    def least_clipping(self, bins: Bins, reach: Float64) -> Float64:
-        """What clipping at ``-reach`` and ``reach`` costs, however fine the levels between are."""
-        zero = np.zeros_like(reach)
-        return grid_errors(self.norm, (-FINEST, FINEST), np.empty(0), tuple(bins), reach / FINEST, zero)
+    def clipping_errors(self, bins: Bins, limit: Float64) -> Float64:
+        """Return the error of clipping at ``-limit`` and ``limit`` alone, without rounding."""
+        zero, bounds = np.zeros_like(limit), (-CLIPPING_LEVELS, CLIPPING_LEVELS)
+        return grid_errors(self.norm, bounds, np.empty(0), tuple(bins), limit / CLIPPING_LEVELS, zero)
 
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
-    """The range of each set with the least error."""
+    """Search the range with the least error, per parameter set."""
     if spec.scale_format == "e4m3":
-        raise UnsupportedError(f"the scales of {spec} share a scale of their own and cannot be searched: use MinMax")
+        raise UnsupportedError(f"MSE cannot search the two-level scales of {spec}: use MinMax")
     grid = Grid(spec, norm, np.dtype(dtype))
     search = _symmetric if spec.symmetric else _affine
     lo, hi = bins.lo.copy(), bins.hi.copy()
-    some = np.flatnonzero((lo != 0) | (hi != 0))  # all zero: nothing to search
-    for start in range(0, some.size, SETS_AT_ONCE):
-        part = some[start : start + SETS_AT_ONCE]
+    nonzero = np.flatnonzero((lo != 0) | (hi != 0))  # nothing to search where all values are zero
+    for start in range(0, nonzero.size, SETS_AT_ONCE):
+        part = nonzero[start : start + SETS_AT_ONCE]
         own = Bins(bins.lower, bins.upper, bins.mass[part], bins.lo[part], bins.hi[part])
         lo[part], hi[part] = search(grid, own)
     return lo, hi
 
 
 def _symmetric(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
+    """Search the scale of a symmetric spec."""
     largest = np.maximum(np.abs(bins.lo), np.abs(bins.hi))[:, None]
 
     def ranges(octaves: Float64) -> tuple[Float64, Float64]:
-        reach = largest * np.exp2(-octaves)
-        return np.clip(bins.lo[:, None], -reach, reach), np.clip(bins.hi[:, None], -reach, reach)
+        limit = largest * np.exp2(-octaves)
+        return np.clip(bins.lo[:, None], -limit, limit), np.clip(bins.hi[:, None], -limit, limit)
 
-    def errors(octaves: Float64) -> Float64:
-        return grid.of_ranges(bins, *ranges(octaves))[0]
+    def errors_at(octaves: Float64) -> Float64:
+        return grid.range_errors(bins, *ranges(octaves))[0]
 
-    coarse = np.broadcast_to(np.arange(COARSE) * COARSE_STEP, (len(largest), COARSE))
-    seen, scale, zero = grid.of_ranges(bins, *ranges(coarse))
-    low, high = grid.ends
-    reach = scale * np.maximum(np.abs(low - zero), np.abs(high - zero))
-    depth = _depth(grid.least_clipping(bins, reach), seen)
-    best = _descend(errors, depth, FINE_PER_OCTAVE)
+    coarse = np.broadcast_to(np.arange(COARSE_SCALES) * COARSE_STEP, (len(largest), COARSE_SCALES))
+    errors, scale, zero = grid.range_errors(bins, *ranges(coarse))
+    low, high = grid.bounds
+    limit = scale * np.maximum(np.abs(low - zero), np.abs(high - zero))
+    depth = _depth(grid.clipping_errors(bins, limit), errors)
+    best = _descend(errors_at, depth, FINE_PER_OCTAVE)
     lo, hi = ranges(best[:, None])
     return lo[:, 0], hi[:, 0]
 
 
-def _depth(clipping: Float64, seen: Float64) -> Float64:
-    """How many octaves below the whole range the best scale can lie."""
-    possible = clipping <= seen.min(axis=1, keepdims=True)
-    last = seen.shape[1] - 1 - np.argmax(possible[:, ::-1], axis=1)
+def _depth(clipping: Float64, errors: Float64) -> Float64:
+    """Return the number of octaves below the min-max range that the fine search has to cover."""
+    possible = clipping <= errors.min(axis=1, keepdims=True)
+    last = errors.shape[1] - 1 - np.argmax(possible[:, ::-1], axis=1)
     return np.asarray((last + 1) * COARSE_STEP)
 
 
-def _descend(errors: Callable[[Float64], Float64], depth: Float64, per_octave: int) -> Float64:
-    """The octaves below the whole range where the error is least."""
-    # Steps of one size: what a set gets does not depend on the sets that it is searched with.
+def _descend(errors_at: Callable[[Float64], Float64], depth: Float64, per_octave: int) -> Float64:
+    """Return the octaves below the min-max range at which the error is least."""
+    # All parameter sets use the same step, so that a result does not depend on the sets searched with it.
     step = np.full((len(depth), 1), 1 / per_octave)
-    tried: Float64 = step * np.arange(np.ceil(depth.max() * per_octave) + 1.0)
-    seen = errors(tried)
-    least, best = _least(seen, tried)
-    around = np.linspace(-1, 1, 2 * AROUND - 1)
-    centers = np.take_along_axis(tried, _valleys(seen), axis=1)
+    octaves: Float64 = step * np.arange(np.ceil(depth.max() * per_octave) + 1.0)
+    errors = errors_at(octaves)
+    least, best = _least(errors, octaves)
+    around = np.linspace(-1, 1, 2 * NEIGHBORS - 1)
+    centers = np.take_along_axis(octaves, _minima(errors), axis=1)
     for _ in range(2):
-        tried = np.maximum((centers[:, :, None] + step[:, :, None] * around).reshape(len(depth), -1), 0)
-        seen = errors(tried)
-        error, octave = _least(seen, tried)
+        octaves = np.maximum((centers[:, :, None] + step[:, :, None] * around).reshape(len(depth), -1), 0)
+        errors = errors_at(octaves)
+        error, octave = _least(errors, octaves)
         best, least = np.where(error < least, octave, best), np.minimum(error, least)
-        parts = seen.reshape(len(depth), centers.shape[1], -1)
+        parts = errors.reshape(len(depth), centers.shape[1], -1)
         inside = np.argmin(parts, axis=2)[:, :, None]
-        centers = np.take_along_axis(tried.reshape(parts.shape), inside, axis=2)[:, :, 0]
-        step = step / (AROUND - 1)
+        centers = np.take_along_axis(octaves.reshape(parts.shape), inside, axis=2)[:, :, 0]
+        step = step / (NEIGHBORS - 1)
     return best
 
 
-def _least(seen: Float64, *tried: Float64) -> list[Float64]:
-    """The first of the least errors of each set, which is that of the largest scale, and what was tried there."""
-    place = np.argmin(seen, axis=1)[:, None]
-    return [np.take_along_axis(each, place, axis=1)[:, 0] for each in (seen, *tried)]
+def _least(errors: Float64, *candidates: Float64) -> list[Float64]:
+    """Return the least error and its candidates, per parameter set; of equal errors the first, the largest scale."""
+    index = np.argmin(errors, axis=1)[:, None]
+    return [np.take_along_axis(each, index, axis=1)[:, 0] for each in (errors, *candidates)]
 
 
-def _valleys(seen: Float64) -> NDArray[np.intp]:
-    """Where the lowest local minima of each row are."""
-    walled = np.pad(seen, ((0, 0), (1, 1)), constant_values=np.inf)
-    inner = walled[:, 1:-1]
-    lowest = np.where((inner <= walled[:, :-2]) & (inner <= walled[:, 2:]), inner, np.inf)
-    return np.argsort(lowest, axis=1, kind="stable")[:, :VALLEYS]
+def _minima(errors: Float64) -> NDArray[np.intp]:
+    """Return the indices of the lowest local minima of each row."""
+    padded = np.pad(errors, ((0, 0), (1, 1)), constant_values=np.inf)
+    inner = padded[:, 1:-1]
+    lowest = np.where((inner <= padded[:, :-2]) & (inner <= padded[:, 2:]), inner, np.inf)
+    return np.argsort(lowest, axis=1, kind="stable")[:, :MAX_MINIMA]
 
 
 def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
-    """Scales times zero points: every zero point of few codes, every eighth of 256, and then those in between."""
-    low, high = grid.ends
-    lo, hi = np.minimum(bins.lo, 0.0)[:, None], np.maximum(bins.hi, 0.0)[:, None]
-    steps = np.arange(COARSE) * COARSE_STEP
-    seen, scale, zero = grid.of_ranges(bins, lo * np.exp2(-steps), hi * np.exp2(-steps))
-    widest, middle = scale[:, :1], zero[:, :1]
-    depth = _depth(grid.least_clipping(bins, scale * (high - low)), seen)
-    sets, places = len(lo), np.unique(np.rint(np.linspace(low, high, min(ZERO_POINTS, int(high - low) + 1))))
+    """Search scale and zero point of an affine spec.
 
-    def errors(octaves: Float64, zero: Float64) -> Float64:
+    All zero points are tried if there are few, or else 33 of them; the distance is then halved around the best ones.
+    """
+    low, high = grid.bounds
+    lo, hi = np.minimum(bins.lo, 0.0)[:, None], np.maximum(bins.hi, 0.0)[:, None]
+    coarse = np.arange(COARSE_SCALES) * COARSE_STEP
+    errors, scale, zero = grid.range_errors(bins, lo * np.exp2(-coarse), hi * np.exp2(-coarse))
+    widest, middle = scale[:, :1], zero[:, :1]
+    depth = _depth(grid.clipping_errors(bins, scale * (high - low)), errors)
+    sets, zero_points = len(lo), np.unique(np.rint(np.linspace(low, high, min(ZERO_POINTS, int(high - low) + 1))))
+
+    def errors_at(octaves: Float64, zero: Float64) -> Float64:
         stored = (widest * np.exp2(-octaves)).astype(grid.dtype).astype(np.float64)
         return grid.errors(bins, stored, zero)
 
     count = int(np.ceil(depth.max() * AFFINE_PER_OCTAVE)) + 1
     step = np.full((sets, 1), 1 / AFFINE_PER_OCTAVE)
-    octaves: Float64 = np.tile(step * np.arange(float(count)), (1, places.size + 1))
-    zeros = np.repeat(np.concatenate((middle, np.broadcast_to(places, (sets, places.size))), axis=1), count, axis=1)
-    seen = errors(octaves, zeros)
-    parts = seen.reshape(sets, places.size + 1, count)
-    per_place = np.argmin(parts, axis=2)
-    order = np.argsort(np.min(parts, axis=2), axis=1, kind="stable")[:, :VALLEYS]
-    at = order * count + np.take_along_axis(per_place, order, axis=1)
-    least, best_octave, best_zero = _least(seen, octaves, zeros)
-    center, place = (np.take_along_axis(each, at, axis=1) for each in (octaves, zeros))
-    gap = float(places[1] - places[0]) if places.size > 1 else 1.0
-    around = np.linspace(-1, 1, AROUND)
+    octaves: Float64 = np.tile(step * np.arange(float(count)), (1, zero_points.size + 1))
+    first_zeros = np.concatenate((middle, np.broadcast_to(zero_points, (sets, zero_points.size))), axis=1)
+    zeros = np.repeat(first_zeros, count, axis=1)
+    errors = errors_at(octaves, zeros)
+    parts = errors.reshape(sets, zero_points.size + 1, count)
+    best_scales = np.argmin(parts, axis=2)
+    order = np.argsort(np.min(parts, axis=2), axis=1, kind="stable")[:, :MAX_MINIMA]
+    at = order * count + np.take_along_axis(best_scales, order, axis=1)
+    least, best_octave, best_zero = _least(errors, octaves, zeros)
+    centers, center_zeros = (np.take_along_axis(each, at, axis=1) for each in (octaves, zeros))
+    gap = float(zero_points[1] - zero_points[0]) if zero_points.size > 1 else 1.0
+    around = np.linspace(-1, 1, NEIGHBORS)
     for _ in range(8):
         gap = max(np.floor(gap / 2), 0.0)
         moves = np.array(list(product((-2, -1, 0, 1, 2) if gap else (0,), around)))
-        octaves = np.maximum((center[:, :, None] + step[:, :, None] * moves[:, 1]).reshape(sets, -1), 0)
-        zeros = np.clip((place[:, :, None] + gap * moves[:, 0]).reshape(sets, -1), low, high)
-        seen = errors(octaves, zeros)
-        error, octave, zero = _least(seen, octaves, zeros)
+        octaves = np.maximum((centers[:, :, None] + step[:, :, None] * moves[:, 1]).reshape(sets, -1), 0)
+        zeros = np.clip((center_zeros[:, :, None] + gap * moves[:, 0]).reshape(sets, -1), low, high)
+        errors = errors_at(octaves, zeros)
+        error, octave, zero = _least(errors, octaves, zeros)
         better = error < least
         best_octave, best_zero = np.where(better, octave, best_octave), np.where(better, zero, best_zero)
         least = np.minimum(error, least)
-        parts = seen.reshape(sets, center.shape[1], -1)
+        parts = errors.reshape(sets, centers.shape[1], -1)
         inside = np.argmin(parts, axis=2)[:, :, None]
-        center, place = (
+        centers, center_zeros = (
             np.take_along_axis(each.reshape(parts.shape), inside, axis=2)[:, :, 0] for each in (octaves, zeros)
         )
         step = step / 2
@@ -194,10 +200,10 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
 
 
 class MSE(SearchObserver):
-    """The range of each set with the least mean ``|x - quantized x|^norm``, clipping and rounding both.
+    """Range with the least mean ``|x - quantized x|^norm``, clipping and rounding included; also ``HistogramObserver``.
 
-    For sets with hundreds of values or more; with fewer, a higher ``precision`` or ``MinMax`` does better. The search
-    depends on the spec. Weights say how much an element's error matters; they are rounded to multiples of 2^-24, so
+    The result depends on the spec. Use it for parameter sets of some hundred values or more; with fewer, use a higher
+    ``precision`` or ``MinMax``. Weights multiply the errors of elements; they are rounded to multiples of 2^-24, so
     weighted observers merge exactly too.
 
     >>> import detent as dt, numpy as np
@@ -210,7 +216,7 @@ class MSE(SearchObserver):
     def __init__(self, norm: float = 2.0, granularity: Granularity | str = PerTensor(), precision: int = 5) -> None:
         self.norm = as_number("norm", norm)
         if not 0 < self.norm < np.inf:
-            raise RangeError(f"a norm is a positive number, got {norm!r}")
+            raise RangeError(f"norm must be a positive number, got {norm!r}")
         super().__init__(granularity, precision)
 
     def _search(self, spec: QuantSpec, bins: Bins) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -219,5 +225,5 @@ class MSE(SearchObserver):
     def _settings(self) -> dict[str, object]:
         return {"norm": self.norm, **super()._settings()}
 
-    def __repr__(self) -> str:
-        return self._described(f"norm={self.norm}")
+
+HistogramObserver = MSE

@@ -1,6 +1,7 @@
-"""Observer: the base of all range observers. One range per set; non-finite values are skipped and counted.
+"""Observer: the base class of all observers, which keep one range per parameter set.
 
-Threads may share an observer: each has a lock, and whatever reads or changes its state holds it.
+Non-finite values are skipped and counted. Threads may share an observer: every method that reads or changes its state
+holds the observer's lock.
 """
 
 import json
@@ -8,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from threading import RLock
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, cast
 
@@ -42,10 +44,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def exclusive(method: Method) -> Method:
-    """The method of an observer, holding its lock."""
+    """Make a method of an observer hold the observer's lock."""
 
     @wraps(method)
-    def locked(self: "Observer", *args: Any, **options: Any) -> Any:  # noqa: ANN401 - those of the method
+    def locked(self: "Observer", *args: Any, **options: Any) -> Any:  # noqa: ANN401 - the method's own arguments
         with self._lock:
             return method(self, *args, **options)
 
@@ -53,22 +55,23 @@ def exclusive(method: Method) -> Method:
 
 
 class Range(NamedTuple):
-    """The bounds of each set, in the granularity's scale shape."""
+    """Lower and upper bounds, one pair per parameter set, in the granularity's scale shape."""
 
     lo: Bounds
     hi: Bounds
 
 
 class Observer(ABC):
-    """A range of each set, observed on batches.
+    """Base class: observes batches and keeps one range per parameter set.
 
-    Threads may share an observer: batches that they observe at once count as if observed one after the other. Copies
-    share nothing with it.
+    Threads may share an observer: batches that they observe at the same time count as if observed one after the other.
+    Copies share no state with the original. ``repr`` is the call that creates the observer, ``str`` adds what it has
+    observed.
 
     Attributes:
         granularity: which elements share a range.
-        count: how many finite elements were observed.
-        nonfinite: how many NaN and infinite elements were skipped.
+        count: number of finite elements observed.
+        nonfinite: number of NaN and infinite elements skipped.
     """
 
     state_type: ClassVar[str] = "float64"
@@ -81,7 +84,7 @@ class Observer(ABC):
 
     @exclusive
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: arrays, to which batches are added in place, are copied."""
+        """Return the state for copies and pickles, with copied arrays: ``observe`` adds to them in place."""
         state = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
         del state["_lock"]
         return state
@@ -91,7 +94,7 @@ class Observer(ABC):
 
     @exclusive
     def reset(self) -> Self:
-        """Forget everything."""
+        """Discard everything observed."""
         self.count = 0
         self.nonfinite = 0
         self._double = False
@@ -101,14 +104,14 @@ class Observer(ABC):
 
     @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Take in one batch, of any float type and any shape with the same sets.
+        """Observe one batch, of any float type, and of any shape that has as many parameter sets as the first batch.
 
         Args:
             x: float data.
-            weight: how much each element matters, broadcast to x; for observers that keep a histogram.
+            weight: importance of each element, broadcast to x; only for observers that keep a histogram.
 
         Raises:
-            ShapeError: the batch falls into other sets than the first.
+            ShapeError: the shape of the ranges differs from that of the first batch.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -120,7 +123,7 @@ class Observer(ABC):
         if self._lo is not None and self._lo.shape != tiling.scale_shape:
             raise ShapeError(
                 f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
-                f"{self.granularity}, the batches before it had {self._lo.shape}: use one observer per shape"
+                f"{self.granularity}, earlier batches had {self._lo.shape}: use one observer per shape"
             )
         low, high, nonfinite = self._measured(data, tiling, weight)
         self._lo, self._hi = self._blended(*self._as_state(low, high))
@@ -130,50 +133,53 @@ class Observer(ABC):
         return self
 
     def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
-        """The batch's bounds and how many elements are not finite; observers with a histogram add to it here."""
+        """Return the batch's bounds and its number of non-finite elements; subclasses update histograms here."""
         if weight is not None:
-            raise UnsupportedError(f"{self!r} takes no weights: MSE, Percentile and Entropy do")
+            raise UnsupportedError(f"{self!r} does not support weights: use MSE, Percentile or Entropy")
         return minmax(data, tiling)
 
     def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:
-        """The bounds in the state's type, which must hold them; (inf, -inf) marks a set without finite values."""
+        """Convert bounds to ``state_type`` and check that they fit; (inf, -inf) means no finite values so far."""
         if self.state_type == "float64":
             return low.astype(np.float64), high.astype(np.float64)
         with np.errstate(all="ignore"):
             lo, hi = low.astype(self.state_type), high.astype(self.state_type)
         if ((np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)).any():
             raise RangeError(
-                f"the range [{np.min(low)}, {np.max(high)}] is beyond the {self.state_type} that {self!r} keeps: "
+                f"the range [{np.min(low)}, {np.max(high)}] exceeds {self.state_type}, in which {self!r} keeps ranges: "
                 "rescale the data or use MinMax"
             )
         return lo, hi
 
     def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        """The state's bounds after a batch with these: the union; the observer itself does not change."""
+        """Return the bounds after a batch with these bounds, here the union; the observer does not change."""
         if self._lo is None or self._hi is None:
             return lo, hi
         return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Merge what another observer of the same kind has seen into this one."""
+        """Merge another observer of the same class and settings into this one."""
 
     def is_like(self, other: object) -> bool:
-        """Whether the other is of the same kind and has the same settings, so that the two can merge."""
+        """Return whether ``other`` has the same class and settings, so that the two can merge."""
         return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
 
     @contextmanager
     def _merging(self, other: Self) -> Iterator[None]:
-        """Hold both locks, in the same order for ``a.merge(b)`` and ``b.merge(a)``, if the two can merge."""
+        """Check that two observers can merge, and hold both locks.
+
+        The order of locking is the same for ``a.merge(b)`` and ``b.merge(a)``, so that they cannot deadlock.
+        """
         if type(other) is not type(self):
-            raise DtypeError(f"a {type(self).__name__} merges with its own kind, got {type(other).__name__}")
+            raise DtypeError(f"cannot merge {type(other).__name__} into {type(self).__name__}: use the same class")
         if not self.is_like(other):
-            raise StateError(f"observers that merge have the same settings, got {self!r} and {other!r}")
+            raise StateError(f"cannot merge {other!r} into {self!r}: use the same settings")
         first, second = sorted((self, other), key=id)
         with first._lock, second._lock:
             mine, theirs = self._lo, other._lo
             if mine is not None and theirs is not None and mine.shape != theirs.shape:
-                raise ShapeError(f"observers hold ranges of shape {mine.shape} and {theirs.shape}: expected one shape")
+                raise ShapeError(f"cannot merge ranges of shapes {mine.shape} and {theirs.shape}: expected one shape")
             yield
 
     def _absorb_counts(self, other: Self) -> None:
@@ -183,10 +189,10 @@ class Observer(ABC):
 
     @exclusive
     def range(self) -> Range:
-        """The range of each set, as read-only arrays.
+        """Return the range of each parameter set, as read-only arrays.
 
         Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
+            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
 
         >>> from detent.observers import MinMax
         >>> MinMax().observe([1.0, -2.0]).range()
@@ -197,14 +203,14 @@ class Observer(ABC):
         empty = self._lo > self._hi
         if empty.any():
             raise NotCalibratedError(
-                f"{self!r} has seen no finite value in {int(empty.sum())} of {empty.size} sets, the first is "
-                f"{first_index(empty)}, and {self.nonfinite} non-finite values in all"
+                f"{self!r} has observed no finite value in {int(empty.sum())} of {empty.size} parameter sets, first at "
+                f"index {first_index(empty)} ({self.nonfinite} non-finite values in total): clean the data"
             )
         return Range(read_only(self._lo), read_only(self._hi))
 
     @exclusive
     def params(self, spec: QuantSpec | Format | str) -> QuantParams:
-        """Parameters of the observed range; the spec must have the observer's granularity.
+        """Compute quantization parameters from the observed range; the spec must have the observer's granularity.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -214,7 +220,7 @@ class Observer(ABC):
         spec = get_spec(spec)
         if spec.granularity != self.granularity:
             raise ShapeError(
-                f"the spec has granularity {spec.granularity}, the observer {self.granularity}: make both the same"
+                f"the spec has granularity {spec.granularity}, the observer {self.granularity}: use the same for both"
             )
         lo, hi = self._range_for(spec)
         return QuantParams.from_range(spec, lo, hi, dtype=self._scale_dtype)
@@ -223,21 +229,21 @@ class Observer(ABC):
     def _scale_dtype(self) -> str:
         return "float64" if self._double else "float32"
 
-    def _range_for(self, spec: QuantSpec) -> Range:  # noqa: ARG002 - for those that search
+    def _range_for(self, spec: QuantSpec) -> Range:  # noqa: ARG002 - for observers that search
         return self.range()
 
     @property
     @exclusive
     def nbytes(self) -> int:
-        """How much memory the state takes."""
+        """Size of the state in bytes."""
         return sum(array.nbytes for array in self._arrays().values())
 
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
-        """How much memory the state of data of that shape can take at most."""
+        """Return the largest size of the state, in bytes, for data of that shape."""
         return 2 * self.granularity.tiling(shape).sets * np.dtype(self.state_type).itemsize
 
     def _settings(self) -> dict[str, object]:
-        """The constructor's arguments, as JSON-ready data."""
+        """Return the constructor's arguments as JSON-ready data."""
         return {"granularity": self.granularity.to_dict()}
 
     def _counters(self) -> dict[str, int]:
@@ -245,7 +251,7 @@ class Observer(ABC):
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Everything observed: counters as integers, ranges as arrays (absent if nothing was observed)."""
+        """Return everything observed: counters as integers, ranges as arrays (absent if nothing was observed)."""
         return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
 
     def _arrays(self) -> dict[str, Array]:
@@ -255,38 +261,43 @@ class Observer(ABC):
 
     @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Replace everything observed by what ``state_dict`` returned.
+        """Replace everything observed with a state that ``state_dict`` returned.
 
         Raises:
-            StateError: other keys, another version, or values that no observer could hold.
+            StateError: unexpected keys, an unsupported version, or values that no observer can have.
         """
         keys = {"version", *self._counters()}
         if not isinstance(state, Mapping) or set(state) not in (keys, keys | set(self.array_names)):
             given = sorted(state) if isinstance(state, Mapping) else state
-            raise StateError(f"the state of a {type(self).__name__} has the keys {sorted(keys)}, got {given!r}")
+            raise StateError(
+                f"got state keys {given!r}, a {type(self).__name__} needs {sorted(keys)}, and {self.array_names} "
+                "if anything was observed"
+            )
         version = plain(state["version"])
         if type(version) is not int or version != STATE_VERSION:
-            raise StateError(f"this detent reads observer state version {STATE_VERSION}, got {state['version']!r}")
+            raise StateError(
+                f"got observer state version {state['version']!r}, this version of detent reads {STATE_VERSION}"
+            )
         counters = {
             name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
             for name in self._counters()
         }
         if "lo" not in state and any(counters.values()):
-            raise StateError(f"a state without arrays is one of nothing observed, got {counters!r}")
+            raise StateError(f"got a state without arrays and counters {counters!r}, expected counters of zero")
         self._load_arrays({name: state[name] for name in self.array_names} if "lo" in state else {}, counters)
         self._load_counters(counters)
         return self
 
     def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Replace the arrays by those of a state, or raise a StateError and change nothing."""
+        """Replace the arrays with those of a state; on a StateError nothing changes."""
         self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:
         low, high = as_array("lo", lo), as_array("hi", hi)
         if low.dtype != self.state_type or high.dtype != self.state_type or low.shape != high.shape:
             raise StateError(
-                f"lo and hi are {self.state_type} of one shape, got {low.dtype} of {low.shape} and {high.dtype} of "
-                f"{high.shape}"
+                f"got lo of {low.dtype} {low.shape} and hi of {high.dtype} {high.shape}, expected {self.state_type} "
+                "and the same shape"
             )
         try:
             check_scale_shape(self.granularity, low.shape, "lo")
@@ -295,7 +306,8 @@ class Observer(ABC):
         unseen = (low == np.inf) & (high == -np.inf)
         if not (unseen | (np.isfinite(low) & np.isfinite(high) & (low <= high))).all():
             raise StateError(
-                f"lo and hi are finite and lo <= hi, or (inf, -inf) where unseen, got {low!r} and {high!r}"
+                f"got lo {low!r} and hi {high!r}, expected finite bounds with lo <= hi, or (inf, -inf) if nothing was "
+                "observed"
             )
         return low.copy(), high.copy()
 
@@ -303,7 +315,7 @@ class Observer(ABC):
         self.count, self.nonfinite, self._double = state["count"], state["nonfinite"], bool(state["double"])
 
     def to_bytes(self) -> bytes:
-        """Everything, as versioned bytes without pickle; equal observations give equal bytes.
+        """Serialize settings and state to versioned bytes, without pickle; equal observations give equal bytes.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -318,19 +330,34 @@ class Observer(ABC):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The observer that ``to_bytes`` wrote.
+        """Create an observer from bytes that ``to_bytes`` returned.
 
         Raises:
-            FileFormatError: not such bytes.
+            FileFormatError: the bytes are malformed or belong to a different class.
         """
         arrays, metadata = storage.loads(data)
         with reading(f"not the bytes of a {cls.__name__}"):
             text = table(metadata, "the metadata", (METADATA,))[METADATA]
             entries = table(parse(text, METADATA), METADATA, ("kind", "settings", "state"))
             if entries["kind"] != cls.__name__:
-                raise FileFormatError(f"these are the bytes of a {entries['kind']}, expected a {cls.__name__}")
+                raise FileFormatError(f"got the bytes of a {entries['kind']}, expected a {cls.__name__}")
             settings = {**entries["settings"], "granularity": granularity_from_dict(entries["settings"]["granularity"])}
             return cls(**settings).load_state_dict({**entries["state"], **arrays})
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(granularity={self.granularity!r})"
+        defaults = signature(type(self)).parameters
+        settings = {name: getattr(self, name) for name in self._settings()}
+        changed = {name: value for name, value in settings.items() if value != defaults[name].default}
+        if "granularity" in changed:
+            changed["granularity"] = str(self.granularity)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
+    @exclusive
+    def __str__(self) -> str:
+        if self._lo is None or self._hi is None or not self.count:
+            return f"{self!r}, {self.nonfinite} non-finite values" if self.nonfinite else f"{self!r}, nothing observed"
+        seen = self._lo <= self._hi
+        ranges = "" if seen.size == 1 else f" in {seen.size:,} parameter sets"
+        skipped = f", {self.nonfinite:,} non-finite values skipped" if self.nonfinite else ""
+        bounds = f"[{self._lo[seen].min():.6g}, {self._hi[seen].max():.6g}]"
+        return f"{self!r}, {self.count:,} values{ranges} within {bounds}{skipped}"

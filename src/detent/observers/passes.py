@@ -1,4 +1,4 @@
-"""Calibrate: feed batches to observers, with progress, a resume file and a memory budget."""
+"""Calibrate: pass batches to observers, with a progress bar, a resume file and an estimate of memory."""
 
 import json
 import sys
@@ -25,9 +25,9 @@ Progress = bool | Callable[[int, int | None], object]
 Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
 VERSION = 1
 METADATA = "detent.calibration"
-ALONE = "x"  # the name of an observer that came without one
-RESERVED = ("__metadata__", "total")
-BAR_WIDTH, SECONDS_BETWEEN = 24, 0.1
+UNNAMED = "x"  # the name in a resume file of an observer without one
+RESERVED = ("__metadata__", "total")  # keys of a safetensors header, and of ``budget``
+BAR_CHARS, SECONDS_BETWEEN_UPDATES = 24, 0.1
 
 
 def calibrate(
@@ -38,21 +38,21 @@ def calibrate(
     resume_file: str | PathLike[str] | None = None,
     every: int = 100,
 ) -> Watching:
-    """Feed every batch to the observers, which are changed and returned.
+    """Pass every batch to the observers, in place, and return them.
 
     The state is saved in ``resume_file`` after ``every`` batches, at the end, and on an interrupt. The next run with
     that file, fresh observers and the same batches resumes there and gives the same bits as an uninterrupted run.
 
     Args:
         batches: arrays for one observer, ``{name: array}`` for several.
-        observers: one, or one per name; a batch may hold more names than are observed.
+        observers: one observer, or ``{name: observer}``; arrays of other names are ignored.
         progress: whether to show a bar on a terminal, or a function of the batches done and their total or None.
         resume_file: the file to save state in, and to resume from if it exists.
-        every: batches from one save to the next.
+        every: number of batches between two saves.
 
     Raises:
-        NotCalibratedError: there was no batch, or an observer has seen nothing finite.
-        ShapeError: a batch lacks a name, or an array falls into other sets than those before it.
+        NotCalibratedError: no batches, or an observer without any finite value.
+        ShapeError: a batch lacks a name, or an array does not fit the ranges of earlier batches.
         FileFormatError: the resume file was saved for different observers or batches.
 
     >>> import numpy as np
@@ -72,7 +72,10 @@ def calibrate(
         for count, batch in enumerate(batches, start=1):
             if count <= saved.batches:
                 if count == saved.batches and _mark(batch, named, alone=alone) != saved.mark:
-                    raise FileFormatError(f"batch {count} is not the one that {path} ends with: remove the file")
+                    raise FileFormatError(
+                        f"batch {count} differs from the last batch saved in {path}: pass the same batches, or delete "
+                        "the file"
+                    )
                 continue
             is_complete = False
             _feed(count, batch, named, alone=alone)
@@ -83,15 +86,17 @@ def calibrate(
                     _save(path, named, _ResumeHeader(count, mark))
             report(count, total)
     finally:
-        # After a batch that only some have seen, the file stays as it was: the batch must not be seen twice.
+        # If only some observers have seen the last batch, keep the old file: no batch may be observed twice.
         if path is not None and is_complete and count > saved.batches:
             _save(path, named, _ResumeHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
     if count < saved.batches:
-        raise FileFormatError(f"{path} holds {saved.batches} batches and only {count} came: remove the file")
+        raise FileFormatError(
+            f"got {count} batches, {path} was saved after {saved.batches}: pass the same batches, or delete the file"
+        )
     if not count:
-        raise NotCalibratedError("there was no batch to calibrate with: give at least one")
+        raise NotCalibratedError("there are no calibration batches: pass at least one")
     for name, observer in named.items():
         try:
             Observer.range(observer)
@@ -102,12 +107,12 @@ def calibrate(
 
 def _named(observers: object) -> Mapping[str, Observer]:
     if isinstance(observers, Observer):
-        return {ALONE: observers}
-    if not isinstance(observers, Mapping) or not all(isinstance(one, Observer) for one in observers.values()):
-        raise DtypeError(f"observers are one observer or {{name: observer}}, got {observers!r}")
+        return {UNNAMED: observers}
+    if not isinstance(observers, Mapping) or not all(isinstance(each, Observer) for each in observers.values()):
+        raise DtypeError(f"got {observers!r}, expected an observer or {{name: observer}}")
     for name in observers:
         if not isinstance(name, str) or not name or name in RESERVED:
-            raise DtypeError(f"an observer's name is text other than {', '.join(RESERVED)}, got {name!r}")
+            raise DtypeError(f"got {name!r} as an observer's name, expected text other than {', '.join(RESERVED)}")
     return observers
 
 
@@ -115,7 +120,7 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone
     if not alone:
         if not isinstance(batch, Mapping):
             raise ShapeError(
-                f"batch {number} is {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}"
+                f"batch {number} is of type {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}"
             )
         missing = [name for name in observers if name not in batch]
         if missing:
@@ -128,7 +133,7 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone
 
 
 def _mark(batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> int:
-    """A checksum of what the observers see of a batch."""
+    """Return a checksum of the arrays in a batch that are observed."""
     checksum = 0
     for name in observers:
         array = np.ascontiguousarray(batch if alone else batch[name])  # type: ignore[call-overload, index]
@@ -137,7 +142,7 @@ def _mark(batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> in
 
 
 def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """How many bytes the observers can take at most, by name and as a ``"total"``; batches do not add to it.
+    """Return the largest size of each observer's state in bytes, by name, and their ``"total"``.
 
     >>> from detent.observers import MinMax, Percentile
     >>> budget({"a": MinMax(), "b": Percentile()}, {"a": (8, 16), "b": (8, 16)})
@@ -146,7 +151,7 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     named = _named(observers)
     missing = [name for name in named if name not in shapes]
     if missing:
-        raise ShapeError(f"no shape was given for {missing[0]!r}, only for {list(shapes)!r}")
+        raise ShapeError(f"got shapes for {list(shapes)!r}, but none for {missing[0]!r}")
     sizes = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
     return {**sizes, "total": sum(sizes.values())}
 
@@ -154,15 +159,19 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
 def reporter(
     progress: Callable[[int, int], object] | Progress | None, verb: str, unit: str, done: int = 0
 ) -> Callable[[int, int | None], object]:
-    """A function of what is done and of the total: ``progress`` itself, a bar if it is True or None, or nothing."""
+    """Return the function to call with the number done and the total.
+
+    It is ``progress`` itself if callable, a bar if ``progress`` is True or None and stderr is a terminal, or else a
+    function that does nothing.
+    """
     if callable(progress):
-        return progress  # type: ignore[return-value]  # callers that know the total always give it
+        return progress  # type: ignore[return-value]  # callers that know the total always pass it
     shown = (progress is None or progress) and sys.stderr.isatty()
     return ProgressBar(sys.stderr, verb, unit, done) if shown else lambda _done, _total: None
 
 
 class ProgressBar:
-    """A line on a terminal, written at most ten times a second, and ended once all is done."""
+    """Progress on one line of a terminal, updated at most ten times a second."""
 
     def __init__(self, stream: TextIO, verb: str, unit: str, done: int) -> None:
         self.stream, self.verb, self.unit, self.before = stream, verb, unit, done
@@ -170,18 +179,18 @@ class ProgressBar:
 
     def __call__(self, done: int, total: int | None) -> None:
         now = time.monotonic()
-        if not self.is_open or (now - self.last < SECONDS_BETWEEN and done != total):
+        if not self.is_open or (now - self.last < SECONDS_BETWEEN_UPDATES and done != total):
             return
         self.last, speed = now, (done - self.before) / max(now - self.start, 1e-9)
-        filled = BAR_WIDTH * done // total if total else 0
-        bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {done}/{total}" if total else f"{done}"
+        filled = BAR_CHARS * done // total if total else 0
+        bar = f"[{'#' * filled}{'.' * (BAR_CHARS - filled)}] {done}/{total}" if total else f"{done}"
         self.stream.write(f"\r{self.verb} {bar} {self.unit}, {speed:.1f}/s")
         self.stream.flush()
         if done == total:
             self.close()
 
     def close(self) -> None:
-        """End the line, once."""
+        """End the line; later calls do nothing."""
         if self.is_open:
             self.stream.write("\n")
             self.stream.flush()
@@ -190,7 +199,7 @@ class ProgressBar:
 
 class _ResumeHeader(NamedTuple):
     batches: int
-    mark: int  # the checksum of the last batch
+    mark: int  # checksum of the last batch
 
 
 def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) -> None:
@@ -202,7 +211,7 @@ def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) 
 
 
 def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
-    """Bring the observers to the state of the file."""
+    """Load the observers' state from the file."""
     arrays, metadata = storage.read(path)
     with reading(f"{path} is not a calibration resume file"):
         data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
@@ -210,13 +219,17 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
         done = as_integer("batches", entries["batches"], at_least=1, error=FileFormatError)
         mark = as_integer("mark", entries["mark"], at_least=0, error=FileFormatError)
         if set(arrays) != set(observers):
-            raise FileFormatError(f"{path} holds {sorted(arrays)!r}, the observers are {sorted(observers)!r}")
+            raise FileFormatError(f"{path} has observers {sorted(arrays)!r}, expected {sorted(observers)!r}")
         saved = {name: type(observers[name]).from_bytes(arrays[name].tobytes()) for name in observers}
     for name, observer in observers.items():
         if not observer.is_like(saved[name]):
-            raise FileFormatError(f"{path} holds {saved[name]!r} for {name!r}, not {observer!r}: use another file")
+            raise FileFormatError(
+                f"{path} has {saved[name]!r} for {name!r}, expected {observer!r}: pass the same observers or a new file"
+            )
         if observer.count or observer.nonfinite:
-            raise StateError(f"{name!r} has observed {observer.count} values: go on from {path} with a fresh observer")
+            raise StateError(
+                f"{name!r} has observed {observer.count} values: pass a new observer to resume from {path}"
+            )
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
     return _ResumeHeader(done, mark)

@@ -1,4 +1,4 @@
-"""Percentile: the range that holds all but the outermost parts of the data."""
+"""Percentile: the range between two percentiles of the data."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from detent.checks import as_number
 from detent.errors import RangeError
 from detent.granularity import Granularity, PerTensor
-from detent.observers.histogram import Bins, HistogramObserver
+from detent.observers.histogram import BinnedObserver, Bins
 from detent.observers.observer import Observer, Range, exclusive
 
 __all__ = ["Percentile"]
@@ -14,13 +14,14 @@ __all__ = ["Percentile"]
 WHOLE = 100.0
 
 
-class Percentile(HistogramObserver):
-    """From the ``lower`` to the ``upper`` percentile of each set, as ``numpy.percentile`` has them, to within a bin.
+class Percentile(BinnedObserver):
+    """Range from the ``lower`` to the ``upper`` percentile of each parameter set.
 
-    With weights, a percentile is the value that has that share of the weight below it.
+    The result equals ``numpy.percentile`` to within the width of a bin. With weights, a percentile is the value with
+    that share of the weight below it.
 
     Attributes:
-        lower, upper: in percent.
+        lower, upper: percentiles, from 0 to 100.
 
     >>> import detent as dt, numpy as np
     >>> lo, hi = dt.observers.Percentile(1, 99).observe(np.linspace(-1, 1, 100_001)).range()
@@ -33,63 +34,60 @@ class Percentile(HistogramObserver):
     ) -> None:
         self.lower, self.upper = as_number("lower", lower), as_number("upper", upper)
         if not 0 <= self.lower < self.upper <= WHOLE:
-            raise RangeError(f"percentiles are 0 <= lower < upper <= 100, got {lower!r} and {upper!r}")
+            raise RangeError(f"got percentiles {lower!r} and {upper!r}, expected 0 <= lower < upper <= 100")
         super().__init__(granularity, precision)
 
     @exclusive
     def range(self) -> Range:
-        """The percentiles of each set.
+        """Return both percentiles of each parameter set.
 
         Raises:
-            NotCalibratedError: nothing observed, or a set without finite values.
+            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
         """
         bins, shape = self.bins(), Observer.range(self).lo.shape
         find = _weighted_percentiles if self.weighted else _percentiles
-        return Range(*(find(bins, share).reshape(shape) for share in (self.lower, self.upper)))
+        return Range(*(find(bins, percent).reshape(shape) for percent in (self.lower, self.upper)))
 
     def _settings(self) -> dict[str, object]:
         return {"lower": self.lower, "upper": self.upper, **super()._settings()}
 
-    def __repr__(self) -> str:
-        return self._described(f"{self.lower}", f"{self.upper}")
 
-
-def _percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
-    """The percentile of each set: between the two elements next to its rank, each at its place in its bin."""
+def _percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
+    """Interpolate between the two elements next to the percentile's rank, as ``numpy.percentile`` does."""
     total = bins.mass.sum(axis=1)
-    rank = share / WHOLE * np.maximum(total - 1, 0)
+    rank = percent / WHOLE * np.maximum(total - 1, 0)
     below = np.floor(rank)
     first, second = _elements(bins, below, total), _elements(bins, below + 1, total)
     part = rank - below
-    # Rounding must not leave the range.
+    # Rounding errors must not move a percentile out of the observed range.
     return np.clip(np.where(part > 0, first * (1 - part) + second * part, first), bins.lo, bins.hi)
 
 
-def _weighted_percentiles(bins: Bins, share: float) -> NDArray[np.float64]:
-    """The value of each set that has that share of the mass below it."""
+def _weighted_percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
+    """Return the value that has ``percent`` of the weight below it, per parameter set."""
     values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)
-        target = share / WHOLE * after[-1]
-        place = min(int(np.searchsorted(after, target, side="left")), len(mass) - 1)
-        inside = (target - (after[place] - mass[place])) / mass[place] if mass[place] else 0.0
-        values[i] = _inside_bin(bins, i, place, min(max(inside, 0.0), 1.0))
+        target = percent / WHOLE * after[-1]
+        bin_index = min(int(np.searchsorted(after, target, side="left")), len(mass) - 1)
+        inside = (target - (after[bin_index] - mass[bin_index])) / mass[bin_index] if mass[bin_index] else 0.0
+        values[i] = _inside_bin(bins, i, bin_index, min(max(inside, 0.0), 1.0))
     return np.clip(values, bins.lo, bins.hi)
 
 
 def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The element of each set's rank; the elements of a bin are evenly distributed over it."""
+    """Return the element at a rank, per parameter set; elements count as evenly spread over their bin."""
     values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)
-        place = min(int(np.searchsorted(after, min(rank[i], total[i] - 1), side="right")), len(mass) - 1)
-        inside = max(rank[i] - (after[place] - mass[place]) + 0.5, 0.0) / max(mass[place], 1e-300)
-        values[i] = _inside_bin(bins, i, place, min(inside, 1.0))
+        bin_index = min(int(np.searchsorted(after, min(rank[i], total[i] - 1), side="right")), len(mass) - 1)
+        inside = max(rank[i] - (after[bin_index] - mass[bin_index]) + 0.5, 0.0) / max(mass[bin_index], 1e-300)
+        values[i] = _inside_bin(bins, i, bin_index, min(inside, 1.0))
     values = np.where(rank <= 0, bins.lo, values)
     return np.where(rank >= total - 1, bins.hi, values)
 
 
-def _inside_bin(bins: Bins, i: int, place: int, share: float) -> float:
-    """The value at that share of a bin, which is cut at the bounds of set ``i``."""
-    low, high = max(bins.lower[place], bins.lo[i]), min(bins.upper[place], bins.hi[i])
-    return float(low + (high - low) * share)
+def _inside_bin(bins: Bins, i: int, bin_index: int, fraction: float) -> float:
+    """Return the value at a fraction of a bin's width; the bin ends at the bounds of parameter set ``i``."""
+    low, high = max(bins.lower[bin_index], bins.lo[i]), min(bins.upper[bin_index], bins.hi[i])
+    return float(low + (high - low) * fraction)
