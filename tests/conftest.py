@@ -1,7 +1,7 @@
-"""What every test shares: the repository's root and how hard Hypothesis works.
+"""Fixtures and settings of all tests: the repository's root and the profiles of Hypothesis.
 
-DETENT_HYPOTHESIS_PROFILE chooses the profile: "quick" (the default) draws the same few examples every time,
-so that a red run is a changed program and not bad luck; "thorough" draws many, new ones on each run.
+DETENT_HYPOTHESIS_PROFILE chooses the profile: "quick" (the default) draws the same few examples in every run,
+so a failure comes from a change and not from chance; "thorough" draws many new examples in each run.
 """
 
 import os
@@ -19,5 +19,5 @@ settings.load_profile(os.environ.get("DETENT_HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The root of the repository."""
+    """Root directory of the repository."""
     return Path(__file__).resolve().parents[1]

@@ -1,5 +1,5 @@
-"""Golden tests: what five public quantization systems document, as tables of hand-made numbers and as behaviour.
+"""Golden tests: the documented behavior of five public quantization systems.
 
-``test_tables`` runs the TOML tables, whose form ``tables`` describes; one test file per system holds the documented
-behaviour that no table can say. No expected number was made by running detent.
+``test_tables`` runs the TOML tables of numbers, whose format is described in ``tables``. One test file per system
+covers documented behavior that is not in a table. All expected numbers were computed by hand, none by running detent.
 """

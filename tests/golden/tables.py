@@ -1,22 +1,22 @@
-"""Golden tables: numbers worked out by hand from the documented formulas of five public quantization systems.
+"""Golden tables: numbers computed by hand from the documented formulas of five public quantization systems.
 
-One TOML file per system. A file holds lists of tables, a table holds what its rows share (spec, scale, zero point,
-estimator) and its rows. Every row says in ``why`` how its numbers follow from the formula; ``deviates`` says what the
-system's own code does where detent builds the documented formula instead.
+There is one TOML file per system. A file contains lists of tables; a table contains what its rows share (spec, scale,
+zero point, straight-through estimator) and its rows. In every row, ``why`` derives the numbers from the formula, and
+``deviates`` describes the system's own code where it differs from its documentation, which detent follows.
 
 =========== ============================= ==========================================================
 list        a table shares                a row has
 =========== ============================= ==========================================================
 forward     spec, scale, zero_point       x, code, y
-gradient    spec, scale, zero_point, ste  x, gx (and g, if it is not the table's)
+gradient    spec, scale, zero_point, ste  x, gx (and g, if it differs from the table's)
 range       spec                          lo, hi, scale, zero_point
 ema         spec, decay                   lo, hi of the batch; ema_lo, ema_hi, scale, zero_point after it
 learned     spec, scale, ste, grad_scale  x, gx, gs
 =========== ============================= ==========================================================
 
-A number is a TOML number, which float32 must hold exactly, or a string: an exact expression that is rounded once to
-float32. Expressions know ``+ - * / **``, decimals, ``s`` (the table's scale, as float32), and the float32 neighbours
-``next(...)`` and ``prev(...)``.
+A number is either a TOML number that float32 represents exactly, or a string: an exact expression that is rounded once
+to float32. Expressions consist of ``+ - * / **``, decimals, ``s`` (the table's scale, as float32), and the float32
+neighbors ``next(...)`` and ``prev(...)``.
 """
 
 import ast
@@ -61,7 +61,7 @@ _ESTIMATORS = {
 
 
 def rounded(exact: Fraction) -> np.float32:
-    """The float32 nearest to an exact number, ties to the even mantissa."""
+    """Round an exact number to float32, ties to the even mantissa."""
     near = np.float32(float(exact))
     around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
     finite = [value for value in around if np.isfinite(value)]
@@ -69,7 +69,7 @@ def rounded(exact: Fraction) -> np.float32:
 
 
 def number(value: int | float | str, scale: np.float32 | None = None) -> np.float32:
-    """The float32 that a table entry stands for.
+    """Convert a table entry to float32.
 
     >>> number(0.25), number("1/3"), number("prev(0.25)") < 0.25, number("3*s", np.float32(0.5))
     (np.float32(0.25), np.float32(0.33333334), np.True_, np.float32(1.5))
@@ -78,12 +78,12 @@ def number(value: int | float | str, scale: np.float32 | None = None) -> np.floa
         return rounded(_exact(value, ast.parse(value, mode="eval").body, scale))
     narrow = np.float32(value)
     if float(narrow) != value and not np.isnan(value):
-        raise ValueError(f"float32 cannot hold {value!r}; write it as a string to have it rounded")
+        raise ValueError(f"float32 cannot represent {value!r}: write it as a string to round it")
     return narrow
 
 
 def _exact(text: str, node: ast.expr, scale: np.float32 | None) -> Fraction:
-    """The exact value of an expression."""
+    """Evaluate an expression exactly."""
     match node:
         case ast.Constant(value=int() | float()):
             return Fraction(ast.get_source_segment(text, node) or "")
@@ -112,7 +112,7 @@ def _exact(text: str, node: ast.expr, scale: np.float32 | None) -> Fraction:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table, with what the table shares."""
+    """One row of a table, with the values that all its rows share."""
 
     system: str
     table: Mapping[str, Any]
@@ -135,7 +135,7 @@ class Case:
 
     @property
     def ste(self) -> dt.ste.Estimator | None:
-        """The table's estimator; None leaves it to the convention."""
+        """The table's straight-through estimator; None for the convention's own."""
         return _ESTIMATORS[self.table["ste"]]
 
     @property
@@ -155,7 +155,7 @@ class Case:
 
 
 def tables(system: str, kind: str) -> Iterator[Mapping[str, Any]]:
-    """The checked tables of one kind: a misspelt or missing column is an error, not an untested number."""
+    """Yield the tables of one kind; a misspelled or missing column is an error."""
     document = tomllib.loads((Path(__file__).parent / f"{system}.toml").read_text(encoding="utf-8"))
     if not set(document) <= set(_SHARED):
         raise ValueError(f"{system}.toml: unknown lists {sorted(set(document) - set(_SHARED))}")
@@ -171,15 +171,15 @@ def tables(system: str, kind: str) -> Iterator[Mapping[str, Any]]:
 
 
 def cases(kind: str) -> list[Any]:
-    """All rows of one kind, of all systems, as pytest parameters."""
-    found = []
+    """All rows of one kind from all systems, as pytest parameters."""
+    parameters = []
     for system in SYSTEMS:
         for table in tables(system, kind):
             for row in table["rows"]:
                 name = "-".join(str(row[column]) for column in ("x", "lo", "hi") if column in row)
                 label = f"{system}-{table['spec']}-{table.get('ste', '')}-{name}".replace("--", "-")
-                found.append(pytest.param(Case(system, table, row), id=label))
-    return found
+                parameters.append(pytest.param(Case(system, table, row), id=label))
+    return parameters
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:

@@ -1,4 +1,4 @@
-"""baracuda-kernels: the documented behaviour of its plans, QuantizePerChannelPlan first of all.
+"""baracuda-kernels: the documented behavior of its plans, most of all QuantizePerChannelPlan.
 
 Documented: ``Plan.select``, ``can_implement``, ``workspace_size``, ``sku``, ``precision_guarantee``, ``run``; f16,
 bf16, f32 and f64 to s8 and u8, ties to even, any axis; backward passes of quantize, dequantize and fake quantize;
@@ -64,7 +64,7 @@ def test_explicit_range() -> None:
     assert dt.quantize(np.array([[-128.0, 127.0]], np.float32), params).codes.tolist() == [[-100, 50]]
 
 
-def test_nothing_gives_nothing() -> None:
+def test_empty_input_gives_empty_codes() -> None:
     plan = dt.Plan.select("quantize", shape=(2, 0), dtype="float32", spec=channel_spec("int8"))
     codes = np.empty((2, 0), np.int8)
     plan.run(np.empty((2, 0), np.float32), dt.QuantParams(channel_spec("int8"), scale=[1.0, 1.0]), out=codes)
@@ -73,7 +73,7 @@ def test_nothing_gives_nothing() -> None:
 
 @pytest.mark.parametrize("order", ["transposed", "reversed", "stepped"])
 def test_any_strides(order: str) -> None:
-    # baracuda takes contiguous tensors only
+    # baracuda supports only contiguous tensors
     x = np.arange(24, dtype=np.float32).reshape(4, 6) / 4
     view = {"transposed": x.T, "reversed": x[::-1, ::-1], "stepped": x[:, ::2]}[order]
     params = dt.QuantParams(channel_spec("int8"), scale=np.full(view.shape[0], 0.5), zero_point=3)
@@ -149,7 +149,7 @@ def test_axis_out_of_range() -> None:
         dt.Plan.select("quantize", shape=SHAPE, dtype="float32", spec=channel_spec("int8", 2))
 
 
-def test_range_upside_down() -> None:
+def test_reversed_range() -> None:
     with pytest.raises(dt.SpecError):
         PLAN_SPEC.replace(qmin=10, qmax=-10)
 
@@ -214,13 +214,13 @@ def test_groups_along_the_last_axis() -> None:
 
 
 def test_groups_may_be_ragged() -> None:
-    # baracuda wants a divisible axis
+    # baracuda requires a divisible axis
     x = np.array([[127.0, 0.0, 254.0]], np.float32)
     assert dt.QuantParams.from_data("int8/group2/symmetric/baracuda_token", x).scale.tolist() == [[1.0, 2.0]]
 
 
 def test_the_largest_element_of_a_token_gets_no_gradient() -> None:
-    # strict bounds: codes -128 and 127 are outside
+    # exclusive bounds: codes -128 and 127 are outside
     x = np.array([[127.0, 1.0]], np.float32)
     params = dt.QuantParams.from_data("int8/token/symmetric/baracuda_token", x)
     assert same_bits(dt.fake_quantize_backward(np.ones_like(x), x, params), np.array([[0.0, 1.0]], np.float32))
@@ -249,7 +249,7 @@ def test_nan_is_refused() -> None:
 
 
 def test_nan_can_become_the_zero_point() -> None:
-    # what baracuda does unasked
+    # baracuda does this by default
     q = dt.quantize(array(float("nan")), params_of("uint8/tensor/affine/baracuda", 0.5, 7), nan="zero_point")
     assert q.codes.tolist() == [7]
 

@@ -1,4 +1,4 @@
-"""entrenar: the documented behaviour of FakeQuantize, its calibration and its two backward passes.
+"""entrenar: the documented behavior of FakeQuantize, its calibration and its two backward passes.
 
 Documented: ``q4()``, ``q8()``, ``calibrate``, ``forward_with_calibration`` (calibrates once), a straight-through
 ``backward``, ``backward_clamped``, ``num_levels``, ``is_initialized``; per-channel and per-group tensors.
@@ -24,7 +24,7 @@ def array(*values: float) -> np.ndarray:
 
 
 def operator(spec: str) -> dt.FakeQuantize:
-    """An operator that has not seen data."""
+    """An operator without calibration."""
     return dt.FakeQuantize(spec, mode=dt.Fixed())
 
 
@@ -159,7 +159,7 @@ def test_clamped_backward_includes_the_ends() -> None:
 
 
 def test_clamped_backward_looks_at_the_value() -> None:
-    # 7.25 has the code 7, but lies outside [-7, 7]
+    # 7.25 has code 7, but is outside [-7, 7]
     assert same_bits(fixed(4, True, 1.0).backward_clamped(array(1.0), array(7.25)), array(0.0))
 
 
@@ -170,16 +170,16 @@ def test_clamped_backward_counts_the_zero_point() -> None:
 
 
 def test_clamped_backward_refuses_other_shapes() -> None:
-    # entrenar cuts to the shorter of the two
+    # entrenar truncates to the shorter of the two
     with pytest.raises(dt.ShapeError):
         fixed(4, True, 1.0).backward_clamped(array(1.0), array(1.0, 2.0))
 
 
-# ---- what entrenar lets pass and detent does not ----
+# ---- what entrenar accepts and detent rejects ----
 
 
 def test_calibrating_on_nothing_is_refused() -> None:
-    # entrenar: ignored, and the operator runs on with scale 1
+    # entrenar ignores it and continues with scale 1
     with pytest.raises(dt.RangeError):
         operator(INT8).calibrate(array())
 
@@ -191,7 +191,7 @@ def test_forward_before_calibration_is_refused() -> None:
 
 
 def test_nan_stays_nan() -> None:
-    # entrenar: NaN becomes 0 on its way through an integer
+    # entrenar: NaN becomes 0 in the conversion to an integer
     assert np.isnan(fixed(8, True, 0.5).forward(array(float("nan")))).all()
 
 
@@ -220,7 +220,7 @@ def test_a_tensor_knows_its_memory() -> None:
 
 
 def test_a_saved_tensor_keeps_its_zero_point(tmp_path: object) -> None:
-    # entrenar's safetensors files leave it out
+    # entrenar's safetensors files omit it
     q = dt.quantize(array(-1.0, 0.5), dt.QuantParams(dt.QuantSpec.parse(UINT8), scale=0.5, zero_point=17))
     path = tmp_path / "q.safetensors"  # type: ignore[operator]  # pytest's tmp_path is a Path
     q.save(path)

@@ -1,4 +1,4 @@
-"""oxicuda-quant: the documented behaviour of FakeQuantize and of the observers.
+"""oxicuda-quant: the documented behavior of FakeQuantize and of the observers.
 
 Documented: ``FakeQuantize(bits, symmetric, scale, zero_point)``, an ``enabled`` switch, ``update_params``,
 ``quant_range``, ``float_range``, ``backward(g, x)``, ``quantization_noise``, errors for bits outside 1..16 and for
@@ -171,7 +171,7 @@ def test_nan_stays_nan() -> None:
     assert np.isnan(fixed(8, True, 0.5).forward(array(float("nan")))).all()
 
 
-# ---- what oxicuda accepts and detent does not ----
+# ---- what oxicuda accepts and detent rejects ----
 
 
 def test_a_symmetric_operator_has_no_other_zero_point() -> None:

@@ -1,6 +1,6 @@
-"""rlx: the documented behaviour of ScaleMode, of the four estimators, of the channel axis and of learned steps.
+"""rlx: the documented behavior of ScaleMode, the four straight-through estimators, the channel axis and learned scales.
 
-Documented: ``ScaleMode`` PerBatch (default), EMA with a decay, Fixed, all serialisable and hashable; ``SteKind``
+Documented: ``ScaleMode`` PerBatch (default), EMA with a decay, Fixed, all serializable and hashable; ``SteKind``
 Identity (default), ClippedIdentity, Tanh, HardTanh; 2, 4 and 8 bits; one scale per index of any axis; LSQ gradients.
 """
 
@@ -78,7 +78,7 @@ def test_ema_without_data_refuses_to_evaluate() -> None:
 
 
 def test_a_first_batch_of_zeros_is_a_batch() -> None:
-    # an explicit flag, no sentinel value: hi = 0.5 * 0 + 0.5 * 7
+    # an explicit flag instead of a sentinel value: hi = 0.5 * 0 + 0.5 * 7
     fq = dt.FakeQuantize(INT4, mode=dt.EMA(decay=0.5))
     fq(array(0.0, 0.0))
     fq(array(0.0, 7.0))
@@ -139,7 +139,7 @@ def test_identity_is_the_default() -> None:
     ids=repr,
 )
 def test_estimator_across_the_range(bits: int, ste: dt.ste.Estimator, factors: tuple[float, ...]) -> None:
-    # the middle, half way, the end, and half a range beyond it; qmax * s = 1 at every number of bits would need
+    # the middle, halfway, the bound, and half a range beyond it; qmax * s = 1 at every bit width would need
     # rounded scales, so s = 2 and the points scale with qmax
     end = 2.0 * (2 ** (bits - 1) - 1)
     fq = fixed(bits, True, 2.0, ste=ste)
@@ -161,7 +161,7 @@ def test_backward_uses_the_scale_of_the_forward() -> None:
 
 @pytest.mark.parametrize(("bits", "qmax"), [(2, 1), (3, 3), (4, 7), (5, 15), (8, 127), (16, 32767)])
 def test_the_range_is_narrow(bits: int, qmax: int) -> None:
-    # rlx knows 2, 4 and 8 bits and panics otherwise
+    # rlx supports 2, 4 and 8 bits and panics otherwise
     assert dt.FakeQuantize(f"int{bits}/tensor/symmetric/rlx").quant_range() == (-qmax, qmax)
 
 
@@ -192,7 +192,7 @@ def test_ema_of_channels() -> None:
     assert fq.scale.tolist() == [2.0, 1.0]
 
 
-# ---- learned steps ----
+# ---- learned scales ----
 
 X = array(0.625, 4.0, -0.75)  # v = 1.25 -> 1, 8 -> clipped at 7, -1.5 -> -2: gradients of the scale -0.25, 7, -0.5
 
@@ -210,7 +210,7 @@ def test_learned_gradients_are_weighted_by_g() -> None:
 
 
 def test_learned_gradients_are_scaled_by_default() -> None:
-    # 1 / sqrt(N * qmax) of the paper, which rlx leaves out
+    # 1 / sqrt(N * qmax) as in the paper; rlx omits it
     params = dt.QuantParams(dt.QuantSpec.parse(INT4), scale=0.5)
     _, gs, _ = dt.fake_quantize_learned_backward(np.ones_like(X), X, params)
     assert gs == pytest.approx(6.25 / math.sqrt(3 * 7), rel=2**-22)

@@ -1,4 +1,4 @@
-"""Every row of the golden tables, through the public functions."""
+"""Every row of the golden tables, computed by the public functions."""
 
 import numpy as np
 import pytest
@@ -63,7 +63,7 @@ EMA_TABLES = [
 
 
 def batches(system: str, table: dict[str, object]) -> list[Case]:
-    """The rows of an EMA table, in order."""
+    """Rows of an EMA table, in order."""
     return [Case(system, table, row) for row in table["rows"]]  # type: ignore[attr-defined]  # a list of rows
 
 
@@ -88,7 +88,7 @@ def test_moving_average_parameters(system: str, table: dict[str, float]) -> None
 
 
 def learned(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The gradients of x, scale and zero point of one row."""
+    """Gradients of x, scale and zero point for one row."""
     return dt.fake_quantize_learned_backward(
         case.g, case.x, case.params, ste=case.ste, grad_scale=case.table["grad_scale"]
     )
@@ -116,7 +116,7 @@ def test_every_system_has_enough_rows(system: str) -> None:
 
 
 def test_a_literal_that_float32_cannot_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="float32 cannot hold"):
+    with pytest.raises(ValueError, match="float32 cannot represent"):
         number(0.1)
 
 

@@ -1,4 +1,4 @@
-"""torsh-backend: the documented behaviour of QuantizationParams, and of the stored bytes.
+"""torsh-backend: the documented behavior of QuantizationParams and of the stored bytes.
 
 Documented: constructors ``default``, ``new(scale, zero_point)``, ``int8_symmetric``, ``uint8_asymmetric``,
 ``int4_symmetric``, ``channel_wise``, ``block_wise``; ``from_statistics``, ``validate``, ``num_parameter_sets``,
@@ -67,7 +67,7 @@ def test_no_range_is_known_at_first() -> None:
 
 
 def test_symmetric_statistics() -> None:
-    # twice the magnitude over the span: 4 / 255
+    # twice the magnitude over the number of steps: 4 / 255
     p = dt.QuantParams(INT8, scale=1.0).from_statistics(-2.0, 2.0)
     assert (p.scale, p.zero_point) == (number("4/255"), 0)
 
@@ -94,7 +94,7 @@ def test_statistics_give_new_params() -> None:
 
 
 def test_statistics_of_channels_fill_every_channel() -> None:
-    # torsh writes only the first one
+    # torsh sets only the first channel
     p = dt.QuantParams.channel_wise(2, dt.int8).from_statistics([-127.0, -254.0], [0.0, 0.0])
     assert p.scale.tolist() == [1.0, 2.0]
 
@@ -115,7 +115,7 @@ def test_impossible_statistics_are_refused(lo: float, hi: float) -> None:
     [
         dt.QuantParams(UINT8, scale=1.0, zero_point=0),
         dt.QuantParams.channel_wise(64, dt.int8),
-        dt.QuantParams.channel_wise(1, dt.int8),  # torsh wants more than one channel
+        dt.QuantParams.channel_wise(1, dt.int8),  # torsh requires more than one channel
         dt.QuantParams.block_wise(128, dt.int8),
     ],
 )
@@ -150,7 +150,7 @@ def test_a_block_size_must_be_positive() -> None:
         dt.QuantParams.block_wise(0, dt.int8)
 
 
-# ---- questions ----
+# ---- properties ----
 
 
 def test_num_parameter_sets_of_a_tensor() -> None:

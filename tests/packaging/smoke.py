@@ -1,7 +1,7 @@
-"""A check of an installed detent that needs nothing but detent; run it from outside the source tree.
+"""Check an installed detent, without any other package; run it from outside the source tree.
 
-`python smoke.py` wants native kernels and compares them with the reference, bit for bit; `python smoke.py reference`
-wants an installation that was made without a compiler.
+`python smoke.py` requires native kernels and compares them with the reference kernels, bit for bit;
+`python smoke.py reference` requires an installation without native kernels.
 """
 
 import sys
@@ -17,7 +17,7 @@ DTYPES = ("float16", ml_dtypes.bfloat16, "float32", "float64")
 
 
 def data():
-    """Half of it lies on the ties of an int8 scale of 1, half is random; the groups are ragged."""
+    """Data that is half ties of an int8 scale of 1, half random; the last group of each row is incomplete."""
     ties = np.resize(np.arange(-254, 255) / 2, (16, 100))
     return np.concatenate([ties, np.random.default_rng(0).normal(scale=20, size=(16, 100))])
 
@@ -35,14 +35,14 @@ def bits(array):
 
 
 def compare(kernels):
-    """Runs everything on both kernels; returns how many results were compared."""
+    """Run everything on both kernels; return how many results were compared."""
     count = 0
     for spec in SPECS:
         for dtype in DTYPES:
             x = data().astype(dtype)
-            found, expected = results(kernels, spec, x), results("reference", spec, x)
-            assert bits(found["dequantized"]) == bits(found["fake"]), f"{spec} of {x.dtype}: two ways, two values"
-            for name, array in found.items():
+            arrays, expected = results(kernels, spec, x), results("reference", spec, x)
+            assert bits(arrays["dequantized"]) == bits(arrays["fake"]), f"{spec} of {x.dtype}: fake differs"
+            for name, array in arrays.items():
                 assert bits(array) == bits(expected[name]), f"{spec} of {x.dtype}: {name} differs from the reference"
                 count += 1
     return count

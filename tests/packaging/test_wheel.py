@@ -1,6 +1,6 @@
-"""What users install: the sdist, the wheel built from it, and an installation on a machine without a compiler.
+"""The packages that users install: the sdist, the wheel built from it, and an installation without a compiler.
 
-The source tree is only read. No __init__.py here: with one, this directory would hide the library `packaging`.
+The tests only read the source tree. This directory has no __init__.py, which would hide the library `packaging`.
 """
 
 import json
@@ -24,7 +24,7 @@ MINUTES = 60
 STABLE_ABI = sys.version_info >= (3, 12)
 TAG = "cp312-abi3" if STABLE_ABI else "cp311-cp311"
 EXTENSION = f"detent/_native{'.abi3.so' if STABLE_ABI else sysconfig.get_config_var('EXT_SUFFIX')}"
-FOREIGN = ("CMAKE_ARGS", "DETENT_", "PYTHONPATH", "SKBUILD_")  # settings of the caller that would change the outcome
+FOREIGN = ("CMAKE_ARGS", "DETENT_", "PYTHONPATH", "SKBUILD_")  # prefixes of variables that would change the result
 
 HERE = "reference" if dt.capabilities().level == "none" else "native"
 
@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(HERE == "reference", reason="detent was buil
 
 
 def run(*command, cwd, minutes=1, **variables):
-    """What the command prints, with those variables; None removes one, and FOREIGN ones are gone anyway."""
+    """Run the command and return its output; None removes a variable, and FOREIGN ones are always removed."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
         [str(word) for word in command],
@@ -49,14 +49,14 @@ def run(*command, cwd, minutes=1, **variables):
 
 @pytest.fixture(scope="session")
 def pinned(root):
-    """The variables that make pip read constraints.txt for packages and for what builds them, as in the Makefile."""
-    pins = (root / "constraints.txt").as_uri()  # pip splits at spaces, and an address has none
+    """Variables that apply constraints.txt to packages and to build requirements, as in the Makefile."""
+    pins = (root / "constraints.txt").as_uri()  # a URL, because pip splits the value at spaces
     return {"PIP_CONSTRAINT": pins, "PIP_BUILD_CONSTRAINT": pins}
 
 
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory):
-    """The directory for what is built, one for all workers of pytest-xdist."""
+    """Directory for sdist and wheel, shared by all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dist"
     directory.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def dist(tmp_path_factory):
 
 
 def made_once(dist, pattern, make):
-    """The file of that name in `dist`; the first worker makes it, the others wait for it."""
+    """Path of the file in `dist`; the first worker builds it, the others wait."""
     with FileLock(dist / "lock"):
         if not list(dist.glob(pattern)):
             make()
@@ -82,7 +82,7 @@ def sdist(root, dist, pinned):
 def wheel(sdist, dist, pinned, tmp_path_factory):
     def make():
         source = unpacked(sdist, tmp_path_factory.mktemp("wheel"))
-        # A failing compiler must fail here, and not fall back to the reference kernels.
+        # If the compiler fails, the build must fail instead of leaving out the native kernels.
         command = [sys.executable, "-m", "build", "--wheel", "-Cwheel.cmake=true", "--outdir", dist, source]
         run(*command, cwd=dist, minutes=30, **pinned)
 
@@ -91,7 +91,7 @@ def wheel(sdist, dist, pinned, tmp_path_factory):
 
 @pytest.fixture
 def venv(tmp_path):
-    """The Python of an empty virtual environment, without even pip."""
+    """Python of an empty virtual environment, without pip."""
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     return tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
 
@@ -107,15 +107,15 @@ def pip(venv, *arguments, cwd, **variables):
 
 
 def smoke(venv, kernels, cwd):
-    """Runs the smoke test there; returns its line."""
+    """Run the smoke test in that environment; return the line it prints."""
     (line,) = run(venv, "-W", "error", SMOKE, kernels, cwd=cwd).splitlines()
     assert f"kernels {kernels}" in line
-    assert Path(line.rpartition(", ")[2]).is_relative_to(venv.parents[1]), f"another detent was tested: {line}"
+    assert Path(line.rpartition(", ")[2]).is_relative_to(venv.parents[1]), f"the wrong detent was tested: {line}"
     return line
 
 
 def files_of(directory):
-    """Every file of the package in a source tree, as a wheel names it."""
+    """Paths of all files of the package in a source tree, as in a wheel."""
     files = [path for path in (directory / "detent").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return {path.relative_to(directory).as_posix() for path in files}
 
@@ -177,8 +177,8 @@ def test_sdist_holds_what_a_build_and_its_tests_need(sdist, root, tmp_path):
     assert sources
     assert sources | package | others | {"tests/conftest.py", "tests/packaging/smoke.py"} <= files
     assert {name.partition("/")[0] for name in files} == others | more
-    made = [name for name in files if "__pycache__" in name or name.endswith((".pyc", ".so", ".o"))]
-    assert made == []
+    generated = [name for name in files if "__pycache__" in name or name.endswith((".pyc", ".so", ".o"))]
+    assert generated == []
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])

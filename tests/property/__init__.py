@@ -1,1 +1,1 @@
-"""What holds for every input: laws of the operators, tried on data that Hypothesis and the format's edges supply."""
+"""Properties that hold for every input, tested on random data from Hypothesis and on the edges of each format."""

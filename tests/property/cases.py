@@ -1,7 +1,7 @@
-"""What the properties are tried on: specs of every kind, awkward parameters, data on and beside the edges.
+"""Examples for the property tests: all kinds of specs, awkward parameters, and data on and next to rounding boundaries.
 
-Data are drawn in steps of the scale, on ties, on codes and next to both, because that is where rules differ;
-a drawn element shrinks to a small number of steps, so that a failure reads like a hand-made example.
+Data are drawn in steps of the scale: on ties, on codes and next to both, because conventions differ there. A drawn
+element shrinks to a small number of steps, so a failing example is easy to read.
 """
 
 from dataclasses import dataclass
@@ -47,19 +47,19 @@ TILINGS = (
 )
 
 
-# Hypothesis prints a dataclass field by field, class variables included: a Convention would print all presets, each of
-# which prints all presets. Specs and params print as the calls that make them.
+# Hypothesis prints a dataclass field by field, including class variables, so a Convention would print its presets
+# recursively. Print specs and params by their repr instead.
 for _class in (dt.Convention, dt.QuantSpec, dt.QuantParams):
     _class._repr_pretty_ = lambda self, printer, _cycle: printer.text(repr(self))
 
 
 def same_bits(a, b):
-    """Whether two arrays agree in dtype, shape and every bit, the sign of zero included."""
+    """Whether two arrays have the same dtype, shape and bits, including the sign of zero."""
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def all_specs(convention, granularity=dt.PerTensor()):
-    """Every format, symmetric and affine where it can be both, and the named block formats."""
+    """All formats, symmetric and affine where both exist, and the named block formats."""
     for name in INTEGERS:
         wide = dt.formats.FORMATS[name].bits > 1
         for symmetric in (True, False) if wide else (False,):
@@ -71,7 +71,7 @@ def all_specs(convention, granularity=dt.PerTensor()):
 
 
 def make_params(rng, spec, shape):
-    """Parameters for data of that shape: awkward scales, zero points anywhere in the range."""
+    """Random parameters for data of that shape: awkward scales, any valid zero point."""
     scale_shape = spec.granularity.tiling(shape).scale_shape
     scale = rng.choice(SCALES, size=scale_shape)
     if spec.scale_format != "float":
@@ -83,7 +83,7 @@ def make_params(rng, spec, shape):
 
 
 def edge_data(rng, params, shape, dtype, nan=False):
-    """Data on codes, on ties and next to them, beyond both ends, zeros of both signs and infinities."""
+    """Random data on codes, on ties, next to both, and outside the range; zeros of both signs and infinities."""
     scale = dt.dequantize_backward(np.ones(shape), params)
     reach = params.spec.qmax - params.spec.qmin + 2
     steps = rng.uniform(-reach, reach, size=shape)
@@ -110,7 +110,7 @@ class Case:
 
 @st.composite
 def specs(draw, formats=INTEGERS + OTHERS, conventions=PRESETS, roundings=(None,), granularities=(dt.PerTensor(),)):
-    """A spec; integer formats get either symmetry and, if affine, sometimes a range of their own."""
+    """A spec; integer formats are symmetric or affine, and affine ones sometimes have a custom code range."""
     form = dt.formats.FORMATS[draw(st.sampled_from(formats))]
     common = {
         "granularity": draw(st.sampled_from(granularities)),
@@ -128,7 +128,7 @@ def specs(draw, formats=INTEGERS + OTHERS, conventions=PRESETS, roundings=(None,
 
 
 def _elements(spec):
-    """Numbers of steps: codes, ties, anything between, and the infinities."""
+    """Elements in steps of the scale: codes, ties, values between them, and infinities."""
     reach = int(spec.qmax - spec.qmin) + 2
     whole = st.integers(-reach, reach)
     return st.one_of(
@@ -141,7 +141,7 @@ def _elements(spec):
 
 @st.composite
 def cases(draw, dtypes=DTYPES, max_size=12, **choices):
-    """A Case with one set of parameters."""
+    """A Case with one parameter set."""
     spec = draw(specs(**choices))
     scale = np.float32(draw(st.one_of(st.sampled_from(SCALES), st.floats(2.0**-40, 2.0**40, width=32))))
     zero_point = None if spec.symmetric else draw(st.integers(spec.qmin, spec.qmax))

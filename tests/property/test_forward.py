@@ -1,4 +1,4 @@
-"""Laws of quantize, dequantize and fake quantize that hold whatever the data are."""
+"""Properties of quantize, dequantize and fake quantization that hold for all data."""
 
 from fractions import Fraction
 
@@ -91,7 +91,7 @@ def test_integers_and_nf4_never_give_a_negative_zero(case):
 
 
 def test_a_value_too_small_for_its_output_type_becomes_positive_zero():
-    """-1e-10 is a code of its own, but float16 has no such number."""
+    """-1e-10 is code -1, but float16 cannot represent the value."""
     params = dt.QuantParams("int8", 1e-10)
     y = dt.QuantizedTensor.from_codes([-1, 1], params, "float16").dequantize()
     assert same_bits(y, np.zeros(2, np.float16))
@@ -104,7 +104,7 @@ def test_fake_quantize_is_dequantize_of_quantize(case, step):
 
 
 def _differences(rng, spec, shape, dtype):
-    """The policies under which fake quantize and dequantize of quantize disagree."""
+    """Yield the NaN policies under which fake quantization differs from dequantize of quantize."""
     params = make_params(rng, spec, shape)
     x = edge_data(rng, params, shape, dtype, nan=True)
     for policy in ("zero_point", "qmin"):
@@ -117,8 +117,8 @@ def _differences(rng, spec, shape, dtype):
 @pytest.mark.parametrize("convention", PRESETS)
 def test_fake_quantize_is_dequantize_of_quantize_in_every_format(convention, dtype):
     rng = np.random.default_rng(1)
-    found = [d for spec in all_specs(convention) for d in _differences(rng, spec, (40,), dtype)]
-    assert not found, found[:3]
+    differences = [d for spec in all_specs(convention) for d in _differences(rng, spec, (40,), dtype)]
+    assert not differences, differences[:3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,8 +127,8 @@ def test_fake_quantize_is_dequantize_of_quantize_in_every_granularity(granularit
     rng = np.random.default_rng(2)
     few = {"int4", "uint8", "int16", "float8_e4m3fn", "float4_e2m1fn", "nf4"}
     specs = [s for name in PRESETS for s in all_specs(name, granularity) if s.format.name in few]
-    found = [d for spec in specs for d in _differences(rng, spec, shape, dtype)]
-    assert not found, found[:3]
+    differences = [d for spec in specs for d in _differences(rng, spec, shape, dtype)]
+    assert not differences, differences[:3]
 
 
 @given(cases(roundings=ROUNDINGS))
@@ -143,7 +143,7 @@ def test_codes_lie_in_the_range_and_infinities_reach_its_ends(case):
 
 
 @given(cases(formats=INTEGERS), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1))
-def test_stochastic_rounding_takes_one_of_the_two_neighbours(case, seed, step):
+def test_stochastic_rounding_takes_one_of_the_two_neighbors(case, seed, step):
     random = dt.QuantParams(
         case.spec.replace(rounding=dt.rounding.stochastic(seed)), case.params.scale, case.params.zero_point
     )

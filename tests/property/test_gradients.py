@@ -1,4 +1,4 @@
-"""Laws of the gradients: what backward of the parts makes of backward of the whole, and what finite differences say."""
+"""Properties of gradients: composition of backward passes, and agreement with finite differences."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ MASKS = (
 
 
 def _gradient(case, seed):
-    """Gradients of many significant bits whose product with the scale stays a normal number."""
+    """Random gradients with many significant bits whose product with the scale is a normal number."""
     g = np.random.default_rng(seed).uniform(0.5, 2.0, size=case.x.shape)
     return (g * np.where(g > 1, 1, -1)).astype(case.x.dtype)
 
 
 @given(cases(roundings=(None, "floor", "stochastic(5)")), st.sampled_from(MASKS), st.integers(0, 1000))
 def test_backward_of_the_parts_is_backward_of_the_whole(case, ste, seed):
-    if case.x.dtype == np.float16:  # keep g * s among float16's normal numbers
+    if case.x.dtype == np.float16:  # keep g * s a normal float16 number
         case = Case(dt.QuantParams(case.spec, np.float32(0.0123), case.params.zero_point), case.x)
     g = _gradient(case, seed)
     whole = dt.fake_quantize_backward(g, case.x, case.params, ste=ste)
@@ -68,11 +68,12 @@ def test_nan_in_x_gets_no_gradient_but_from_identity(case):
     assert (gs, gz) == (0.0, 0.0)
 
 
-# Learned parameters against finite differences of s * (clip(x/s + e + z, qmin, qmax) - z), e = round(x/s) - x/s frozen
+# Gradients of learned parameters against finite differences of s * (clip(x/s + e + z, qmin, qmax) - z) with constant e,
+# the rounding error in steps.
 
 
 def _away_from_kinks(rng, spec, params, shape):
-    """Data whose codes lie strictly inside the range or at least two steps beyond it, off the ties."""
+    """Random data with codes inside the range or at least two steps outside it, away from ties."""
     s, z = (_spread(params, value, shape) for value in (params.scale, params.zero_point))
     inside = rng.integers(spec.qmin + 1, spec.qmax, size=shape)
     beyond = np.where(rng.random(shape) < 0.5, spec.qmin - 2, spec.qmax + 2)
@@ -81,7 +82,7 @@ def _away_from_kinks(rng, spec, params, shape):
 
 
 def _spread(params, values, shape):
-    """One value per element, by the definition of the granularity: the set of each index, one at a time."""
+    """Expand one value per parameter set to one value per element, index by index."""
     tiling = params.spec.granularity.tiling(shape)
     grid = np.reshape(values, tiling.grid)
     spread = np.empty(shape)
@@ -126,7 +127,7 @@ def test_learned_gradients_are_those_of_the_surrogate(granularity, shape, conven
 
 @pytest.mark.parametrize("format_", ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4"])
 def test_learned_gradients_of_small_floats_and_nf4(format_):
-    """The surrogate of these is s * clip(x/s + e, -max, max): inside e, outside the end itself."""
+    """The surrogate is s * clip(x/s + e, -max, max): the scale gradient is e inside, -max or max outside."""
     params = dt.QuantParams(format_, np.float64(0.3))
     top = params.spec.qmax
     t = np.random.default_rng(1).uniform(-1.5, 1.5, size=50) * top

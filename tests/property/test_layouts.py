@@ -1,4 +1,4 @@
-"""Memory layout never changes a bit: every operation on strided, reversed, read-only or odd arrays."""
+"""Memory layout never changes a bit: every operation on strided, reversed, read-only and unaligned arrays."""
 
 import numpy as np
 import pytest

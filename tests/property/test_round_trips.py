@@ -1,4 +1,4 @@
-"""Nothing is lost on the way out and back: JSON, arrays, files, bytes, state and slices."""
+"""Round trips lose nothing: JSON, arrays, files, bytes, state and slices."""
 
 import json
 import tempfile
@@ -133,7 +133,7 @@ def test_quantizer_through_its_state(spec, mode):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=repr)
-def test_uninitialised_quantizer_through_its_state(mode):
+def test_uninitialized_quantizer_through_its_state(mode):
     other = dt.FakeQuantize("int8", mode=mode)
     other.calibrate(np.ones(3, np.float32))
     other.load_state_dict(dt.FakeQuantize("int8", mode=mode).state_dict())
@@ -168,7 +168,7 @@ def test_observer_through_bytes(make, batches, dtype):
 
 @st.composite
 def slices_of(draw, granularity, shape):
-    """Slices that cut no group: anything along free axes, multiples of the block along others."""
+    """Slices that do not cut groups: any slice along ungrouped axes, multiples of the group size along grouped ones."""
     tiling = granularity.tiling(shape)
     grouped = isinstance(granularity, dt.PerGroup | dt.PerBlock)
     parts = []

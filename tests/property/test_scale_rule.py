@@ -1,4 +1,4 @@
-"""Laws of scales and zero points that hold for every range, code range, symmetry and zero-range rule."""
+"""Properties of scales and zero points for every range, code range, symmetry and zero-range rule."""
 
 from dataclasses import replace
 
@@ -28,10 +28,10 @@ TIGHT = CONVENTIONS[0]
 
 @st.composite
 def code_ranges(draw):
-    """A spec whose code range may lie anywhere in its format, on one side of zero too."""
+    """A spec with any code range of its format, including ranges on one side of zero."""
     form = dt.formats.FORMATS[draw(st.sampled_from(INTEGERS))]
-    ends = st.sampled_from([form.qmin, form.qmax, 0, 1, -1]) | st.integers(form.qmin, form.qmax)
-    qmin, qmax = sorted((draw(ends), draw(ends)))
+    codes = st.sampled_from([form.qmin, form.qmax, 0, 1, -1]) | st.integers(form.qmin, form.qmax)
+    qmin, qmax = sorted((draw(codes), draw(codes)))
     try:
         return dt.QuantSpec(
             form, symmetric=draw(st.booleans()), convention=draw(st.sampled_from(CONVENTIONS)), qmin=qmin, qmax=qmax

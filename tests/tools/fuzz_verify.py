@@ -1,21 +1,21 @@
-"""Fuzzing of ``dt.verify``: random edits of quantized files, and which level of verification catches them.
+"""Fuzz ``dt.verify``: edit quantized files at random and count which verification level detects each edit.
 
 ::
 
     python tests/tools/fuzz_verify.py --edits 5000 --seed 0
 
-Half of the edits are those of ``tampering`` at random places, with digests that fit in half of the cases; the others
-change random fields of the file's protocol buffer: nodes, attributes, constants, inputs and outputs, versions, or parts
-of the JSON in its metadata. Files are those of ``small_models`` and of random graphs, by several presets and targets.
+Half of the edits are those of ``tampering`` at random places, with matching digests in half of the cases. The others
+change random fields of the protocol buffer: nodes, attributes, constants, inputs and outputs, versions, or the JSON in
+the metadata. Files come from ``small_models`` and random graphs, with several presets and targets.
 
-For each edit the file runs before and after on the same data, without optimizations. Replay alone and execution alone
-(level 2) then say whether they accept it; where replay does, all levels do. Required is:
+For each edit the file runs before and after on the same data, without graph optimizations. Then replay alone and
+execution alone (level 2) verify it, and all levels together if replay accepts it. Requirements:
 
-- no edit that changes an output by a bit is accepted by all levels, unless it is another decision: a change of nothing
-  but constants that the decisions refer to, with digests that fit;
-- nothing is raised but ``DetentError``.
+- all levels together reject every edit that changes an output bit, unless it is a valid decision: only constants that
+  the decisions refer to changed, with matching digests;
+- nothing but ``DetentError`` is raised.
 
-Edits run in a process of their own, which is started again where ONNX Runtime takes it down.
+Edits run in a separate process, which is restarted if ONNX Runtime crashes it.
 """
 
 import argparse
@@ -66,7 +66,7 @@ TIMEOUT = 120.0
 
 
 class Subject(NamedTuple):
-    """A source, a file made of it, data, and what the file gives for them."""
+    """A source model, its quantized file, data, and the outputs of the file for them."""
 
     source: ModelProto
     file: ModelProto
@@ -75,7 +75,7 @@ class Subject(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What an edit did, and who noticed it.
+    """Effect of an edit, and the result of each verification.
 
     ``effect`` is "same" or "changed" for the outputs, or "does not run"; ``replay``, ``execution`` and ``all_levels``
     are "ok", "caught", or "raw" with the error that should have been a DetentError.
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 
 @cache
 def subject(number: int) -> Subject | None:
-    """One of the files to edit; None for a graph in which nothing is quantized."""
+    """Quantize one model to edit; None if nothing in it is quantized."""
     if number < len(SMALL):
         make, options = SMALL[number]
         model, batches = make()
@@ -126,7 +126,7 @@ def _equal(a: list[list[Array]], b: list[list[Array]]) -> bool:
 
 
 def mutate(model: ModelProto, rng: np.random.Generator) -> str:
-    """Change something at random, in place, and say what."""
+    """Change something at random, in place; return what was changed."""
     graph = model.graph
     weights = {"node": 8, "attribute": 6, "initializer": 6, "end": 2, "model": 1, "metadata": 5}
     names = list(weights)
@@ -142,12 +142,12 @@ def mutate(model: ModelProto, rng: np.random.Generator) -> str:
     if kind == "metadata" or not messages.get(kind):
         return f"metadata {_mutate_metadata(model, rng)}"
     message = messages[kind][int(rng.integers(len(messages[kind])))]
-    known = [name for node in graph.node for name in (*node.input, *node.output)]
-    return f"{kind} {_mutate_message(message, rng, known)}"
+    tensor_names = [name for node in graph.node for name in (*node.input, *node.output)]
+    return f"{kind} {_mutate_message(message, rng, tensor_names)}"
 
 
-def _mutate_message(message: Message, rng: np.random.Generator, known: list[str]) -> str:
-    """Change a random field of a message, or of one inside it."""
+def _mutate_message(message: Message, rng: np.random.Generator, tensor_names: list[str]) -> str:
+    """Change a random field of a message, or of a message inside it."""
     fields = [field for field, _ in message.ListFields()]
     field = fields[int(rng.integers(len(fields)))] if fields else None
     if field is None:
@@ -161,23 +161,23 @@ def _mutate_message(message: Message, rng: np.random.Generator, known: list[str]
         elif field.message_type is not None and action == 1:
             value.add().CopyFrom(value[i])
         elif field.message_type is not None:
-            return f"{field.name}.{_mutate_message(value[i], rng, known)}"
+            return f"{field.name}.{_mutate_message(value[i], rng, tensor_names)}"
         elif action == 1:
             value.append(value[i])
         elif action == 2 and len(value) > 1:
             value[i], value[i - 1] = value[i - 1], value[i]
         else:
-            value[i] = _mutated(value[i], rng, known)
+            value[i] = _mutated(value[i], rng, tensor_names)
     elif field.message_type is not None:
-        return f"{field.name}.{_mutate_message(value, rng, known)}"
+        return f"{field.name}.{_mutate_message(value, rng, tensor_names)}"
     elif rng.random() < 0.1:
         message.ClearField(field.name)
     else:
-        setattr(message, field.name, _mutated(value, rng, known))
+        setattr(message, field.name, _mutated(value, rng, tensor_names))
     return str(field.name)
 
 
-def _mutated(value: Any, rng: np.random.Generator, known: list[str]) -> Any:
+def _mutated(value: Any, rng: np.random.Generator, tensor_names: list[str]) -> Any:
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -189,7 +189,7 @@ def _mutated(value: Any, rng: np.random.Generator, known: list[str]) -> Any:
             return b"x"
         i = int(rng.integers(len(value)))
         return value[:i] + bytes([value[i] ^ (1 << int(rng.integers(8)))]) + value[i + 1 :]
-    return str(rng.choice(known)) if known and rng.random() < 0.7 else f"{value}_x"
+    return str(rng.choice(tensor_names)) if tensor_names and rng.random() < 0.7 else f"{value}_x"
 
 
 def _mutate_metadata(model: ModelProto, rng: np.random.Generator) -> str:
@@ -248,7 +248,7 @@ def try_edit(seed: int, number: int) -> Outcome:
     if is_forged:
         try:
             model = tampering.with_matching_digests(model)
-        except (ValueError, TypeError, KeyError):  # metadata or constants that cannot be read
+        except (ValueError, TypeError, KeyError):  # the metadata or a constant cannot be read
             is_forged = False
     try:
         effect = "same" if _equal(_run(model, base.data), base.outputs) else "changed"
@@ -262,7 +262,7 @@ def try_edit(seed: int, number: int) -> Outcome:
 
 
 def _only_decided(before: ModelProto, after: ModelProto) -> bool:
-    """Whether nothing but constants that decisions refer to is different, beside the metadata."""
+    """Whether, besides the metadata, only constants that the decisions refer to differ."""
     entry = next(json.loads(each.value) for each in before.metadata_props if each.key == KEY)
     holders = [holder for holder, key in _places(entry["decisions"]) if key == "initializer"]
     names = {holder["initializer"] for holder in holders}
@@ -291,11 +291,11 @@ def _verdict(base: Subject, model: ModelProto, **options: Any) -> str:
 
 
 def _prepare() -> None:
-    levels.is_installed = lambda: False  # OpenVINO is no part of any verdict
+    levels.is_installed = lambda: False  # verify without OpenVINO
 
 
 def fuzz(edits: int, seed: int) -> Iterator[tuple[int, Outcome]]:
-    """The outcomes of edits with their numbers; kind "crash" where the process died."""
+    """Yield the number and outcome of each edit; the kind is "crash" if the process died."""
     number = 0
     while number < edits:
         with ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare) as pool:
@@ -311,15 +311,15 @@ def fuzz(edits: int, seed: int) -> Iterator[tuple[int, Outcome]]:
 
 
 def is_wrong(outcome: Outcome) -> bool:
-    """Whether a verdict is wrong, or was not given."""
-    verdicts = outcome.replay, outcome.execution, outcome.all_levels
-    if any(each.startswith("raw") for each in verdicts):
+    """Whether verification raised a foreign error, or accepted a changed output."""
+    answers = outcome.replay, outcome.execution, outcome.all_levels
+    if any(each.startswith("raw") for each in answers):
         return True
     return outcome.effect == "changed" and outcome.all_levels == "ok" and not outcome.is_decision
 
 
 def main() -> int:
-    """Print counts, and every edit with a wrong verdict; 1 where there is one."""
+    """Print counts and every wrong result; return 1 if there is one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edits", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
@@ -351,7 +351,7 @@ def main() -> int:
     print("accepted by all levels:")
     for (kind, effect), count in sorted(accepted.items(), key=lambda each: -each[1]):
         print(f"{count:6d}  {kind} ({effect})")
-    print(f"{wrong} wrong verdicts")
+    print(f"{wrong} wrong results")
     return int(wrong > 0)
 
 

@@ -1,20 +1,20 @@
-"""Random graphs: small ONNX models made from a seed, with data to calibrate on.
+"""Random graphs: small ONNX models generated from a seed, with calibration data.
 
 ::
 
     model, batches = random_model(7)
 
-The same seed gives the same model and the same batches, whatever else is installed: only NumPy and onnx are needed. A
-graph begins with pictures (rank 4), sequences (rank 3), tokens that an embedding looks up, or rows (rank 2). Pieces are
-then put behind each other, each a function of the last value that gives a new one: layers, activations, pools, gates,
-residuals, concatenations, attention. Sizes are those of toys, so that a model is quantized in a second or less.
+A seed always gives the same model and batches; only NumPy and onnx are needed. A graph starts with images (rank 4),
+sequences (rank 3), tokens for an embedding, or rows (rank 2). Pieces follow one after another, each a function from the
+last value to a new one: layers, activations, pools, gates, residuals, concatenations, attention. Sizes are small enough
+to quantize a model within a second.
 
-Shapes are known while a graph is built, so every model is valid. Weights are normal numbers of a size that keeps
-activations near 1, some with outliers, some with channels of zeros; some are shared by two layers. Some graphs have
-constants as nodes, nameless nodes, two outputs, or a fixed number of samples.
+Shapes are computed while a graph is built, so every model is valid. Weights are normally distributed and keep
+activations near 1; some have outliers, some have channels of zeros, some are shared by two layers. Some graphs have
+Constant nodes, nameless nodes, two outputs, or a fixed batch size.
 
-``random_model(7, extended=True)`` gives other graphs, with pieces that the first ones lack: transposed convolutions,
-layers that share weight and bias, bodies of If and Loop with layers of their own, and inputs whose sizes are all open.
+``random_model(7, extended=True)`` adds more kinds of pieces: transposed convolutions, layers that share weight and
+bias, subgraphs of If and Loop with their own layers, and inputs without fixed sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,14 +31,14 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 Shape = tuple[int, ...]
 
-OPSETS = {11: 6, 13: 7, 17: 8, 21: 10}  # operator sets, and the versions of the file format that go with them
+OPSETS = {11: 6, 13: 7, 17: 8, 21: 10}  # opset: IR version
 BATCHES = 4
 LAYER_NORM_SINCE = 17
 WORDS = 29
 
 
 class Value(NamedTuple):
-    """A tensor of the graph: its name, and its shape for the samples of one batch."""
+    """A tensor of the graph: its name, and its shape in a calibration batch."""
 
     name: str
     shape: Shape
@@ -59,27 +59,27 @@ class Builder:
         self._count = 0
 
     def chance(self, probability: float) -> bool:
-        """True so often."""
+        """True with this probability."""
         return bool(self.rng.random() < probability)
 
     def pick(self, choices: Sequence[Any]) -> Any:
-        """One of them."""
+        """Pick one of these at random."""
         return choices[int(self.rng.integers(len(choices)))]
 
     def fresh(self, stem: str) -> str:
-        """A name that is not taken."""
+        """A new name."""
         self._count += 1
         return f"{stem}_{self._count}"
 
     def add(self, op: str, inputs: Sequence[str], shape: Shape, **attributes: Any) -> Value:
-        """A node with one output of that shape."""
+        """Add a node with one output of that shape."""
         name = self.fresh(op.lower())
         label = name if self.named else ""
         self.nodes.append(helper.make_node(op, list(inputs), [f"{name}_out"], name=label, **attributes))
         return Value(f"{name}_out", shape)
 
     def constant(self, array: Array, stem: str = "c") -> str:
-        """The name of a constant: an initializer, or the result of a node."""
+        """Add a constant, as an initializer or as a Constant node; return its name."""
         name = self.fresh(stem)
         if self.as_nodes and array.size < 64:
             tensor = numpy_helper.from_array(array, name)
@@ -89,21 +89,21 @@ class Builder:
         return name
 
     def number(self, value: float, stem: str = "c") -> str:
-        """The name of a constant of rank 0."""
+        """Add a scalar constant; return its name."""
         return self.constant(np.full((), value, np.float32), stem)
 
     def normal(self, shape: Shape, deviation: float = 1.0, mean: float = 0.0) -> Array:
-        """Normal numbers."""
+        """Normally distributed numbers."""
         return self.rng.normal(mean, deviation, shape).astype(np.float32)
 
     def weight(self, shape: Shape, fan_in: int, channels: int = 0) -> str:
-        """A weight, or one of that shape that is there already; ``channels`` is the axis of its output channels."""
-        known = [name for name, array in self.constants.items() if name.startswith("w_") and array.shape == shape]
-        if known and self.chance(0.1):
-            return str(self.pick(known))
+        """Add a weight, or reuse one of the same shape; ``channels`` is the axis of output channels."""
+        same_shape = [name for name, array in self.constants.items() if name.startswith("w_") and array.shape == shape]
+        if same_shape and self.chance(0.1):
+            return str(self.pick(same_shape))
         array = self.normal(shape, (1.5 / fan_in) ** 0.5)
         by_channel = np.moveaxis(array, channels, 0)
-        if self.chance(0.4):  # channels of very different sizes
+        if self.chance(0.4):  # channels of very different magnitudes
             factors = np.exp(self.rng.normal(0, 1, len(by_channel))).astype(np.float32)
             by_channel *= factors.reshape(-1, *[1] * (array.ndim - 1))
         if self.chance(0.15):
@@ -117,7 +117,7 @@ class Builder:
 Piece = Callable[[Builder, Value], Value]
 
 
-# Of any rank
+# Pieces of any rank
 
 
 def relu(b: Builder, x: Value) -> Value:
@@ -133,7 +133,7 @@ def clip(b: Builder, x: Value) -> Value:
 
 
 def leaky_relu(b: Builder, x: Value) -> Value:
-    """LeakyRelu, with or without a slope of its own."""
+    """LeakyRelu, with or without an alpha attribute."""
     return b.add("LeakyRelu", [x.name], x.shape, **({"alpha": 0.1} if b.chance(0.5) else {}))
 
 
@@ -144,7 +144,7 @@ def swish(b: Builder, x: Value) -> Value:
 
 
 def scaled(b: Builder, x: Value) -> Value:
-    """Times a constant: one number, or one for each index of the last axis."""
+    """Multiply by a constant: a scalar, or one number per index of the last axis."""
     single = b.chance(0.7)
     factor = b.number(b.pick([0.5, 1.7, -1.0])) if single else b.constant(b.normal(x.shape[-1:], 0.2, 1.0))
     names = [x.name, factor]
@@ -152,34 +152,34 @@ def scaled(b: Builder, x: Value) -> Value:
 
 
 def shifted(b: Builder, x: Value) -> Value:
-    """Plus a constant."""
+    """Add a constant."""
     return b.add("Add", [x.name, b.constant(b.normal(x.shape[-1:], 0.3))], x.shape)
 
 
 def reshaped(b: Builder, x: Value, shape: Shape) -> Value:
-    """Another shape of the same size; the number of samples stays open."""
+    """Reshape; the batch size stays dynamic."""
     sizes = np.array([0, *shape[1:-1], -1] if len(shape) > 2 else [0, -1], np.int64)
     return b.add("Reshape", [x.name, b.constant(sizes, "shape")], shape)
 
 
 def activation(b: Builder, x: Value) -> Value:
-    """One of those above."""
+    """A random activation function."""
     piece: Piece = b.pick((relu, relu, clip, leaky_relu, swish))
     return piece(b, x)
 
 
 def doubled(b: Builder, x: Value) -> Value:
-    """The value twice, joined along its last axis; one half passes an activation."""
+    """Concatenate the value and its activation along the last axis."""
     other = activation(b, x)
     shape = (*x.shape[:-1], 2 * x.shape[-1])
     return b.add("Concat", [x.name, other.name], shape, axis=len(shape) - 1)
 
 
-# Of pictures
+# Pieces for images
 
 
 def conv(b: Builder, x: Value, *, out: int = 0, size: int = 0, stride: int = 0, groups: int = 0) -> Value:
-    """A convolution that keeps the size of the picture, or halves it."""
+    """A convolution that keeps the image size, or halves it."""
     n, channels, height, width = x.shape
     size, stride = size or b.pick([1, 3, 3]), stride or (b.pick([1, 1, 1, 2]) if min(height, width) >= 4 else 1)
     groups = groups or b.pick([1, 1, 2] if channels % 2 == 0 else [1])
@@ -195,7 +195,7 @@ def conv(b: Builder, x: Value, *, out: int = 0, size: int = 0, stride: int = 0, 
 
 
 def depthwise(b: Builder, x: Value) -> Value:
-    """A convolution of each channel by itself."""
+    """A depthwise convolution."""
     return conv(b, x, out=x.shape[1], size=3, groups=x.shape[1])
 
 
@@ -206,7 +206,7 @@ def separable(b: Builder, x: Value) -> Value:
 
 
 def batch_norm(b: Builder, x: Value) -> Value:
-    """Batch normalization with statistics that do something."""
+    """Batch norm with random statistics."""
     count = x.shape[1]
     arrays = (
         b.normal((count,), 0.2, 1.0),
@@ -219,23 +219,23 @@ def batch_norm(b: Builder, x: Value) -> Value:
 
 
 def conv_block(b: Builder, x: Value) -> Value:
-    """Convolution, normalization, activation."""
-    made = batch_norm(b, conv(b, x)) if b.chance(0.6) else conv(b, x)
-    return activation(b, made) if b.chance(0.85) else made
+    """Convolution, batch norm, activation."""
+    block = batch_norm(b, conv(b, x)) if b.chance(0.6) else conv(b, x)
+    return activation(b, block) if b.chance(0.85) else block
 
 
 def residual_block(b: Builder, x: Value) -> Value:
-    """Two convolutions beside a shortcut."""
+    """Two convolutions with a residual connection."""
     first = activation(b, batch_norm(b, conv(b, x, stride=1)))
     second = conv(b, first, out=x.shape[1], stride=1)
-    if second.shape != x.shape:  # groups asked for more channels
+    if second.shape != x.shape:  # grouped convolutions may change the number of channels
         return second
     added = b.add("Add", [second.name, x.name], x.shape)
     return relu(b, added) if b.chance(0.7) else added
 
 
 def squeeze(b: Builder, x: Value) -> Value:
-    """Channels times gates that come from their means."""
+    """Squeeze and excitation: channels times gates computed from their means."""
     mean = b.add("GlobalAveragePool", [x.name], (*x.shape[:2], 1, 1))
     narrow = relu(b, conv(b, mean, out=4, size=1, groups=1))
     gate = b.add("Sigmoid", [conv(b, narrow, out=x.shape[1], size=1, groups=1).name], mean.shape)
@@ -243,14 +243,14 @@ def squeeze(b: Builder, x: Value) -> Value:
 
 
 def two_ways(b: Builder, x: Value) -> Value:
-    """Two convolutions of the same value, their channels joined."""
+    """Two convolutions of one value, their channels concatenated."""
     parts = conv(b, x, stride=1), activation(b, conv(b, x, stride=1, size=1))
     shape = (x.shape[0], sum(part.shape[1] for part in parts), *x.shape[2:])
     return b.add("Concat", [part.name for part in parts], shape, axis=1)
 
 
 def pool(b: Builder, x: Value) -> Value:
-    """The largest or the mean of each window."""
+    """Max or average pooling."""
     height, width = x.shape[2:]
     if min(height, width) < 4:
         return x
@@ -263,20 +263,20 @@ def pool(b: Builder, x: Value) -> Value:
 
 
 def turned(b: Builder, x: Value) -> Value:
-    """Height and width change places."""
+    """Swap height and width."""
     n, channels, height, width = x.shape
     return b.add("Transpose", [x.name], (n, channels, width, height), perm=[0, 1, 3, 2])
 
 
 def by_channel(b: Builder, x: Value) -> Value:
-    """A product and a sum with one number for each channel."""
+    """Multiply and add one number per channel."""
     factor = b.constant(b.normal((1, x.shape[1], 1, 1), 0.2, 1.0))
     product = b.add("Mul", [x.name, factor], x.shape)
     return b.add("Add", [product.name, b.constant(b.normal((x.shape[1], 1, 1), 0.3))], x.shape)
 
 
 def picture_to_row(b: Builder, x: Value) -> Value:
-    """The means of channels, or all that there is."""
+    """Channel means, or all values flattened."""
     if b.chance(0.7) or prod(x.shape[1:]) > 512:
         x = b.add("GlobalAveragePool", [x.name], (*x.shape[:2], 1, 1))
     shape = (x.shape[0], prod(x.shape[1:]))
@@ -284,7 +284,7 @@ def picture_to_row(b: Builder, x: Value) -> Value:
 
 
 def picture_to_sequence(b: Builder, x: Value) -> Value:
-    """Places become steps, channels become features."""
+    """Turn pixels into steps, and channels into features."""
     n, channels, height, width = x.shape
     flat = b.add(
         "Reshape",
@@ -294,17 +294,17 @@ def picture_to_sequence(b: Builder, x: Value) -> Value:
     return b.add("Transpose", [flat.name], (n, height * width, channels), perm=[0, 2, 1])
 
 
-# Of rows and sequences: the last axis holds features
+# Pieces for rows and sequences: the last axis holds features
 
 
 def matmul(b: Builder, x: Value, out: int = 0) -> Value:
-    """A matrix product, with or without a bias."""
+    """A matmul, with or without a bias."""
     out, features = out or b.pick([12, 16, 32, 32, 64, 128]), x.shape[-1]
-    made = b.add("MatMul", [x.name, b.weight((features, out), features, channels=1)], (*x.shape[:-1], out))
+    product = b.add("MatMul", [x.name, b.weight((features, out), features, channels=1)], (*x.shape[:-1], out))
     if b.chance(0.4):
-        return made
-    names = [made.name, b.constant(b.normal((out,), 0.2), "bias")]
-    return b.add("Add", names if b.chance(0.7) else names[::-1], made.shape)
+        return product
+    names = [product.name, b.constant(b.normal((out,), 0.2), "bias")]
+    return b.add("Add", names if b.chance(0.7) else names[::-1], product.shape)
 
 
 def gemm(b: Builder, x: Value, out: int = 0) -> Value:
@@ -321,7 +321,7 @@ def gemm(b: Builder, x: Value, out: int = 0) -> Value:
 
 
 def dense(b: Builder, x: Value, out: int = 0) -> Value:
-    """A Gemm of rows, a matrix product of anything."""
+    """A Gemm (rows only) or a matmul."""
     return gemm(b, x, out) if len(x.shape) == 2 and b.chance(0.6) else matmul(b, x, out)
 
 
@@ -331,7 +331,7 @@ def dense_block(b: Builder, x: Value) -> Value:
 
 
 def gated(b: Builder, x: Value) -> Value:
-    """A layer times the gates of another."""
+    """A layer times the sigmoid gates of another layer."""
     out = b.pick([16, 32])
     value, gate = dense(b, x, out), dense(b, x, out)
     opened = b.add("Sigmoid", [gate.name], gate.shape)
@@ -339,14 +339,14 @@ def gated(b: Builder, x: Value) -> Value:
 
 
 def feed_forward(b: Builder, x: Value) -> Value:
-    """Two layers beside a shortcut."""
+    """Two layers with a residual connection."""
     hidden = activation(b, matmul(b, layer_norm(b, x), 2 * x.shape[-1]))
     second = matmul(b, hidden, x.shape[-1])
     return b.add("Add", [x.name, second.name], x.shape)
 
 
 def layer_norm(b: Builder, x: Value) -> Value:
-    """Layer normalization: one node, or its parts in operator sets that lack it."""
+    """Layer norm: one node, or its parts in opsets without that operator."""
     features = x.shape[-1]
     factor = b.constant(b.normal((features,), 0.2, 1.0), "norm")
     offset = b.constant(b.normal((features,), 0.2), "norm")
@@ -370,7 +370,7 @@ def softmax(b: Builder, x: Value) -> Value:
 
 
 def attention(b: Builder, x: Value) -> Value:
-    """Attention of one or two heads, beside a shortcut; sequences only."""
+    """Attention of one or two heads with a residual connection; sequences only."""
     n, steps, features = x.shape
     heads = b.pick([1, 2]) if features % 2 == 0 else 1
     given = layer_norm(b, x) if b.chance(0.5) else x
@@ -400,23 +400,23 @@ def _joined(b: Builder, x: Value, shape: Shape) -> Value:
 
 
 def across(b: Builder, x: Value) -> Value:
-    """A layer along the steps of a sequence."""
+    """A layer over the steps of a sequence instead of its features."""
     n, steps, features = x.shape
     flipped = b.add("Transpose", [x.name], (n, features, steps), perm=[0, 2, 1])
-    made = matmul(b, flipped, steps)
-    return b.add("Transpose", [made.name], x.shape, perm=[0, 2, 1])
+    product = matmul(b, flipped, steps)
+    return b.add("Transpose", [product.name], x.shape, perm=[0, 2, 1])
 
 
 def sequence_to_row(b: Builder, x: Value) -> Value:
-    """All steps behind each other."""
+    """Flatten the steps."""
     return reshaped(b, x, (x.shape[0], prod(x.shape[1:])))
 
 
-# Of extended graphs
+# Pieces of extended graphs
 
 
 def conv_transpose(b: Builder, x: Value) -> Value:
-    """A transposed convolution that keeps the size of the picture, or doubles it."""
+    """A transposed convolution that keeps the image size, or doubles it."""
     n, channels, height, width = x.shape
     size, stride, pad = b.pick([(2, 2, 0), (3, 1, 1), (4, 2, 1)]) if max(height, width) <= 12 else (3, 1, 1)
     groups = b.pick([1, 1, 2]) if channels % 2 == 0 else 1
@@ -430,13 +430,13 @@ def conv_transpose(b: Builder, x: Value) -> Value:
 
 
 def twins(b: Builder, x: Value) -> Value:
-    """Two layers with the same weight, and mostly the same bias, of a value and of its activation."""
+    """Two layers with one shared weight and mostly a shared bias, on a value and on its activation."""
     other = activation(b, x)
     if len(x.shape) == 4:
         out = b.pick([4, 8])
         weight, biases = b.weight((out, x.shape[1], 1, 1), x.shape[1]), _two_biases(b, out)
         shape = (x.shape[0], out, *x.shape[2:])
-        made = [
+        layers = [
             b.add("Conv", [value.name, weight, bias], shape) for value, bias in zip((x, other), biases, strict=True)
         ]
     else:
@@ -444,8 +444,8 @@ def twins(b: Builder, x: Value) -> Value:
         weight, biases = b.weight((x.shape[-1], out), x.shape[-1], channels=1), _two_biases(b, out)
         shape = (*x.shape[:-1], out)
         products = [b.add("MatMul", [value.name, weight], shape) for value in (x, other)]
-        made = [b.add("Add", [each.name, bias], shape) for each, bias in zip(products, biases, strict=True)]
-    return b.add(b.pick(["Add", "Sub", "Mul"]), [each.name for each in made], shape)
+        layers = [b.add("Add", [each.name, bias], shape) for each, bias in zip(products, biases, strict=True)]
+    return b.add(b.pick(["Add", "Sub", "Mul"]), [each.name for each in layers], shape)
 
 
 def _two_biases(b: Builder, count: int) -> tuple[str, str]:
@@ -454,7 +454,7 @@ def _two_biases(b: Builder, count: int) -> tuple[str, str]:
 
 
 def branch(b: Builder, x: Value) -> Value:
-    """An If: a layer, or a sum with a constant, whatever the mean of the value is."""
+    """An If that depends on the mean of the value: a layer, or adding a constant."""
     mean = b.add("ReduceMean", [x.name], (), keepdims=0)
     condition = b.add("Greater", [mean.name, b.number(b.pick([0.0, 0.2]))], ())
     bodies = {}
@@ -467,7 +467,7 @@ def branch(b: Builder, x: Value) -> Value:
 
 
 def loop(b: Builder, x: Value) -> Value:
-    """A Loop that does the same twice: a layer, or a sum with a constant."""
+    """A Loop of two iterations: a layer, or adding a constant."""
     names = [b.fresh(stem) for stem in ("turn", "goes_on", "before", "goes_further", "after")]
     turn, goes_on, before, further, after = names
     node, tensors = _inner_node(b, x, before, after, is_layer=b.chance(0.7))
@@ -489,7 +489,7 @@ def loop(b: Builder, x: Value) -> Value:
 def _inner_node(
     b: Builder, x: Value, given: str, result: str, *, is_layer: bool
 ) -> tuple[NodeProto, list[TensorProto]]:
-    """A node of a body that keeps the shape of a value, and its constants, some of which are those of the graph."""
+    """A node of a subgraph that keeps the shape of a value, and the constants to store in the subgraph."""
     label = b.fresh("inner") if b.named else ""
     if not is_layer:
         number = numpy_helper.from_array(np.float32(b.pick([0.5, -0.25])), b.fresh("inner_c"))
@@ -507,7 +507,7 @@ def _inner_node(
     return helper.make_node(op, [given, name], [result], name=label), tensors
 
 
-# Whole graphs
+# Complete graphs
 
 PIECES: dict[int, tuple[Piece, ...]] = {
     4: (
@@ -557,18 +557,18 @@ def _rows(b: Builder) -> Value:
 
 
 def _embedded(b: Builder, ids: Value) -> Value:
-    """The rows of a table, with those of the places added to them, perhaps."""
+    """Embedding of tokens, sometimes with position embeddings."""
     features = b.pick([16, 32, 64])
     table = b.constant(b.normal((WORDS, features)), "table")
-    found = b.add("Gather", [table, ids.name], (*ids.shape, features), axis=0)
+    rows = b.add("Gather", [table, ids.name], (*ids.shape, features), axis=0)
     if b.chance(0.5):
         places = b.constant(b.normal((ids.shape[1], features), 0.3))
-        found = b.add("Add", [found.name, places], found.shape)
-    return layer_norm(b, found) if b.chance(0.5) else found
+        rows = b.add("Add", [rows.name, places], rows.shape)
+    return layer_norm(b, rows) if b.chance(0.5) else rows
 
 
 def _body(b: Builder, start: Value) -> list[Value]:
-    """What the graph gives: behind the last piece, and perhaps somewhere on the way."""
+    """Build the graph; return its outputs: the last value, and sometimes one in the middle."""
     value, seen = start, []
     for _ in range(int(b.rng.integers(3, 7))):
         rank = len(value.shape)
@@ -588,7 +588,7 @@ def _body(b: Builder, start: Value) -> list[Value]:
 
 def _info(value: Value, kind: int, *, fixed: bool, is_open: bool = False) -> ValueInfoProto:
     sizes: list[str | int | None] = [value.shape[0] if fixed else "n", *value.shape[1:]]
-    if is_open:  # but channels and features, which weights need
+    if is_open:  # all but channels and features, which weights need
         kept = {1} if len(sizes) == 4 else {len(sizes) - 1} - ({1} if kind == TensorProto.INT64 else set())
         sizes = [size if i in kept else f"{value.name}_{i}" for i, size in enumerate(sizes)]
     return helper.make_tensor_value_info(value.name, kind, sizes)
@@ -599,12 +599,12 @@ def _batches(b: Builder, given: Value) -> list[Feed]:
         return [{"ids": b.rng.integers(0, WORDS, given.shape)} for _ in range(BATCHES)]
     deviation = np.ones(given.shape[-1], np.float32)
     if b.chance(0.3):
-        deviation[int(b.rng.integers(len(deviation)))] = 10  # an outlier, as inputs of transformers have them
+        deviation[int(b.rng.integers(len(deviation)))] = 10  # an outlier, as in inputs of transformers
     return [{"x": b.normal(given.shape) * deviation} for _ in range(BATCHES)]
 
 
 def random_model(seed: int, *, extended: bool = False) -> tuple[ModelProto, list[Feed]]:
-    """A model, and batches of what it takes; extended ones have more kinds of pieces.
+    """Generate a model and calibration batches; extended models have more kinds of pieces.
 
     >>> model, batches = random_model(0)
     >>> model == random_model(0)[0], len(batches)

@@ -1,4 +1,4 @@
-"""Two small float models with most patterns of real ones, and data for them: a CNN and a transformer.
+"""Two small float models with most patterns of real models, and data for them: a CNN and a transformer.
 
 ::
 
@@ -6,7 +6,7 @@
 
 The CNN has a residual, depthwise, grouped and transposed convolutions, batch norm, pools, Resize, Clip, Concat, an If
 whose branches compute different things, and a layer to be skipped (``SKIPPED``). The transformer has an embedding,
-LayerNormalization, attention with Softmax, GELU in its parts, Gemm, Sub and Div.
+LayerNormalization, attention with Softmax, a decomposed GELU, Gemm, Sub and Div.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ WORDS, STEPS, FEATURES = 23, 5, 16
 
 
 class _Maker:
-    """Collects nodes and constants; results have the names of their nodes."""
+    """Collects nodes and constants; a node's output has the node's name."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[NodeProto] = []
@@ -44,7 +44,7 @@ class _Maker:
         return f"{name}_out"
 
     def layer(self, op: str, name: str, x: str, shape: Sequence[int], bias: int = 0, **attributes: Any) -> str:
-        """A layer with a weight of that shape; a bias of so many elements, if any."""
+        """Add a layer with a weight of that shape, and a bias of that length if it is not 0."""
         deviation = (1.5 / max(1, np.prod(shape) / max(shape))) ** 0.5
         names = [x, self.constant(f"{name}.weight", self.normal(*shape, deviation=deviation))]
         if bias:
@@ -60,7 +60,7 @@ class _Maker:
 
 
 def cnn(seed: int = 0) -> tuple[ModelProto, list[dict[str, Array]]]:
-    """A convolutional network of 12x12 pictures with 3 channels.
+    """A convolutional network for 12x12 images with 3 channels.
 
     >>> model, batches = cnn()
     >>> len({node.op_type for node in model.graph.node}) > 15, len(batches)
@@ -110,7 +110,7 @@ def cnn(seed: int = 0) -> tuple[ModelProto, list[dict[str, Array]]]:
 
 
 def _branches(m: _Maker, condition: str, x: str) -> str:
-    """An If: the value times a constant, or plus another one."""
+    """An If: the value times a constant, or plus a constant."""
     branches = {}
     for name, op, number in (("then_branch", "Mul", 1.25), ("else_branch", "Sub", 0.5)):
         constant = numpy_helper.from_array(np.float32(number), f"{name}_number")
@@ -124,7 +124,7 @@ def _branches(m: _Maker, condition: str, x: str) -> str:
 
 
 def transformer(seed: int = 0) -> tuple[ModelProto, list[dict[str, Array]]]:
-    """One block of a transformer over 5 tokens, with classes.
+    """One transformer block over 5 tokens, with a classifier.
 
     >>> model, batches = transformer()
     >>> [batch["ids"].shape for batch in batches]
@@ -168,7 +168,7 @@ def _layer_norm(m: _Maker, name: str, x: str) -> str:
 
 
 def _heads(m: _Maker, name: str, x: str) -> str:
-    """The features of two heads."""
+    """Split features into two heads."""
     split = m.add("Reshape", f"{name}_split", [x, m.constant(f"{name}.shape", np.int64([0, 0, 2, FEATURES // 2]))])
     return m.add("Transpose", f"{name}_heads", [split], perm=[0, 2, 1, 3])
 

@@ -1,4 +1,4 @@
-"""Edits of quantized ONNX files, as somebody who tampers with them, or a broken tool, would make them.
+"""Edits of quantized ONNX files, as an attacker or a broken tool would make them.
 
 ::
 
@@ -7,14 +7,13 @@
             changed = copy_of(model)
             names = edit.apply(changed, site, rng)
 
-Each edit has a name, finds the places in a model that it can change, and changes one of them. It returns names of what
-it changed, one of which a report should mention: a node, a tensor, a field. Some edits do not alter what a file
-computes, and some make it invalid; verification must not accept any.
+Each edit has a name, lists the places in a model that it can change, and changes one of them. It returns names of what
+it changed (a node, a tensor, a field); a report should mention at least one of them. Some edits do not change the
+outputs, and some make the file invalid; verification must reject all of them.
 
-Three forms of every edit tell what happens to the decisions in the metadata: they stay as they are, they are removed
-(``without_decisions``), or their digests are computed again, so that nothing in them gives the edit away
-(``with_matching_digests``). ``FORGERIES`` change decisions themselves, and rewrite the source by them where that is
-possible: such a file is consistent in itself.
+Every edit has three forms, by what happens to the decisions in the metadata: they stay, they are removed
+(``without_decisions``), or their digests are recomputed to hide the edit (``with_matching_digests``). ``FORGERIES``
+change the decisions themselves and, where possible, rewrite the source with them, which gives a consistent file.
 """
 
 import json
@@ -55,7 +54,7 @@ ONE = np.float32(1)
 
 
 class Edit(NamedTuple):
-    """A kind of change."""
+    """One kind of edit."""
 
     name: str
     sites: Callable[[ModelProto], list[Site]]
@@ -63,7 +62,7 @@ class Edit(NamedTuple):
 
 
 def copy_of(model: ModelProto) -> ModelProto:
-    """A copy that can be changed."""
+    """Copy a model before an edit."""
     copy = ModelProto()
     copy.CopyFrom(model)
     return copy
@@ -73,7 +72,7 @@ EDITS: list[Edit] = []
 
 
 def _edit(name: str, sites: Callable[[ModelProto], list[Site]]) -> Callable[..., Any]:
-    """Register a function as the way an edit is applied."""
+    """Register a function that applies an edit."""
 
     def register(apply: Callable[[ModelProto, Site, np.random.Generator], Names]) -> Any:
         EDITS.append(Edit(name, sites, apply))
@@ -87,11 +86,11 @@ def edits_by_name() -> Mapping[str, Edit]:
     return {edit.name: edit for edit in EDITS}
 
 
-# What there is in a model
+# Parts of a model
 
 
 def _nodes(*ops: str) -> Callable[[ModelProto], list[Site]]:
-    """The places of nodes of some operators; all without."""
+    """Indices of the nodes with these operators, or of all nodes."""
     return lambda model: [i for i, node in enumerate(model.graph.node) if not ops or node.op_type in ops]
 
 
@@ -112,14 +111,14 @@ def _initializer(model: ModelProto, name: str) -> TensorProto:
 
 
 def _shapes(model: ModelProto) -> dict[str, tuple[int, tuple[Any, ...]]]:
-    """Types and shapes of the tensors that the main graph computes or takes, by name."""
+    """Types and shapes of inputs and intermediate tensors of the main graph, by name."""
     inferred = shape_inference.infer_shapes(model).graph
-    known = {}
+    shapes = {}
     for value in (*inferred.value_info, *inferred.input, *inferred.output):
         kind = value.type.tensor_type
         if kind.HasField("shape"):
-            known[value.name] = kind.elem_type, tuple(size.dim_param or size.dim_value for size in kind.shape.dim)
-    return known
+            shapes[value.name] = kind.elem_type, tuple(size.dim_param or size.dim_value for size in kind.shape.dim)
+    return shapes
 
 
 def _attribute(node: NodeProto, name: str) -> AttributeProto | None:
@@ -134,11 +133,11 @@ def _set(node: NodeProto, name: str, value: Any) -> None:
         node.attribute.append(helper.make_attribute(name, value))
 
 
-# Attributes: of each operator, how their values change; None is the value of one that is not there
+# Attributes: how the values of each operator change; None stands for a missing attribute
 
 
 def _next(values: Sequence[Any], default: Any) -> Callable[..., Any]:
-    """The value behind the present one in a cycle."""
+    """Next value in a cycle."""
 
     def change(value: Any, _rng: np.random.Generator) -> Any:
         value = default if value is None else value
@@ -149,7 +148,7 @@ def _next(values: Sequence[Any], default: Any) -> Callable[..., Any]:
 
 
 def _one_more(count: int, default: int = 1) -> Callable[..., Any]:
-    """One of several numbers is larger by 1."""
+    """Add 1 to one of several numbers."""
 
     def change(value: Any, rng: np.random.Generator) -> Any:
         values = [default] * count if value is None else list(value)
@@ -264,7 +263,7 @@ def _swap_inputs(model: ModelProto, site: Site, _rng: np.random.Generator) -> Na
 
 
 def _same_shaped(model: ModelProto) -> list[Site]:
-    """Inputs that could as well read a tensor before them, of the same type and shape."""
+    """Inputs that could read an earlier tensor of the same type and shape."""
     shapes, sites, seen = _shapes(model), [], [value.name for value in model.graph.input]
     for i, node in enumerate(model.graph.node):
         for place, name in enumerate(node.input):
@@ -322,7 +321,7 @@ def _removable(*ops: str) -> Callable[[ModelProto], list[Site]]:
 
 
 def _bypass(model: ModelProto, node: NodeProto) -> None:
-    """Let everybody read a node's first input in place of its result, and remove it."""
+    """Remove a node: its readers read its first input instead."""
     old, new = node.output[0], node.input[0]
     if old in {value.name for value in model.graph.output}:
         producer = next((each for each in model.graph.node if new in each.output), None)
@@ -456,15 +455,15 @@ def _change_domain(model: ModelProto, site: Site, _rng: np.random.Generator) -> 
 
 
 def _pairs(model: ModelProto) -> list[Site]:
-    """The places of QuantizeLinear nodes whose only reader is a DequantizeLinear node, and of that."""
+    """Indices of each Q/DQ pair: a QuantizeLinear node and the DequantizeLinear node that alone reads it."""
     places = {each.output[0]: i for i, each in enumerate(model.graph.node) if each.output}
-    found = []
+    pairs = []
     for i, node in enumerate(model.graph.node):
         if node.op_type == "DequantizeLinear" and node.input[0] in places:
             before = model.graph.node[places[node.input[0]]]
             if before.op_type == "QuantizeLinear" and len(_readers(model, before.output[0])) == 1:
-                found.append((places[node.input[0]], i))
-    return found
+                pairs.append((places[node.input[0]], i))
+    return pairs
 
 
 @_edit("pair removed", _pairs)
@@ -501,12 +500,12 @@ _MOVED_OVER = {"Relu", "Clip", "MaxPool", "Transpose", "LeakyRelu"}
 def _move_pair(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
     quantize, dequantize = (model.graph.node[i] for i in site)
     before = next(each for each in model.graph.node if quantize.input[0] in each.output)
-    after, old, made = dequantize.output[0], before.input[0], before.output[0]
+    after, old, result = dequantize.output[0], before.input[0], before.output[0]
     before.output[0], dequantize.output[0] = after, f"{after}_moved"
     quantize.input[0], before.input[0] = old, f"{after}_moved"
     for reader in model.graph.node:
         for i, name in enumerate(reader.input):
-            if name == made:
+            if name == result:
                 reader.input[i] = after
     moved = [NodeProto() for _ in range(2)]
     for copy, node in zip(moved, (quantize, dequantize), strict=True):
@@ -556,7 +555,7 @@ def _repeat_pair(model: ModelProto, site: Site, _rng: np.random.Generator) -> Na
 
 
 def _roles(model: ModelProto) -> dict[str, str]:
-    """What each constant is read as: codes, scale, zero point, or a number that operators read."""
+    """Role of each constant: codes, scale, zero point, or number (read by other operators)."""
     roles = {}
     for node in model.graph.node:
         for place, name in enumerate(node.input):
@@ -569,11 +568,13 @@ def _roles(model: ModelProto) -> dict[str, str]:
 
 def _constants(*roles: str, kinds: Sequence[int] = ()) -> Callable[[ModelProto], list[Site]]:
     def sites(model: ModelProto) -> list[Site]:
-        known = _roles(model)
+        roles_by_name = _roles(model)
         return [
             tensor.name
             for tensor in model.graph.initializer
-            if known.get(tensor.name) in roles and (not kinds or tensor.data_type in kinds) and np.prod(tensor.dims)
+            if roles_by_name.get(tensor.name) in roles
+            and (not kinds or tensor.data_type in kinds)
+            and np.prod(tensor.dims)
         ]
 
     return sites
@@ -843,56 +844,56 @@ def _rename_graph(model: ModelProto, _site: Site, _rng: np.random.Generator) -> 
     return ("graph name",)
 
 
-# Bodies of If and Loop
+# Subgraphs of If and Loop
 
 
-def _bodies(model: ModelProto) -> Iterator[tuple[int, str, GraphProto]]:
+def _subgraphs(model: ModelProto) -> Iterator[tuple[int, str, GraphProto]]:
     for i, node in enumerate(model.graph.node):
         for each in node.attribute:
             if each.type == AttributeProto.GRAPH:
                 yield i, each.name, each.g
 
 
-def _body_of(model: ModelProto, site: Site) -> GraphProto:
-    found = _attribute(model.graph.node[site[0]], site[1])
-    assert found is not None
-    return found.g
+def _subgraph_of(model: ModelProto, site: Site) -> GraphProto:
+    attribute = _attribute(model.graph.node[site[0]], site[1])
+    assert attribute is not None
+    return attribute.g
 
 
-@_edit("constant of a body", lambda model: [
-    (i, name, k) for i, name, body in _bodies(model) for k, tensor in enumerate(body.initializer)
+@_edit("constant of a subgraph", lambda model: [
+    (i, name, k) for i, name, subgraph in _subgraphs(model) for k, tensor in enumerate(subgraph.initializer)
     if tensor.data_type == TensorProto.FLOAT
 ])  # fmt: skip
 def _change_inner_constant(model: ModelProto, site: Site, rng: np.random.Generator) -> Names:
-    tensor = _body_of(model, site).initializer[site[2]]
+    tensor = _subgraph_of(model, site).initializer[site[2]]
     values = np.array(array_of(tensor))
     values[_element(values, rng)] += ONE
     tensor.CopyFrom(make_tensor(tensor.name, values, tensor.data_type))
     return (tensor.name,)
 
 
-@_edit("operator of a body", lambda model: [
-    (i, name, k) for i, name, body in _bodies(model) for k, node in enumerate(body.node)
+@_edit("operator of a subgraph", lambda model: [
+    (i, name, k) for i, name, subgraph in _subgraphs(model) for k, node in enumerate(subgraph.node)
     if node.op_type in _OTHER_OPERATOR
 ])  # fmt: skip
 def _change_inner_operator(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
-    node = _body_of(model, site).node[site[2]]
+    node = _subgraph_of(model, site).node[site[2]]
     node.op_type = _OTHER_OPERATOR[node.op_type]
     return _about(node)
 
 
-@_edit("attribute of a body", lambda model: [
-    (i, name, k) for i, name, body in _bodies(model) for k, node in enumerate(body.node)
+@_edit("attribute of a subgraph", lambda model: [
+    (i, name, k) for i, name, subgraph in _subgraphs(model) for k, node in enumerate(subgraph.node)
     if any(each.type == AttributeProto.FLOAT for each in node.attribute)
 ])  # fmt: skip
 def _change_inner_attribute(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
-    node = _body_of(model, site).node[site[2]]
+    node = _subgraph_of(model, site).node[site[2]]
     next(each for each in node.attribute if each.type == AttributeProto.FLOAT).f *= 2
     return _about(node)
 
 
-@_edit("bodies swapped", _nodes("If"))
-def _swap_bodies(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
+@_edit("subgraphs swapped", _nodes("If"))
+def _swap_subgraphs(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
     node = model.graph.node[site]
     a, b = (each for each in node.attribute if each.type == AttributeProto.GRAPH)
     a.name, b.name = b.name, a.name
@@ -913,7 +914,7 @@ def _write_metadata(model: ModelProto, entry: Mapping[str, Any]) -> None:
 
 
 def _fields_of_metadata(model: ModelProto) -> list[Site]:
-    """Texts and entries that say how the file was made and what its parts stand for."""
+    """Paths of metadata fields: the source digest, and the names of weights and activations."""
     entry = _metadata(model)
     fields = [("source",)] if entry.get("source") else []
     return fields + [(part, name) for part in ("weights", "activations") for name in entry.get(part, {})]
@@ -942,7 +943,7 @@ def _remove_metadata(model: ModelProto, _site: Site, _rng: np.random.Generator) 
 
 
 def without_decisions(model: ModelProto) -> ModelProto:
-    """The model with the rest of its metadata."""
+    """Copy of the model without the decisions in its metadata."""
     copy, entry = copy_of(model), _metadata(model)
     entry.pop("decisions", None)
     _write_metadata(copy, entry)
@@ -950,7 +951,7 @@ def without_decisions(model: ModelProto) -> ModelProto:
 
 
 def with_matching_digests(model: ModelProto) -> ModelProto:
-    """The model with digests in its decisions that fit the constants it has now."""
+    """Copy of the model whose decisions have digests of its present constants."""
     copy, entry = copy_of(model), _metadata(model)
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
 
@@ -974,10 +975,9 @@ def with_matching_digests(model: ModelProto) -> ModelProto:
 
 
 class Forgery(NamedTuple):
-    """Another set of decisions: ``change`` gives None where there is nothing to change.
+    """A forged set of decisions: ``change`` returns None if there is nothing to change.
 
-    ``admissible`` says whether the result is a quantization of the same source that could have been decided; None
-    where that depends on numbers.
+    ``admissible`` tells whether the result is a valid quantization of the same source; None if that depends on values.
     """
 
     name: str
@@ -985,7 +985,7 @@ class Forgery(NamedTuple):
     admissible: bool | None
 
     def apply(self, source: ModelProto, model: ModelProto, rng: np.random.Generator) -> ModelProto | None:
-        """The file that the forged decisions make; where rewriting refuses them, the file with them in its metadata."""
+        """Rewrite the source with the forged decisions; if they are rejected, only replace the metadata."""
         forged = self.change(decisions_of(model), rng)
         if forged is None:
             return None
@@ -1011,7 +1011,7 @@ def _forgery(name: str, *, admissible: bool | None) -> Callable[..., Any]:
 
 
 def decisions_of(model: ModelProto) -> Decisions:
-    """The decisions that a file carries."""
+    """Decisions in the metadata of a file."""
     provenance = Provenance.read(model)
     assert provenance is not None
     decisions = read_decisions(model, provenance).decisions
@@ -1030,15 +1030,15 @@ def _with_layer(decisions: Decisions, layer: str, **fields: Any) -> Decisions:
 
 def _quantized(decisions: Decisions, rng: np.random.Generator, condition: Any = lambda _: True) -> LayerDecision | None:
     layers = [each for each in decisions.layers if each.is_quantized and condition(each)]
-    found: LayerDecision | None = _pick(layers, rng)
-    return found
+    layer: LayerDecision | None = _pick(layers, rng)
+    return layer
 
 
 def _with_range(decisions: Decisions, rng: np.random.Generator, change: Any) -> Decisions | None:
     group = _pick(list(decisions.ranges), rng)
     if group is None:
         return None
-    # Biases that were corrected are codes in units of the scale: they are given up with it.
+    # Corrected biases are codes in units of the scale, so they are dropped with it.
     layers = tuple(
         replace(each, bias=None, input_range=None) if each.is_quantized else each for each in decisions.layers
     )
@@ -1059,7 +1059,7 @@ def _forge_zero_point(decisions: Decisions, rng: np.random.Generator) -> Decisio
 
 @_forgery("activation scale alone", admissible=False)
 def _forge_scale_alone(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
-    """With biases that were corrected in the unit of another scale: 16 times as large."""
+    """Multiply a scale by 16 and keep the corrected biases, which are codes in units of the old scale."""
     groups = {each.tensor: each.group for each in decisions.placements}
     biased = _quantized(decisions, rng, lambda each: each.bias is not None and each.bias.dtype == np.int32)
     if biased is None or not groups:
@@ -1117,9 +1117,9 @@ def _forge_bias_dtype(decisions: Decisions, rng: np.random.Generator) -> Decisio
 @_forgery("layer kept in float", admissible=True)
 def _forge_float(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
     line = _quantized(decisions, rng)
-    if line is None or sum(each.is_quantized for each in decisions.layers) == 1:  # a file without any is refused
+    if line is None or sum(each.is_quantized for each in decisions.layers) == 1:  # nothing quantized is rejected
         return None
-    return decisions.with_layers_in_float([line.name], "as somebody wished")
+    return decisions.with_layers_in_float([line.name], "by request")
 
 
 @_forgery("layer dropped", admissible=False)
@@ -1275,7 +1275,7 @@ def _forge_target(decisions: Decisions, _rng: np.random.Generator) -> Decisions 
 
 @_forgery("bias with a forged range", admissible=None)
 def _forge_range_of_bias(decisions: Decisions, rng: np.random.Generator) -> Decisions | None:
-    """A bias far off, with an observed range that is wide enough to explain it: the range is decided, too."""
+    """Forge a wrong bias together with an observed range wide enough to allow it."""
     line = _quantized(decisions, rng, lambda each: each.bias is not None)
     if line is None:
         return None

@@ -1,4 +1,4 @@
-"""JSON from strangers: whatever it holds, reading returns or raises a FileFormatError, soon and in little memory."""
+"""Untrusted JSON: for any content, reading returns or raises a FileFormatError, quickly and in little memory."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ from detent.errors import DetentError, FileFormatError, SpecError
 from detent.observers import MSE, EMAMinMax, MinMax
 
 from .craft import file_of, header_of
-from .craft_json import HOSTILE, places, replaced
+from .craft_json import BAD_VALUES, places, replaced
 
 MAX_SECONDS = 10.0
 MAX_MESSAGE = 2100
@@ -34,7 +34,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Checked:
-    """Its constructor raises errors of its own."""
+    """A class whose constructor raises errors."""
 
     bits: int
 
@@ -77,7 +77,7 @@ ENCODED = codec.encode(GOOD)
 
 
 def attempt(read, text, error):
-    """Read; whatever is raised is of that kind, short, and comes soon."""
+    """Read the text; check that an error has that type and a short message, and that reading is fast."""
     start, message = time.monotonic(), ""
     try:
         read(text)
@@ -98,10 +98,10 @@ def test_round_trip():
     assert codec.encode(again) == ENCODED
 
 
-@pytest.mark.parametrize("hostile", HOSTILE)
-def test_hostile_values_at_every_place(hostile):
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_bad_values_at_every_place(name):
     for path in places(ENCODED):
-        attempt(read_document, replaced(ENCODED, path, HOSTILE[hostile]), FileFormatError)
+        attempt(read_document, replaced(ENCODED, path, BAD_VALUES[name]), FileFormatError)
 
 
 VALUES = {
@@ -117,14 +117,14 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_hostile_values_at_every_place_of_the_core(kind):
+def test_bad_values_at_every_place_of_the_core(kind):
     value, read = VALUES[kind]
     text = value.to_json()
     assert read(text) == value
     data = json.loads(text)
-    for hostile in HOSTILE.values():
+    for bad in BAD_VALUES.values():
         for path in places(data):
-            attempt(read, replaced(data, path, hostile), DetentError)
+            attempt(read, replaced(data, path, bad), DetentError)
 
 
 X = np.array([[1.0, -2.0], [0.5, 0.25]], np.float32)
@@ -136,22 +136,22 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_hostile_values_at_every_place_of_a_file(kind):
-    """In its header, and in the JSON that its metadata hold."""
+def test_bad_values_at_every_place_of_a_file(kind):
+    """Replace values in the header and in the JSON of the metadata."""
     data, read = FILES[kind]
     header, body = header_of(data)
     assert read(file_of(header, body)).to_bytes() == data
     ((name, text),) = header["__metadata__"].items()
     about = json.loads(text)
-    for hostile in HOSTILE.values():
+    for bad in BAD_VALUES.values():
         for path in places(header):
-            attempt(read, file_of(replaced(header, path, hostile).encode(), body), FileFormatError)
+            attempt(read, file_of(replaced(header, path, bad).encode(), body), FileFormatError)
         for path in places(about):
-            inside = {**header, "__metadata__": {name: replaced(about, path, hostile)}}
+            inside = {**header, "__metadata__": {name: replaced(about, path, bad)}}
             attempt(read, file_of(inside, body), FileFormatError)
 
 
-def test_hostile_values_at_every_place_of_a_tensor_file(tmp_path):
+def test_bad_values_at_every_place_of_a_tensor_file(tmp_path):
     path = tmp_path / "q"
     q = dt.quantize(X, dt.QuantParams.from_data("uint4/axis0", X))
     q.save(path)
@@ -164,9 +164,9 @@ def test_hostile_values_at_every_place_of_a_tensor_file(tmp_path):
         return dt.QuantizedTensor.load(path)
 
     assert read(file_of(header, body)) == q
-    for hostile in HOSTILE.values():
+    for bad in BAD_VALUES.values():
         for place in places(about):
-            inside = {**header, "__metadata__": {name: replaced(about, place, hostile)}}
+            inside = {**header, "__metadata__": {name: replaced(about, place, bad)}}
             attempt(read, file_of(inside, body), FileFormatError)
 
 
@@ -223,7 +223,7 @@ def test_texts_that_are_too_large_are_not_parsed(text, match, monkeypatch):
         codec.parse(text, "doc")
 
 
-# The largest texts that are parsed, by what they are full of.
+# The largest texts that are parsed, by their content.
 FULLEST = {
     "empty lists": "[" + "[]," * ((1 << 19) - 3) + "[]]",
     "objects": "[" + '{"a":1},' * ((1 << 19) - 3) + "{}]",

@@ -1,6 +1,6 @@
-"""ONNX files that are damaged or lie: each is refused by name, at once, and without taking memory.
+"""Damaged and inconsistent ONNX files: each is rejected with a helpful message, quickly and in little memory.
 
-The files are made here, by code; one process of its own loads them all and tells what each did to it.
+The tests write the files; a subprocess loads all of them and reports error, time and memory of each.
 """
 
 import json
@@ -29,8 +29,8 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-def tell(name, call):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew at what is in use
+def report(name, call):
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the present size
     before, begin, error, message = peak(), time.perf_counter(), None, ""
     try:
         call()
@@ -43,8 +43,8 @@ def tell(name, call):
 good, paths = json.load(sys.stdin)
 load(good)
 for name, path in paths.items():
-    tell(name, lambda: load(path))
-tell("control", lambda: bytes(b"x" * (300 << 20)))
+    report(name, lambda: load(path))
+report("control", lambda: bytes(b"x" * (300 << 20)))
 """
 
 
@@ -53,7 +53,7 @@ def weight(name="w", shape=(4, 3, 3, 3)):
 
 
 def good():
-    """A model with a convolution, an operator of another domain, an If, and weights of both kinds."""
+    """A valid model with a convolution, an operator of another domain, an If, and weights with and without raw data."""
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17, "com.microsoft": 1]>
         g (float[N, 3, 8, 8] x, bool c) => (float[N, M] y) <float[4] b = {1, 2, 3, 4}, int64[2] s = {0, -1}>
@@ -78,7 +78,7 @@ CASES = {}
 
 
 def case(name, *words, error="FileFormatError"):
-    """A hostile file: the function gets a folder and returns the path in it, or the bytes or the model to write."""
+    """Register an invalid file: the function gets a directory and returns a path in it, or bytes or a model."""
 
     def register(function):
         CASES[name] = (function, error, words)
@@ -88,10 +88,10 @@ def case(name, *words, error="FileFormatError"):
 
 
 def changed(name, *words, error="FileFormatError"):
-    """A good model to which the function does something."""
+    """Register a valid model that the function changes."""
 
     def register(function):
-        def build(_folder):
+        def build(_directory):
             model = good()
             function(model)
             return model
@@ -103,9 +103,9 @@ def changed(name, *words, error="FileFormatError"):
 
 
 def changed_tensor(name, *words, **fields):
-    """A good model with other fields in its weight."""
+    """Register a valid model with changed fields in its weight."""
 
-    def build(_folder):
+    def build(_directory):
         model = good()
         tensor = of(model, "w")
         for field, value in fields.items():
@@ -124,7 +124,7 @@ def changed_tensor(name, *words, **fields):
 
 for title, content in {
     "empty": b"",
-    "a text": b"This is no model.\n" * 50,
+    "a text": b"This is not a model.\n" * 50,
     "a zip": b"PK\x03\x04" + bytes(100),
     "zeros": bytes(5000),
     "ones": b"\xff" * 5000,
@@ -133,53 +133,53 @@ for title, content in {
     "a field of 2^62 bytes": b"\x3a" + b"\xff" * 8 + b"\x3f",
     "a number without end": b"\x08" + b"\xff" * 50,
 }.items():
-    case(title)(lambda _folder, content=content: content)
+    case(title)(lambda _directory, content=content: content)
 
 
-@case("a folder", "is not a file")
-def _(folder):
-    (folder / "a folder.onnx").mkdir()
-    return folder / "a folder.onnx"
+@case("a directory", "is not a file")
+def _(directory):
+    (directory / "a directory.onnx").mkdir()
+    return directory / "a directory.onnx"
 
 
 @case("missing", "no such file")
-def _(folder):
-    return folder / "missing.onnx"
+def _(directory):
+    return directory / "missing.onnx"
 
 
 @case("a pipe", "is not a file")
-def _(folder):
-    os.mkfifo(folder / "pipe.onnx")
-    return folder / "pipe.onnx"
+def _(directory):
+    os.mkfifo(directory / "pipe.onnx")
+    return directory / "pipe.onnx"
 
 
 @case("a device", "is not a file")
-def _(_folder):
+def _(_directory):
     return Path("/dev/zero")
 
 
 @case("unreadable names")
-def _(_folder):
+def _(_directory):
     return good().SerializeToString().replace(b"Conv", b"\xff\xfe\xfd\xfc")
 
 
 @case("2 GB of nothing", "not an ONNX model")
-def _(folder):
-    with (folder / "sparse.onnx").open("wb") as file:
+def _(directory):
+    with (directory / "sparse.onnx").open("wb") as file:
         file.truncate((1 << 31) - 1)
-    return folder / "sparse.onnx"
+    return directory / "sparse.onnx"
 
 
 @case("more than a protocol buffer holds", "bytes, expected between")
-def _(folder):
-    with (folder / "huge.onnx").open("wb") as file:
+def _(directory):
+    with (directory / "huge.onnx").open("wb") as file:
         file.write(good().SerializeToString())
         file.truncate(1 << 33)
-    return folder / "huge.onnx"
+    return directory / "huge.onnx"
 
 
 @case("graphs nested 200 deep")
-def _(_folder):
+def _(_directory):
     def field(number, payload):
         size, length = len(payload), b""
         while size > 127:
@@ -316,13 +316,13 @@ def _(model):
     sparse.values.CopyFrom(TensorProto(name="sp", data_type=TensorProto.FLOAT, dims=[1 << 40]))
 
 
-# Data outside of the file
+# External data
 
 
-def outside(location="w.data", content=432, **entries):
-    """A model whose weight lies outside, and the file for it unless its size is None."""
+def external(location="w.data", content=432, **entries):
+    """Build a model with external data, and its data file unless ``content`` (its size) is None."""
 
-    def build(folder):
+    def build(directory):
         model = good()
         tensor = of(model, "w")
         data = tensor.raw_data
@@ -331,103 +331,103 @@ def outside(location="w.data", content=432, **entries):
         for key, value in {"location": location, **entries}.items():
             tensor.external_data.add(key=key, value=str(value))
         if content is not None:
-            (folder / "w.data").write_bytes((data + bytes(content))[:content])
+            (directory / "w.data").write_bytes((data + bytes(content))[:content])
         return model
 
     return build
 
 
-OUTSIDE = {
-    "missing data": (outside(content=None), "w.data", "cannot be read"),
-    "data elsewhere": (outside("/etc/passwd"), "/etc/passwd", "beside the model"),
-    "data above": (outside("../w.data"), "../w.data", "beside the model"),
-    "data above by a detour": (outside("a/../../w.data"), "beside the model"),
-    "data with backslashes": (outside("..\\w.data"), "beside the model"),
-    "data on a drive": (outside("c:w.data"), "beside the model"),
-    "data without a name": (outside(""), "beside the model"),
-    "data that are the folder": (outside("."), "beside the model"),
-    "data with a zero in the name": (outside("w.data\0"), "beside the model"),
-    "data with a long name": (outside("w" * 100_000), "cannot be read"),
-    "data truncated": (outside(content=431), "ends at byte 432", "has 431"),
-    "offset beyond the file": (outside(offset=1 << 40), "ends at byte", "has 432"),
-    "length beyond the file": (outside(length=1 << 40), "takes 432 bytes", str(1 << 40)),
-    "length too short": (outside(length=4), "takes 432 bytes", "says 4"),
-    "negative offset": (outside(offset=-4), "offset '-4'"),
-    "negative length": (outside(length=-432), "length '-432'"),
-    "offset that is no number": (outside(offset="many"), "offset 'many'"),
-    "length that is no number": (outside(length="4e2"), "length '4e2'"),
-    "offset of 5000 digits": (outside(offset="9" * 5000), "offset"),
+EXTERNAL_DATA = {
+    "missing data": (external(content=None), "w.data", "cannot be read"),
+    "data elsewhere": (external("/etc/passwd"), "/etc/passwd", "beside the model"),
+    "data above": (external("../w.data"), "../w.data", "beside the model"),
+    "data above by a detour": (external("a/../../w.data"), "beside the model"),
+    "data with backslashes": (external("..\\w.data"), "beside the model"),
+    "data on a drive": (external("c:w.data"), "beside the model"),
+    "data without a name": (external(""), "beside the model"),
+    "data that are the directory": (external("."), "beside the model"),
+    "data with a zero in the name": (external("w.data\0"), "beside the model"),
+    "data with a long name": (external("w" * 100_000), "cannot be read"),
+    "data truncated": (external(content=431), "ends at byte 432", "has 431"),
+    "offset beyond the file": (external(offset=1 << 40), "ends at byte", "has 432"),
+    "length beyond the file": (external(length=1 << 40), "takes 432 bytes", str(1 << 40)),
+    "length too short": (external(length=4), "takes 432 bytes", "says 4"),
+    "negative offset": (external(offset=-4), "offset '-4'"),
+    "negative length": (external(length=-432), "length '-432'"),
+    "offset that is not a number": (external(offset="many"), "offset 'many'"),
+    "length that is not a number": (external(length="4e2"), "length '4e2'"),
+    "offset of 5000 digits": (external(offset="9" * 5000), "offset"),
 }
-for title, (builder, *told) in OUTSIDE.items():
-    case(title, "'w'", *told)(builder)
+for title, (builder, *words) in EXTERNAL_DATA.items():
+    case(title, "'w'", *words)(builder)
 
 
-@case("data through a linked folder", "symbolic link")
-def _(folder):
-    (folder / "real").mkdir()
-    (folder / "real" / "w.data").write_bytes(bytes(432))
-    (folder / "link").symlink_to(folder / "real")
-    return outside("link/w.data", content=None)(folder)
+@case("data through a linked directory", "symbolic link")
+def _(directory):
+    (directory / "real").mkdir()
+    (directory / "real" / "w.data").write_bytes(bytes(432))
+    (directory / "link").symlink_to(directory / "real")
+    return external("link/w.data", content=None)(directory)
 
 
 @case("data through a link", "symbolic link")
-def _(folder):
-    (folder / "real.data").write_bytes(bytes(432))
-    (folder / "w.data").symlink_to(folder / "real.data")
-    return outside(content=None)(folder)
+def _(directory):
+    (directory / "real.data").write_bytes(bytes(432))
+    (directory / "w.data").symlink_to(directory / "real.data")
+    return external(content=None)(directory)
 
 
 @case("data through a link to a device", "symbolic link")
-def _(folder):
-    (folder / "w.data").symlink_to("/dev/zero")
-    return outside(content=None)(folder)
+def _(directory):
+    (directory / "w.data").symlink_to("/dev/zero")
+    return external(content=None)(directory)
 
 
 @case("data through a link to nothing", "symbolic link")
-def _(folder):
-    (folder / "w.data").symlink_to(folder / "nothing")
-    return outside(content=None)(folder)
+def _(directory):
+    (directory / "w.data").symlink_to(directory / "nothing")
+    return external(content=None)(directory)
 
 
 @case("data with two names", "hard links")
-def _(folder):
-    (folder / "secret").write_bytes(bytes(432))
-    os.link(folder / "secret", folder / "w.data")
-    return outside(content=None)(folder)
+def _(directory):
+    (directory / "secret").write_bytes(bytes(432))
+    os.link(directory / "secret", directory / "w.data")
+    return external(content=None)(directory)
 
 
 @case("data that are a pipe", "not a plain file")
-def _(folder):
-    os.mkfifo(folder / "w.data")
-    return outside(content=None)(folder)
+def _(directory):
+    os.mkfifo(directory / "w.data")
+    return external(content=None)(directory)
 
 
-@case("data that are a folder", "w.data")
-def _(folder):
-    (folder / "w.data").mkdir()
-    return outside(content=None)(folder)
+@case("data that are a directory", "w.data")
+def _(directory):
+    (directory / "w.data").mkdir()
+    return external(content=None)(directory)
 
 
 @case("data that are a device", "w.data")
-def _(folder):
+def _(directory):
     try:
-        os.mknod(folder / "w.data", 0o600 | 0o020000, os.makedev(1, 5))
+        os.mknod(directory / "w.data", 0o600 | 0o020000, os.makedev(1, 5))
     except OSError:
-        os.mkfifo(folder / "w.data")  # only root makes devices
-    return outside(content=None)(folder)
+        os.mkfifo(directory / "w.data")  # only root can create devices
+    return external(content=None)(directory)
 
 
-@case("outside without a type", "lies outside")
-def _(folder):
-    model = outside()(folder)
+@case("external data without a type", "lies outside")
+def _(directory):
+    model = external()(directory)
     of(model, "w").data_type = TensorProto.STRING
     return model
 
 
 @case("a thousand tensors of the same megabyte", "4 times the bytes")
-def _(folder):
+def _(directory):
     model = good()
-    (folder / "w.data").write_bytes(bytes(MEGABYTE))
+    (directory / "w.data").write_bytes(bytes(MEGABYTE))
     for i in range(1000):
         tensor = model.graph.initializer.add(name=f"big{i}", data_type=TensorProto.UINT8, dims=[MEGABYTE])
         tensor.data_location = TensorProto.EXTERNAL
@@ -437,17 +437,17 @@ def _(folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What a process of its own tells of every file: the error, its message, the seconds and the kilobytes."""
-    root = tmp_path_factory.mktemp("hostile")
+    """Load every file in a subprocess; return the error, its message, the seconds and the kilobytes of each."""
+    root = tmp_path_factory.mktemp("untrusted")
     (root / "good.onnx").write_bytes(good().SerializeToString())
     paths = {}
     for i, (name, (build, *_)) in enumerate(CASES.items()):
-        folder = root / str(i)
-        folder.mkdir()
-        made = build(folder)
-        path = made if isinstance(made, Path) else folder / "model.onnx"
-        if not isinstance(made, Path):
-            path.write_bytes(made if isinstance(made, bytes) else made.SerializeToString())
+        directory = root / str(i)
+        directory.mkdir()
+        content = build(directory)
+        path = content if isinstance(content, Path) else directory / "model.onnx"
+        if not isinstance(content, Path):
+            path.write_bytes(content if isinstance(content, bytes) else content.SerializeToString())
         paths[name] = os.fspath(path)
     done = subprocess.run(
         [sys.executable, "-c", CHILD],
@@ -460,9 +460,9 @@ def results(tmp_path_factory):
     return {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="links and pipes are POSIX's, the measure of memory Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="links and pipes need POSIX, measuring memory needs Linux")
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_file_is_refused_at_once_and_without_memory(name, results):
+def test_an_invalid_file_is_rejected_quickly_and_in_little_memory(name, results):
     _, expected, words = CASES[name]
     error, message, seconds, growth = results[name]
     assert error == expected, message
@@ -486,14 +486,14 @@ def test_the_good_one_is_good():
 def test_data_beside_the_file_and_below_it_are_read(tmp_path):
     (tmp_path / "sub").mkdir()
     for location in ("w.data", "sub/w.data"):
-        (tmp_path / "model.onnx").write_bytes(outside(location, offset=0)(tmp_path).SerializeToString())
+        (tmp_path / "model.onnx").write_bytes(external(location, offset=0)(tmp_path).SerializeToString())
         (tmp_path / location).write_bytes(weight().raw_data)
         assert of(load(tmp_path / "model.onnx"), "w").raw_data == weight().raw_data
 
 
-def test_a_model_in_memory_has_nothing_outside(tmp_path):
+def test_a_model_in_memory_cannot_have_external_data(tmp_path):
     with pytest.raises(dt.FileFormatError, match="give the model's path"):
-        load(outside()(tmp_path))
+        load(external()(tmp_path))
 
 
 @pytest.mark.parametrize("depth", [40, 200, 3000])
@@ -508,7 +508,7 @@ def test_a_model_in_memory_that_is_nested_deep(depth):
         load(model)
 
 
-# Quantizers that lie
+# Inconsistent quantizers
 
 
 def quantizer(codes, scale, dtype=np.int8):
@@ -517,14 +517,14 @@ def quantizer(codes, scale, dtype=np.int8):
 
 
 def table(codes, scale, *, is_grouped=False):
-    """Rows of codes of this shape, looked up together with their scales."""
+    """A quantized embedding: Gather nodes over codes and scales of these shapes."""
     nodes = [helper.make_node("Gather", ["w", "x"], ["r"]), helper.make_node("Cast", ["r"], ["f"], to=1)]
     nodes += [helper.make_node("Reshape", ["f", "x"], ["g"])] if is_grouped else []
     nodes += [helper.make_node("Gather", ["s", "x"], ["t"])]
     return [*nodes, helper.make_node("Mul", ["g" if is_grouped else "f", "t"], ["y"])], codes, scale, np.int8
 
 
-LYING = {
+INCONSISTENT = {
     "a scalar with two scales": (quantizer((), (2,)), "scales of shape (2,) for codes of shape ()"),
     "an int32 scalar with two scales": (quantizer((), (2,), np.int32), "scales of shape (2,) for codes of shape ()"),
     "a bias with a scale too few": (
@@ -537,9 +537,9 @@ LYING = {
 }
 
 
-@pytest.mark.parametrize("name", LYING)
-def test_a_quantizer_that_lies_is_listed_or_no_quantizer(name, tmp_path):
-    (nodes, codes, scale, dtype), reason = LYING[name]
+@pytest.mark.parametrize("name", INCONSISTENT)
+def test_an_inconsistent_quantizer_is_listed_as_skipped_or_ignored(name, tmp_path):
+    (nodes, codes, scale, dtype), reason = INCONSISTENT[name]
     tensors = [
         numpy_helper.from_array(np.ones(codes, dtype), "w"),
         numpy_helper.from_array(np.ones(scale, np.float32), "s"),
@@ -558,7 +558,7 @@ def test_a_quantizer_that_lies_is_listed_or_no_quantizer(name, tmp_path):
 
 
 def refused_or_valid(path):
-    """Whether the file was loaded; whatever else happens is a DetentError."""
+    """Whether the file was loaded; any error must be a DetentError."""
     try:
         model = load(path)
     except dt.DetentError:
@@ -578,7 +578,7 @@ def test_truncated_anywhere(tmp_path):
 
 
 def damaged(rng, data):
-    """The bytes with a few changed, one left out, or one put in."""
+    """Change, remove or insert random bytes."""
     copy = bytearray(data)
     at = int(rng.integers(len(copy)))
     match rng.integers(4):
@@ -616,7 +616,7 @@ def large():
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "stop"])
 @pytest.mark.parametrize("call", ["fsync", "replace", "fdopen"])
-@pytest.mark.parametrize("limit", [None, 1000], ids=["one file", "data outside"])
+@pytest.mark.parametrize("limit", [None, 1000], ids=["one file", "external data"])
 @pytest.mark.parametrize("nth", [1, 2], ids=["first call", "second call"])
 @pytest.mark.parametrize("has_old", [False, True], ids=["new", "old file"])
 def test_a_failure_while_writing_leaves_what_was_there(call, error, limit, nth, has_old, tmp_path, monkeypatch):
@@ -643,7 +643,7 @@ def test_a_failure_while_writing_leaves_what_was_there(call, error, limit, nth, 
 
 
 def test_an_interrupted_second_file_takes_the_first_with_it(tmp_path, monkeypatch):
-    """The data were written; the model that names them was not."""
+    """The data file was written, the model file was not."""
     original, calls = os.replace, []
 
     def failing(*paths):
@@ -658,11 +658,11 @@ def test_an_interrupted_second_file_takes_the_first_with_it(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_saved_outside_is_loaded(tmp_path):
+def test_external_data_is_loaded(tmp_path):
     save(large(), tmp_path / "model.onnx", limit=1000)
     assert len(list(tmp_path.iterdir())) == 2
-    found = load(tmp_path / "model.onnx")
-    assert of(found, "unread").raw_data == weight("unread", (64, 64)).raw_data
+    model = load(tmp_path / "model.onnx")
+    assert of(model, "unread").raw_data == weight("unread", (64, 64)).raw_data
 
 
 def test_nodes_out_of_order_are_put_into_it():

@@ -1,4 +1,4 @@
-"""Formats, granularities, roundings, conventions, estimators, modes and specs that cannot exist."""
+"""Invalid formats, granularities, roundings, conventions, estimators, modes and specs."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ ONNX = dt.Convention.onnx
 
 
 def spec_json(**changes):
-    """The JSON of a spec with some fields replaced, or removed where the value is `...`."""
+    """JSON of a spec with some fields replaced, or removed if the value is `...`."""
     data = json.loads(dt.QuantSpec("int8").to_json()) | changes
     return json.dumps({name: value for name, value in data.items() if value is not ...})
 

@@ -1,4 +1,4 @@
-"""Files that are safetensors but no QuantizedTensor, or one that contradicts itself."""
+"""Safetensors files that are not a QuantizedTensor, or an inconsistent one."""
 
 import json
 import time
@@ -24,7 +24,7 @@ def load(tmp_path, data):
     return dt.QuantizedTensor.load(path)
 
 
-def test_the_forgery_is_good_where_nothing_is_forged(tmp_path):
+def test_an_unchanged_file_is_valid(tmp_path):
     q = load(tmp_path, forged())
     assert q.codes.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert q.dequantize().tolist() == [[0.5, 1.0, 1.5], [0.75, 1.0, 1.25]]
@@ -34,14 +34,14 @@ def scale(*values, dtype=np.float32):
     return {"scale": np.array(values, dtype)}
 
 
-HOSTILE = {
+INVALID = {
     "another version": (forged(about={"version": 2}), "version 1", "got 2", "update detent"),
     "a version of text": (forged(about={"version": "1"}), "version 1", "'1'"),
     "a version of true": (forged(about={"version": True}), "version"),
     "a missing fact": (tensor_file({"version": 1}, {}), "dtype", "shape", "spec"),
     "an extra fact": (forged(about={"comment": "hi"}), "exactly the keys"),
     "facts in a list": (tensor_file([1], {}), "JSON object"),
-    "facts that are no JSON": (tensor_file("{", {}), "no QuantizedTensor"),
+    "facts that are not JSON": (tensor_file("{", {}), "no QuantizedTensor"),
     "facts too deep": (tensor_file("[" * 100_000, {}), "no QuantizedTensor"),
     "duplicated facts": (
         forged(rewrite=lambda facts: json.dumps(facts)[:-1] + ', "version": 1}'),
@@ -98,9 +98,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", INVALID)
 def test_refused(name, tmp_path):
-    data, *words = HOSTILE[name]
+    data, *words = INVALID[name]
     check(lambda: load(tmp_path, data), dt.FileFormatError, [str(tmp_path), *words])
 
 
@@ -115,10 +115,10 @@ def test_a_file_of_the_safetensors_library_is_foreign(metadata, tmp_path):
 
 @pytest.mark.parametrize("name", ["a huge shape", "a huge empty shape", "too many scales"])
 def test_refused_without_taking_memory(name, tmp_path):
-    check(lambda: load(tmp_path, HOSTILE[name][0]), dt.FileFormatError, [])  # warm
+    check(lambda: load(tmp_path, INVALID[name][0]), dt.FileFormatError, [])  # warm up
     tracemalloc.start()
     begin = time.perf_counter()
-    check(lambda: load(tmp_path, HOSTILE[name][0]), dt.FileFormatError, [])
+    check(lambda: load(tmp_path, INVALID[name][0]), dt.FileFormatError, [])
     elapsed, peak = time.perf_counter() - begin, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 24
@@ -139,7 +139,7 @@ def test_truncated_anywhere(spec, tmp_path):
 
 
 def damaged(rng, data):
-    """The bytes with a few changed, one left out, or one put in; half of the damage hits the arrays."""
+    """Change, remove or insert random bytes; half of the changes are in the arrays."""
     copy = bytearray(data)
     at = int(rng.integers(rng.choice([0, len(data) - len(header_of(data)[1])]), len(copy)))
     match rng.integers(4):
@@ -173,7 +173,7 @@ def test_a_damaged_file_is_refused_or_gives_a_valid_tensor(spec, tmp_path):
 
 
 @pytest.mark.parametrize("exponent", [0, 255])
-def test_mx_exponents_that_are_no_normal_scale(exponent, tmp_path):
+def test_mx_exponents_that_are_not_normal_scales(exponent, tmp_path):
     header, body = header_of(saved_bytes(tmp_path, "mxfp4"))
     begin, end = header["scale"]["data_offsets"]
     forged_body = body[:begin] + bytes([exponent]) * (end - begin) + body[end:]
@@ -181,7 +181,7 @@ def test_mx_exponents_that_are_no_normal_scale(exponent, tmp_path):
 
 
 @pytest.mark.parametrize("bits", [0x7F, 0xFF, 0x00, 0x80], ids=hex)
-def test_nvfp4_block_scales_that_are_no_normal_scale(bits, tmp_path):
+def test_nvfp4_block_scales_that_are_not_normal_scales(bits, tmp_path):
     header, body = header_of(saved_bytes(tmp_path, "nvfp4"))
     begin, end = header["block_scale"]["data_offsets"]
     forged_body = body[:begin] + bytes([bits]) * (end - begin) + body[end:]
@@ -195,8 +195,8 @@ def test_nvfp4_tensor_scale_whose_products_overflow(tmp_path):
     check(lambda: load(tmp_path, file_of(header, forged_body)), dt.FileFormatError, ["scale"])
 
 
-def test_padding_bits_are_zero_or_refused(tmp_path):
-    """Three int4 codes leave half a byte over; other bits there would make two files of one tensor."""
+def test_padding_bits_must_be_zero(tmp_path):
+    """Three int4 codes leave four padding bits; without this rule one tensor could have several files."""
     q = dt.quantize(np.array([1.0, 2.0, 3.0], np.float32), dt.QuantParams.int4_symmetric())
     q.save(tmp_path / "good.safetensors")
     header, body = header_of((tmp_path / "good.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""Temporary files of killed writers go with the next write of that name; those of living writers stay."""
+"""Temporary files of killed writers are removed by the next write to the same path; those of running writers stay."""
 
 import os
 import signal
@@ -11,9 +11,9 @@ import pytest
 
 from detent import storage
 
-fcntl = pytest.importorskip("fcntl", reason="locks of files are POSIX's")
+fcntl = pytest.importorskip("fcntl", reason="file locks need POSIX")
 
-# Writes one part, says so, and goes on when told.
+# Writes one part, prints a line, and continues after it reads a line.
 WRITER = """
 import sys
 from detent import storage
@@ -96,7 +96,7 @@ def test_leftovers_of_other_names_stay(tmp_path):
 
 @pytest.mark.parametrize(("age", "stays"), [(0, True), (DAY - 60, True), (DAY + 60, False)])
 def test_files_of_other_systems_go_after_a_day(age, stays, tmp_path):
-    """On network file systems, locks may end at the machine."""
+    """On network file systems, a lock may be invisible to other machines."""
     temporary = tmp_path / f".a.{FOREIGN}0123456789ab"
     temporary.write_bytes(b"half")
     then = time.time() - age
@@ -120,15 +120,15 @@ def test_old_files_of_other_systems_stay_while_locked(tmp_path):
 def test_only_ordinary_files_are_removed(tmp_path):
     other = tmp_path / "precious"
     other.write_bytes(b"data")
-    link, folder, pipe, similar = (
+    link, directory, pipe, similar = (
         tmp_path / f".a.{storage._system()}{'0123456789ab'[:-1]}{end}" for end in ("0", "1", "2", "g")
     )
     link.symlink_to(other)
-    folder.mkdir()
+    directory.mkdir()
     os.mkfifo(pipe)
     similar.write_bytes(b"not hex digits")
     storage.write_atomic(tmp_path / "a", b"new")
-    assert {link.name, folder.name, pipe.name, similar.name, "precious", "a"} == set(names(tmp_path))
+    assert {link.name, directory.name, pipe.name, similar.name, "precious", "a"} == set(names(tmp_path))
     assert other.read_bytes() == b"data"
 
 

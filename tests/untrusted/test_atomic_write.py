@@ -1,4 +1,4 @@
-"""A file appears whole or not at all: whatever fails on the way, the old file stays and no litter is left."""
+"""Atomic writes: a file is complete or absent; after a failure the old file stays, without temporary files."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def test_a_failure_leaves_what_was_there(call, error, target, monkeypatch):
     assert {path.name: path.read_bytes() for path in target.parent.iterdir()} == before
 
 
-def test_a_missing_folder_stays_missing(tmp_path):
+def test_a_missing_directory_stays_missing(tmp_path):
     with pytest.raises(FileNotFoundError):
         Q.save(tmp_path / "nowhere" / "q.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -61,8 +61,8 @@ def test_data_is_on_disk_before_the_name_changes(tmp_path, monkeypatch):
     assert calls[:2] == ["fsync", "replace"]
 
 
-def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
-    """Some systems cannot sync a folder; the file itself is in place by then."""
+def test_a_directory_that_cannot_be_synced_is_not_a_failure(tmp_path, monkeypatch):
+    """Some systems cannot sync a directory; the file itself is already in place."""
     sync = os.fsync
 
     def files_only(handle):
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch):
     assert dt.QuantizedTensor.load(tmp_path / "q") == Q
 
 
-@pytest.mark.skipif(os.name != "posix", reason="permission bits are POSIX's")
+@pytest.mark.skipif(os.name != "posix", reason="permission bits need POSIX")
 @pytest.mark.parametrize(("mask", "expected"), [(0o022, 0o644), (0o077, 0o600)], ids=oct)
 def test_permissions_follow_the_mask(mask, expected, tmp_path):
     old = os.umask(mask)

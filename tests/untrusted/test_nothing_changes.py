@@ -1,4 +1,4 @@
-"""After an error everything is as before: inputs, outputs, quantizers, observers, files."""
+"""After an error nothing has changed: inputs, outputs, quantizers, observers, files."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ def trained(mode, spec="uint8/axis0"):
 
 @dataclass
 class World:
-    """Everything a failing call could touch."""
+    """Everything that a failing call could change."""
 
     x: np.ndarray = field(default_factory=batch)
     g: np.ndarray = field(default_factory=lambda: batch(3))
@@ -40,11 +40,11 @@ class World:
 
     @property
     def bad(self):
-        """The batch with integers where floats are expected."""
+        """A batch of integers where floats are expected."""
         return np.ones((2, 3), int)
 
     def snapshot(self):
-        """All of it as comparable values; quantizers also by what a backward makes of the last forward."""
+        """All objects as comparable values, including the gradients of each quantizer's last forward pass."""
         quantizers = {name: getattr(self, name) for name in ("ema", "fixed", "learned")}
         return {
             "arrays": [a.tobytes() for a in (self.x, self.g, self.y, self.codes)],

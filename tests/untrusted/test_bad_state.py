@@ -1,4 +1,4 @@
-"""Use before calibration, states that do not fit, batches of other shapes."""
+"""Use before calibration, states that do not match, batches of unexpected shapes."""
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def test_quantizer(call, error, words):
 
 
 def loaded(mode="fixed", spec="int8", drop=(), **changes):
-    """load_state_dict of a changed state into a quantizer of the same kind."""
+    """Call load_state_dict with a changed state on a quantizer of the same kind."""
 
     def call():
         state = quantizer(mode, spec=spec).state_dict() | changes

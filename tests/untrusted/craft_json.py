@@ -1,16 +1,16 @@
-"""JSON that readers choke on, and texts in which it stands at any place."""
+"""JSON values that can break a reader, and a way to insert them anywhere in a document."""
 
 import json
 
-__all__ = ["HOSTILE", "places", "replaced"]
+__all__ = ["BAD_VALUES", "places", "replaced"]
 
 
 def nested(depth, inside="", opening="[", closing="]"):
     return opening * depth + inside + closing * depth
 
 
-# JSON of values that some reader may choke on.
-HOSTILE = {
+# JSON values that can break a reader.
+BAD_VALUES = {
     "null": "null",
     "true": "true",
     "zero": "0",
@@ -30,7 +30,7 @@ HOSTILE = {
     "text": '"x"',
     "empty text": '""',
     "long text": '"' + "x" * 200_000 + '"',
-    "half a character": r'"\ud800"',
+    "lone surrogate": r'"\ud800"',
     "nul": r'"\u0000"',
     "empty list": "[]",
     "empty object": "{}",
@@ -40,19 +40,19 @@ HOSTILE = {
     "objects 900 deep": nested(900, "1", '{"a": ', "}"),
     "lists 100,000 deep": nested(100_000),
     "ragged": "[[1], [1, 2]]",
-    "texts of many lengths": '["' + "x" * 1_000_000 + '"' + ", 1" * 3000 + "]",
+    "long text and many numbers": '["' + "x" * 1_000_000 + '"' + ", 1" * 3000 + "]",
     "many sizes": "[" + f"{2**61}, " * 60_000 + "1]",
     "many ones": "[" + "1, " * 20_000 + "1]",
     "large product": "[4611686018427387903, 4611686018427387903]",
-    "no elements of many": "[0, 4611686018427387903]",
+    "large product times zero": "[0, 4611686018427387903]",
     "many empty lists": "[" + "[], " * 20_000 + "[]]",
-    "the same key twice": '{"a": 1, "a": 2}',
-    "half a character as a key": r'{"\ud800": 1}',
+    "duplicated key": '{"a": 1, "a": 2}',
+    "lone surrogate as a key": r'{"\ud800": 1}',
 }
 
 
 def places(value, path=()):
-    """Every place in a JSON value, the whole included."""
+    """Yield the path of every value inside a JSON value, including the value itself."""
     yield path
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
@@ -60,7 +60,7 @@ def places(value, path=()):
 
 
 def replaced(value, path, text):
-    """The JSON of a value in which the text stands at a place."""
+    """JSON text of a value in which the value at a path is replaced by a text."""
     if not path:
         return text
     is_object = isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""Safetensors bytes made by hand, right and wrong, without the code under test."""
+"""Write valid and invalid safetensors bytes without the code under test."""
 
 import json
 
@@ -12,24 +12,24 @@ NAMES = {"uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64", "float32":
 
 
 def file_of(header, body=b"", length=None):
-    """A file with that header (bytes, or JSON-ready data) and body; `length` overrides the length field."""
+    """Bytes of a file with that header (bytes or JSON-ready data) and body; `length` overrides the length field."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + body
 
 
 def entry(begin, end, shape=None, dtype="U8"):
-    """The header's entry of one tensor; by default bytes that just fit."""
+    """Header entry of one tensor; the default shape fits the offsets."""
     return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
 
 
 def header_of(data):
-    """The parsed header and the body of well-formed bytes."""
+    """Split valid bytes into the parsed header and the body."""
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
 def tensor_file(about, arrays, **metadata):
-    """The bytes of a QuantizedTensor's file with that metadata (text or JSON-ready data) and those arrays."""
+    """Bytes of a QuantizedTensor's file with that metadata (text or JSON-ready data) and those arrays."""
     text = about if isinstance(about, str) else json.dumps(about)
     header = {"__metadata__": {"detent.QuantizedTensor": text, **metadata}}
     body = b""
@@ -41,9 +41,9 @@ def tensor_file(about, arrays, **metadata):
 
 
 def forged(about=(), spec=(), arrays=(), drop=(), rewrite=json.dumps):
-    """The file of a small uint4 tensor of shape (2, 3) with some of its contents replaced."""
-    made = dt.QuantSpec("uint4", "axis0").to_dict() | dict(spec)
-    facts = {"version": 1, "spec": made, "shape": [2, 3], "dtype": "float32"} | dict(about)
+    """Bytes of a small uint4 tensor of shape (2, 3) with some contents replaced."""
+    spec_fields = dt.QuantSpec("uint4", "axis0").to_dict() | dict(spec)
+    facts = {"version": 1, "spec": spec_fields, "shape": [2, 3], "dtype": "float32"} | dict(about)
     contents = {
         "packed": np.array([0x21, 0x43, 0x65], np.uint8),
         "scale": np.array([0.5, 0.25], np.float32),

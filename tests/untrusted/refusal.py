@@ -1,4 +1,4 @@
-"""One row per mistake: what is called, the error it gets, and the words that make its message useful."""
+"""Tables of invalid calls: one row per call, with the expected error and words of its message."""
 
 import pytest
 
@@ -8,17 +8,17 @@ __all__ = ["check", "row", "table"]
 
 
 def row(name, call, error, *words):
-    """A row of a table; ``words`` name what was given, what was expected and how to repair it."""
+    """A row of a table; ``words`` cover what was given, what was expected and how to repair it."""
     return pytest.param(call, error, words, id=name)
 
 
 def table(*rows):
-    """Run the test once per row."""
+    """Parametrize a test by rows."""
     return pytest.mark.parametrize(("call", "error", "words"), rows)
 
 
 def check(call, error, words):
-    """The call raises exactly that DetentError, and its message holds every word."""
+    """Check that the call raises exactly that DetentError and that its message contains every word."""
     with pytest.raises(dt.DetentError) as caught:
         call()
     assert type(caught.value) is error, caught.value

@@ -1,4 +1,4 @@
-"""Arrays, outputs, policies and plans that the operators refuse."""
+"""Arrays, outputs, policies and plans that operators reject."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Bytes that are no observer."""
+"""Bytes that are not a valid observer."""
 
 import json
 
@@ -15,27 +15,27 @@ X = np.array([[1.0, -2.0], [0.5, 0.25]], np.float32)
 
 
 def forged(make=MinMax, *, about=(), state=(), settings=(), arrays=(), drop=(), metadata=()):
-    """The bytes of an observer of X with some of their contents replaced."""
-    found, described = storage.loads(make(granularity="axis0").observe(X).to_bytes())
+    """Bytes of an observer of X with some contents replaced."""
+    stored, described = storage.loads(make(granularity="axis0").observe(X).to_bytes())
     facts = json.loads(described["detent.Observer"])
     facts["state"] |= dict(state)
     facts["settings"] |= dict(settings)
     facts |= dict(about)
-    kept = {name: value for name, value in (found | dict(arrays)).items() if name not in drop}
+    kept = {name: value for name, value in (stored | dict(arrays)).items() if name not in drop}
     return storage.dumps(kept, {"detent.Observer": json.dumps(facts), **dict(metadata)})
 
 
-def test_the_forgery_is_good_where_nothing_is_forged():
+def test_unchanged_bytes_are_valid():
     assert MinMax.from_bytes(forged()).range().lo.tolist() == [-2.0, 0.25]
 
 
-HOSTILE = {
+INVALID = {
     "another kind": (forged(EMAMinMax), "EMAMinMax", "MinMax"),
     "an unknown kind": (forged(about={"kind": "Mean"}), "Mean", "MinMax"),
     "a foreign file": (storage.dumps({"lo": np.zeros(2)}, {"format": "np"}), "MinMax"),
     "no facts": (storage.dumps({}, {"detent.Observer": "{}"}), "MinMax"),
     "facts in a list": (storage.dumps({}, {"detent.Observer": "[]"}), "MinMax"),
-    "facts that are no JSON": (storage.dumps({}, {"detent.Observer": "{"}), "MinMax"),
+    "facts that are not JSON": (storage.dumps({}, {"detent.Observer": "{"}), "MinMax"),
     "facts too deep": (storage.dumps({}, {"detent.Observer": "[" * 100_000}), "MinMax"),
     "another metadata key": (forged(metadata={"comment": "hi"}), "comment"),
     "an extra fact": (forged(about={"comment": "hi"}), "comment"),
@@ -55,9 +55,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", INVALID)
 def test_refused(name):
-    data, *words = HOSTILE[name]
+    data, *words = INVALID[name]
     check(lambda: MinMax.from_bytes(data), dt.FileFormatError, words)
 
 
@@ -67,7 +67,7 @@ def test_not_bytes(value):
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, "x", None], ids=repr)
-def test_a_decay_that_cannot_be(decay):
+def test_an_invalid_decay(decay):
     data = forged(EMAMinMax, settings={"decay": decay})
     check(lambda: EMAMinMax.from_bytes(data), dt.FileFormatError, ["decay"])
 
@@ -90,7 +90,7 @@ def test_damaged_bytes_are_refused_or_give_a_valid_observer(make):
             observer = make.from_bytes(bytes(copy))
         except dt.FileFormatError:
             continue
-        found = observer.range()
-        assert np.isfinite(found.lo).all()
-        assert (found.lo <= found.hi).all()
+        observed = observer.range()
+        assert np.isfinite(observed.lo).all()
+        assert (observed.lo <= observed.hi).all()
         assert make.from_bytes(observer.to_bytes()).to_bytes() == observer.to_bytes()

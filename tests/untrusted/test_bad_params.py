@@ -1,4 +1,4 @@
-"""Scales, zero points and ranges that break the contract."""
+"""Invalid scales, zero points and ranges."""
 
 import json
 
@@ -126,7 +126,7 @@ def test_data(call, error, words):
 
 
 def changed(**changes):
-    """from_json of uint8 parameters in which some entries are updated, or replaced if no dict."""
+    """Call from_json with uint8 parameters in which some entries are updated, or replaced if not a dict."""
     data = json.loads(dt.QuantParams("uint8", 0.5, 3).to_json())
     for name, value in changes.items():
         data[name] = data[name] | value if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Safetensors bytes that lie: every one is refused as what it is, quickly and without allocating what it claims."""
+"""Inconsistent safetensors bytes: each is rejected with its own message, quickly and in little memory."""
 
 import time
 import tracemalloc
@@ -17,11 +17,11 @@ DEEP = 100_000
 
 
 def twice(key, value):
-    """A JSON object that holds one key two times."""
+    """A JSON object with a duplicated key."""
     return b"{" + b",".join([b'"%s":%s' % (key, value)] * 2) + b"}"
 
 
-HOSTILE = {
+INVALID = {
     "nothing": (b"", "fewer than the 8"),
     "half a length": (b"\x10\x00\x00", "3 bytes"),
     "length of zero": (file_of(b""), "starts with '{'"),
@@ -83,9 +83,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", INVALID)
 def test_refused(name):
-    data, *words = HOSTILE[name]
+    data, *words = INVALID[name]
     check(lambda: storage.loads(data), dt.FileFormatError, words)
 
 
@@ -96,7 +96,7 @@ def test_every_truncation_is_refused():
 
 @pytest.mark.parametrize("name", ["length bomb", "sizes that overflow", "a huge claim", "sizes that overflow to zero"])
 def test_claims_are_checked_before_memory_is_taken(name):
-    data = HOSTILE[name][0]
+    data = INVALID[name][0]
     tracemalloc.start()
     begin = time.perf_counter()
     check(lambda: storage.loads(data), dt.FileFormatError, [])

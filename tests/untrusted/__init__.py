@@ -1,0 +1,1 @@
+"""Invalid arguments and untrusted files: each raises a helpful error and changes nothing."""
