@@ -29,9 +29,9 @@ def test_outputs_without_a_signal_are_left_out():
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38], ids=["inf", "-inf", "nan", "huge"])
 def test_outputs_that_overflow_have_a_finite_noise(value):
-    found = OutputNoise(["y"], [arrays([1e-3])]).noise([arrays([value])])
-    assert found == OVERFLOW_NOISE
-    assert np.isfinite(qs.sqnr_of(found))
+    noise = OutputNoise(["y"], [arrays([1e-3])]).noise([arrays([value])])
+    assert noise == OVERFLOW_NOISE
+    assert np.isfinite(qs.sqnr_of(noise))
 
 
 def test_halves_are_compared_in_double_precision():
@@ -84,4 +84,4 @@ def test_costs_are_told_in_words(seconds, text):
 
 
 def test_what_there_is_one_of_is_told_so():
-    assert str(qs.Cost(1, 1, 1, 1, 5.0)) == "1 layer, 1 option: 1 run over 1 sample, about 5 s"
+    assert str(qs.Cost(1, 1, 1, 1, 5.0)) == "1 layer, 1 candidate: 1 run over 1 sample, about 5 s"

@@ -41,12 +41,12 @@ def least(layers, budget):
 def test_the_choice_is_the_best_of_all(kind, data):
     layers = data.draw(LAYERS if kind == "any" else GRAINY)
     budget = data.draw(st.integers(0, 160 if kind == "any" else 32))
-    found, expected = best_choice(layers, budget), least(layers, budget)
+    choice, expected = best_choice(layers, budget), least(layers, budget)
     if expected is None:
-        assert found is None
+        assert choice is None
         assert smallest_total(layers) > budget
         return
-    nbytes, noise = totals(layers, found)
+    nbytes, noise = totals(layers, choice)
     assert nbytes <= budget
     assert noise == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
@@ -88,7 +88,7 @@ def test_ordinary_layers_have_a_choice_at_every_budget(seed, keep_float):
         budget = int(smallest + share * (largest - smallest))
         nbytes, noise = totals(layers, best_choice(layers, budget))
         assert nbytes <= budget
-        assert noise <= min(known for size, known in points if size <= budget) * (1 + 1e-12)
+        assert noise <= min(point for size, point in points if size <= budget) * (1 + 1e-12)
         assert noise <= before
         before = noise
     assert before == sum(options[-1][1] for options in layers)

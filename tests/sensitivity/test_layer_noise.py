@@ -13,6 +13,7 @@ from detent.errors import FileFormatError, SpecError
 from detent.recipe import exact_pattern
 from detent.rule import Layer
 from detent.sensitivity.bench import as_widths, weight_nbytes
+from tests.tools.recording_axes import RecordingAxes
 
 FOUR, EIGHT = "int4/axis0", "int8/axis0"
 NASTY = [
@@ -38,7 +39,7 @@ def layer(name, quiet=1.0, tied=()):
 
 
 @pytest.fixture
-def found():
+def sensitivity():
     return qs.Sensitivity((layer("a"), layer("b", 10.0, ("c",))), (FOUR, EIGHT))
 
 
@@ -95,31 +96,31 @@ def test_more_bytes_than_can_be_added_are_refused(kind):
 
 
 def test_unlisted_option_is_refused():
-    with pytest.raises(SpecError, match="not listed"):
+    with pytest.raises(SpecError, match="expected one of"):
         qs.Sensitivity((layer("a"),), (FOUR,))
 
 
-def test_values_can_be_copied(found):
-    mix = found.choose(100)
-    for value in (found, mix):
+def test_values_can_be_copied(sensitivity):
+    mix = sensitivity.choose(100)
+    for value in (sensitivity, mix):
         assert copy.deepcopy(value) == value
         assert pickle.loads(pickle.dumps(value)) == value
     with pytest.raises(TypeError):
         mix.options["a"] = FOUR
     with pytest.raises(TypeError):
-        found.layers[0].noise[FOUR] = 0.0
+        sensitivity.layers[0].noise[FOUR] = 0.0
 
 
-def test_values_can_be_kept_in_sets(found):
-    mix = found.choose(100)
-    for value in (found, mix, mix.with_measured(18.5), *found.layers):
+def test_values_can_be_kept_in_sets(sensitivity):
+    mix = sensitivity.choose(100)
+    for value in (sensitivity, mix, mix.with_measured(18.5), *sensitivity.layers):
         assert len({value, copy.deepcopy(value)}) == 1
     other = qs.LayerNoise(
-        "a", "Conv", 10, 40, dict(reversed(found.layers[0].noise.items())), dict(found.layers[0].nbytes)
+        "a", "Conv", 10, 40, dict(reversed(sensitivity.layers[0].noise.items())), dict(sensitivity.layers[0].nbytes)
     )
-    assert other == found.layers[0]
-    assert hash(other) == hash(found.layers[0])
-    assert len({mix, mix.with_measured(18.5), found.choose(18)}) == 3
+    assert other == sensitivity.layers[0]
+    assert hash(other) == hash(sensitivity.layers[0])
+    assert len({mix, mix.with_measured(18.5), sensitivity.choose(18)}) == 3
 
 
 def test_noise_becomes_decibels():
@@ -127,64 +128,105 @@ def test_noise_becomes_decibels():
     assert qs.sqnr_of(0.0) == float("inf")
 
 
-def test_layers_are_ranked_worst_first(found):
-    assert [each.name for each in found.ranked()] == ["b", "a"]
-    assert [each.name for each in found.ranked(EIGHT)] == ["b", "a"]
+def test_layers_are_ranked_worst_first(sensitivity):
+    assert [each.name for each in sensitivity.ranked()] == ["b", "a"]
+    assert [each.name for each in sensitivity.ranked(EIGHT)] == ["b", "a"]
     with pytest.raises(SpecError, match="int9"):
-        found.ranked("int9/axis0")
+        sensitivity.ranked("int9/axis0")
 
 
-def test_choices_fit_and_are_best(found):
-    assert dict(found.choose(23).options) == {"a": FOUR, "b": EIGHT}
-    assert dict(found.choose(22).options) == {"a": FOUR, "b": FOUR}
-    assert found.choose(28).nbytes == 28
-    assert found.choose(23).predicted_sqnr_db == pytest.approx(qs.sqnr_of(0.011))
+def test_choices_fit_and_are_best(sensitivity):
+    assert dict(sensitivity.choose(23).options) == {"a": FOUR, "b": EIGHT}
+    assert dict(sensitivity.choose(22).options) == {"a": FOUR, "b": FOUR}
+    assert sensitivity.choose(28).nbytes == 28
+    assert sensitivity.choose(23).predicted_sqnr_db == pytest.approx(qs.sqnr_of(0.011))
 
 
 @pytest.mark.parametrize("budget", [2**63, 10**30], ids=["63 bits", "10**30"])
-def test_budgets_may_be_larger_than_any_choice(found, budget):
-    assert found.choose(budget).nbytes == 28
+def test_budgets_may_be_larger_than_any_choice(sensitivity, budget):
+    assert sensitivity.choose(budget).nbytes == 28
 
 
-def test_what_does_not_fit_names_the_smallest(found):
-    with pytest.raises(SpecError, match="no choice fits 17 bytes: the smallest takes 18"):
-        found.choose(17)
+def test_what_does_not_fit_names_the_smallest(sensitivity):
+    with pytest.raises(SpecError, match="no mix fits 17 bytes, the smallest takes 18: raise the budget"):
+        sensitivity.choose(17)
 
 
-def test_layers_may_stay_float_when_asked(found):
-    assert dict(found.choose(10**6).options) == {"a": EIGHT, "b": EIGHT}
-    mix = found.choose(10**6, keep_float=True)
+def test_layers_may_stay_float_when_asked(sensitivity):
+    assert dict(sensitivity.choose(10**6).options) == {"a": EIGHT, "b": EIGHT}
+    mix = sensitivity.choose(10**6, keep_float=True)
     assert dict(mix.options) == {"a": "float", "b": "float"}
     assert mix.predicted_sqnr_db == float("inf")
     assert mix.recipe.rules == ()
-    assert dict(found.choose(54, keep_float=True).options) == {"a": EIGHT, "b": "float"}
+    assert dict(sensitivity.choose(54, keep_float=True).options) == {"a": EIGHT, "b": "float"}
 
 
-def test_uniform_and_mixed_options(found):
-    assert found.uniform(FOUR).nbytes == 18
-    with pytest.raises(SpecError, match="cannot have"):
-        found.uniform("int5/axis0")
-    with pytest.raises(SpecError, match="every layer"):
-        found.mixed({"a": FOUR})
+def test_uniform_and_mixed_options(sensitivity):
+    assert sensitivity.uniform(FOUR).nbytes == 18
+    with pytest.raises(SpecError, match="was not measured with"):
+        sensitivity.uniform("int5/axis0")
+    with pytest.raises(SpecError, match="choose one for every layer"):
+        sensitivity.mixed({"a": FOUR})
 
 
-def test_the_curve_goes_from_the_smallest_to_the_largest(found):
-    points = found.curve()
+def test_the_curve_goes_from_the_smallest_to_the_largest(sensitivity):
+    points = sensitivity.curve()
     assert [nbytes for nbytes, _ in points] == [18, 23, 28]
     assert [sqnr for _, sqnr in points] == sorted(sqnr for _, sqnr in points)
 
 
-def test_one_sample_is_told_in_words(found):
-    assert "2 layers on 1 sample: SQNR" in str(dataclasses.replace(found, samples=1))
+def test_one_sample_is_told_in_words(sensitivity):
+    assert "2 layers on 1 sample: SQNR" in str(dataclasses.replace(sensitivity, samples=1))
 
 
-def test_a_mix_is_a_table_with_both_values(found):
-    mix = found.choose(23)
+def test_a_mix_is_a_table_with_both_values(sensitivity):
+    mix = sensitivity.choose(23)
     assert "measured not run" in str(mix)
     assert "SQNR predicted 19.6 dB, measured 18.5 dB" in str(mix.with_measured(18.5))
     assert mix.measured_sqnr_db is None
     with pytest.raises(SpecError, match="NaN"):
         mix.with_measured(float("nan"))
+
+
+def test_reprs_are_short(sensitivity):
+    assert repr(sensitivity) == "<Sensitivity: 2 layers, 2 candidates (int4/axis0, int8/axis0), 32 samples>"
+    assert repr(sensitivity.layers[0]).startswith("<LayerNoise 'a': Conv, 10 elements, noise int4/axis0: ")
+    text = repr(sensitivity.choose(23))
+    assert text == "<Mix: 2 layers in 23 bytes of weights; SQNR predicted 19.6 dB, measured not run>"
+    labels = [f"int{bits}/axis0" for bits in range(2, 9)]
+    many = qs.LayerNoise("c", "Conv", 1, 4, dict.fromkeys(labels, 0.1), dict.fromkeys(labels, 1))
+    assert "7 candidates (int2/axis0, int3/axis0, int4/axis0, int5/axis0, ...)" in repr(qs.Sensitivity((many,), labels))
+
+
+def test_notebooks_show_tables_with_escaped_names(sensitivity):
+    text = sensitivity._repr_html_()
+    assert text.count("<tr>") == 5  # head, two layers, all, bytes
+    assert text.endswith("if their noise adds up</div>")
+    named = qs.Sensitivity((layer("<script>alert(1)</script>"),), (FOUR, EIGHT))
+    for html in (named._repr_html_(), named.choose(100)._repr_html_()):
+        assert "<script" not in html
+        assert "&lt;script&gt;alert(1)" in html
+
+
+def test_plot_has_a_point_for_each_layer_and_candidate_with_noise():
+    quiet = qs.LayerNoise("a", "Conv", 10, 40, {FOUR: 0.001, EIGHT: 0.0}, {FOUR: 9, EIGHT: 14})
+    loud = qs.LayerNoise("b", "Conv", 10, 40, {FOUR: 0.1}, {FOUR: 9})
+    ax = RecordingAxes()
+    assert qs.Sensitivity((quiet, loud), (FOUR, EIGHT)).plot(ax) is ax
+    calls = {(method, kwargs.get("label")): args for method, args, kwargs in ax.calls}
+    assert calls["set_yticks", None][1] == ["b", "a"]  # the most sensitive layer on top
+    assert calls["plot", FOUR][:2] == (pytest.approx([10.0, 30.0]), [0, 1])
+    assert calls["plot", EIGHT][:2] == ([], [])
+
+
+def test_plot_draws_with_matplotlib(sensitivity):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    ax = sensitivity.plot()
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "a"]
+    assert len(ax.lines) == 2
+    assert sensitivity.plot(ax=ax) is ax
+    matplotlib.pyplot.close(ax.figure)
 
 
 @pytest.mark.parametrize("name", NASTY, ids=ascii)
@@ -197,8 +239,8 @@ def test_rules_match_one_name_and_no_other(name):
     assert dt.Rule(exact_pattern(name), skip=True).match
 
 
-def test_tied_layers_get_one_rule_each(found):
-    recipe = found.choose(23).recipe
+def test_tied_layers_get_one_rule_each(sensitivity):
+    recipe = sensitivity.choose(23).recipe
     assert [(rule.match, str(rule.weight.format.name)) for rule in recipe.rules] == [
         ("a", "int4"),
         ("b", "int8"),
@@ -209,23 +251,26 @@ def test_tied_layers_get_one_rule_each(found):
 def test_a_measured_recipe_is_given_back_layer_by_layer():
     given = dt.Recipe([dt.Rule("a", weight=EIGHT, input="uint8/tensor/affine"), dt.Rule("b", weight=FOUR)], "w8a8")
     layers = tuple(qs.LayerNoise(name, "Conv", 10, 40, {"w8a8": 0.1}, {"w8a8": 14}) for name in "ab")
-    found = qs.Sensitivity(layers, ("w8a8",), given)
-    assert found.choose(28).recipe.rules == given.rules
-    assert dict(found.choose(60, keep_float=True).options) in ({"a": "float", "b": "w8a8"}, {"a": "w8a8", "b": "float"})
+    sensitivity = qs.Sensitivity(layers, ("w8a8",), given)
+    assert sensitivity.choose(28).recipe.rules == given.rules
+    assert dict(sensitivity.choose(60, keep_float=True).options) in (
+        {"a": "float", "b": "w8a8"},
+        {"a": "w8a8", "b": "float"},
+    )
     with pytest.raises(SpecError, match="no rule for layer 'b'"):
         qs.Sensitivity(layers, ("w8a8",), dt.Recipe(given.rules[:1]))
-    assert qs.Sensitivity.from_json(found.to_json()) == found
+    assert qs.Sensitivity.from_json(sensitivity.to_json()) == sensitivity
 
 
 # JSON
 
 
-def test_json_goes_round(found):
-    assert qs.Sensitivity.from_json(found.to_json()) == found
+def test_json_goes_round(sensitivity):
+    assert qs.Sensitivity.from_json(sensitivity.to_json()) == sensitivity
 
 
-def changed(found, path, value):
-    data = json.loads(found.to_json())
+def changed(sensitivity, path, value):
+    data = json.loads(sensitivity.to_json())
     at = data
     for key in path[:-1]:
         at = at[key]
@@ -284,9 +329,9 @@ def changed(found, path, value):
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
-def test_json_is_not_trusted(found, path, value):
+def test_json_is_not_trusted(sensitivity, path, value):
     with pytest.raises(FileFormatError):
-        qs.Sensitivity.from_json(changed(found, path, value))
+        qs.Sensitivity.from_json(changed(sensitivity, path, value))
 
 
 @pytest.mark.parametrize(
@@ -334,4 +379,4 @@ def test_packed_bytes_are_those_of_tensors(bits):
         if text == "int1/tensor" or text.startswith("int1"):
             continue
         tensor = dt.quantize(weight, dt.QuantParams.from_data(text, weight))
-        assert weight_nbytes(tensor.spec, weight.shape, "packed", is_product=True) == tensor.nbytes
+        assert weight_nbytes(tensor.spec, weight.shape, "packed", is_matmul=True) == tensor.nbytes

@@ -16,7 +16,7 @@ from detent.sensitivity.torch_bench import first_samples
 
 
 class Network(nn.Module):
-    """A convolution with a batch normalisation, and two linear layers."""
+    """A convolution with a batch norm, and two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -34,11 +34,11 @@ class Network(nn.Module):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    made = Network()
+    network = Network()
     with torch.no_grad():
-        made.norm.running_mean.normal_(0, 0.1)
-        made.norm.running_var.uniform_(0.5, 2)
-    return made
+        network.norm.running_mean.normal_(0, 0.1)
+        network.norm.running_var.uniform_(0.5, 2)
+    return network
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def relative(old, new):
 
 
 def test_one_layer_alone_is_what_prepare_does_to_it(model, data):
-    found = qs.measure(model, data, widths=(4, 8), progress=False)
-    assert [layer.name for layer in found.layers] == ["conv", "body", "head"]
+    sensitivity = qs.measure(model, data, widths=(4, 8), progress=False)
+    assert [layer.name for layer in sensitivity.layers] == ["conv", "body", "head"]
     expected = outputs(model, data)
-    for layer in found.layers:
+    for layer in sensitivity.layers:
         for option, noise in layer.noise.items():
             prepared = qt.prepare(model, dt.Recipe([dt.Rule(layer.name, weight=option)]))
             assert noise == pytest.approx(relative(expected, outputs(prepared, data)), rel=1e-3)
@@ -71,8 +71,8 @@ def test_one_layer_alone_is_what_prepare_does_to_it(model, data):
 def test_the_model_is_left_alone(model, data):
     model.train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = qs.measure(model, data, progress=False)
-    qs.run_mix(model, data, found.choose(10**6))
+    sensitivity = qs.measure(model, data, progress=False)
+    qs.run_mix(model, data, sensitivity.choose(10**6))
     assert model.training
     assert type(model.conv) is nn.Conv2d
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -110,7 +110,7 @@ def test_a_recipe_quantizes_weight_and_input(model, data):
 
 
 def written_by_hand(model):
-    """The same network as an ONNX model, layer by layer."""
+    """Build the network as an ONNX model, layer by layer."""
 
     def constant(name, values):
         return numpy_helper.from_array(values.detach().numpy(), name)
@@ -129,9 +129,9 @@ def written_by_hand(model):
     weights = [constant(f"n{i}", each) for i, each in enumerate(norm)]
     for letter, layer in (("c", model.conv), ("b", model.body), ("h", model.head)):
         weights += [constant(f"{letter}w", layer.weight), constant(f"{letter}b", layer.bias)]
-    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8, 6, 6])]
-    made = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]
-    graph = helper.make_graph(nodes, "g", given, made, weights)
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 8, 6, 6])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 10])]
+    graph = helper.make_graph(nodes, "g", inputs, outputs, weights)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
@@ -157,8 +157,8 @@ def test_module_and_export_agree(model, data, export):
 
 
 def test_the_mix_is_what_prepare_makes(model, data):
-    found = qs.measure(model, data, widths=(3, 4, 6, 8), storage="packed", progress=False)
-    mix = qs.run_mix(model, data, found.choose(found.uniform("int4/axis0").nbytes))
+    sensitivity = qs.measure(model, data, widths=(3, 4, 6, 8), storage="packed", progress=False)
+    mix = qs.run_mix(model, data, sensitivity.choose(sensitivity.uniform("int4/axis0").nbytes))
     expected = outputs(model, data)
     prepared = qt.prepare(model, mix.recipe)
     weights = {line.name: line.weights["weight"].format.name for line in qt.plan(Network(), mix.recipe).quantized}
@@ -169,11 +169,11 @@ def test_the_mix_is_what_prepare_makes(model, data):
 
 
 def test_refining_a_module(model, data):
-    found = qs.measure(model, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
-    budget = found.uniform("int3/axis0").nbytes
-    best = qs.refine(model, data, found, budget, runs=6, progress=False)
+    sensitivity = qs.measure(model, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
+    budget = sensitivity.uniform("int3/axis0").nbytes
+    best = qs.refine(model, data, sensitivity, budget, runs=6, progress=False)
     assert best.nbytes <= budget
-    for start in (found.uniform("int3/axis0"), found.choose(budget)):
+    for start in (sensitivity.uniform("int3/axis0"), sensitivity.choose(budget)):
         assert best.measured_sqnr_db >= qs.run_mix(model, data, start).measured_sqnr_db - 1e-3
     assert best.measured_sqnr_db == pytest.approx(qs.run_mix(model, data, best).measured_sqnr_db, abs=1e-2)
 
@@ -190,10 +190,10 @@ def test_tied_weights_are_one_choice():
 
     torch.manual_seed(0)
     model, batch = Tied(), [torch.randn(8, 8)]
-    found = qs.measure(model, batch, widths=(4, 8), progress=False)
-    assert [layer.names for layer in found.layers] == [("one", "two"), ("free",)]
-    assert found.nbytes_float == 2 * 64 * 4
-    for mix in (found.choose(10**4), found.mixed({"one": "int4/axis0", "free": "int8/axis0"})):
+    sensitivity = qs.measure(model, batch, widths=(4, 8), progress=False)
+    assert [layer.names for layer in sensitivity.layers] == [("one", "two"), ("free",)]
+    assert sensitivity.nbytes_float == 2 * 64 * 4
+    for mix in (sensitivity.choose(10**4), sensitivity.mixed({"one": "int4/axis0", "free": "int8/axis0"})):
         assert qs.run_mix(model, batch, mix).measured_sqnr_db > 5
 
 
@@ -225,21 +225,21 @@ def test_samples_are_cut():
 
 
 def test_skipped_layers_are_not_measured(model, data):
-    found = qs.measure(model, data, widths=(4,), skip=["b*"], progress=False)
-    assert [layer.name for layer in found.layers] == ["conv", "head"]
-    found = qs.measure(model, data, skip="b*", progress=False)
-    assert [layer.name for layer in found.layers] == ["conv", "head"]
+    sensitivity = qs.measure(model, data, widths=(4,), skip=["b*"], progress=False)
+    assert [layer.name for layer in sensitivity.layers] == ["conv", "head"]
+    sensitivity = qs.measure(model, data, skip="b*", progress=False)
+    assert [layer.name for layer in sensitivity.layers] == ["conv", "head"]
     recipe = dt.Recipe([dt.Rule(weight="int8/axis0"), dt.Rule("head", skip=True)])
     for widths in (None, (4,)):
-        found = qs.measure(model, data, recipe, widths=widths, progress=False)
-        assert [layer.name for layer in found.layers] == ["conv", "body"]
+        sensitivity = qs.measure(model, data, recipe, widths=widths, progress=False)
+        assert [layer.name for layer in sensitivity.layers] == ["conv", "body"]
 
 
 @pytest.mark.parametrize(
     ("batches", "error", "words"),
     [
         ([], SpecError, "no batches"),
-        (torch.zeros(2, 8, 6, 6), SpecError, r"for one batch give \[data\]"),
+        (torch.zeros(2, 8, 6, 6), SpecError, r"pass \[data\] for one batch"),
         ("file.npz", SpecError, "expected a list of batches"),
         ([np.zeros((2, 8, 6, 6))], DtypeError, "batch 0 is of type ndarray"),
     ],

@@ -1,15 +1,15 @@
-"""Sensitivity: which layers cause how much noise at the outputs, and how many bits each should have.
+"""Sensitivity: how much noise each layer causes at the outputs, and mixed precision chosen from it.
 
 ::
 
     import detent.sensitivity as qs
 
-    sensitivity = qs.measure(model, data, widths=(3, 4, 6, 8))     each layer alone, at each bit width
-    mix = sensitivity.choose(1_000_000)                            the least noise in so many bytes
-    print(qs.run_mix(model, data, mix))                            predicted and measured
-    qs.refine(model, data, sensitivity, 1_000_000)                 a search that runs mixes
+    sensitivity = qs.measure(model, data, widths=(3, 4, 6, 8))     # each layer alone, at each bit width
+    mix = sensitivity.choose(1_000_000)                            # the least noise within 1,000,000 bytes
+    print(qs.run_mix(model, data, mix))                            # predicted and measured SQNR
+    qs.refine(model, data, sensitivity, 1_000_000)                 # a search that runs the model with each mix
 
-``import detent.sensitivity`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
+``import detent.sensitivity`` is light; the first call imports PyTorch, or ONNX and ONNX Runtime.
 """
 
 from detent.metrics import sqnr_of

@@ -1,14 +1,14 @@
-"""Layer runners: a model whose layers can be quantized one by one, and the noise at its outputs.
+"""Layer runners: models whose layers can be quantized one by one, and the noise at their outputs.
 
-``onnx_bench`` and ``torch_bench`` each have a ``LayerRunner``; the loop over layer groups and options, ``measure_all``,
-is the same for both. Bit widths become specs of weights here; their bytes depend on the storage:
+``onnx_bench`` and ``torch_bench`` each implement a ``LayerRunner``; ``measure_all`` loops over layer groups and
+candidates for both. This module also converts bit widths to specs, and counts their bytes, by storage:
 
 ===========  ==========================================================================================
 storage      a weight of n elements and s scales at b bits
 ===========  ==========================================================================================
-``onnx``     codes in 4, 8 or 16 bits, the next that holds b (4 only for matmuls); float32
-             scales and zero points as wide as the codes
-``packed``   n * b bits, float32 scales, zero points of b bits where the spec is affine
+``onnx``     codes of 4, 8 or 16 bits, the smallest that holds b (4 only for matmuls); float32
+             scales, and zero points as wide as the codes
+``packed``   n * b bits, float32 scales, and zero points of b bits if the spec is affine
 ===========  ==========================================================================================
 """
 
@@ -49,20 +49,20 @@ MIN_BITS, MAX_BITS = 1, 16
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
-    """Specs of weights by their labels, their short texts; a number of bits stands for ``int{bits}/axis0``."""
+    """Convert bit widths to weight specs by label, the spec's short text; a number means ``int{bits}/axis0``."""
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
-        raise SpecError(f"widths are a list such as (3, 4, 6, 8) or (4, 'int4/group32'), got {widths!r}")
+        raise SpecError(f"got widths={widths!r}, expected a list such as (3, 4, 6, 8) or (4, 'int4/group32')")
     specs: dict[str, QuantSpec] = {}
     for width in widths:
         spec = _spec(width)
         label = spec_text(spec)
         if label is None:
-            raise SpecError(f"the width {width!r} has no short text: use a spec such as 'int4/group32'")
+            raise SpecError(f"{width!r} in widths has no short text: use a spec such as 'int4/group32'")
         if label in specs:
-            raise SpecError(f"the width {width!r} comes twice: each is an option of its own")
+            raise SpecError(f"{width!r} is in widths twice: remove one")
         specs[label] = spec
     if not specs:
-        raise SpecError("there are no widths: give some, for example widths=(3, 4, 6, 8), or None for the recipe's")
+        raise SpecError("widths is empty: pass e.g. widths=(3, 4, 6, 8), or None to measure the recipe")
     return specs
 
 
@@ -71,88 +71,88 @@ def _spec(width: int | str) -> QuantSpec:
     if isinstance(value, str):
         spec = get_weight_spec(value)
         if isinstance(spec.granularity, PerToken):
-            raise SpecError(f"the width {width!r} has a scale per token, which only activations have")
+            raise SpecError(f"{width!r} in widths is per-token, but only activations have tokens: use e.g. int8/axis0")
         return spec
-    bits = as_integer("a width", value, at_least=MIN_BITS, at_most=MAX_BITS)
+    bits = as_integer("a bit width", value, at_least=MIN_BITS, at_most=MAX_BITS)
     return QuantSpec.parse(f"int{bits}/axis0")
 
 
 def as_storage(value: str) -> Storage:
-    """The storage of that name, checked."""
+    """Check the name of a storage."""
     if value not in STORAGES:
-        raise SpecError(f"storage is one of {', '.join(STORAGES)}, got {value!r}")
+        raise SpecError(f"got storage={value!r}, expected one of {', '.join(STORAGES)}")
     return "onnx" if value == "onnx" else "packed"
 
 
-def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_product: bool) -> int:
-    """The bytes of a weight's codes, scales and zero points; ``is_product``: a matmul, which ONNX stores in 4 bits."""
-    return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_product) if storage == "onnx" else ())
+def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
+    """Return the bytes of a weight's codes, scales and zero points; ONNX stores 4-bit codes only for matmuls."""
+    return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A layer, or all layers that share a weight: they are quantized together."""
+    """A layer, or all layers that share a weight and are quantized together."""
 
     names: tuple[str, ...]
-    type: str  # of the first layer
-    elements: int  # of the weights
+    type: str  # type of the first layer
+    elements: int  # number of weight elements
     nbytes_float: int
-    nbytes: Mapping[str, int]  # by option
+    nbytes: Mapping[str, int]  # by candidate
 
 
 class LayerRunner(Protocol):
     """A model whose layer groups can be quantized one by one."""
 
     groups: Sequence[LayerGroup]
-    options: tuple[str, ...]  # all labels
+    options: tuple[str, ...]  # labels of all candidates
     samples: int
-    names: Sequence[str]  # of the float outputs
-    recipe: Recipe | None  # one rule per layer of the measured recipe; None if options are specs
-    workers: int  # how many runs go side by side
+    names: Sequence[str]  # names of the float outputs
+    recipe: Recipe | None  # one rule per layer of the measured recipe; None if candidates are specs
+    workers: int  # number of parallel runs
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """The float outputs of the float model, batch by batch."""
+        """Yield the float outputs of the float model, batch by batch."""
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Every group at every option it has, in the order that costs least."""
+        """Yield every group with every candidate it supports, in the cheapest order."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The outputs with some groups quantized: their options, by the names of their first layers."""
+        """Yield the float outputs with some groups quantized: candidates by the name of a group's first layer."""
 
 
 class OutputNoise:
-    """The noise of outputs relative to ``reference``, the outputs of the float model, which are kept."""
+    """Noise of outputs relative to ``reference``, the outputs of the float model, which are kept in memory."""
 
     def __init__(self, names: Sequence[str], reference: Iterable[Sequence[Array]]) -> None:
         self._names = list(names)
         if not self._names:
-            raise UnsupportedError("the model has no float output, whose noise could be measured")
+            raise UnsupportedError("the model has no float output, and noise is measured on float outputs")
         self._reference = [list(batch) for batch in reference]
         self._powers = np.zeros(len(self._names))
         for batch in self._reference:
             self._powers += [_power(each) for each in batch]
         for name, power in zip(self._names, self._powers, strict=True):
             if not np.isfinite(power):
-                raise RangeError(f"output {name!r} of the float model holds NaN or infinity on these data: clean them")
+                raise RangeError(f"output {name!r} of the float model contains NaN or infinity: clean the data")
         if not self._powers.any():
-            raise RangeError("all outputs of the float model are zero on these data: there is no signal to compare")
+            raise RangeError("all outputs of the float model are zero, so noise cannot be measured: pass other data")
 
     @property
     def batches(self) -> int:
-        """How many batches the reference has."""
+        """Number of batches."""
         return len(self._reference)
 
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
-        """The mean of noise power / power over the outputs; outputs that are all zero are left out."""
+        """Return the mean over the outputs of noise power / power; outputs that are all zero are left out."""
         noise = np.zeros(len(self._names))
         for old, new in zip(self._reference, outputs, strict=True):
             for at, (before, after) in enumerate(zip(old, new, strict=True)):
                 if before.shape != after.shape:
                     raise UnsupportedError(
-                        f"output {self._names[at]!r} has shape {after.shape} once a layer is quantized, {before.shape} "
-                        "in float: its noise cannot be told"
+                        f"output {self._names[at]!r} has shape {after.shape} with a quantized layer, {before.shape} in "
+                        "float: sensitivity needs outputs of fixed shapes"
                     )
-                with np.errstate(over="ignore", invalid="ignore"):  # layers of few bits may overflow
+                with np.errstate(over="ignore", invalid="ignore"):  # outputs may overflow at few bits
                     noise[at] += _power(np.subtract(after, before, dtype=np.float64))
         has_signal = self._powers > 0
         mean = float(np.mean(noise[has_signal] / self._powers[has_signal]))
@@ -163,8 +163,8 @@ def _power(values: Array) -> float:
     return float(np.sum(np.square(values, dtype=np.float64)))
 
 
-def _side_by_side(call: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
-    """The results of calls in the order of the items; an interrupt cancels those that have not begun."""
+def _parallel_map(call: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """Yield the results of calls in the order of the items; an interrupt cancels calls that have not started."""
     if workers == 1:
         yield from map(call, items)
         return
@@ -178,20 +178,20 @@ def _side_by_side(call: Callable[[T], R], items: Sequence[T], workers: int) -> I
 def measure_all(
     runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
 ) -> tuple[LayerNoise, ...]:
-    """Measure the noise of every group at every option, in the model's order."""
+    """Measure the noise of every group with every candidate; the result has the model's order."""
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
     first = time.perf_counter() - start
     tasks = list(runner.tasks())
     if announce is not None:
-        start = time.perf_counter()  # one batch once more: the first run reserves memory
+        start = time.perf_counter()  # time another batch: the first run was slower, because it allocates memory
         next(iter(runner.reference()))
         seconds = min(first, (time.perf_counter() - start) * output_noise.batches) * len(tasks) / runner.workers
         announce(Cost(len(runner.groups), len(runner.options), len(tasks), runner.samples, seconds))
     report = reporter(progress, "measuring", "runs")
     measured: dict[tuple[str, str], float] = {}
     keys = [(group.names[0], option) for group, option in tasks]
-    noises = _side_by_side(lambda key: output_noise.noise(runner.outputs(dict([key]))), keys, runner.workers)
+    noises = _parallel_map(lambda key: output_noise.noise(runner.outputs(dict([key]))), keys, runner.workers)
     for done, (key, value) in enumerate(zip(keys, noises, strict=True), 1):
         measured[key] = value
         report(done, len(keys))

@@ -1,17 +1,17 @@
-"""Knapsack: one option per layer with the least sum of noise within a budget of bytes.
+"""Knapsack: one candidate per layer, with the least sum of noise within a budget of bytes.
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 
-- options of a layer that another one beats in bytes and in noise are dropped;
-- layers are added one by one, and only partial choices are kept that no other beats in both;
-- a partial choice is also dropped if the linear relaxation of the layers to come, which may mix two options of a layer
-  and so is never worse than a real choice, cannot make it as good as a known choice.
+- drop candidates of a layer that are dominated: another one has no more bytes and no more noise;
+- add layers one by one, and drop partial choices that are dominated by another partial choice;
+- drop a partial choice if a lower bound of its total noise exceeds the noise of a choice found before. The bound is the
+  linear relaxation over the remaining layers, which may mix two candidates of a layer.
 
 The relaxation takes the steps of all layers' lower convex hulls in the order of their gain per byte (Sinha and Zoltners
-1979). If no step is cut, it is a real choice, and the best one for its bytes: ``hull_choices`` yields these.
+1979). If it uses whole steps only, it is a real choice, and the best one for its bytes: ``hull_choices`` yields these.
 
-Noise spans many decades. All sums are of non-negative numbers and none is the difference of two sums, so each is right
-to a few units of its own last place, however loud other layers are.
+Noise spans many decades. All sums are of non-negative numbers, and none is the difference of two sums. So each is
+accurate to a few ulp, even if the noise of other layers is far larger.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,26 +22,26 @@ from numpy.typing import NDArray
 
 __all__ = ["best_choice", "hull_choices", "smallest_total"]
 
-Option = tuple[int, float]  # bytes, noise
+Option = tuple[int, float]  # a candidate: bytes, noise
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-SLACK = 1e-9  # relative to the known choice's noise: another accumulation order must not lose the best choice
-Corners = tuple[Integers, Floats]  # of the relaxation: bytes, and the least noise in them
+SLACK = 1e-9  # relative tolerance of the bound, so that rounding errors in sums cannot drop the best choice
+Corners = tuple[Integers, Floats]  # corners of the relaxation: bytes, and the least noise within them
 
 
 @dataclass(frozen=True)
 class _Front:
-    """The options of a layer that no other beats, by growing bytes, and which of them are on the lower convex hull."""
+    """The candidates of a layer that are not dominated, by increasing bytes."""
 
     nbytes: Integers
     noise: Floats
-    places: Integers  # in the options as they were given
-    hull: tuple[int, ...]
+    indices: Integers  # in the caller's list of candidates
+    hull: tuple[int, ...]  # candidates on the lower convex hull
 
 
 @dataclass(frozen=True)
 class _Step:
-    """From one option on a layer's hull to the next."""
+    """A step from one candidate on a layer's hull to the next."""
 
     layer: int
     to: int
@@ -50,14 +50,14 @@ class _Step:
 
 
 def smallest_total(layers: Sequence[Sequence[Option]]) -> int:
-    """The bytes of the smallest option of every layer."""
+    """Return the sum of each layer's smallest bytes."""
     return sum(min(nbytes for nbytes, _ in options) for options in layers)
 
 
 def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
-    """The index of each layer's option with the least noise that fits the budget; of equals, the smallest.
+    """Return the index of each layer's candidate in the choice with the least noise that fits the budget.
 
-    None if not even the smallest options fit.
+    Of choices with equal noise it returns the smallest, and None if not even the smallest candidates fit.
 
     >>> best_choice([[(4, 0.5), (8, 0.1)], [(4, 0.3), (8, 0.2)]], 12)
     [1, 0]
@@ -66,29 +66,29 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
     if sum(int(front.nbytes[0]) for front in fronts) > budget:
         return None
     budget = min(budget, sum(int(front.nbytes[-1]) for front in fronts))
-    known = _relaxed_choice(fronts, budget)
-    limit = sum(float(front.noise[at]) for front, at in zip(fronts, known, strict=True))
+    greedy = _relaxed_choice(fronts, budget)
+    limit = sum(float(front.noise[at]) for front, at in zip(fronts, greedy, strict=True))
     nbytes, noise = np.zeros(1, np.int64), np.zeros(1)
-    trail: list[tuple[Integers, Integers]] = []  # of each partial choice the one it continues, and its last option
+    trail: list[tuple[Integers, Integers]] = []  # for each partial choice: the one it extends, and the last candidate
     for front, corners in zip(fronts, _bounds(fronts), strict=True):
-        every = (nbytes[:, None] + front.nbytes[None]).ravel()
-        caused = (noise[:, None] + front.noise[None]).ravel()
-        kept = np.flatnonzero(caused + _least(budget - every, corners) <= limit * (1 + SLACK))
-        kept = kept[np.lexsort((caused[kept], every[kept]))]
-        kept = kept[_improves(caused[kept])]
+        next_nbytes = (nbytes[:, None] + front.nbytes[None]).ravel()
+        next_noise = (noise[:, None] + front.noise[None]).ravel()
+        kept = np.flatnonzero(next_noise + _least_noise(budget - next_nbytes, corners) <= limit * (1 + SLACK))
+        kept = kept[np.lexsort((next_noise[kept], next_nbytes[kept]))]
+        kept = kept[_improves(next_noise[kept])]
         trail.append((kept // len(front.nbytes), kept % len(front.nbytes)))
-        nbytes, noise = every[kept], caused[kept]
-    if not len(noise) or noise[-1] > limit:  # numbers so small that rounding is no longer relative
-        return [int(front.places[at]) for front, at in zip(fronts, known, strict=True)]
+        nbytes, noise = next_nbytes[kept], next_noise[kept]
+    if not len(noise) or noise[-1] > limit:  # subnormal numbers, where the relative tolerance does not hold
+        return [int(front.indices[at]) for front, at in zip(fronts, greedy, strict=True)]
     at, chosen = len(noise) - 1, list[int]()  # the last one has the least noise
     for (before, option), front in zip(reversed(trail), reversed(fronts), strict=True):
-        chosen.append(int(front.places[option[at]]))
+        chosen.append(int(front.indices[option[at]]))
         at = int(before[at])
     return chosen[::-1]
 
 
 def hull_choices(layers: Sequence[Sequence[Option]]) -> Iterator[tuple[int, float]]:
-    """The bytes and noise of the choices on the lower convex hull of all, from the smallest to the best.
+    """Yield bytes and noise of the choices on the lower convex hull, from the smallest to the least noisy.
 
     >>> list(hull_choices([[(4, 0.5), (8, 0.25)], [(4, 0.25), (8, 0.125)]]))
     [(8, 0.75), (12, 0.5), (16, 0.375)]
@@ -100,7 +100,7 @@ def hull_choices(layers: Sequence[Sequence[Option]]) -> Iterator[tuple[int, floa
     for step in _steps(fronts):
         nbytes += step.nbytes
         at[step.layer] = step.to
-        yield nbytes, sum(float(front.noise[place]) for front, place in zip(fronts, at, strict=True))
+        yield nbytes, sum(float(front.noise[index]) for front, index in zip(fronts, at, strict=True))
 
 
 def _front(options: Sequence[Option]) -> _Front:
@@ -118,32 +118,32 @@ def _front(options: Sequence[Option]) -> _Front:
 
 
 def _improves(noise: Floats) -> NDArray[np.bool_]:
-    """Which values are below all before them."""
+    """Mark the values that are smaller than all values before them."""
     if not len(noise):
         return np.zeros(0, np.bool_)
     return np.concatenate([[True], noise[1:] < np.minimum.accumulate(noise)[:-1]])
 
 
 def _is_above(nbytes: Integers, noise: Floats, a: int, b: int, c: int) -> bool:
-    """Whether point b is on or above the line from a to c."""
-    one = (noise[a] - noise[b]) * (nbytes[c] - nbytes[a])
-    return bool(one <= (noise[a] - noise[c]) * (nbytes[b] - nbytes[a]))
+    """Return whether point b is on or above the line from a to c."""
+    gain_to_b = (noise[a] - noise[b]) * (nbytes[c] - nbytes[a])
+    return bool(gain_to_b <= (noise[a] - noise[c]) * (nbytes[b] - nbytes[a]))
 
 
 def _steps(fronts: Sequence[_Front]) -> list[_Step]:
-    """All steps, those that gain most per byte first; steps of one layer are in order, as its hull is convex."""
+    """Return all steps by gain per byte, largest first; a layer's steps stay in order, because its hull is convex."""
     steps: list[tuple[float, _Step]] = []
     for layer, front in enumerate(fronts):
         rate = np.inf
         for a, b in zip(front.hull, front.hull[1:], strict=False):
             nbytes, gain = int(front.nbytes[b] - front.nbytes[a]), float(front.noise[a] - front.noise[b])
-            rate = min(rate, gain / nbytes)  # of steps that are alike, rounding must not bring the later one forward
+            rate = min(rate, gain / nbytes)  # rounding errors must not put a later step of a layer first
             steps.append((rate, _Step(layer, b, nbytes, gain)))
     return [step for _, step in sorted(steps, key=lambda each: (-each[0], each[1].layer, each[1].to))]
 
 
 def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
-    """A good choice: the steps of the relaxation as long as they fit; a layer stops at its first that does not."""
+    """Return a good choice: take the steps in order as long as they fit; a layer stops at its first that does not."""
     at, stopped = [0] * len(fronts), set[int]()
     used = sum(int(front.nbytes[0]) for front in fronts)
     for step in _steps(fronts):
@@ -156,29 +156,29 @@ def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
 
 
 def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
-    """For each layer the corners of the relaxation of all layers after it."""
+    """Yield for each layer the corners of the relaxation over all layers after it."""
     steps = _steps(fronts)
     layers = np.array([step.layer for step in steps], np.int64)
     sizes, gains = np.array([step.nbytes for step in steps], np.int64), np.array([step.gain for step in steps])
     for layer in range(len(fronts)):
-        rest, behind = layers > layer, fronts[layer + 1 :]
+        rest, later = layers > layer, fronts[layer + 1 :]
         nbytes = np.cumsum(
-            np.concatenate([[sum(int(front.nbytes[0]) for front in behind)], sizes[rest]]), dtype=np.int64
+            np.concatenate([[sum(int(front.nbytes[0]) for front in later)], sizes[rest]]), dtype=np.int64
         )
-        # Summed from the end: the start minus the gains would be off by the rounding of the largest noise.
-        end = sum(float(front.noise[front.hull[-1]]) for front in behind)
+        # Summed from the end: the start minus the gains would have the rounding error of the largest noise.
+        end = sum(float(front.noise[front.hull[-1]]) for front in later)
         yield nbytes, np.cumsum(np.concatenate([[end], gains[rest][::-1]]))[::-1]
 
 
-def _least(left: Integers, corners: Corners) -> Floats:
-    """The relaxation's noise in the bytes that are left; infinite if they are too few.
+def _least_noise(spare: Integers, corners: Corners) -> Floats:
+    """Return the noise of the relaxation within ``spare`` bytes; infinite if they are too few.
 
-    Unlike ``np.interp`` it adds a share of either corner, and so is right if one is far louder than the other.
+    The weighted sum of two corners is accurate even if one is far larger than the other; ``np.interp`` is not.
     """
     nbytes, noise = corners
-    after = np.searchsorted(nbytes, left, side="right")
+    after = np.searchsorted(nbytes, spare, side="right")
     a, b = np.maximum(after - 1, 0), np.minimum(after, len(nbytes) - 1)
     between = np.maximum(nbytes[b] - nbytes[a], 1)
-    shares = np.where(a == b, 0.0, (left - nbytes[a]) / between)
-    rest = np.where(a == b, 1.0, (nbytes[b] - left) / between)
-    return np.where(after == 0, np.inf, rest * noise[a] + shares * noise[b])
+    share_b = np.where(a == b, 0.0, (spare - nbytes[a]) / between)
+    share_a = np.where(a == b, 1.0, (nbytes[b] - spare) / between)
+    return np.where(after == 0, np.inf, share_a * noise[a] + share_b * noise[b])

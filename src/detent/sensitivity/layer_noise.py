@@ -1,9 +1,11 @@
-"""Noise of layers at the outputs, by option, and the mixed-precision assignments chosen from it.
+"""Results of sensitivity measurements, and the mixed-precision assignments chosen from them.
 
-``LayerNoise`` is one layer, ``Sensitivity`` all of them, ``Mix`` an option for every layer with its predicted and
-measured SQNR, ``Cost`` what a measurement takes. The noise of an option is the power of the outputs' error relative to
-their own power, ``sum (y - y')^2 / sum y^2`` over all samples; of several outputs it is the mean, so that outputs of
-large values do not hide the others.
+``LayerNoise`` is the result for one layer, ``Sensitivity`` for all layers. ``Mix`` is one candidate per layer, with its
+predicted and measured SQNR. ``Cost`` is the estimated cost of a measurement.
+
+A candidate is a way to quantize a layer, labeled by its spec ("int4/axis0") or by the name of the measured recipe. Its
+noise is the power of the error at the model's outputs relative to their power, ``sum (y - y')^2 / sum y^2`` over all
+samples. With several outputs it is the mean of these ratios, so that large outputs do not hide small ones.
 """
 
 import json
@@ -11,26 +13,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from detent.checks import as_integer
 from detent.codec import Leaves, check_version, decode, encode, parse, reading
 from detent.errors import FileFormatError, SpecError
 from detent.metrics import sqnr_of
+from detent.plots import bar_axes
 from detent.recipe import RECIPE_LEAF, Recipe, exact_pattern
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
-from detent.tables import short_name, table_lines
+from detent.tables import html_table, short_name, table_lines
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["FLOAT", "OVERFLOW_NOISE", "STORAGES", "Cost", "LayerNoise", "Mix", "Sensitivity", "Storage"]
 
 Storage = Literal["onnx", "packed"]
 STORAGES = ("onnx", "packed")
-FLOAT = "float"  # the option of a layer that is kept in float
-OVERFLOW_NOISE = 1e30  # noise of outputs that overflow
-BYTES_LIMIT = 1 << 62  # sums of bytes fit into 64 bits
+FLOAT = "float"  # the candidate of a layer that is kept in float
+OVERFLOW_NOISE = 1e30  # stands for the noise of outputs that overflow; JSON has no infinity
+BYTES_LIMIT = 1 << 62  # so that sums of bytes fit in 64-bit integers
 VERSION = 1
-OPTIONS_LIMIT = 64  # of a file, in which each layer's options are looked up
+OPTIONS_LIMIT = 64  # candidates read from a file; each layer searches this list
+OPTIONS_SHOWN = 4  # candidates in a repr, so that it fits on a line
 
 
 def _counted(count: int, noun: str) -> str:
@@ -39,14 +46,17 @@ def _counted(count: int, noun: str) -> str:
 
 @dataclass(frozen=True)
 class LayerNoise:
-    """The measured noise of one layer, relative to the power of the outputs, and its size in bytes, by option.
+    """Noise and size of one layer with each candidate.
 
-    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one; noise is in 0..1e30. Equal values have equal
-    hashes, whatever the order of their options.
+    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one; noise is in 0..1e30. The order of candidates
+    does not change the hash.
 
     Attributes:
-        elements, nbytes_float: size of its weights in float.
-        tied: other layers with the same weight, which are quantized together with it.
+        elements: number of weight elements.
+        nbytes_float: size of the weights in float, in bytes.
+        noise: noise at the model's outputs relative to their power, by candidate, with only this layer quantized.
+        nbytes: size of the quantized weights in bytes, by candidate.
+        tied: other layers that share this layer's weight and are quantized together with it.
 
     Raises:
         SpecError: an invariant is broken.
@@ -67,21 +77,21 @@ class LayerNoise:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not isinstance(self.type, str):
-            raise SpecError(f"name and type of a layer are text, got {self.name!r} and {self.type!r}")
+            raise SpecError(f"got layer name {self.name!r} and type {self.type!r}, expected text for both")
         where = f"layer {self.name!r}"
         for what in ("elements", "nbytes_float"):
             as_integer(f"{what} of {where}", getattr(self, what), at_least=0)
         if not self.noise or set(self.noise) != set(self.nbytes):
             raise SpecError(
-                f"{where} needs noise and nbytes of the same options, at least one, got {list(self.noise)} and "
-                f"{list(self.nbytes)}"
+                f"{where} has noise for {list(self.noise)} and nbytes for {list(self.nbytes)}, expected the same "
+                "candidates, at least one"
             )
         for option, value in self.noise.items():
             if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value <= OVERFLOW_NOISE:
                 raise SpecError(
-                    f"the noise of {where} at {option!r} is a number in 0..{OVERFLOW_NOISE:g}, got {value!r}"
+                    f"the noise of {where} with {option!r} must be a number in 0..{OVERFLOW_NOISE:g}, got {value!r}"
                 )
-            as_integer(f"nbytes of {where} at {option!r}", self.nbytes[option], at_least=0)
+            as_integer(f"nbytes of {where} with {option!r}", self.nbytes[option], at_least=0)
         object.__setattr__(self, "noise", MappingProxyType({key: float(value) for key, value in self.noise.items()}))
         object.__setattr__(self, "nbytes", MappingProxyType(dict(self.nbytes)))
         object.__setattr__(self, "tied", tuple(self.tied))
@@ -94,14 +104,18 @@ class LayerNoise:
         options = frozenset((option, noise, self.nbytes[option]) for option, noise in self.noise.items())
         return hash((self.name, self.type, self.elements, self.nbytes_float, options, self.tied))
 
+    def __repr__(self) -> str:
+        noise = ", ".join(f"{option}: {value:.3g}" for option, value in self.noise.items())
+        return f"<LayerNoise {self.name!r}: {self.type}, {self.elements:,} elements, noise {noise}>"
+
     @property
     def worst(self) -> float:
-        """The largest noise of all options."""
+        """Largest noise over all candidates."""
         return max(self.noise.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the layer and of those tied to it."""
+        """Names of the layer and of the layers tied to it."""
         return (self.name, *self.tied)
 
 
@@ -115,15 +129,17 @@ def _nbytes(layer: LayerNoise, option: str) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a measurement, announced before the long part.
+    """Cost of a measurement, passed to ``announce`` before the measurement starts.
 
     Attributes:
-        layers, options: how many are measured, and how many each may have.
-        runs: how often the model runs over all samples: once per layer and option.
-        seconds_estimate: the time of one run, times all runs.
+        layers: number of layers measured; layers that share a weight count as one.
+        options: number of candidates.
+        runs: number of runs of the model over all samples, one per layer and candidate.
+        samples: number of samples per run.
+        seconds_estimate: time of one run, multiplied by the number of runs.
 
     >>> print(Cost(14, 3, 42, 32, 8.4))
-    14 layers, 3 options: 42 runs over 32 samples, about 8 s
+    14 layers, 3 candidates: 42 runs over 32 samples, about 8 s
     """
 
     layers: int
@@ -135,7 +151,7 @@ class Cost:
     def __str__(self) -> str:
         seconds = self.seconds_estimate
         time = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 1 else "1 s or less"
-        layers, options = _counted(self.layers, "layer"), _counted(self.options, "option")
+        layers, options = _counted(self.layers, "layer"), _counted(self.options, "candidate")
         return (
             f"{layers}, {options}: {_counted(self.runs, 'run')} over {_counted(self.samples, 'sample')}, about {time}"
         )
@@ -143,13 +159,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Mix:
-    """A mixed-precision assignment: the chosen option of every layer.
+    """A mixed-precision assignment: one candidate for every layer; ``str`` is a table.
 
     Attributes:
-        options: the option of each layer, by name; "float" keeps it in float.
+        layers: the layers that were measured.
+        options: the chosen candidate of each layer, by name; "float" keeps the layer in float.
         recipe: one rule per layer, for ``qo.quantize`` and ``qt.prepare``.
-        samples, target: what ``qs.run_mix`` measures on and for.
-        measured_sqnr_db: the SQNR of the mix when it was run; None before.
+        samples: number of samples on which ``qs.run_mix`` measures.
+        target: target for which ``qs.run_mix`` quantizes.
+        measured_sqnr_db: SQNR of the outputs with the whole mix, from ``qs.run_mix`` or ``qs.refine``; None before.
 
     >>> from detent.sensitivity import LayerNoise, Sensitivity
     >>> layer = LayerNoise("fc", "MatMul", 100, 400, {"int4/axis0": 0.01}, {"int4/axis0": 90})
@@ -157,7 +175,7 @@ class Mix:
     >>> mix.nbytes, mix.predicted_sqnr_db, mix.recipe
     (90, 20.0, dt.Recipe([dt.Rule('fc', weight='int4/axis0')], name='mix'))
     >>> print(mix.with_measured(19.5))
-    layer  type    option      bytes  SQNR alone
+    layer  type    candidate   bytes  SQNR alone
     fc     MatMul  int4/axis0     90     20.0 dB
     1 layer in 90 bytes of weights; SQNR predicted 20.0 dB, measured 19.5 dB
     """
@@ -184,64 +202,79 @@ class Mix:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all layers' weights."""
+        """Size of all weights in bytes."""
         return sum(_nbytes(layer, self.options[layer.name]) for layer in self.layers)
 
     @property
     def noise(self) -> float:
-        """The sum of the layers' noise powers."""
+        """Sum of the layers' noise."""
         return sum(_noise(layer, self.options[layer.name]) for layer in self.layers)
 
     @property
     def predicted_sqnr_db(self) -> float:
-        """The SQNR if the layers' noise powers add up."""
+        """Predicted SQNR of the outputs in dB, if the noise of layers adds up."""
         return sqnr_of(self.noise)
 
     def with_measured(self, sqnr_db: float) -> "Mix":
-        """The mix with a measured SQNR."""
+        """Return a copy with a measured SQNR."""
         if isnan(sqnr_db):
-            raise SpecError("the measured SQNR is NaN: did the outputs overflow?")
+            raise SpecError("the measured SQNR is NaN: check whether the outputs overflow")
         return replace(self, measured_sqnr_db=float(sqnr_db))
 
+    def __repr__(self) -> str:
+        return f"<Mix: {self._headline()}>"
+
     def __str__(self) -> str:
-        rows = [("layer", "type", "option", "bytes", "SQNR alone")]
+        return "\n".join([*table_lines(self._rows(), right=(3, 4)), self._headline()])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), right=(3, 4), notes=[self._headline()])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("layer", "type", "candidate", "bytes", "SQNR alone")]
         for layer in self.layers:
             option = self.options[layer.name]
             noise = _noise(layer, option)
             alone = f"{sqnr_of(noise):.1f} dB" if noise else "-"
             rows.append((short_name(layer.name), layer.type, option, f"{_nbytes(layer, option):,}", alone))
+        return rows
+
+    def _headline(self) -> str:
         measured = "not run" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB"
-        last = (
+        return (
             f"{_counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
             f"{self.predicted_sqnr_db:.1f} dB, measured {measured}"
         )
-        return "\n".join([*table_lines(rows, right=(3, 4)), last])
 
 
 def _check_options(layers: Sequence[LayerNoise], options: Mapping[str, str]) -> None:
-    unknown = set(options) ^ {layer.name for layer in layers}
-    if unknown:
-        raise SpecError(f"a mix has one option for every layer that was measured: see {sorted(unknown)[0]!r}")
+    names = {layer.name for layer in layers}
+    for name in sorted(set(options) - names):
+        raise SpecError(f"layer {name!r} was not measured: choose candidates for measured layers only")
+    for name in sorted(names - set(options)):
+        raise SpecError(f"layer {name!r} has no candidate: choose one for every layer, {FLOAT!r} to keep it in float")
     for layer in layers:
         option = options[layer.name]
         if option != FLOAT and option not in layer.noise:
-            raise SpecError(f"layer {layer.name!r} cannot have {option!r}, only {', '.join(layer.noise)}")
+            raise SpecError(
+                f"layer {layer.name!r} was not measured with {option!r}, only with {', '.join(layer.noise)}"
+            )
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The noise at a model's outputs when each layer alone is quantized; ``str`` is a table.
+    """Noise at a model's outputs with one layer quantized at a time; ``str`` is a table, most sensitive layers first.
 
-    Invariants: names are unique, ties included; every layer's options are among ``options``; the largest options of
-    all layers together, float among them, take at most 2**62 bytes.
+    Invariants: layer names are unique, tied layers included; every layer's candidates are in ``options``; the largest
+    candidates of all layers together, float included, take at most 2**62 bytes.
 
     Attributes:
-        layers: in the model's order.
-        options: all labels; a layer lacks those that its weight cannot have.
-        recipe: one rule per layer of the recipe that was measured; None if the options are specs of weights.
-        samples: on how many the noise was measured.
+        layers: the layers in the order of the model.
+        options: labels of all candidates; a layer lacks those that its weight does not support.
+        recipe: one rule per layer of the recipe that was measured; None if the candidates are specs of weights.
+        samples: number of samples on which the noise was measured.
         storage: how bytes are counted, "onnx" or "packed".
-        target: what the noise was measured for.
+        target: target for which the noise was measured.
 
     >>> quiet = LayerNoise("a", "Conv", 100, 400, {"int4/axis0": 0.001, "int8/axis0": 1e-5}, {"int4/axis0": 60, \
 "int8/axis0": 110})
@@ -259,7 +292,7 @@ class Sensitivity:
     a      Conv       100     30.0 dB     50.0 dB
     all               200     10.0 dB     30.0 dB
     bytes             800         120         220
-    2 layers on 32 samples: SQNR of the outputs when one layer alone is quantized; all: when their noise adds up
+    2 layers on 32 samples: SQNR of the outputs with only that layer quantized; all: if their noise adds up
     """
 
     layers: tuple[LayerNoise, ...]
@@ -274,18 +307,20 @@ class Sensitivity:
         object.__setattr__(self, "options", tuple(self.options))
         as_integer("samples", self.samples, at_least=1)
         if not self.layers or not self.options:
-            raise SpecError("a sensitivity has at least one layer and one option")
+            raise SpecError("got no layers or no candidates, expected at least one of each")
         names = [name for layer in self.layers for name in layer.names]
         if len(set(names)) != len(names) or len(set(self.options)) != len(self.options):
-            raise SpecError("names of layers and labels of options are unique, ties included")
+            raise SpecError("got a layer name or a candidate twice, expected unique ones, tied layers included")
         for layer in self.layers:
             unknown = [option for option in layer.noise if option not in self.options]
             if unknown:
-                raise SpecError(f"layer {layer.name!r} has the option {unknown[0]!r}, which is not listed")
+                raise SpecError(
+                    f"layer {layer.name!r} has the candidate {unknown[0]!r}, expected one of {', '.join(self.options)}"
+                )
         largest = sum(max(layer.nbytes_float, *layer.nbytes.values()) for layer in self.layers)
         if largest > BYTES_LIMIT:
             raise SpecError(
-                f"the largest options of all layers take {largest:,} bytes, expected at most {BYTES_LIMIT:,}"
+                f"the largest candidates of all layers take {largest:,} bytes, expected at most {BYTES_LIMIT:,}"
             )
         if self.recipe is not None:
             patterns = {rule.match for rule in self.recipe.rules}
@@ -295,29 +330,37 @@ class Sensitivity:
 
     @property
     def nbytes_float(self) -> int:
-        """The bytes of all weights in float."""
+        """Size of all weights in float, in bytes."""
         return sum(layer.nbytes_float for layer in self.layers)
 
     def ranked(self, option: str | None = None) -> tuple[LayerNoise, ...]:
-        """The layers by their noise at an option, or at each layer's worst, largest first; those without it last."""
+        """Return the layers by noise, largest first.
+
+        Args:
+            option: the candidate to compare; layers without it come last. None compares each layer's largest noise.
+        """
         if option is not None and option not in self.options:
-            raise SpecError(f"there is no option {option!r}, expected one of {', '.join(self.options)}")
+            raise SpecError(f"unknown candidate {option!r}, expected one of {', '.join(self.options)}")
         worst = {layer.name: layer.worst if option is None else layer.noise.get(option, -1.0) for layer in self.layers}
         return tuple(sorted(self.layers, key=lambda layer: -worst[layer.name]))
 
     def uniform(self, option: str) -> Mix:
-        """The mix in which every layer has the same option; SpecError if a layer cannot have it."""
+        """Return the mix in which every layer has the same candidate.
+
+        Raises:
+            SpecError: a layer was not measured with it.
+        """
         return self.mixed({layer.name: option for layer in self.layers}, f"uniform {option}")
 
     def choose(self, budget_nbytes: int, *, keep_float: bool = False) -> Mix:
-        """The options of least noise whose bytes fit a budget; exact for the sum of the layers' noise powers.
+        """Choose the candidates with the least sum of noise that fit a budget; the solution is exact.
 
         Args:
-            budget_nbytes: for all weights that were measured; may be larger than any choice.
+            budget_nbytes: bytes for all weights that were measured.
             keep_float: whether layers may also be kept in float.
 
         Raises:
-            SpecError: no choice fits; the message names the smallest.
+            SpecError: no mix fits the budget; the message has the size of the smallest.
         """
         budget = as_integer("budget_nbytes", budget_nbytes, at_least=0)
         extra = (FLOAT,) if keep_float else ()
@@ -329,26 +372,26 @@ class Sensitivity:
         places = best_choice(sizes, budget)
         if places is None:
             raise SpecError(
-                f"no choice fits {budget:,} bytes: the smallest takes {smallest_total(sizes):,}; give a larger budget, "
-                "or measure smaller widths"
+                f"no mix fits {budget:,} bytes, the smallest takes {smallest_total(sizes):,}: raise the budget, or "
+                "measure fewer bits"
             )
         chosen = zip(self.layers, choices, places, strict=True)
         return self.mixed({layer.name: options[place] for layer, options, place in chosen})
 
     def curve(self) -> tuple[tuple[int, float], ...]:
-        """Bytes and predicted SQNR of best choices, from the smallest to the largest.
+        """Return bytes and predicted SQNR of the best mixes, from the smallest to the largest.
 
-        These are the corners of the lower convex hull of bytes and noise; between two of them ``choose`` may find
-        choices that lie above the straight line.
+        These mixes are the corners of the lower convex hull of bytes and noise. For a budget between two corners,
+        ``choose`` may find a better mix than the smaller corner.
         """
         sizes = [[(layer.nbytes[option], noise) for option, noise in layer.noise.items()] for layer in self.layers]
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))
 
     def mixed(self, options: Mapping[str, str], name: str = "mix") -> Mix:
-        """The mix with these options, by the names of layers.
+        """Return the mix with the given candidate for each layer, by layer name.
 
         Raises:
-            SpecError: a layer has no option, or one that was not measured.
+            SpecError: a layer has no candidate, or one that was not measured.
         """
         _check_options(self.layers, options)
         measured = {rule.match: rule for rule in self.recipe.rules} if self.recipe is not None else {}
@@ -360,10 +403,10 @@ class Sensitivity:
         return Mix(self.layers, options, Recipe(rules, name), self.samples, self.target)
 
     def to_json(self) -> str:
-        """The sensitivity as JSON, with a version.
+        """Serialize to JSON with a version.
 
         Raises:
-            SpecError: the recipe holds a callable.
+            SpecError: the recipe contains a callable.
         """
         layers = [
             _LayerFields(
@@ -381,10 +424,10 @@ class Sensitivity:
 
     @classmethod
     def from_json(cls, text: str) -> "Sensitivity":
-        """Read what ``to_json`` wrote; the text is not trusted.
+        """Read JSON that ``to_json`` wrote; the text is untrusted.
 
         Raises:
-            FileFormatError: too long, not JSON, unexpected keys, types, sizes or numbers.
+            FileFormatError: the text is too long, not JSON, or has unexpected keys, types, sizes or numbers.
 
         >>> Sensitivity.from_json('{"version": 2}')
         Traceback (most recent call last):
@@ -397,11 +440,47 @@ got 2: update detent
             check_version(data.pop("version", None), VERSION, "a sensitivity")
             fields = decode(_Fields, data, "sensitivity", _LEAVES)
             if len(fields.options) > OPTIONS_LIMIT:
-                raise FileFormatError(f"it has {len(fields.options)} options, at most {OPTIONS_LIMIT} are read")
+                raise FileFormatError(f"got {len(fields.options)} candidates, expected at most {OPTIONS_LIMIT}")
             layers = tuple(each.layer() for each in fields.layers)
             return cls(layers, fields.options, fields.recipe, fields.samples, fields.storage, fields.target)
 
+    def __repr__(self) -> str:
+        options = f"{_counted(len(self.options), 'candidate')} ({', '.join(self.options[:OPTIONS_SHOWN])}"
+        more = ", ..." if len(self.options) > OPTIONS_SHOWN else ""
+        layers, samples = _counted(len(self.layers), "layer"), _counted(self.samples, "sample")
+        return f"<Sensitivity: {layers}, {options}{more}), {samples}>"
+
     def __str__(self) -> str:
+        return "\n".join([*table_lines(self._rows(), right=range(2, len(self.options) + 3)), self._headline()])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._rows(), right=range(2, len(self.options) + 3), notes=[self._headline()])
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Plot the SQNR of the outputs with only one layer quantized, per layer and candidate.
+
+        The most sensitive layer is on top. Candidates without any noise have no point.
+
+        Args:
+            ax: matplotlib Axes to draw on; None makes new ones.
+
+        Returns:
+            The Axes.
+
+        Raises:
+            UnsupportedError: ``ax`` is None and matplotlib is not installed.
+        """
+        layers = self.ranked()
+        ax = bar_axes(ax, [layer.name for layer in layers])
+        for option in self.options:
+            rows = [row for row, layer in enumerate(layers) if layer.noise.get(option)]
+            ax.plot([sqnr_of(layers[row].noise[option]) for row in rows], rows, "o", label=option)
+        ax.grid(axis="x", alpha=0.3)
+        ax.set_xlabel("SQNR of the outputs in dB, with only this layer quantized")
+        ax.legend(title="candidate", loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        return ax
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = [("layer", "type", "elements", *self.options)]
         for layer in self.ranked():
             cells = (f"{sqnr_of(layer.noise[each]):.1f} dB" if each in layer.noise else "-" for each in self.options)
@@ -412,14 +491,16 @@ got 2: update detent
         elements = sum(layer.elements for layer in self.layers)
         rows.append(("all", "", f"{elements:,}", *(sums.get(each, "-") for each in self.options)))
         rows.append(("bytes", "", f"{self.nbytes_float:,}", *(sizes.get(each, "-") for each in self.options)))
-        last = (
-            f"{_counted(len(self.layers), 'layer')} on {_counted(self.samples, 'sample')}: SQNR of the "
-            "outputs when one layer alone is quantized; all: when their noise adds up"
+        return rows
+
+    def _headline(self) -> str:
+        return (
+            f"{_counted(len(self.layers), 'layer')} on {_counted(self.samples, 'sample')}: SQNR of the outputs with "
+            "only that layer quantized; all: if their noise adds up"
         )
-        return "\n".join([*table_lines(rows, right=range(2, len(self.options) + 3)), last])
 
 
-# JSON: the fields of a sensitivity in the order in which they are written
+# JSON: the fields of a sensitivity, in the order in which they are written
 
 
 @dataclass(frozen=True)

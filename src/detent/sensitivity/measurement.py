@@ -1,9 +1,9 @@
-"""Measure the sensitivity of layers, and search for mixed-precision assignments by running them.
+"""Measure the sensitivity of layers, and search for mixed-precision assignments by running the model.
 
-``refine`` starts from the exact choice for the sum of noise powers and from every uniform option that fits. From the
-best of them, moves are tried in the order of their noise by the sum: one layer gets another option, and if that takes
-too many bytes, a second layer gives some back. A move that helps is kept. The search ends when no move is left or the
-runs are used up. ONNX and PyTorch are loaded when a model is given.
+``refine`` starts from the mix with the least sum of noise, and from every uniform mix that fits the budget. From the
+best of them it tries moves in the order of their predicted noise. A move gives one layer another candidate; if that
+takes too many bytes, a second layer gets a smaller one. Moves that reduce the measured noise are kept. The search ends
+when no move is left or the runs are used up. ONNX and PyTorch are imported when a model is measured.
 """
 
 import sys
@@ -34,12 +34,12 @@ Options = dict[str, str]
 
 
 def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
-    """The exact choice for the sum of noise, and all uniform options that fit."""
+    """Return the mix with the least sum of noise, and all uniform mixes that fit the budget."""
     starts = [dict(sensitivity.choose(budget).options)]
     for option in sensitivity.options:
         try:
             mix = sensitivity.uniform(option)
-        except SpecError:  # a layer cannot have it
+        except SpecError:  # a layer was not measured with it
             continue
         if mix.nbytes <= budget and dict(mix.options) not in starts:
             starts.append(dict(mix.options))
@@ -47,7 +47,7 @@ def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
 
 
 class _Change(NamedTuple):
-    """Another option of a layer, with the noise and the bytes that it adds."""
+    """Another candidate for a layer, with the noise and the bytes that it adds."""
 
     noise: float
     nbytes: int
@@ -55,28 +55,28 @@ class _Change(NamedTuple):
 
 
 def _moves(sensitivity: Sensitivity, options: Mapping[str, str], budget: int) -> Iterator[Options]:
-    """Changes of one or two layers that fit a budget, those first that add the least noise by the sum."""
+    """Yield changes of one or two layers that fit the budget, least predicted noise first."""
     spare = budget - sum(layer.nbytes[options[layer.name]] for layer in sensitivity.layers)
     changes = {layer.name: list(_changes(layer, options[layer.name])) for layer in sensitivity.layers}
     moves: list[tuple[float, Options]] = []
-    for name, own in changes.items():
-        for change in own:
+    for name, layer_changes in changes.items():
+        for change in layer_changes:
             if change.nbytes <= spare:
                 moves.append((change.noise, change.options))
                 continue
-            for other, others in changes.items():
-                fitting = [each for each in others if change.nbytes + each.nbytes <= spare]
-                if other != name and fitting:
-                    back = min(fitting, key=lambda each: each.noise)
-                    moves.append((change.noise + back.noise, {**change.options, **back.options}))
+            for other_name, other_changes in changes.items():
+                fitting = [each for each in other_changes if change.nbytes + each.nbytes <= spare]
+                if other_name != name and fitting:
+                    smaller = min(fitting, key=lambda each: each.noise)
+                    moves.append((change.noise + smaller.noise, {**change.options, **smaller.options}))
     return (move for _, move in sorted(moves, key=lambda each: each[0]))
 
 
-def _changes(layer: LayerNoise, now: str) -> Iterator[_Change]:
+def _changes(layer: LayerNoise, current: str) -> Iterator[_Change]:
     for option, noise in layer.noise.items():
-        if option != now:
-            nbytes = layer.nbytes[option] - layer.nbytes[now]
-            yield _Change(noise - layer.noise[now], nbytes, {layer.name: option})
+        if option != current:
+            nbytes = layer.nbytes[option] - layer.nbytes[current]
+            yield _Change(noise - layer.noise[current], nbytes, {layer.name: option})
 
 
 def search(
@@ -88,7 +88,7 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """The best mix that so many runs find, with its measured SQNR; all starts are run, whatever the number of runs."""
+    """Search the best mix with at most ``runs`` runs, and return it with its measured SQNR; all starts are run."""
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
     if announce is not None:
@@ -131,42 +131,42 @@ def measure(  # noqa: PLR0913 - the options of one job
     progress: Callable[[int, int], object] | bool | None = None,
     announce: Callable[[Cost], object] | None = None,
 ) -> Sensitivity:
-    """Measure the noise at the outputs when one layer alone is quantized, for every layer and every option.
+    """Measure the noise at the outputs with one layer quantized at a time, for every layer and every candidate.
 
-    The model runs over all samples once per layer and option, and each batch of the data is read once. Layers that
+    The model runs over all samples once per layer and candidate; each batch of the data is read once. Layers that
     share a weight are quantized together.
 
     Args:
         model: a float model: an ONNX file or ModelProto, or a ``torch.nn.Module`` that is not prepared. It is not
             changed.
-        data: for an ONNX model as ``qo.quantize`` takes it; for a module batches, each a tensor, a tuple of its
-            arguments, or a dict of them by name.
-        recipe: which layers are measured; without widths also how: weight and input of the layer as its rule says.
-            ``qo.Decisions`` measure the layers with the parameters that their file has; ``refine`` and ``run_mix``
-            then run the recipe, with ranges of their own.
-        widths: only weights are quantized, once per width: a number of bits (symmetric, a scale per output channel)
-            or the text of a spec, such as "int4/group32".
-        samples: how many, counted along the first axis of the inputs; a batch is cut if the model allows it.
-        target: what an ONNX model is to run on; decisions have their own.
-        skip: names of layers to leave out, or globs of them.
+        data: for an ONNX model, everything that ``qo.quantize`` accepts; for a module, a list of batches, each a
+            tensor, a tuple of arguments, or a dict of arguments by name.
+        recipe: selects the layers; without ``widths`` it is also the only candidate, weights and inputs quantized.
+            ``qo.Decisions`` measure a quantized file with its own parameters; ``refine`` and ``run_mix`` then run the
+            recipe and compute ranges again.
+        widths: candidates for weights, inputs stay in float: a number of bits (symmetric, per-channel) or the text of
+            a spec, such as "int4/group32".
+        samples: number of samples, counted along the first axis of the inputs; the last batch is cut if possible.
+        target: target of an ONNX model; decisions have their own.
+        skip: names of layers to leave out, or globs.
         storage: how bytes are counted: "onnx" for ONNX files, where codes have 4, 8 or 16 bits, or "packed" for
-            detent's safetensors, where they have as many bits as they need.
-        progress: True or False for a bar, or a function of the runs done and in all; None for a bar on terminals.
-        announce: called once, before the long part, with the cost.
+            detent's safetensors files, where codes have as many bits as they need.
+        progress: True or False for a bar, or a function of the runs done and their total; None for a bar on terminals.
+        announce: function called with the ``Cost`` before the measurement starts.
 
     Raises:
-        SpecError: invalid widths, recipe, samples or data; a module that is prepared.
-        UnsupportedError: no layer can be measured, no float output, or the model does not run.
-        RangeError: the float model's outputs hold NaN or infinity, or are all zero.
-        NotCalibratedError: a layer of an ONNX model whose input is to be quantized gets no values: skip it.
-        ShapeError, DtypeError, NaNError, FileFormatError: data or file do not fit.
+        SpecError: invalid widths, recipe, samples or data; or a module that is already prepared.
+        UnsupportedError: no layer can be measured, there is no float output, or the model does not run.
+        RangeError: outputs of the float model contain NaN or infinity, or are all zero.
+        NotCalibratedError: the input of a layer to quantize has no values; skip the layer.
+        ShapeError, DtypeError, NaNError, FileFormatError: the data or the file do not fit the model.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[n,2] x) => (float[n,1] y) <float[2,1] w = {127.0, 0.6}> { [fc] y = Gemm(x, w) }''')
     >>> sensitivity = qs.measure(model, [np.float32([[2.0, 2.0]])], widths=(4, 8), announce=print)
-    1 layer, 2 options: 2 runs over 1 sample, about 1 s or less
+    1 layer, 2 candidates: 2 runs over 1 sample, about 1 s or less
     >>> sensitivity.options, sensitivity.layers[0].noise["int8/axis0"] < sensitivity.layers[0].noise["int4/axis0"]
     (('int4/axis0', 'int8/axis0'), True)
     """
@@ -176,14 +176,14 @@ def measure(  # noqa: PLR0913 - the options of one job
     if _is_decisions(recipe):
         decisions = cast("Decisions", recipe)
         if specs is not None:
-            raise SpecError("decisions hold the specs of all weights: give a recipe to measure other widths")
-        from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - it loads ONNX Runtime
+            raise SpecError("got both decisions and widths, but decisions contain the specs: pass a recipe with widths")
+        from detent.sensitivity.onnx_bench import open_decisions  # noqa: PLC0415 - imports ONNX Runtime
 
         runner: LayerRunner = open_decisions(_as_source(model), data, decisions, count, skipped, stored)
         name = decisions.target
     else:
-        given = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
-        runner = _open(model, data, given, specs, count, target, skipped, stored)
+        checked = get_recipe(cast("Recipe | str | PathLike[str]", recipe))
+        runner = _open(model, data, checked, specs, count, target, skipped, stored)
     layers = measure_all(runner, announce, progress)
     return Sensitivity(layers, runner.options, runner.recipe, runner.samples, stored, name)
 
@@ -198,24 +198,24 @@ def refine(
     progress: Callable[[int, int], object] | bool | None = None,
     announce: Callable[[Cost], object] | None = None,
 ) -> Mix:
-    """Search for a mix that fits a budget by running: no worse than ``choose`` and every uniform option that fits.
+    """Search a mix that fits a budget by running the model with each mix.
 
-    The noise of layers does not quite add up, least so with few layers or very few bits. The search starts from the
-    best of those mixes and changes one or two layers at a time; each change is run, and kept if it helps.
+    The noise of layers adds up only approximately, least so with few layers or very few bits. The search starts from
+    the mix that ``choose`` returns and from all uniform mixes that fit, so the result is at least as good. It changes
+    one or two layers at a time, runs the model with each change, and keeps changes that reduce the noise.
 
     Args:
-        model, data: those that were measured.
+        model, data: the model and data that were measured.
         sensitivity: the result of ``measure``.
-        budget_nbytes: for all weights that were measured.
-        runs: how often the model may run over all samples; at least once for each mix that the search starts from.
+        budget_nbytes: bytes for all weights that were measured.
+        runs: largest number of runs of the model over all samples; at least one for each mix to start from.
         progress, announce: as for ``measure``.
 
     Returns:
-        The mix, with the SQNR that was measured.
+        The best mix, with its measured SQNR.
 
     Raises:
-        SpecError: no choice fits, there are too few runs for the first mixes, or the model lacks layers that were
-            measured.
+        SpecError: no mix fits, ``runs`` is too small, or the model lacks layers that were measured.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -230,32 +230,32 @@ def refine(
     starts = starting_points(sensitivity, budget_nbytes)
     if limit < len(starts):
         raise SpecError(
-            f"runs={limit} is too few: the search starts from {len(starts)} mixes, the chosen one and all uniform "
-            f"options that fit; pass runs>={len(starts)}, or use choose(), which runs nothing"
+            f"runs={limit} is too few: the search starts from {len(starts)} mixes; pass runs>={len(starts)}, or use "
+            "choose(), which needs no runs"
         )
     recipe, widths = sensitivity.recipe, None
     if recipe is None:
         recipe, widths = get_recipe("w8a16"), as_widths(sensitivity.options)
     storage = as_storage(sensitivity.storage)
-    runner = _open(
-        model, data, recipe, widths, sensitivity.samples, sensitivity.target, (), storage, side_by_side=False
-    )
+    runner = _open(model, data, recipe, widths, sensitivity.samples, sensitivity.target, (), storage, parallel=False)
     options = {group.names: set(group.nbytes) for group in runner.groups}
     for layer in sensitivity.layers:
         if not set(layer.noise) <= options.get(layer.names, set()):
-            raise SpecError(f"the model has no layer {layer.name!r} with the options that were measured: measure it")
+            raise SpecError(
+                f"the model has no layer {layer.name!r} with the measured candidates: call measure for this model"
+            )
     return search(runner, sensitivity, starts, budget_nbytes, limit, announce, progress)
 
 
 def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLike[str], mix: Mix) -> Mix:
     """Run the model with a whole mix, and return the mix with the measured SQNR.
 
-    An ONNX model gets its quantizers as in a file and runs in ONNX Runtime, weight-only matmuls in float; a copy of a
-    module is prepared by ``qt.prepare``. As many samples are taken as were measured: pass the same data for the same
-    samples, or other data to see whether the choice holds there.
+    An ONNX model gets the Q/DQ pairs of a quantized file and runs in ONNX Runtime, with weight-only matmuls in float. A
+    module is copied, and the copy is prepared by ``qt.prepare``. The number of samples is that of the measurement: pass
+    the same data for the same samples, or other data to check the choice on them.
 
     Raises:
-        SpecError: the mix names layers that the model does not have.
+        SpecError: the mix has layers that the model does not have.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -268,13 +268,13 @@ def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLi
     (None, True)
     """
     if not isinstance(mix, Mix):
-        raise SpecError(f"run_mix takes what Sensitivity.choose gave, got {type(mix).__name__}")
+        raise SpecError(f"got {type(mix).__name__}, expected a Mix, as Sensitivity.choose returns it")
     if _is_module(model):
-        from detent.sensitivity import torch_bench  # noqa: PLC0415 - it loads PyTorch
+        from detent.sensitivity import torch_bench  # noqa: PLC0415 - imports PyTorch
 
         noise = torch_bench.run_recipe(cast("nn.Module", model), data, mix.recipe, mix.samples)
     else:
-        from detent.sensitivity import onnx_bench  # noqa: PLC0415 - it loads ONNX Runtime
+        from detent.sensitivity import onnx_bench  # noqa: PLC0415 - imports ONNX Runtime
 
         noise = onnx_bench.run_recipe(_as_source(model), data, mix.recipe, mix.samples, mix.target)
     return mix.with_measured(sqnr_of(noise))
@@ -290,31 +290,31 @@ def _open(
     skip: tuple[str, ...],
     storage: Storage,
     *,
-    side_by_side: bool = True,
+    parallel: bool = True,
 ) -> LayerRunner:
     if _is_module(model):
-        from detent.sensitivity.torch_bench import TorchLayerRunner  # noqa: PLC0415 - it loads PyTorch
+        from detent.sensitivity.torch_bench import TorchLayerRunner  # noqa: PLC0415 - imports PyTorch
 
         return TorchLayerRunner(cast("nn.Module", model), data, recipe, widths, samples, skip, storage)
-    from detent.sensitivity.onnx_bench import open_recipe  # noqa: PLC0415 - it loads ONNX Runtime
+    from detent.sensitivity.onnx_bench import open_recipe  # noqa: PLC0415 - imports ONNX Runtime
 
     source = _as_source(model)
-    return open_recipe(source, data, recipe, widths, samples, target, skip, storage, side_by_side=side_by_side)
+    return open_recipe(source, data, recipe, widths, samples, target, skip, storage, parallel=parallel)
 
 
 def _is_decisions(recipe: object) -> bool:
-    decisions = sys.modules.get("detent.onnx.decisions")  # not imported yet: then it is none
+    decisions = sys.modules.get("detent.onnx.decisions")  # if it is not imported, there are no decisions
     return decisions is not None and isinstance(recipe, decisions.Decisions)
 
 
 def _is_module(model: object) -> bool:
-    torch = sys.modules.get("torch")  # not imported yet: then it is not a module
+    torch = sys.modules.get("torch")  # if it is not imported, there are no modules
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def _as_source(model: object) -> "ModelSource":
     if isinstance(model, str | PathLike):
         return model
-    if type(model).__name__ in {"LoadedModel", "ModelProto"}:  # by name: neither onnx nor its types are loaded here
+    if type(model).__name__ in {"LoadedModel", "ModelProto"}:  # by name, because onnx may not be imported
         return cast("ModelSource", model)
-    raise SpecError(f"a model is an ONNX file, a ModelProto or a torch.nn.Module, got {type(model).__name__}")
+    raise SpecError(f"got a model of type {type(model).__name__}, expected a path, a ModelProto or a torch.nn.Module")

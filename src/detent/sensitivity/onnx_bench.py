@@ -1,8 +1,8 @@
-"""ONNX models as layer runners: one ``SwitchableModel`` for all layers and options.
+"""Layer runner for ONNX models: one ``SwitchableModel`` for all layers and candidates.
 
-Where a recipe quantizes activations, the data that come to a layer pass a quantizer that a switch turns on: the layer's
-alone, whoever else reads the same tensor. Its parameters are those that the quantizer in a file would have, from the
-observer of the layer's rule; or those that the file does have, where its decisions are given.
+If a recipe quantizes activations, each layer's input passes a Q/DQ pair that a switch turns on, for this layer only.
+The parameters are those that ``qo.quantize`` would write, from the observer of the layer's rule. If decisions are
+measured, the parameters are those of the quantized file.
 """
 
 from collections import defaultdict
@@ -40,14 +40,14 @@ __all__ = ["EXACT", "OnnxLayerRunner", "open_decisions", "open_recipe", "run_rec
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-# Weight-only products are computed in float: what is measured is the noise of the weights.
+# Compute weight-only matmuls in float, to measure the noise of weights only.
 EXACT = {ACCURACY_LEVEL: "0"}
-MAX_WORKERS = 4  # each holds the activations of a run
+MAX_WORKERS = 4  # parallel runs; each keeps the activations of a batch in memory
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 class OnnxLayerRunner:
-    """A model in normal form as a ``LayerRunner``; ``open_recipe`` and ``open_decisions`` make it."""
+    """A ``LayerRunner`` for a model in normal form, created by ``open_recipe`` and ``open_decisions``."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class OnnxLayerRunner:
         specs: Mapping[str, Mapping[str, QuantSpec]],
         recipe: Recipe | None,
         inputs: Mapping[str, QuantParams],
-        batches: tuple[Sequence[Feed], int],  # and how many samples they hold
+        batches: tuple[Sequence[Feed], int],  # feeds, and their number of samples
         storage: Storage,
         weight_params: Mapping[str, QuantParams] | None = None,
         *,
-        side_by_side: bool = True,
+        parallel: bool = True,
     ) -> None:
         self._feeds, self.samples = batches
         self._specs, self._weight_params = specs, weight_params or {}
@@ -71,21 +71,21 @@ class OnnxLayerRunner:
         self._flags = {switch.reader: switch.flag for switch in switches}
         weights = {group.names[0]: group.names for group in self.groups}
         # Parallel runs get one thread each; sequential runs get all threads.
-        self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if side_by_side else (1, 0)
-        any_target = get_target("onnxruntime")  # containers differ by target, the codes in them do not
+        self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if parallel else (1, 0)
+        any_target = get_target("onnxruntime")  # codes are the same for all targets
         self._model = SwitchableModel(model, weights, switches, any_target, threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """The float outputs of the float model, batch by batch."""
+        """Yield the float outputs of the float model, batch by batch."""
         return self.outputs({})
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Every group at every option it has."""
+        """Yield every group with every candidate it supports."""
         return ((group, option) for group in self.groups for option in self.options if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The same outputs with some groups quantized."""
+        """Yield the float outputs with some groups quantized."""
         weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
             label = group.names[0]
@@ -93,11 +93,11 @@ class OnnxLayerRunner:
             if option == FLOAT:
                 continue
             flags += [self._flags[name] for name in group.names if name in self._flags]
-            weights[label] = self._rounded(label, self._specs[option][label])
+            weights[label] = self._fake_quantized(label, self._specs[option][label])
         return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
-    def _rounded(self, label: str, spec: QuantSpec) -> Array:
-        """A weight as its codes say. Its parameters are kept: a search that takes long comes back to them."""
+    def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
+        """Fake-quantize a weight; its parameters are cached, because a search uses them again."""
         weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
             self._params[key] = self._weight_params.get(label) or weight_params(weight, spec)
@@ -114,20 +114,22 @@ def open_recipe(
     skip: Sequence[str],
     storage: Storage,
     *,
-    side_by_side: bool = True,
+    parallel: bool = True,
 ) -> OnnxLayerRunner:
-    """A runner for the layers that a recipe names: as its rules say, or with weights of some widths, by label."""
+    """Create a runner for the layers that a recipe selects, with the recipe or ``widths`` as candidates."""
     original = load(source)
     feeds, count = open_batches(data, inputs_of(original)).first_samples(samples)
     prepared = prepare(original, low_bits=True, feed=feeds[0])
     del original
-    whole = plan(prepared, recipe, target=target, skip=skip)
+    recipe_plan = plan(prepared, recipe, target=target, skip=skip)
     if widths is None:
-        plans = {recipe.name or "recipe": whole}
+        plans = {recipe.name or "recipe": recipe_plan}
     else:
-        left = tuple(exact_pattern(line.name) for line in whole.layers if line.reason in {EXCLUDED, NO_RULE})
+        unselected = tuple(
+            exact_pattern(line.name) for line in recipe_plan.layers if line.reason in {EXCLUDED, NO_RULE}
+        )
         plans = {
-            label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *left))
+            label: plan(prepared, Recipe([Rule(weight=spec)]), target=target, skip=(*skip, *unselected))
             for label, spec in widths.items()
         }
     specs = {
@@ -136,16 +138,16 @@ def open_recipe(
     }
     if not any(specs.values()):
         raise UnsupportedError(f"no layer of the model can be measured:\n{next(iter(plans.values()))}")
-    inputs = {} if widths is not None else _input_params(whole, feeds)
-    named = None if widths is not None else _named(whole.quantized, recipe.name)
-    layers = whole.layers_by_name
-    return OnnxLayerRunner(prepared, layers, specs, named, inputs, (feeds, count), storage, side_by_side=side_by_side)
+    inputs = {} if widths is not None else _input_params(recipe_plan, feeds)
+    layer_rules = None if widths is not None else _rule_per_layer(recipe_plan.quantized, recipe.name)
+    layers = recipe_plan.layers_by_name
+    return OnnxLayerRunner(prepared, layers, specs, layer_rules, inputs, (feeds, count), storage, parallel=parallel)
 
 
 def open_decisions(
     source: ModelSource, data: BatchSource, decisions: Decisions, samples: int, skip: Sequence[str], storage: Storage
 ) -> OnnxLayerRunner:
-    """A runner for the layers of a quantized model, with the parameters that its file has."""
+    """Create a runner for the layers of a quantized model, with the parameters of its file."""
     original = load_model(source)
     feeds, count = open_batches(data, original.inputs).first_samples(samples)
     model = float_form(original, decisions)
@@ -154,13 +156,13 @@ def open_decisions(
     skipped = skipped_names([each.name for each in quantized], skip, "decisions.layers has")
     quantized = [each for each in quantized if each.name not in skipped]
     if not quantized:
-        raise UnsupportedError("no layer of the model can be measured: the decisions keep all of them in float")
+        raise UnsupportedError("no layer can be measured: the decisions keep all layers in float")
     name = Recipe.from_json(decisions.recipe).name if decisions.recipe else ""
     specs = {name or "recipe": {each.name: each.weight_params.spec for each in quantized}}
     inputs = {each.name: params[layers[each.name].data] for each in quantized if each.input is not None}
     weights = {each.name: each.weight_params for each in quantized}
-    named = _named(quantized, name)
-    return OnnxLayerRunner(model, layers, specs, named, inputs, (feeds, count), storage, weights)
+    layer_rules = _rule_per_layer(quantized, name)
+    return OnnxLayerRunner(model, layers, specs, layer_rules, inputs, (feeds, count), storage, weights)
 
 
 def _groups(
@@ -169,19 +171,19 @@ def _groups(
     storage: Storage,
     weight_params: Mapping[str, QuantParams],
 ) -> tuple[LayerGroup, ...]:
-    """The layers by their weights, in order; those that share one and its codes are one group."""
+    """Group layers that share a weight and its codes, in the model's order."""
     sharing: dict[tuple[str, tuple[QuantSpec | None, ...], QuantParams | None], list[str]] = defaultdict(list)
     for name, layer in layers.items():
-        of_layer = tuple(by_name.get(name) for by_name in specs.values())
-        if any(spec is not None for spec in of_layer):
-            sharing[layer.weight, of_layer, weight_params.get(name)].append(name)
+        layer_specs = tuple(by_name.get(name) for by_name in specs.values())
+        if any(spec is not None for spec in layer_specs):
+            sharing[layer.weight, layer_specs, weight_params.get(name)].append(name)
     groups = []
-    for (_, of_layer, _), names in sharing.items():
+    for (_, layer_specs, _), names in sharing.items():
         layer = layers[names[0]]
-        is_product = all(layers[name].node.op_type in MATMULS for name in names)
+        is_matmul = all(layers[name].node.op_type in MATMULS for name in names)
         nbytes = {
-            label: weight_nbytes(spec, layer.shape, storage, is_product=is_product)
-            for label, spec in zip(specs, of_layer, strict=True)
+            label: weight_nbytes(spec, layer.shape, storage, is_matmul=is_matmul)
+            for label, spec in zip(specs, layer_specs, strict=True)
             if spec is not None
         }
         elements = int(np.prod(layer.shape))
@@ -194,8 +196,8 @@ def _float_outputs(model: ModelProto) -> list[str]:
     return [name for name in graph.outputs if graph.kind(name) in FLOATS]
 
 
-def _named(quantized: Iterable[LayerPlan | LayerDecision], name: str) -> Recipe:
-    """What each layer gets, in a rule of its own."""
+def _rule_per_layer(quantized: Iterable[LayerPlan | LayerDecision], name: str) -> Recipe:
+    """Return a recipe with one rule per layer."""
     rules = [
         Rule(
             exact_pattern(line.name),
@@ -208,26 +210,27 @@ def _named(quantized: Iterable[LayerPlan | LayerDecision], name: str) -> Recipe:
     return Recipe(rules, name)
 
 
-def _calibrated(made: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
-    """What the data have shown; rules that name no observer get the whole range."""
-    return calibrate(made, feeds, observer="minmax") if made.placements() else None
+def _calibrated(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
+    """Calibrate if the plan quantizes activations; rules without an observer get min-max ranges."""
+    return calibrate(graph_plan, feeds, observer="minmax") if graph_plan.placements() else None
 
 
-def _input_params(whole: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
-    """The parameters of each layer's input, where it is quantized, as in a file."""
-    seen = _calibrated(whole, feeds)
-    if seen is None:
+def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
+    """Return the parameters of each layer's quantized input, as ``qo.quantize`` would write them."""
+    calibration = _calibrated(graph_plan, feeds)
+    if calibration is None:
         return {}
-    places = {place.tensor: place for place in whole.placements(seen.ranges)}
-    specs = {line.name: line.input for line in whole.quantized if line.input is not None}
+    placements = {each.tensor: each for each in graph_plan.placements(calibration.ranges)}
+    specs = {line.name: line.input for line in graph_plan.quantized if line.input is not None}
+    tensors = {name: graph_plan.layers_by_name[name].data for name in specs}
     return {
-        name: activation_params(replace(places[whole.layers_by_name[name].data], spec=spec), seen, clipped=True)
+        name: activation_params(replace(placements[tensors[name]], spec=spec), calibration, clipped=True)
         for name, spec in specs.items()
     }
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """The noise at the outputs of a model that a recipe quantizes, with its quantizers as in a file."""
+    """Return the noise at the outputs of a model quantized by a recipe, with the Q/DQ pairs of a file."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     graph_plan = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)

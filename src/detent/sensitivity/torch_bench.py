@@ -1,7 +1,7 @@
-"""PyTorch modules as layer runners: a copy, prepared by ``qt.prepare`` once per option, quantized layer by layer.
+"""Layer runner for PyTorch modules: a copy, prepared by ``qt.prepare`` once per candidate, with quantizers switched.
 
-It measures what ``qt.prepare`` does: batch norms are folded, and weights are fake-quantized by their range, as in
-training. The model itself is not changed.
+It measures the module as it would be trained: batch norms are folded, and weights are fake-quantized by their range.
+The model itself is not changed.
 """
 
 import copy
@@ -29,16 +29,18 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["TorchLayerRunner", "first_samples", "run_recipe"]
 
 Array = NDArray[Any]
-PRODUCTS = (nn.Linear, nn.MultiheadAttention)
+MATMUL_MODULES = (nn.Linear, nn.MultiheadAttention)
 
 
 def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
-    """Batches with the first ``limit`` samples along the first axis, as arguments of a call, and their number.
+    """Return the first batches with ``limit`` samples in total, as call arguments, and their number of samples.
 
-    The last batch is cut if its tensors have as many samples.
+    Samples are counted along the first axis. The last batch is cut if all its tensors have the same number of samples.
     """
     if isinstance(data, str | bytes | Mapping | Tensor) or not isinstance(data, Iterable):
-        raise SpecError(f"data is of type {type(data).__name__}, expected a list of batches: for one batch give [data]")
+        raise SpecError(
+            f"got data of type {type(data).__name__}, expected a list of batches: pass [data] for one batch"
+        )
     calls, count = list[Arguments](), 0
     for number, batch in enumerate(data):
         call = arguments_of(batch, f"batch {number}")
@@ -54,14 +56,14 @@ def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
         if count >= limit:
             break
     if not calls:
-        raise SpecError("data holds no batches, perhaps because it was read before: give a list")
+        raise SpecError("data has no batches: if it is an iterator that was used before, pass a list")
     return calls, count
 
 
 class TorchLayerRunner:
-    """A module as a ``LayerRunner``; the arguments are those of ``qs.measure``."""
+    """A ``LayerRunner`` for a module; the arguments are those of ``qs.measure``."""
 
-    workers = 1  # its quantizers are switched in place
+    workers = 1  # runs cannot be parallel, because quantizers are switched in place
 
     def __init__(
         self,
@@ -95,16 +97,16 @@ class TorchLayerRunner:
         self.names: Sequence[str] = [f"output {at}" for at in range(len(_floats(_run(self._model, self._calls[0]))))]
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """The float outputs of the float model, batch by batch."""
+        """Yield the float outputs of the float model, batch by batch."""
         self._prepare(None)
         return self._outputs()
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Every group at every option it has, option by option: each prepares the model once."""
+        """Yield every group with every candidate it supports, by candidate, so that each prepares the model once."""
         return ((group, option) for option in self.options for group in self.groups if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """The outputs with some groups quantized; while all have one option, the model stays prepared."""
+        """Yield the float outputs with some groups quantized; with one candidate for all, the model stays prepared."""
         chosen = {name: option for name, option in options.items() if option != FLOAT}
         names = {name: group.names for group in self.groups if (name := group.names[0]) in chosen}
         used = dict.fromkeys(chosen.values())
@@ -131,7 +133,7 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Prepare the copy for an option, or bring it back to float; returns its quantizers."""
+        """Prepare the copy for a candidate, or restore it to float with None; return its quantizers."""
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:
@@ -150,15 +152,15 @@ def _copied(model: nn.Module) -> nn.Module:
     except StateError:
         pass
     else:
-        raise SpecError("the model is prepared already: measure the float model, qt.unprepare gives it back")
+        raise SpecError("the model is prepared already: call qt.unprepare, and measure the float model")
     try:
         return copy.deepcopy(model).eval()
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise UnsupportedError(f"the model cannot be copied, and is not changed itself: {error}") from error
+        raise UnsupportedError(f"copy.deepcopy failed, and measuring needs a copy of the model: {error}") from error
 
 
 def _prepared(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> list[FakeQuantize]:
-    """Prepare a model, and calibrate it where its quantizers need data."""
+    """Prepare a model, calibrate it if its quantizers need data, and return its quantizers."""
     prepare(model, recipe, sync=False)
     with calibrating(model):
         if any(line.input is not None or line.output is not None for line in plan_of(model).quantized):
@@ -178,15 +180,15 @@ def _run(model: nn.Module, call: Arguments) -> object:
 
 
 def _floats(outputs: object) -> list[Array]:
-    """The float tensors in a model's outputs, in order."""
-    # Models of transformers return mappings that are not dicts, which pytree takes for leaves.
+    """Return the float tensors in a model's outputs, in order."""
+    # Hugging Face models return mappings that are not dicts; pytree would treat them as leaves.
     leaves = pytree.tree_leaves(list(outputs.values()) if isinstance(outputs, Mapping) else outputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [tensor.detach().to("cpu", torch.float32).numpy() for tensor in tensors]
 
 
 def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
-    """The recipe of a plan with one rule per layer."""
+    """Return the recipe of a plan with one rule per layer."""
     rules = [
         Rule(
             exact_pattern(layer.name),
@@ -204,20 +206,24 @@ def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
 
 
 def _groups(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -> tuple[LayerGroup, ...]:
-    """The layers with weights, in order; tied layers belong to the first of them."""
-    layers = {label: {each.name: each for each in made.quantized if each.weights} for label, made in plans.items()}
+    """Group tied layers with the first of them, in the model's order; layers without weights are left out."""
+    layers = {
+        label: {each.name: each for each in model_plan.quantized if each.weights} for label, model_plan in plans.items()
+    }
     owners: dict[str, str] = {}
-    for layer in (each for made in plans.values() for each in made.layers):
+    for layer in (each for model_plan in plans.values() for each in model_plan.layers):
         owner = next((other.rpartition(".")[0] for other in layer.tied.values()), layer.name)
         owners[layer.name] = owners.get(owner, owner)
     groups = []
     for first in dict.fromkeys(owners.values()):
         names = tuple(name for name, owner in owners.items() if owner == first)
-        by_option = {label: made[first] for label, made in layers.items() if all(name in made for name in names)}
-        if not by_option:
+        plan_by_label = {
+            label: by_name[first] for label, by_name in layers.items() if all(name in by_name for name in names)
+        }
+        if not plan_by_label:
             continue
-        module, layer = model.get_submodule(first), next(iter(by_option.values()))
-        nbytes = {label: _nbytes(module, each, storage) for label, each in by_option.items()}
+        module, layer = model.get_submodule(first), next(iter(plan_by_label.values()))
+        nbytes = {label: _nbytes(module, each, storage) for label, each in plan_by_label.items()}
         weights = _weights(module, layer).values()
         elements = sum(each.numel() for each in weights)
         floats = sum(each.numel() * each.element_size() for each in weights)
@@ -231,9 +237,9 @@ def _weights(module: nn.Module, layer: LayerPlan) -> dict[str, Tensor]:
 
 
 def _nbytes(module: nn.Module, layer: LayerPlan, storage: Storage) -> int:
-    is_product = isinstance(module, PRODUCTS)
+    is_matmul = isinstance(module, MATMUL_MODULES)
     return sum(
-        weight_nbytes(layer.weights[key], tuple(weight.shape), storage, is_product=is_product)
+        weight_nbytes(layer.weights[key], tuple(weight.shape), storage, is_matmul=is_matmul)
         for key, weight in _weights(module, layer).items()
     )
 
@@ -248,7 +254,7 @@ def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> 
 
 
 def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> float:
-    """The noise at the outputs of a module that ``qt.prepare`` has quantized by a recipe."""
+    """Return the noise at the outputs of a module that ``qt.prepare`` quantized by a recipe."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
