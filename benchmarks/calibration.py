@@ -6,7 +6,7 @@
 
 Contestants are timed interleaved in one process. Then, the mean squared error of 4-bit ranges on a million numbers of
 several distributions, and the signal-to-noise ratio of 8- and 4-bit ranges on the activations of real models.
-``benchmarks/render_calibration.py`` makes the tables of docs/howto/calibrate.md from the file.
+``benchmarks/render_calibration.py`` renders the tables of docs/benchmarks.md from the file.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""The bars that quantized ONNX files are held to, beside peers from the same run, and what a result says of them.
+"""Goals for quantized ONNX files compared with those of other tools from the same run, and whether a result meets them.
 
-Noise is that of the first output and the mean over all float outputs; a peer is any other contestant whose file runs.
+SQNR is that of the first output and the mean over all float outputs; failed files are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,21 +18,21 @@ FLAT, OF_ENTROPY, OF_MINMAX = 1.05, 0.5, 1.1
 
 @dataclass(frozen=True)
 class Verdict:
-    """One bar.
+    """Result of one goal.
 
     Attributes:
-        bar: what is asked.
-        met: whether it is; None where nothing was measured.
-        found: the figures that decide.
+        goal: the goal in words.
+        met: whether it is met; None if nothing was measured.
+        values: the values that decide.
     """
 
-    bar: str
+    goal: str
     met: bool | None
-    found: str
+    values: str
 
 
 def verdicts(result: dict) -> list[Verdict]:
-    """All bars, in the order in which a reader asks."""
+    """Evaluate all goals."""
     rows = Rows(result)
     return [
         _not_below(rows, "SQNR of the first output", "sqnr_db", DECIBELS, "dB"),
@@ -41,23 +41,27 @@ def verdicts(result: dict) -> list[Verdict]:
         _above(rows),
         _sizes(rows),
         _geometric(rows),
-        _each(rows, f"no model over {SLOWER:g} times float's time", OURS, lambda row, _: row["ratio"], SLOWER),
+        _each(
+            rows, f"run time at most {SLOWER:g} times float's on every model", OURS, lambda row, _: row["ratio"], SLOWER
+        ),
         _entropy_time(rows),
         _flat(result.get("memory", [])),
         _each(
             rows,
-            f"memory to quantize at most {OF_ENTROPY:g} of {ENTROPY}'s",
+            f"memory to quantize at most {OF_ENTROPY:g} times {ENTROPY}'s",
             OURS,
             _growth_over(ENTROPY),
             OF_ENTROPY,
         ),
-        _each(rows, f"memory to quantize at most {OF_MINMAX:g} of {MINMAX}'s", OURS, _growth_over(MINMAX), OF_MINMAX),
+        _each(
+            rows, f"memory to quantize at most {OF_MINMAX:g} times {MINMAX}'s", OURS, _growth_over(MINMAX), OF_MINMAX
+        ),
         _second_runtime(rows),
     ]
 
 
 class Rows:
-    """The rows of a result whose files run, by model and contestant."""
+    """Rows of a result whose files run, by model and tool."""
 
     def __init__(self, result: dict) -> None:
         self.models: dict[str, dict] = result["models"]
@@ -70,11 +74,11 @@ class Rows:
         return self._found.get((model, contestant))
 
     def peers(self, model: str) -> list[dict]:
-        """Everybody else's."""
+        """Rows of the other tools."""
         return [row for (name, who), row in self._found.items() if name == model and not who.startswith(OURS)]
 
     def compared(self) -> Iterable[tuple[str, dict, list[dict]]]:
-        """The models that detent and at least one peer can do."""
+        """Models that detent and at least one other tool can quantize."""
         for model in self.models:
             row, peers = self.get(model, OURS), self.peers(model)
             if row is not None and peers:
@@ -85,31 +89,35 @@ def _not_below(rows: Rows, what: str, field: str, bar: float, unit: str, factor:
     margins = {
         model: factor * (row[field] - max(peer[field] for peer in peers)) for model, row, peers in rows.compared()
     }
-    name = f"{what}: at most {bar:g} {unit} below the best peer on every model"
+    name = f"{what}: at most {bar:g} {unit} below the best other tool on every model"
     if not margins:
         return Verdict(name, None, "")
     below = {model: margin for model, margin in margins.items() if margin < -bar}
     if below:
         return Verdict(name, False, ", ".join(f"{model} {margin:+.1f}" for model, margin in below.items()))
     worst = min(margins, key=margins.__getitem__)
-    return Verdict(name, True, f"the closest is {worst} with {margins[worst]:+.1f} {unit}")
+    return Verdict(name, True, f"worst: {worst} with {margins[worst]:+.1f} {unit}")
 
 
 def _above(rows: Rows) -> Verdict:
     wins = [row["mean_sqnr_db"] > max(peer["mean_sqnr_db"] for peer in peers) for _, row, peers in rows.compared()]
-    name = "mean SQNR above every peer's on most models"
+    name = "mean SQNR above every other tool's on most models"
     return Verdict(name, 2 * sum(wins) > len(wins), f"{sum(wins)} of {len(wins)}") if wins else Verdict(name, None, "")
 
 
 def _sizes(rows: Rows) -> Verdict:
-    name = f"size ratio within {SIZE:g} of the smallest peer that is not below in SQNR"
+    name = f"size ratio within {SIZE:g} of the smallest file of another tool with no lower SQNR"
     excess = {}
     for model, row, peers in rows.compared():
         rivals = [peer["size_ratio"] for peer in peers if peer["mean_sqnr_db"] >= row["mean_sqnr_db"]]
         if rivals:
             excess[model] = row["size_ratio"] - min(rivals)
     if not excess:
-        return Verdict(name, True, "no peer is as good") if list(rows.compared()) else Verdict(name, None, "")
+        return (
+            Verdict(name, True, "no other tool has as high an SQNR")
+            if list(rows.compared())
+            else Verdict(name, None, "")
+        )
     return Verdict(name, max(excess.values()) <= SIZE, ", ".join(f"{model} {e:+.3f}" for model, e in excess.items()))
 
 
@@ -127,7 +135,7 @@ def _geometric(rows: Rows) -> Verdict:
 
 
 def _each(rows: Rows, name: str, who: str, figure: Callable[[dict, Rows], float | None], bar: float) -> Verdict:
-    """A figure of every model that may not exceed the bar."""
+    """Check that a value of every model does not exceed the goal."""
     found = {}
     for model in rows.models:
         row = rows.get(model, who)
@@ -140,7 +148,7 @@ def _each(rows: Rows, name: str, who: str, figure: Callable[[dict, Rows], float 
     if over:
         return Verdict(name, False, ", ".join(f"{model} {value:.2f}" for model, value in over.items()))
     worst = max(found, key=found.__getitem__)
-    return Verdict(name, True, f"the most is {found[worst]:.2f}, of {worst}")
+    return Verdict(name, True, f"at most {found[worst]:.2f}, {worst}")
 
 
 def _growth_over(peer: str) -> Callable[[dict, Rows], float | None]:
@@ -152,7 +160,7 @@ def _growth_over(peer: str) -> Callable[[dict, Rows], float | None]:
 
 
 def _entropy_time(rows: Rows) -> Verdict:
-    name = f"at least {FASTER:g} times as fast as {ENTROPY} where that takes over {LONG_SECONDS:g} s"
+    name = f"at least {FASTER:g} times as fast as {ENTROPY} where that takes more than {LONG_SECONDS:g} s"
     found = {}
     for model in rows.models:
         row, other = rows.get(model, OURS), rows.get(model, ENTROPY)
@@ -165,12 +173,12 @@ def _entropy_time(rows: Rows) -> Verdict:
 
 
 def _flat(memory: list[dict]) -> Verdict:
-    name = f"memory grows at most by {FLAT - 1:.0%} from few batches to many"
+    name = f"memory grows by at most {FLAT - 1:.0%} from 16 to 256 batches"
     grown = sorted((row["batches"], row["growth"]) for row in memory if "failed" not in row)
     if len(grown) < 2:
         return Verdict(name, None, "")
     (few, least), (many, most) = grown[0], grown[-1]
-    figures = f"{least / 1e6:.0f} MB with {few} batches, {most / 1e6:.0f} MB with {many}, of {memory[0]['model']}"
+    figures = f"{least / 1e6:.0f} MB with {few} batches, {most / 1e6:.0f} MB with {many} ({memory[0]['model']})"
     return Verdict(name, most <= FLAT * least, figures)
 
 
@@ -183,7 +191,7 @@ def _second_runtime(rows: Rows) -> Verdict:
         return Verdict(name, None, "")
     unable = [model for model in able if "failed" in rows.get(model, OURS)["openvino"]]
     others = [model for model in rows.models if "failed" in rows.models[model]["openvino"]]
-    said = f"{len(able) - len(unable)} of {len(able)}"
-    said += f"; not {', '.join(unable)}" if unable else ""
-    said += f"; it does not take the float {', '.join(others)}" if others else ""
-    return Verdict(name, not unable, said)
+    values = f"{len(able) - len(unable)} of {len(able)}"
+    values += f"; not {', '.join(unable)}" if unable else ""
+    values += f"; it fails on the float model of {', '.join(others)}" if others else ""
+    return Verdict(name, not unable, values)

@@ -54,7 +54,7 @@ def work(one: FileQuantizer, way: Way, source: Path, output: Path, feeds: Sequen
     notes = [way.note] if way.note else []
     if not one.is_ours:
         converted = modern(source, output.with_suffix(".converted.onnx"))
-        notes += [] if converted == source else [f"converted to operator set {USUAL}"]
+        notes += [] if converted == source else [f"converted to opset {USUAL}"]
         source = converted
     too_much = limit_memory()
     gc.collect()

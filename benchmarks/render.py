@@ -1,10 +1,10 @@
-"""The speed table of docs/benchmarks.md, made from the committed results and never typed.
+"""Render the kernel table of docs/benchmarks.md from the committed results.
 
 ::
 
     python benchmarks/render.py [--check]
 
-Rewrites what stands between the markers on that page; with ``--check`` it only says whether that is up to date.
+Rewrites the text between the markers on that page; with ``--check`` it only says whether the table is up to date.
 """
 
 import json
@@ -22,7 +22,7 @@ PEERS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
 
 
 def rendered(result: dict) -> str:
-    """The section between the markers, as Markdown."""
+    """Render the section between the markers as Markdown."""
     machine, versions = result["machine"], result["versions"]
     found = {
         (row["operation"], row["granularity"], row["size"], row["contestant"]): row
@@ -37,14 +37,14 @@ def rendered(result: dict) -> str:
         f"{calm:.0%} of detent's samples undisturbed by other processes, {result['date']}; "
         + ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch", "onnxruntime")),
         "",
-        "| float32 | scales per | time / copy, 2^20 | time / copy, 2^24 | bar | GB/s, 2^24 | "
+        "| float32 | scales per | time / copy, 2^20 | time / copy, 2^24 | goal | GB/s, 2^24 | "
         + " | ".join(f"{peer} / detent" for peer in PEERS)
         + " |",
         "|---|---|--:|--:|--:|--:|" + "--:|" * len(PEERS),
     ]
     pairs = dict.fromkeys((operation, granularity) for operation, granularity, _, _ in found)
     lines += [_line(operation, granularity, found) for operation, granularity in pairs]
-    lines += ["", "| call on 1,000 elements | µs | bar |", "|---|--:|--:|"]
+    lines += ["", "| call on 1,000 elements | µs | goal |", "|---|--:|--:|"]
     for row in result["calls"]:
         bar = CALL_MICROSECONDS[row["call"]]
         lines.append(f"| `{row['call']}` | {_judged(row['median_us'], bar)} | ≤ {bar:g} |")
@@ -52,7 +52,7 @@ def rendered(result: dict) -> str:
 
 
 def _line(operation: str, granularity: str, found: dict) -> str:
-    """One row: ratios to the copy at both sizes, and to the peers at a million elements."""
+    """Render one row: ratios to the fastest copy at both sizes, and times of other tools over detent's at 2^20."""
     ours = {size: found.get((operation, granularity, size, "detent")) for size in SIZES}
     bar = TIMES_COPY.get(operation)
     ratios = [_judged(ours[size]["times_copy"], bar) if ours[size] else "" for size in SIZES]
@@ -63,27 +63,27 @@ def _line(operation: str, granularity: str, found: dict) -> str:
         factor = theirs["median_us"] / our["median_us"] if theirs and our else None
         least = TORCH_FACTOR if peer == "torch eager" and operation in TORCH_OPERATIONS else None
         missed = factor is not None and least is not None and factor < least
-        peers.append("" if factor is None else f"{factor:.1f}x{' (missed)' if missed else ''}")
+        peers.append("" if factor is None else f"{factor:.1f}x{' (not met)' if missed else ''}")
     cells = [operation, granularity, *ratios, f"≤ {bar:g}" if bar else "", speed, *peers]
     return "| " + " | ".join(cells) + " |"
 
 
 def _judged(value: float, bar: float | None) -> str:
-    """A number, and a word where it misses its bar."""
-    return f"{value:.2f}" + (" (missed)" if bar is not None and value > bar else "")
+    """Format a number, and mark it where it does not meet its goal."""
+    return f"{value:.2f}" + (" (not met)" if bar is not None and value > bar else "")
 
 
 def placed(text: str, section: str) -> str:
-    """The page with the section between its markers."""
+    """Insert the section between its markers."""
     return page.placed(text, {"bench": section})
 
 
 def main() -> int:
-    """Bring the page up to date, or say that it is not."""
+    """Update the page, or say whether it is up to date."""
     old = PAGE.read_text(encoding="utf-8")
     new = placed(old, rendered(json.loads(RESULT.read_text(encoding="utf-8"))))
     if "--check" in sys.argv[1:]:
-        print("up to date" if new == old else "docs/benchmarks.md: the speed table is stale, run benchmarks/render.py")
+        print("up to date" if new == old else "docs/benchmarks.md: the kernel table is stale, run benchmarks/render.py")
         return int(new != old)
     PAGE.write_text(new, encoding="utf-8")
     return 0

@@ -1,4 +1,4 @@
-"""The tables of docs/howto/calibrate.md, made from the committed results and never typed.
+"""Render the calibration tables of docs/benchmarks.md from the committed results.
 
 ::
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "howto" / "calibrate.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RESULT = ROOT / "benchmarks" / "results" / "calibration.json"
 SPEED_BARS = {
     "entropy threshold, 2048 bins": ("onnxruntime", 100.0),
@@ -22,8 +22,11 @@ MINMAX_BAR = 4.0
 
 def rendered(result: dict) -> dict[str, str]:
     """Each section by its name, as Markdown."""
-    sections = {"speed": _speed(result)}
-    for name, first in (("errors", "4 bits, MSE = 1"), ("activations", "model, SQNR in dB")):
+    sections = {"calibration-speed": _speed(result)}
+    for name, first in (
+        ("errors", "4 bits, error / that of MSE (lower is better)"),
+        ("activations", "SQNR in dB (higher is better)"),
+    ):
         rows = result[name]
         kinds = list(next(iter(rows.values())))
         lines = [f"| {first} | " + " | ".join(kinds) + " |", "|---|" + "--:|" * len(kinds)]
@@ -32,7 +35,7 @@ def rendered(result: dict) -> dict[str, str]:
             f"| {row} | " + " | ".join(f"{cells[kind]:.{digits}f}" for kind in kinds) + " |"
             for row, cells in rows.items()
         ]
-        sections[name] = "\n".join(lines)
+        sections[f"calibration-{name}"] = "\n".join(lines)
     return sections
 
 
@@ -42,7 +45,7 @@ def _speed(result: dict) -> str:
         f"{machine['cpu']} ({machine['level']}), {machine['threads']} threads, {result['date']}; "
         + ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch", "onnxruntime")),
         "",
-        "| one call | detent | peer | peer / detent | bar |",
+        "| one call | detent | other tool | other / detent (higher is better) | goal |",
         "|---|--:|--:|--:|--:|",
     ]
     for row, times in result["speed"].items():
@@ -56,7 +59,7 @@ def _speed(result: dict) -> str:
             if peer == "detent min-max" and row.endswith("2^24 numbers"):
                 goal, missed = f"≥ {1 / MINMAX_BAR:g}x", factor < 1 / MINMAX_BAR
             cells = [row, _time(times["detent"]), f"{peer} {_time(times[peer])}", f"{factor:.3g}x", goal]
-            cells[3] += " (missed)" if missed else ""
+            cells[3] += " (not met)" if missed else ""
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

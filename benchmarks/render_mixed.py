@@ -1,4 +1,4 @@
-"""The tables of docs/howto/choose-bits.md, made from the committed results and never typed.
+"""Render the mixed-precision tables of docs/benchmarks.md from the committed results.
 
 ::
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "howto" / "choose-bits.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 RESULT = ROOT / "benchmarks" / "results" / "mixed_precision.json"
 KINDS = ("packed", "onnx")
 
@@ -57,13 +57,13 @@ def _reading(models: dict) -> str:
             gains = [row["mix_sqnr_db"] - row["sqnr_db"] for row in rows if "mix_bytes" in row]
             span = f" ({min(gains):+.1f} to {max(gains):+.1f} dB)" if gains else ""
             parts.append(f"{name} {sum(map(is_won, rows))} of {len(rows)}{span}")
-        lines.append(f"- {words}, widths at which the mix has the higher SQNR: {'; '.join(parts)}.")
+        lines.append(f"- {words}, bit widths at which the mix has the higher SQNR: {'; '.join(parts)}.")
     return "\n".join(lines)
 
 
 def _models(models: dict) -> str:
     """What was taken, and how long measuring took; results without the later columns were judged by as many samples."""
-    head = ("model", "layers", "samples", "judged by", "options", "runs", "seconds", "runs per search")
+    head = ("model", "layers", "samples", "evaluated on", "candidates", "runs", "seconds", "runs per search")
     lines = [_line(*head), "|---|" + "--:|" * (len(head) - 1)]
     for name, about in models.items():
         samples, options = about["samples"], len(about["widths"])

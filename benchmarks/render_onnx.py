@@ -1,4 +1,4 @@
-"""The tables of docs/onnx-benchmark.md and what they mean, made from the committed results and never typed.
+"""Render the tables of docs/onnx-benchmark.md, and their summary in docs/benchmarks.md, from the committed results.
 
 ::
 
@@ -9,11 +9,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from onnx_bars import OURS, Verdict, verdicts
+from onnx_bars import ENTROPY, FAST, OURS, Verdict, verdicts
 from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "onnx-benchmark.md"
+SUMMARY_PAGE = ROOT / "docs" / "benchmarks.md"
 RESULT = ROOT / "benchmarks" / "results" / "onnx_ptq.json"
 HELPERS = ROOT / "benchmarks" / "results" / "onnx_helpers.json"
 FAILED = "failed"
@@ -21,45 +22,80 @@ PACKAGES = ("onnxruntime", "onnx", "nncf", "openvino")
 
 
 def rendered(result: dict) -> dict[str, str]:
-    """Each section by its name, as Markdown."""
+    """Render each section by its name, as Markdown."""
     return {
         "onnx-reading": _reading(verdicts(result)),
         "onnx-machine": _machine(result),
-        "onnx-noise": _table(result, "SQNR in dB, first output / mean of all", _noise),
-        "onnx-agreement": _table(result, "decisions as of float", lambda row: f"{row['agreement']:.1%}"),
-        "onnx-speed": _table(result, "time of a run / float's", lambda row: f"{row['ratio']:.2f}", _milliseconds),
-        "onnx-size": _table(result, "bytes / float's", lambda row: f"{row['size_ratio']:.3f}", _megabytes),
-        "onnx-making": _table(result, "seconds to quantize, MB of growth", _making),
+        "onnx-noise": _table(result, "SQNR in dB, first output / mean of all (higher is better)", _noise),
+        "onnx-agreement": _table(
+            result, "agreement with float (higher is better)", lambda row: f"{row['agreement']:.1%}"
+        ),
+        "onnx-speed": _table(
+            result, "run time / float's (lower is better)", lambda row: f"{row['ratio']:.2f}", _milliseconds
+        ),
+        "onnx-size": _table(
+            result, "file size / float's (lower is better)", lambda row: f"{row['size_ratio']:.3f}", _megabytes
+        ),
+        "onnx-making": _table(result, "seconds to quantize, MB of memory growth (lower is better)", _making),
         "onnx-memory": _memory(result["memory"]),
-        "onnx-openvino": _table(result, "mean SQNR in OpenVINO, difference to ONNX Runtime", _openvino),
+        "onnx-openvino": _table(result, "mean SQNR in OpenVINO in dB, difference to ONNX Runtime", _openvino),
         "onnx-notes": _notes(result),
     }
 
 
 def rendered_helpers(result: dict) -> dict[str, str]:
-    """The table of the accuracy steps, by the name of its section."""
+    """Render the table of the accuracy steps, by the name of its section."""
     models = result["models"]
     ways = list(next(iter(models.values())))
-    lines = [_line("mean SQNR in dB, decisions as of float", *models), "|---|" + "--:|" * len(models)]
+    lines = [_line("mean SQNR in dB, agreement with float", *models), "|---|" + "--:|" * len(models)]
     for way in ways:
         rows = [about[way] for about in models.values()]
         cells = [f"{_mean(row['sqnr_db']):.1f}, {row['agreement']:.1%}" for row in rows]
         lines.append(_line(f"**{way}**" if way == ways[0] else way, *cells))
     means = {way: _mean([_mean(about[way]["sqnr_db"]) for about in models.values()]) for way in ways}
     worth = [f"{way} {means[ways[0]] - means[way]:.1f} dB" for way in ways[1:]]
-    return {"onnx-helpers": "\n".join([*lines, "", f"What is lost on the mean of the models: {', '.join(worth)}."])}
+    return {
+        "onnx-helpers": "\n".join([*lines, "", f"SQNR lost without each step, mean of the models: {', '.join(worth)}."])
+    }
+
+
+def rendered_summary(result: dict) -> dict[str, str]:
+    """Render the summary table, a row per model, by the name of its section."""
+    rows = {(row["model"], row["contestant"]): row for row in result["rows"] if FAILED not in row}
+    heads = ("SQNR in dB", "best other tool", "agreement", "size", "time, default target", "time, avx2", "memory")
+    lines = [_line("w8a8", *heads), "|---|" + "--:|" * len(heads)]
+    for model in result["models"]:
+        ours, fast, entropy = (rows.get((model, who)) for who in (OURS, FAST, ENTROPY))
+        others = [row for (name, who), row in rows.items() if name == model and not who.startswith(OURS)]
+        best = max(others, key=lambda row: row["mean_sqnr_db"])
+        is_best = ours["mean_sqnr_db"] >= best["mean_sqnr_db"]
+        cells = (
+            _bold_if(is_best, f"{ours['mean_sqnr_db']:.1f}"),
+            f"{_bold_if(not is_best, format(best['mean_sqnr_db'], '.1f'))} ({best['contestant']})",
+            f"{ours['agreement']:.1%}",
+            f"{ours['size_ratio']:.2f}",
+            f"{ours['ratio']:.2f}",
+            f"{fast['ratio']:.2f}",
+            f"{ours['growth'] / entropy['growth']:.2f}" if entropy else "ORT Entropy failed",
+        )
+        lines.append(_line(model, *cells))
+    return {"onnx-summary": "\n".join(lines)}
+
+
+def _bold_if(is_bold: bool, text: str) -> str:
+    return f"**{text}**" if is_bold else text
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _reading(found: list[Verdict]) -> str:
-    words = {True: "met", False: "**missed**", None: "not measured"}
-    lines = [f"| bar | {OURS} | figures |", "|---|---|---|"]
-    lines += [f"| {each.bar} | {words[each.met]} | {each.found} |" for each in found]
-    measured = [each.met for each in found if each.met is not None]
-    return "\n".join([f"{sum(measured)} of {len(measured)} bars are met.", "", *lines])
+def _reading(results: list[Verdict]) -> str:
+    words = {True: "met", False: "**not met**", None: "not measured"}
+    lines = [f"| goal | {OURS} | result |", "|---|---|---|"]
+    lines += [f"| {each.goal} | {words[each.met]} | {each.values} |" for each in results]
+    measured = [each.met for each in results if each.met is not None]
+    return "\n".join([f"{sum(measured)} of {len(measured)} goals are met.", "", *lines])
 
 
 def _machine(result: dict) -> str:
@@ -69,12 +105,12 @@ def _machine(result: dict) -> str:
         f"{machine['cpu']} ({', '.join(machine['instructions']) or machine['level']}), load average "
         f"{machine['load_average']:g} at the start, {result['date']}; "
         + ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions.get(name))
-        + f". {result['calibration_batches']} batches to calibrate with; other batches to test with: {tests}."
+        + f". {result['calibration_batches']} calibration batches; held-out batches to evaluate on: {tests}."
     )
 
 
 def _table(result: dict, head: str, cell: Callable[[dict], str], plain: Callable[[dict], str] | None = None) -> str:
-    """A row per contestant and a column per model, after the float model's own figures."""
+    """Render a row per tool and a column per model, after the float model's own values."""
     found = {(row["contestant"], row["model"]): row for row in result["rows"]}
     models = list(result["models"])
     lines = [_line(head, *models), "|---|" + "--:|" * len(models)]
@@ -120,11 +156,11 @@ def _memory(rows: list[dict]) -> str:
         f"{row['batches']} batches: " + (row[FAILED] if FAILED in row else f"{row['growth'] / 1e6:.0f} MB")
         for row in rows
     ]
-    return f"{rows[0]['contestant']} on {rows[0]['model']}, growth of the process: " + "; ".join(parts) + "."
+    return f"{rows[0]['contestant']} on {rows[0]['model']}, memory growth of the process: " + "; ".join(parts) + "."
 
 
 def _notes(result: dict) -> str:
-    """Who failed and why, which detours it took, and what OpenVINO says; the same of several said once."""
+    """List failures, workarounds and OpenVINO's errors; equal ones share a line."""
     said: dict[str, list[str]] = {}
     for row in result["rows"]:
         who = f"{row['contestant']} on {row['model']}"
@@ -154,11 +190,13 @@ def _line(*cells: str) -> str:
 
 
 def main() -> None:
-    """Rewrite the page."""
+    """Rewrite the pages."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     helpers = json.loads(HELPERS.read_text(encoding="utf-8"))
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(placed(page, rendered(result) | rendered_helpers(helpers)), encoding="utf-8")
+    summary = SUMMARY_PAGE.read_text(encoding="utf-8")
+    SUMMARY_PAGE.write_text(placed(summary, rendered_summary(result)), encoding="utf-8")
 
 
 if __name__ == "__main__":

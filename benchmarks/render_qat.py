@@ -1,4 +1,4 @@
-"""The tables of docs/howto/qat.md, made from the committed results and never typed.
+"""Render the QAT tables of docs/benchmarks.md from the committed results.
 
 ::
 
@@ -15,7 +15,7 @@ from budget import QAT_POINTS, QAT_SAVED, QAT_STEP
 from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "howto" / "qat.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 COST = ROOT / "benchmarks" / "results" / "qat_cost.json"
 ACCURACY = ROOT / "benchmarks" / "results" / "qat_accuracy.json"
 OURS = "detent"
@@ -40,14 +40,20 @@ def _cost(result: dict) -> str:
     columns = list(dict.fromkeys((model, threads) for _, model, threads in found))
     heads = [f"{model}, {threads} thread{'s' * (threads > 1)}" for model, threads in columns]
     plain = [_float(model, threads, found) for model, threads in columns]
-    lines = [first, "", _line("step / float step", *heads), "|---|" + "--:|" * len(columns), _line("float", *plain)]
+    lines = [
+        first,
+        "",
+        _line("step time / float step time (lower is better)", *heads),
+        "|---|" + "--:|" * len(columns),
+        _line("float", *plain),
+    ]
     for contestant in dict.fromkeys(name for name, _, _ in found):
         cells = []
         for model, threads in columns:
             row = found.get((contestant, model, threads))
             cells.append("" if row is None else _judged(row["ratio"], QAT_STEP if contestant == OURS else None))
         lines.append(_line(_bold(contestant), *cells))
-    lines += ["", f"Bar for detent: at most {QAT_STEP:g}. " + _titles(result)]
+    lines += ["", f"Goal for detent: at most {QAT_STEP:g}. " + _titles(result)]
     return "\n".join(lines)
 
 
@@ -61,13 +67,13 @@ def _memory(result: dict) -> str:
     found = {(row["contestant"], row["model"]): row for row in result["memory"]}
     models = list(dict.fromkeys(model for _, model in found))
     heads = [f"{model}, {kind}" for model in models for kind in ("saved", "alive")]
-    lines = [_line("bytes / float", *heads), "|---|" + "--:|" * len(heads)]
+    lines = [_line("bytes / float's (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
     for contestant in dict.fromkeys(name for name, _ in found):
         cells = []
         for model in models:
             cells += _bytes(found.get((contestant, model)), contestant)
         lines.append(_line(_bold(contestant), *cells))
-    lines += ["", f"Bar for the bytes that detent saves: at most {QAT_SAVED:g}."]
+    lines += ["", f"Goal for the bytes that detent saves: at most {QAT_SAVED:g}."]
     return "\n".join(lines)
 
 
@@ -89,22 +95,23 @@ def _accuracy(result: dict) -> str:
     score = {key: mean(row["accuracy"] for row in rows) for key, rows in found.items()}
     float_score = score[CONTINUED, None]
     first = (
-        f"{DATA[result['data']]} ({result['package']}), {result['pictures']} pictures, {len(result['seeds'])} seeds; "
-        f"float for {result['epochs']} epochs, then {result['more_epochs']} more for everybody; {result['date']}"
+        f"{DATA[result['data']]} ({result['package']}), {result['pictures']} training images, "
+        f"{len(result['seeds'])} seeds; float for {result['epochs']} epochs, "
+        f"then {result['more_epochs']} more with each method; {result['date']}"
     )
     heads = (
-        "accuracy in %",
+        "test accuracy in %",
         "seeds",
-        "points below float",
-        "bar",
-        "values in inputs / weights",
+        "points below float (lower is better)",
+        "goal",
+        "distinct values in inputs / weights",
         "first and last layer",
     )
     lines = [first, "", _line("method", "bits", *heads), "|---|--:|--:|--:|--:|--:|--:|--:|"]
     for (method, bits), rows in found.items():
         bar = QAT_POINTS.get((method, bits))
         below = float_score - score[method, bits]
-        missed = " (missed)" if bar is not None and below > bar else ""
+        missed = " (not met)" if bar is not None and below > bar else ""
         seeds = ", ".join(f"{row['accuracy']:.2f}" for row in rows)
         cells = [method, str(bits or 32), f"{score[method, bits]:.2f}", seeds, f"{below:+.2f}{missed}"]
         cells += [f"≤ {bar:g}" if bar else "", *(_values(rows) if bits else ("", ""))]
@@ -137,7 +144,7 @@ def _bold(contestant: str) -> str:
 
 
 def _judged(value: float, bar: float | None) -> str:
-    return f"{value:.2f}" + (" (missed)" if bar is not None and value > bar else "")
+    return f"{value:.2f}" + (" (not met)" if bar is not None and value > bar else "")
 
 
 def _megabytes(count: int | None) -> str:

@@ -1,133 +1,126 @@
-"""The README's tables: a few rows of every committed benchmark, made from the results and never typed.
+"""Render the results quoted in the README and in how-tos from the committed benchmarks.
 
 ::
 
     python benchmarks/render_readme.py
 
-The pages that the README points to have all rows, and how they were measured.
+docs/benchmarks.md has all rows, and how they were measured.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
+from onnx_bars import FAST, OURS
 from page import placed
 from render_qat import CONTINUED
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+HOWTO = ROOT / "docs" / "howto"
+README_LINK, HOWTO_LINK = "docs/benchmarks.md", "../benchmarks.md"
 RESULTS = ROOT / "benchmarks" / "results"
-OURS, AVX2 = "detent", "detent, avx2"
-ENTROPY = "ORT Entropy"
-SIZE = 2**24
-OPERATIONS = ("fake_quantize", "quantize int8", "quantize int4", "dequantize", "fake_quantize_backward", "min-max")
-GRANULARITIES = ("tensor", "axis0", "group32")
-BITS = (8, 4, 3, 2)
-METHODS = (  # titles, and how the results call them
-    ("quantized afterwards", "PTQ"),
-    ("**trained quantized**, learned scales", "QAT, learned"),
-    ("brevitas, trained", "brevitas"),
-    ("torch.ao FX, trained", "torch.ao FX"),
-)
+LARGE_SIZE = 2**24
+LEARNED = "detent, learned scales"
+BITS = (4, 2)
+TOOLS = ("brevitas", "torch.ao FX")  # trained at these bits in the same benchmark
 
 
-def rendered(onnx: dict, qat: dict, speed: dict) -> dict[str, str]:
-    """Each section by its name, as Markdown."""
-    return {"readme-onnx": _files(onnx), "readme-qat": _training(qat), "readme-speed": _speed(speed)}
+def rendered(onnx: dict, accuracy: dict, cost: dict, speed: dict) -> dict[str, str]:
+    """Render the section of the README by its name, as Markdown."""
+    lines = [_files(onnx), _accuracy(accuracy), _cost(cost), _kernels(speed)]
+    lines = [line.replace(HOWTO_LINK, README_LINK) for line in lines]
+    machine = f"Measured on {speed['machine']['cpu']} ({speed['machine']['level']}), {onnx['date']}."
+    return {"readme-results": "\n".join([*(f"- {line}" for line in lines), "", machine])}
+
+
+def quotes(onnx: dict, accuracy: dict, cost: dict) -> dict[Path, dict[str, str]]:
+    """Render the lines that how-tos quote, by page and section."""
+    return {
+        HOWTO / "onnx.md": {"quote-files": _files(onnx)},
+        HOWTO / "qat.md": {"quote-accuracy": _accuracy(accuracy), "quote-cost": _cost(cost)},
+    }
 
 
 def _files(result: dict) -> str:
-    """A row per model: the noise of detent's file and of the best file of any peer, sizes, times, memory."""
-    found = {(row["model"], row["contestant"]): row for row in result["rows"] if "sqnr_db" in row}
-    lines = [
-        _line("w8a8", "SQNR in dB", "best peer", "decisions kept", "size", "time, any CPU", "time, avx2", "memory"),
-        _line("---", *["--:"] * 7),
-    ]
+    """Compare SQNR with the best other tool, and run time with float."""
+    rows = {(row["model"], row["contestant"]): row for row in result["rows"] if "sqnr_db" in row}
+    wins = 0
     for model in result["models"]:
-        ours, fast, entropy = (found.get((model, who)) for who in (OURS, AVX2, ENTROPY))
-        peers = [row for (name, who), row in found.items() if name == model and not who.startswith(OURS)]
-        best = max(peers, key=lambda row: row["mean_sqnr_db"])
-        lines.append(
-            _line(
-                model,
-                *_better(ours["mean_sqnr_db"], best["mean_sqnr_db"], best["contestant"]),
-                f"{ours['agreement']:.1%}",
-                f"{ours['size_ratio']:.2f}",
-                f"{ours['ratio']:.2f}",
-                f"{fast['ratio']:.2f}",
-                f"{ours['growth'] / entropy['growth']:.2f}" if entropy else "",
-            )
-        )
-    about = (
-        f"{_machine(result)}; peers: onnxruntime {result['versions']['onnxruntime']} (MinMax, Percentile, Entropy, "
-        f"reduced range) and nncf {result['versions']['nncf']}. Noise over all outputs; sizes and times of a run "
-        "over the float model's; memory over that of ORT's Entropy."
+        others = [row for (name, who), row in rows.items() if name == model and not who.startswith(OURS)]
+        wins += rows[model, OURS]["mean_sqnr_db"] > max(row["mean_sqnr_db"] for row in others)
+    times = {who: _span(rows[model, who]["ratio"] for model in result["models"]) for who in (OURS, FAST)}
+    return (
+        f"**ONNX files**, {len(result['models'])} real models, w8a8 with default settings: higher SQNR than every "
+        f"quantizer of ONNX Runtime and NNCF on {wins}. Run time is {times[OURS]} of float's, with the target "
+        f"`onnxruntime-avx2` {times[FAST]} (below 1 is faster). [Table](../benchmarks.md#onnx-files)"
     )
-    return "\n".join([*lines, "", about])
 
 
-def _better(ours: float, best: float, who: str) -> tuple[str, str]:
-    """Both figures, the better one in bold."""
-    marks = ("**", "") if ours >= best else ("", "**")
-    return f"{marks[0]}{ours:.1f}{marks[0]}", f"{marks[1]}{best:.1f}{marks[1]} ({who})"
-
-
-def _training(result: dict) -> str:
-    """Points of accuracy below the float model that trained as long, by bits of weights and activations."""
-    score: dict[tuple[str, int | None], float] = {}
-    for key in {(row["method"], row["bits"]) for row in result["rows"]}:
-        score[key] = mean(row["accuracy"] for row in result["rows"] if (row["method"], row["bits"]) == key)
-    plain = score[CONTINUED, None]
-    lines = [
-        _line("points below float", *(f"{bits} bits" for bits in BITS)),
-        _line("---", *["--:"] * len(BITS)),
-        *(
-            _line(title, *(f"{plain - score[method, bits]:.2f}" if (method, bits) in score else "" for bits in BITS))
-            for title, method in METHODS
-        ),
-    ]
-    about = (
-        f"A small CNN on Fashion-MNIST, {plain:.1f} % in float, mean of {len(result['seeds'])} seeds, weights and "
-        f"activations of so many bits; {_machine(result)}."
+def _accuracy(result: dict) -> str:
+    """Compare the accuracy of QAT with the float model trained for as many epochs, and with other tools."""
+    accuracies: dict[tuple[str, int | None], list[float]] = {}
+    for row in result["rows"]:
+        accuracies.setdefault((row["method"], row["bits"]), []).append(row["accuracy"])
+    goal = mean(accuracies[CONTINUED, None])
+    below = {key: goal - mean(values) for key, values in accuracies.items()}
+    ours = ", ".join(f"{below['QAT, learned', bits]:.2f} at {bits} bits" for bits in BITS)
+    others = ", ".join(f"{tool} {' and '.join(f'{below[tool, bits]:.2f}' for bits in BITS)}" for tool in TOOLS)
+    return (
+        f"**QAT accuracy**, a small CNN on Fashion-MNIST, points below float (lower is better, mean of "
+        f"{len(result['seeds'])} seeds): {ours}; {others}. [Table](../benchmarks.md#qat-accuracy)"
     )
-    return "\n".join([*lines, "", about])
 
 
-def _speed(result: dict) -> str:
-    """Times over a copy of the array, the yardstick of memory."""
-    found = {
-        (row["operation"], row["granularity"]): row["times_copy"]
-        for row in result["rows"]
-        if (row["dtype"], row["size"], row["contestant"]) == ("float32", SIZE, OURS)
+def _cost(result: dict) -> str:
+    """Compare time and memory of a QAT step with the float step."""
+    times = {
+        tool: _span(row["ratio"] for row in result["rows"] if row["contestant"] == tool) for tool in (OURS, LEARNED)
     }
-    lines = [
-        _line("time / copy of the array", *(f"per {name}" for name in GRANULARITIES)),
-        _line("---", *["--:"] * len(GRANULARITIES)),
-        *(_line(operation, *(f"{found[operation, name]:.2f}" for name in GRANULARITIES)) for operation in OPERATIONS),
-    ]
-    return "\n".join(
-        [*lines, "", f"2^24 numbers of float32, {result['machine']['threads']} threads; {_machine(result)}."]
+    saved = _span(row["saved_ratio"] for row in result["memory"] if row["contestant"] in times)
+    return (
+        f"**QAT cost**, three models, 1 and 2 threads: a step takes {times[OURS]} times the float step with EMA "
+        f"scales, {times[LEARNED]} times with learned scales, and saves {saved} times as many bytes for backward "
+        "(lower is better). [Table](../benchmarks.md#qat-cost)"
     )
 
 
-def _machine(result: dict) -> str:
-    return f"{result['machine']['cpu']}, {result['machine']['level']}, {result['date']}"
+def _kernels(result: dict) -> str:
+    """Compare kernels with the fastest copy of the same array."""
+    ratios = {
+        row["operation"]: row["times_copy"]
+        for row in result["rows"]
+        if (row["dtype"], row["size"], row["contestant"], row["granularity"]) == ("float32", LARGE_SIZE, OURS, "tensor")
+    }
+    threads = result["machine"]["threads"]
+    return (
+        f"**Kernels**, 2^24 float32 values, {threads} threads: `fake_quantize` takes {ratios['fake_quantize']:.2f} "
+        f"times as long as the fastest copy of the array on up to {threads} threads, `quantize` to int8 "
+        f"{ratios['quantize int8']:.2f} times (lower is better). [Table](../benchmarks.md#kernels)"
+    )
 
 
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _span(values: Iterable[float]) -> str:
+    """Format the smallest and the largest value; one number if they print the same."""
+    ordered = sorted(values)
+    lowest, highest = (f"{value:.2f}" for value in (ordered[0], ordered[-1]))
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
-def results() -> tuple[dict, dict, dict]:
-    """What was measured: ONNX files, training, kernels."""
-    names = ("onnx_ptq.json", "qat_accuracy.json", "latest.json")
-    onnx, qat, speed = (json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names)
-    return onnx, qat, speed
+def results() -> tuple[dict, dict, dict, dict]:
+    """Load the committed results: ONNX files, QAT accuracy, QAT cost, kernels."""
+    names = ("onnx_ptq.json", "qat_accuracy.json", "qat_cost.json", "latest.json")
+    onnx, accuracy, cost, speed = (json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in names)
+    return onnx, accuracy, cost, speed
 
 
 def main() -> None:
-    """Rewrite the README."""
-    README.write_text(placed(README.read_text(encoding="utf-8"), rendered(*results())), encoding="utf-8")
+    """Rewrite the README and the how-tos."""
+    measured = results()
+    pages = {README: rendered(*measured)} | quotes(*measured[:3])
+    for page, sections in pages.items():
+        page.write_text(placed(page.read_text(encoding="utf-8"), sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Files of the repository as pages of the site: a hook of MkDocs.
 
-Pages are read in the repository too, and link to files outside docs/ as `../CHANGELOG.md` or `../examples/x.py`. Here
-these files join the site, and links to them are turned to where they are there: README, CONTRIBUTING and CHANGELOG as
-pages, sources as pages of code, folders as lists of their files, and all else as it is.
+Pages link to files outside docs/, such as `../CHANGELOG.md` or `../examples/x.py`, and such links must work in the
+repository and on the site. The hook adds these files to the site and rewrites the links: README, CONTRIBUTING,
+CHANGELOG and SECURITY become pages, sources pages of code, directories lists of their files; other files are copied.
 """
 
 import posixpath
@@ -15,8 +15,13 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "readme.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-LANGUAGES = {"": "text", ".cpp": "cpp", ".hpp": "cpp", ".py": "python", ".toml": "toml", ".txt": "text"}
+PAGES = {
+    "README.md": "readme.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
+LANGUAGES = {"": "text", ".cpp": "cpp", ".hpp": "cpp", ".py": "python", ".toml": "toml", ".txt": "text", ".cff": "yaml"}
 CODE = r"^(?P<indent> *)(?P<fence>`{3,}).*?^(?P=indent)(?P=fence) *$|`[^`\n]+`"
 LINK = r"(?P<before>\]\(|\b(?:src|href|srcset)=\")(?P<target>[^)\"\s]+)(?P<after>[)\"])"
 CODE_OR_LINK = re.compile(f"{CODE}|{LINK}", re.MULTILINE | re.DOTALL)
@@ -24,24 +29,24 @@ EXTERNAL = re.compile(r"[a-z][a-z0-9+.-]*:|#|/")
 
 
 def links(text: str) -> Iterator[str]:
-    """The relative links of a page, code left out."""
+    """Yield the relative links of a page, without those in code."""
     for match in CODE_OR_LINK.finditer(text):
         if match["target"] and not EXTERNAL.match(match["target"]):
             yield match["target"]
 
 
 def origin(uri: str) -> str:
-    """Where the page of that address in the site has its text, seen from the root of the repository."""
+    """Path, from the root of the repository, of the file that a page of the site is made from."""
     return next((path for path, page in PAGES.items() if page == uri), f"docs/{uri}")
 
 
 def resolved(target: str, path: str) -> str:
-    """What a link in the file of that path leads to, seen from the root of the repository, without its fragment."""
+    """Path, from the root of the repository, of the target of a link in the file ``path``, without its fragment."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), target.partition("#")[0]))
 
 
 def address(path: str) -> str:
-    """The address in the site of a file or folder of the repository."""
+    """Address in the site of a file or directory of the repository."""
     if path == "docs":
         return "index.md"
     if path.startswith("docs/"):
@@ -52,26 +57,26 @@ def address(path: str) -> str:
 
 
 def shown(path: str) -> str:
-    """The page of a source file."""
+    """Render the page of a source file."""
     text = (ROOT / path).read_text(encoding="utf-8")
     title = f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n"
     return f"{title}\n````{LANGUAGES[Path(path).suffix]}\n{text}\n````\n"
 
 
 def children(path: str) -> list[str]:
-    """The readable files of a folder."""
+    """Paths of the readable files of a directory."""
     files = sorted(file for file in (ROOT / path).iterdir() if file.is_file() and not file.name.startswith("."))
     return [f"{path}/{file.name}" for file in files if file.suffix in LANGUAGES]
 
 
 def listing(path: str) -> str:
-    """The page of a folder."""
+    """Render the page of a directory."""
     rows = "\n".join(f"- [{Path(child).name}]({Path(address(child)).name})" for child in children(path))
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path}/\n\n{rows}\n"
 
 
 def file_of(path: str, config: MkDocsConfig) -> File:
-    """The file of the site for a file or folder outside docs/."""
+    """Create the site's file for a file or directory outside docs/."""
     uri = address(path)
     if path in PAGES or not uri.endswith(".md"):
         return File.generated(config, uri, abs_src_path=str(ROOT / path))
@@ -80,16 +85,16 @@ def file_of(path: str, config: MkDocsConfig) -> File:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what is linked to and lies outside docs/, and what a folder among it holds."""
+    """Add linked files outside docs/, and the files of linked directories."""
     for path in PAGES:
         files.append(file_of(path, config))
-    wanted: dict[str, None] = {}
+    linked: dict[str, None] = {}
     for page in list(files.documentation_pages()):
         path = origin(page.src_uri)
-        wanted |= dict.fromkeys(resolved(target, path) for target in links(page.content_string))
-    folders = [path for path in wanted if (ROOT / path).is_dir()]
-    wanted |= dict.fromkeys(child for folder in folders for child in children(folder))
-    for path in wanted:
+        linked |= dict.fromkeys(resolved(target, path) for target in links(page.content_string))
+    directories = [path for path in linked if (ROOT / path).is_dir()]
+    linked |= dict.fromkeys(child for directory in directories for child in children(directory))
+    for path in linked:
         outside = not path.startswith(("docs/", "../")) and path != "docs"
         if outside and path not in PAGES and (ROOT / path).exists():
             files.append(file_of(path, config))
@@ -97,7 +102,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
-    """Turns links that leave docs/, or come from outside, to the addresses in the site."""
+    """Rewrite links that leave docs/, or come from outside, to addresses in the site."""
     path, here = origin(page.file.src_uri), posixpath.dirname(page.file.src_uri)
     if page.file.src_uri.startswith("source/"):
         return markdown

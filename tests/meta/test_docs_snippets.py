@@ -1,7 +1,8 @@
 """Everything the pages show runs, and every link leads somewhere.
 
-Each ```python block of README.md, CONTRIBUTING.md and docs/ is executed: one namespace per page, blocks in
-order. A block that opens with `>>>` is a doctest, and its output is compared. Failures name page and line.
+Each ```python block of README.md, CONTRIBUTING.md, SECURITY.md and docs/ is executed: one namespace per page, blocks in
+order. A block titled "Setup" runs before the others, wherever it stands on the page. A block that opens with `>>>` is a
+doctest, and its output is compared. Failures name page and line.
 """
 
 import doctest
@@ -15,12 +16,15 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
     *sorted(ROOT.glob("docs/**/*.md")),
 ]
 MUST_SHOW_CODE = ["README.md", "docs/concepts.md", "docs/numerics.md"]
 FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<language>[\w-]*)[^\n]*\n(?P<code>.*?)^(?P=indent)``` *$", re.MULTILINE | re.DOTALL
+    r"^(?P<indent> *)```(?P<language>[\w-]*)(?P<options>[^\n]*)\n(?P<code>.*?)^(?P=indent)``` *$",
+    re.MULTILINE | re.DOTALL,
 )
+SETUP = 'title="Setup"'
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\((?P<link>[^)\s]+)\)|!\[[^\]\n]*\]\((?P<image>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(?P<title>.+?) *#*$", re.MULTILINE)
 EXTERNAL = re.compile(r"^[a-z][a-z0-9+.-]*:")
@@ -31,9 +35,9 @@ def name(page):
 
 
 def snippets(page):
-    """The (line number, source) of every Python block; the line is that of the first line of code."""
+    """The (line number, source) of every Python block, setup first; the line is that of the first line of code."""
     text = page.read_text(encoding="utf-8")
-    for match in FENCE.finditer(text):
+    for match in sorted(FENCE.finditer(text), key=lambda match: match["options"].strip() != SETUP):
         if match["language"] in {"python", "py", "pycon"}:
             indent = match["indent"]
             lines = [line.removeprefix(indent) for line in match["code"].splitlines(keepends=True)]
@@ -109,6 +113,10 @@ def write(directory, text):
 def test_blocks_share_one_namespace_in_order(tmp_path):
     blocks = ["a = 1", ">>> a + 1\n2\n>>> b = 5", "assert a + b == 6"]
     execute(write(tmp_path, "\n".join(f"```python\n{block}\n```\n" for block in blocks)))
+
+
+def test_setup_runs_first(tmp_path):
+    execute(write(tmp_path, '```python\nassert a == 1\n```\n\n```python title="Setup"\na = 1\n```\n'))
 
 
 @pytest.mark.parametrize(

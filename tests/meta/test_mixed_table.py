@@ -1,4 +1,4 @@
-"""The tables of docs/howto/choose-bits.md are what benchmarks/render_mixed.py makes of the committed results."""
+"""The tables of docs/benchmarks.md are what benchmarks/render_mixed.py makes of the committed results."""
 
 import importlib
 import itertools

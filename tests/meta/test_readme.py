@@ -1,4 +1,4 @@
-"""The README's tables are rendered from the committed results, and its commands run as they stand there.
+"""The README's results are rendered from the committed benchmarks, and its commands run as shown.
 
 Its Python blocks and links are checked with those of all pages, in test_docs_snippets.py.
 """
@@ -29,25 +29,34 @@ def render(monkeypatch):
     return importlib.import_module("render_readme")
 
 
-def test_tables_are_rendered_from_the_committed_results(render):
+def test_results_are_rendered_from_the_committed_benchmarks(render):
     assert render.placed(README, render.rendered(*render.results())) == README, "run benchmarks/render_readme.py"
 
 
-def test_another_number_makes_another_table(render):
-    onnx_result, qat, speed = render.results()
-    before = render.rendered(onnx_result, qat, speed)
-    for row in onnx_result["rows"]:
-        row["size_ratio"] = 7.0
-    for row in speed["rows"]:
-        row["times_copy"] = 7.0
-    for row in qat["rows"]:
-        row["accuracy"] *= 0.5
-    after = render.rendered(onnx_result, qat, speed)
-    assert all(before[name] != after[name] for name in before)
+def test_quotes_in_howtos_are_rendered(render):
+    for page, sections in render.quotes(*render.results()[:3]).items():
+        text = page.read_text(encoding="utf-8")
+        assert render.placed(text, sections) == text, "run benchmarks/render_readme.py"
+
+
+@pytest.mark.parametrize(
+    ("result", "key", "line"),
+    [(0, "ratio", 0), (1, "accuracy", 1), (2, "ratio", 2), (3, "times_copy", 3)],
+    ids=["files", "accuracy", "cost", "kernels"],
+)
+def test_a_changed_result_changes_its_line(render, result, key, line):
+    results = render.results()
+    before = render.rendered(*results)["readme-results"].splitlines()
+    for row in results[result]["rows"]:
+        if key in row:
+            row[key] *= 0.5
+    after = render.rendered(*results)["readme-results"].splitlines()
+    assert [number for number, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]] == [line]
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
-    assert {words[0] for words in COMMANDS} == {"make", "detent"}
+    assert {words[0] for words in COMMANDS} == {"make", "detent", "pip"}
+    assert [words for words in COMMANDS if words[0] == "pip"] == [["pip", "install", ".[all]"]]
     assert [words[1] for words in COMMANDS if words[0] == "make"] == ["demo", "test"]
     assert {words[1] for words in COMMANDS if words[0] == "make"} <= TARGETS
 
@@ -60,7 +69,7 @@ def test_the_demo_is_the_command():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the README speaks of."""
+    """A directory with the files that the README names."""
     folder = tmp_path_factory.mktemp("readme")
     rng = np.random.default_rng(0)
     shapes = {"v": (8, 6, 3, 3), "w": (8 * 36, 4)}
@@ -76,15 +85,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(folder):
-    """What each command says, in the order of the page."""
+    """The finished process of each command, in the order of the page."""
     environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "100"}
-    found = {}
+    processes = {}
     for words in OURS:
         command = [sys.executable, "-m", *words]
-        found[words[1]] = subprocess.run(
+        processes[words[1]] = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
-    return found
+    return processes
 
 
 @pytest.mark.parametrize("name", [words[1] for words in OURS])
@@ -92,15 +101,29 @@ def test_command_runs(done, name):
     assert done[name].returncode == 0, done[name].stderr + done[name].stdout
 
 
-def test_quantize_says_what_the_page_promises(done, folder):
-    said = done["quantize"].stdout
-    assert re.search(r"verified: ok: .* [1-9][0-9,]* codes compared, none differ", " ".join(said.split()))
-    assert "--skip" in said
-    assert re.search(r"\d+ of \d+", said)
+def without_values(text):
+    """The words of an output, without numbers, names of files, layers and outputs, and units of size and time."""
+    words = re.sub(
+        r"\S*[\d_]\S*|\S+\.(onnx|html)|--skip \S+|\b([kM]?B|ms|µs|faster|slower|threads?)\b|[(),:]", " ", text
+    )
+    return set(words.split())
+
+
+def test_the_sample_output_has_the_words_of_the_command(done):
+    sample = re.search(r"<!-- sample:begin -->\n```text\n(.*?)```", README, re.DOTALL)
+    assert sample is not None
+    assert without_values(sample[1]) - without_values(done["quantize"].stdout) == set()
+
+
+def test_quantize_prints_what_the_page_promises(done, folder):
+    output = done["quantize"].stdout
+    assert re.search(r"verified: ok: .* [1-9][0-9,]* codes compared, none differ", " ".join(output.split()))
+    assert "--skip" in output
+    assert re.search(r"\d+ of \d+", output)
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "verified" in page.lower()
     assert not re.search(r"""(src|href)\s*=\s*["']https?://""", page)
 
 
-def test_verify_says_what_the_page_promises(done):
+def test_verify_prints_ok(done):
     assert done["verify"].stdout.lstrip().startswith("ok: the file is what its source and its decisions make it")
