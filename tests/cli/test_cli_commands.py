@@ -538,5 +538,5 @@ def test_no_file_is_replaced_without_force(shop, tmp_path, monkeypatch, capsys):
     ):
         code, _, err = run(monkeypatch, capsys, tmp_path, *arguments)
         assert code == 2
-        assert "a.json exists already" in err
+        assert "a.json already exists" in err
     assert (tmp_path / "a.json").read_bytes() == kept

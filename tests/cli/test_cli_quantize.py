@@ -75,7 +75,7 @@ def test_existing_file_is_kept(shop):
     before = (shop / "model.w8a8.onnx").read_bytes()
     done = detent("quantize", "model.onnx", "--data", "calib.npz", cwd=shop)
     assert done.returncode == 2
-    assert "model.w8a8.onnx exists already: give --force" in done.stderr
+    assert "model.w8a8.onnx already exists: pass --force" in done.stderr
     assert (shop / "model.w8a8.onnx").read_bytes() == before
 
 
@@ -216,16 +216,16 @@ def test_dry_run_table(desk):
     assert done.returncode == 0, done.stderr
     for part in ("per-group scales need a MatMul", "memory:  at most", "time:    about", "(not written)"):
         assert part in done.stdout
-    assert "exists already" not in done.stdout
+    assert "already exists" not in done.stdout
 
 
 def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
     monkeypatch.chdir(shop)
     arguments = ["quantize", "model.onnx", "-d", "few.npz", "--dry-run"]
     assert main(arguments) == 0
-    assert "  exists already: needs --force\n" in capsys.readouterr().out
+    assert "  already exists: needs --force\n" in capsys.readouterr().out
     assert main([*arguments, "--force"]) == 0
-    assert "exists already" not in capsys.readouterr().out
+    assert "already exists" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

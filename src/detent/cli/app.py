@@ -1,8 +1,8 @@
-"""App: the commands put together."""
+"""The program ``detent`` with its commands."""
 
 from typing import Annotated
 
-import rich.console  # noqa: F401 - typer works without it, our tables do not: entry says so
+import rich.console  # noqa: F401 - typer works without it, our tables do not: entry prints how to install it
 import typer
 
 from detent import __version__
@@ -17,15 +17,17 @@ from detent.cli import (
     verify_command,
 )
 from detent.cli.exits import report_errors
+from detent.cli.help_text import GroupedCommand, GroupedProgram
+from detent.cli.screen import show_log
 
 __all__ = ["make_app"]
 
-ABOUT = """Quantize neural networks, and verify that the exported file matches the model.
+HELP = """Quantize neural networks and verify that the exported file matches the model.
 
-Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]"""
-CODES = (
-    "Exit codes: 0 done, 1 a mismatch, a limit not met or nothing quantized, 2 bad input, 3 a missing extra, 130 "
-    "interrupted."
+`detent COMMAND --help` lists a command's options."""
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 mismatch, --fail-below limit not met, or nothing quantized; 2 bad input; 3 missing extra; "
+    "130 interrupted."
 )
 COMMANDS = {
     "demo": demo_command,
@@ -40,22 +42,24 @@ COMMANDS = {
 
 
 def make_app() -> typer.Typer:
-    """All commands."""
+    """Create the program with all commands."""
     app = typer.Typer(
         name="detent",
-        help=ABOUT,
-        epilog=CODES,
-        rich_markup_mode="rich",
+        cls=GroupedProgram,
+        help=HELP,
+        epilog=f"{EXIT_CODES}\n\nExample: {quantize_command.EXAMPLE}",
+        rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
     for name, module in COMMANDS.items():
-        app.command(name, help=module.HELP)(report_errors(module.run))
+        command = app.command(name, cls=GroupedCommand, help=module.HELP, epilog=f"Example: {module.EXAMPLE}")
+        command(report_errors(module.run))
     return app
 
 
-def _show(on: bool) -> None:
+def _show_version(on: bool) -> None:
     if on:
         typer.echo(f"detent {__version__}")
         raise typer.Exit
@@ -63,7 +67,10 @@ def _show(on: bool) -> None:
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the log on stderr.")] = False,
 ) -> None:
-    del version  # its callback does the work
+    del version  # its callback prints it
+    if verbose:
+        show_log()

@@ -1,4 +1,4 @@
-"""``detent bench``: a float model against its quantized one, run by run in turn."""
+"""``detent bench``: time a float model and its quantized model, in alternating runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,37 +6,58 @@ from typing import Annotated
 import typer
 
 from detent.cli.exits import require
-from detent.cli.options import AsJson, BatchSize, Data, Quiet
+from detent.cli.options import DATA, AsJson, BatchSize, Data, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Time a float model against its quantized one in ONNX Runtime: alternating runs, medians, and their ratio.
+HELP = """Time a float model and its quantized model in ONNX Runtime.
 
-Without data, inputs are random: sizes that vary are 1, unless --shape gives them.
-
-Example: [bold]detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224 --threads 1[/bold]"""
-MAX_BATCHES = 8
+Runs alternate, and medians are compared. Without --data, inputs are random; dynamic axes have size 1 unless --shape \
+sets them."""
+EXAMPLE = "detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224"
+TIMING = "Timing"  # a group of options
+MAX_BATCHES = 8  # enough to average over; all are held in memory
 
 
 def run(
-    first: Annotated[Path, typer.Argument(metavar="FLOAT", help="The float model.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="QUANTIZED", help="The quantized one.", show_default=False)],
+    first: Annotated[
+        Path, typer.Argument(metavar="FLOAT", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
+    ],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="QUANTIZED", help="Quantized model (.onnx).", show_default=False, rich_help_panel=DATA),
+    ],
     *,
     data: Data = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="NAME=1,3,224,224: the shape of a random input; repeatable."),
-    ] = None,
-    threads: Annotated[int, typer.Option(min=0, max=1024, help="Threads per model; 0 uses all cores.")] = 1,
-    repeat: Annotated[
-        int | None,
-        typer.Option(min=1, help="How often each model runs.", show_default="what 5 s allow, up to 50"),
+        typer.Option(
+            "--shape",
+            metavar="NAME=SHAPE",
+            help="Shape of a random input, e.g. x=1,3,224,224; repeatable.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     batch_size: BatchSize = None,
+    threads: Annotated[
+        int,
+        typer.Option(min=0, max=1024, metavar="N", help="Threads per model; 0 uses all cores.", rich_help_panel=TIMING),
+    ] = 1,
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Runs of each model.",
+            show_default="as many as fit 5 s, up to 50",
+            rich_help_panel=TIMING,
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Time both models; see ``HELP``."""
     require("onnx", "onnxruntime")
@@ -49,10 +70,10 @@ def run(
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415
     from detent.onnx_model.files import load_model  # noqa: PLC0415
 
-    screen = Screen(as_json=as_json, quiet=quiet)
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     shapes = parse_shapes(shape or ())
     if data is not None and shapes:
-        raise SpecError("--shape is for random inputs, --data has its own shapes: give one of them")
+        raise SpecError("--shape is for random inputs, and --data has its own shapes: drop one of them")
     models = load_model(first), load_model(second)
     if data is None:
         feeds = [random_inputs(models[0], shapes)]

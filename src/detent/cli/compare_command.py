@@ -1,4 +1,4 @@
-"""``detent compare``: two reports, or two quantized models of one float model, layer by layer."""
+"""``detent compare``: compare two reports, or two quantized models of one float model, layer by layer."""
 
 import json
 from pathlib import Path
@@ -7,65 +7,84 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import check_distinct, check_is_file, check_report_path, require
-from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report
+from detent.cli.options import DATA, AsJson, BatchSize, Data, Force, Quiet, Report, Verbose
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 
 if TYPE_CHECKING:
-    from detent.report import Report as Page
+    from detent.report import Report as ModelReport
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Compare two reports (.html or .json), or two quantized models of one float model (.onnx), layer by layer.
+HELP = """Compare two reports or two quantized models, layer by layer.
 
-With --data and --source (the float model), models are compared by what they compute, and not only by what they hold. \
-The exit code is 0 whether they differ or not.
-
-Example: [bold]detent compare model.w8a8.onnx model.w4a8.onnx --report comparison.html[/bold]"""
-MAX_BATCHES = 8
-REPORTS = (".html", ".json")
+Two models must come from the same float model. With --data and --source, their outputs are compared as well. The exit \
+code is 0 whether or not they differ."""
+EXAMPLE = "detent compare model.w8a8.onnx model.w4a8.onnx --report diff.html"
+MAX_BATCHES = 8  # activations of each model are compared on these
+REPORT_SUFFIXES = (".html", ".json")
 
 
 def run(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A report or a model.", show_default=False)],
-    second: Annotated[
-        Path, typer.Argument(metavar="B", help="The report or model to compare with A.", show_default=False)
+    first: Annotated[
+        Path,
+        typer.Argument(
+            metavar="A", help="Report (.html, .json) or model (.onnx).", show_default=False, rich_help_panel=DATA
+        ),
     ],
+    second: Annotated[
+        Path,
+        typer.Argument(
+            metavar="B", help="Report or model to compare with A.", show_default=False, rich_help_panel=DATA
+        ),
+    ],
+    *,
     data: Data = None,
     source: Annotated[
-        Path | None, typer.Option("--source", help="The float model that both were made from.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--source",
+            metavar="FILE",
+            help="Float model that A and B were quantized from.",
+            show_default=False,
+            rich_help_panel=DATA,
+        ),
     ] = None,
-    report: Report = None,
     batch_size: BatchSize = None,
+    report: Report = None,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Compare two reports or models; see ``HELP``."""
     check_report_path(report, force=force)
     check_distinct({"--report": report}, {"A": first, "B": second, "--data": data, "--source": source})
     from detent import report as qr  # noqa: PLC0415 - it may load ONNX
 
-    screen = Screen(as_json=as_json, quiet=quiet)
-    both = qr.compare(*(_page(path, data, source, batch_size, screen) for path in (first, second)))
-    screen.say(str(both))
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
+    comparison = qr.compare(*(_report(path, data, source, batch_size, screen) for path in (first, second)))
+    screen.say(str(comparison))
     if report is not None:
-        both.save(report)
+        comparison.save(report)
         screen.say(f"report: {report}")
-    screen.emit(json.loads(both.to_json()))
+    screen.emit(json.loads(comparison.to_json()))
 
 
-def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen) -> "Page":
+def _report(
+    path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen
+) -> "ModelReport":
+    """Load a report, or build the report of a model."""
     from detent import report as qr  # noqa: PLC0415 - loaded by now
 
     check_is_file(path)
-    if path.suffix.lower() in REPORTS:
+    if path.suffix.lower() in REPORT_SUFFIXES:
         if data is not None or source is not None:
-            raise SpecError("--data and --source are for models: a report has been measured already")
+            raise SpecError(f"--data and --source are for models, and {path} is a report: drop both options")
         return qr.Report.load(path)
     if (data is None) != (source is None):
-        lacking = "--source (the float model)" if source is None else "--data"
-        raise SpecError(f"comparing outputs needs --data and --source: add {lacking}")
+        missing = "--source (the float model)" if source is None else "--data"
+        raise SpecError(f"comparing outputs needs --data and --source: add {missing}")
     require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX
     from detent.onnx_model.files import load_model  # noqa: PLC0415
@@ -73,7 +92,7 @@ def _page(path: Path, data: Path | None, source: Path | None, batch_size: int | 
 
     model = load_model(path)
     if not is_quantized(model.proto):
-        raise SpecError(f"{path} is not quantized: compare quantized models, and give the float one as --source")
+        raise SpecError(f"{path} is not quantized: compare quantized models, and pass the float model as --source")
     screen.note(f"reading {path}")
     batches = None if data is None else open_batches(data, model.inputs, batch_size).first(MAX_BATCHES)
     return qr.build(model, batches, source=source)

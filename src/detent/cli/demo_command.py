@@ -1,4 +1,4 @@
-"""``detent demo``: the main job from end to end, on data that come with the package."""
+"""``detent demo``: train, quantize, export and verify a small network on data that come with the package."""
 
 import json
 from pathlib import Path
@@ -7,39 +7,46 @@ from typing import Annotated
 import typer
 
 from detent.cli.exits import DIFFERENCE, require
-from detent.cli.options import AsJson, Quiet
+from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.storage import check_directory
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Train a small network, quantize it at 8, 4 and 2 bits, export, verify, and write demo-report.html.
+HELP = """Train, quantize, export and verify a small network.
 
-Nothing is downloaded: the digits it learns are in the package. It takes under two minutes on two cores.
+The network is quantized at 8, 4 and 2 bits and compared with its float version. The demo takes under two minutes on \
+two cores and downloads nothing: the training images are in the package.
 
-It writes demo-report.html, demo-float.onnx, demo-w4-qat.onnx and demo-calibration.npz, and replaces \
-files of these names.
-
-Example: [bold]detent demo[/bold]"""
+It writes demo-report.html, demo-float.onnx, demo-w4-qat.onnx and demo-calibration.npz, and replaces existing files of \
+these names."""
+EXAMPLE = "detent demo"
+TRAINING = "Training"  # a group of options
 
 
 def run(
-    folder: Annotated[
-        Path, typer.Argument(help="Where its four files are written; those of these names are replaced.")
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", help="Seed for weight initialization and batch order.", rich_help_panel=TRAINING),
+    ] = 0,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="4 bits only and few epochs; takes seconds.", rich_help_panel=TRAINING)
+    ] = False,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="Where to write the four files.", rich_help_panel=OUTPUT)
     ] = Path(),
-    seed: Annotated[int, typer.Option(help="Seed for weight initialization and batch order.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="4 bits only and few epochs, in seconds.")] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run the demo; see ``HELP``."""
-    check_directory(folder, writable=False)
+    check_directory(directory, writable=False)
     require("torch", "onnx", "onnxscript", "onnxruntime", "jinja2")
     from detent import demo  # noqa: PLC0415 - it loads PyTorch
 
-    screen = Screen(as_json=as_json, quiet=quiet)
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     with screen.stages() as step:
-        result = demo.run(folder, seed=seed, quick=quick, say=screen.note, progress=step)
+        result = demo.run(directory, seed=seed, quick=quick, say=screen.note, progress=step)
     screen.say(str(result))
     screen.say(f"report: {result.report_path}")
     screen.emit(json.loads(result.to_json()))

@@ -1,60 +1,65 @@
-"""``detent doctor``: what this installation can do, what is missing, and the command that installs it."""
+"""``detent doctor``: show kernels, versions and instruction set, and how to install what is missing."""
 
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from detent import __version__
-from detent.cli.options import AsJson, Quiet
+from detent.cli.options import OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import EXTRAS, install_hint
 from detent.kernels import Capabilities, capabilities
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Say what this installation can do: kernels, versions, instruction set, and how to install what is missing.
+HELP = """Show what is installed, what is missing and how to install it.
 
-Example: [bold]detent doctor[/bold]"""
-NEEDED = ("numpy", "ml_dtypes", "array_api_compat")
-ALSO = ("openvino", "safetensors")
-FOR = {
+It lists kernels, instruction set, threads and package versions."""
+EXAMPLE = "detent doctor"
+REQUIRED = ("numpy", "ml_dtypes", "array_api_compat")
+OPTIONAL = {"openvino": "verify, as a second runtime at level 2", "safetensors": "not needed"}
+LABEL_COLUMNS = 17
+EXTRA_USES = {
     "onnx": "ONNX files: quantize, verify, inspect, compare, sensitivity, bench",
     "torch": "quantization-aware training, and the demo",
     "cli": "this command",
-    "report": "pages in HTML",
+    "report": "HTML reports",
 }
 
 
 def run(
-    everything: Annotated[bool, typer.Option("--all", help="All operations, types and rules of the kernels.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List all kernel operations, types and rules.", rich_help_panel=OUTPUT)
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Show what this installation can do; see ``HELP``."""
-    screen = Screen(as_json=as_json, quiet=quiet)
+    """Show what this installation supports; see ``HELP``."""
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     caps = capabilities()
-    versions = {name: _version(name) for name in (*NEEDED, *EXTRAS, *ALSO)}
+    versions = {name: _version(name) for name in (*REQUIRED, *EXTRAS, *OPTIONAL)}
     missing = {
         extra: [module for module, brings in EXTRAS.items() if brings == extra and versions[module] is None]
-        for extra in FOR
+        for extra in EXTRA_USES
     }
     missing = {extra: modules for extra, modules in missing.items() if modules}
     vnni = None
     if "onnx" not in missing:
-        from detent.onnx_model.targets import has_vnni  # noqa: PLC0415 - its module knows targets, which are ONNX's
+        from detent.onnx_model.targets import has_vnni  # noqa: PLC0415 - it loads ONNX
 
         vnni = has_vnni()
-    screen.say(f"detent    {__version__}, Python {platform.python_version()}, {platform.system()}")
-    for text in _lacks(missing, caps.level):
-        screen.say(f"missing   {text}")
-    screen.say(f"machine   {caps.machine}")
-    screen.say(f"level     {caps.level}")
-    screen.say(f"vnni      {'not known' if vnni is None else 'yes' if vnni else 'no'}")
-    screen.say(f"threads   {caps.threads}")
+    _show(screen, "detent", f"{__version__}, Python {platform.python_version()}, {platform.system()}")
+    for text in _missing_texts(missing, caps.level):
+        _show(screen, "missing", text)
+    _show(screen, "machine", caps.machine)
+    _show(screen, "instruction set", caps.level)
+    _show(screen, "VNNI", "unknown" if vnni is None else "yes" if vnni else "no")
+    _show(screen, "threads", str(caps.threads))
     _show_kernels(screen, caps, everything=everything)
     screen.say()
     screen.table(("package", "version", "for"), [_row(name, versions[name]) for name in versions], fold=(2,))
@@ -64,7 +69,7 @@ def run(
             "python": platform.python_version(),
             "system": platform.system(),
             "machine": caps.machine,
-            "level": caps.level,
+            "instruction_set": caps.level,
             "vnni": vnni,
             "threads": caps.threads,
             "kernels": dict(caps.kernels),
@@ -78,33 +83,39 @@ def run(
     )
 
 
-def _lacks(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
-    lines = [f"{', '.join(modules)}, for {FOR[extra]}: {install_hint(extra)}" for extra, modules in missing.items()]
+def _show(screen: Screen, label: str, text: str) -> None:
+    screen.say(f"{label:<{LABEL_COLUMNS}}{text}")
+
+
+def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
+    lines = [
+        f"{', '.join(modules)}, for {EXTRA_USES[extra]}: {install_hint(extra)}" for extra, modules in missing.items()
+    ]
     if level == "none":
-        lines.append("the native kernels, for speed: reinstall detent with a C++ compiler at hand")
+        lines.append("native kernels, for speed: reinstall detent with a C++ compiler")
     return lines or ["nothing"]
 
 
 def _show_kernels(screen: Screen, caps: Capabilities, *, everything: bool) -> None:
-    """A line where all is native, which is the rule; a table where it is not, or where it is asked for."""
+    """Print one line if all kernels are native; otherwise, or with --all, a table."""
     if set(caps.kernels.values()) | set(caps.table.values()) == {"native"}:
-        screen.say(f"kernels   all {len(caps.kernels)} operations native")
-        for why in caps.limits.values():
-            screen.say(f"          but {why}")
+        _show(screen, "kernels", f"all {len(caps.kernels)} operations native")
+        for limit in caps.limits.values():
+            _show(screen, "", f"but {limit}")
         if not everything:
             return
     screen.say()
-    screen.say(str(caps).partition("\n\n")[2])  # above it stand machine, level and threads
+    screen.say(str(caps).partition("\n\n")[2])  # the lines above it are printed already
 
 
 def _row(name: str, version: str | None) -> tuple[str, str, str]:
-    use: dict[str, Any] = {**{module: f"extra {extra!r}" for module, extra in EXTRAS.items()}}
-    use |= dict.fromkeys(NEEDED, "always") | {"openvino": "a second opinion of verify", "safetensors": "not needed"}
-    return name, version or "missing", use[name]
+    uses = {module: f"extra {extra!r}" for module, extra in EXTRAS.items()}
+    uses |= dict.fromkeys(REQUIRED, "always") | OPTIONAL
+    return name, version or "missing", uses[name]
 
 
 def _version(module: str) -> str | None:
-    """The version of an installed package; its module is not imported."""
+    """Return the version of an installed package without importing it."""
     try:
         if find_spec(module) is None:
             return None

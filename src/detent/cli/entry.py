@@ -1,4 +1,4 @@
-"""Entry: where the ``detent`` command starts. It runs, as far as one line, without the libraries it is built with."""
+"""Entry point of the ``detent`` command. Without typer and rich it prints how to install them."""
 
 import json
 import shlex
@@ -15,31 +15,40 @@ BAD_INPUT, MISSING, INTERRUPTED = 2, 3, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; without arguments it shows its help.
 
-    Codes: 0 done, 1 a difference or a limit missed, 2 bad input or usage, 3 a missing extra, 130 interrupted.
+    Exit codes: 0 done; 1 mismatch, limit not met, or nothing quantized; 2 bad input; 3 missing extra; 130 interrupted.
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     detent ...
     0
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    as_json = "--json" in given
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
         from detent.cli.app import make_app  # noqa: PLC0415 - it needs typer and rich
 
-        make_app()(given or ["--help"], prog_name="detent", obj=shlex.join(["detent", *given]))
+        make_app()(words or ["--help"], prog_name="detent", obj=shlex.join(["detent", *words]))
     except ImportError as error:
         if (error.name or "typer").partition(".")[0] not in {"typer", "rich", "click"}:
             raise
         return _leave(f"the detent command needs typer and rich: {install_hint('typer')}", MISSING, as_json=as_json)
-    except KeyboardInterrupt:  # before a command began
+    except KeyboardInterrupt:  # before a command started
         return _leave("interrupted", INTERRUPTED, as_json=as_json)
     except SystemExit as done:
-        # Bad usage never comes to a command, which would have told it itself; the message is on stderr by now.
+        # Typer reports bad usage itself, on stderr, before any command runs.
         usage = getattr(done.__context__, "format_message", None)
         if as_json and usage is not None:
             sys.stdout.write(failure(usage(), BAD_INPUT))
         return done.code if isinstance(done.code, int) else int(done.code is not None)
+    finally:
+        _hide_log()
     return 0
+
+
+def _hide_log() -> None:
+    """Detach the handler of --verbose: main() may run again in this process."""
+    screen = sys.modules.get("detent.cli.screen")
+    if screen is not None:
+        screen.hide_log()
 
 
 def _leave(message: str, code: int, *, as_json: bool) -> int:
@@ -50,5 +59,5 @@ def _leave(message: str, code: int, *, as_json: bool) -> int:
 
 
 def failure(message: str, code: int) -> str:
-    """The document that --json prints where there is no result."""
+    """Return the document that --json prints after an error."""
     return json.dumps({"ok": False, "error": message, "exit_code": code}, indent=2) + "\n"

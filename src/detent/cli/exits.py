@@ -1,4 +1,4 @@
-"""Exits: exit codes, and the one line that an error becomes."""
+"""Exit codes, error messages of one line, and checks of paths before anything is computed."""
 
 import errno
 import importlib
@@ -52,7 +52,7 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
 
 
 def report_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn the errors of a command into messages and exit codes; what is a bug keeps its traceback."""
+    """Print expected errors of a command as one line and exit; a bug keeps its traceback."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +60,7 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except (KeyboardInterrupt, ImportError, DetentError, MemoryError, OSError) as error:
             message, code = _message_and_code(error)
-            if kwargs.get("as_json"):  # whoever reads stdout gets a document there, whatever happens
+            if kwargs.get("as_json"):  # programs that read stdout always get a document
                 sys.stdout.write(failure(message, code))
             fail(message, code)
 
@@ -75,10 +75,10 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, DetentError):
         return str(error), _code(error)
     if isinstance(error, OSError):
-        if error.errno == errno.EPIPE:  # a pager that was left: typer knows what to do
+        if error.errno == errno.EPIPE:  # the reader of our pipe has quit: typer handles that
             raise error
-        named = f"{error.filename}: " if error.filename else ""
-        return f"{named}{error.strerror or error}", BAD_INPUT
+        prefix = f"{error.filename}: " if error.filename else ""
+        return f"{prefix}{error.strerror or error}", BAD_INPUT
     return "out of memory: estimate with --dry-run, or lower --batch-size", BAD_INPUT
 
 
@@ -96,7 +96,7 @@ def _code(error: DetentError) -> int:
 
 
 def require(*modules: str) -> None:
-    """Import modules, so that a missing one is reported before anything takes long."""
+    """Import modules, so that a missing one is reported at once."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -108,9 +108,9 @@ def require(*modules: str) -> None:
 def check_can_write(
     path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = (), is_written: bool = True
 ) -> None:
-    """Reject a file that exists, a directory that does not or is not writable, or another suffix.
+    """Reject a file that exists, a missing or read-only directory, or a wrong suffix.
 
-    With ``is_written`` False any directory will do.
+    With ``is_written`` False the directory may be read-only.
     """
     if path is None:
         return
@@ -118,38 +118,38 @@ def check_can_write(
     if suffixes and target.suffix.lower() not in suffixes:
         raise SpecError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
     if target.is_dir():
-        raise SpecError(f"{path} is a directory: give the name of a file")
+        raise SpecError(f"{path} is a directory: pass a file name")
     check_directory(target.parent, writable=False, error=SpecError)
     if target.exists() and not force:
-        raise SpecError(f"{path} exists already: give --force to replace it, or another name")
+        raise SpecError(f"{path} already exists: pass --force to replace it, or choose another name")
     if is_written:
         check_directory(target.parent, error=SpecError)
 
 
 def check_report_path(path: Path | None, *, force: bool, is_written: bool = True) -> None:
-    """Reject a report that cannot be written, or not without Jinja."""
+    """Reject a report path that cannot be written, and an .html report if Jinja is missing."""
     check_can_write(path, force=force, suffixes=(".html", ".json"), is_written=is_written)
     if path is not None and path.suffix.lower() == ".html":
         require("jinja2")
 
 
 def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path | None]) -> None:
-    """Reject a file that would be written over another one, or over one that is read."""
-    names = [(option, path) for option, path in written.items() if path is not None]
-    others = [(option, path) for option, path in read.items() if path is not None]
-    for i, (option, path) in enumerate(names):
-        for other, taken in (*names[i + 1 :], *others):
-            if _is_same(path, taken):
-                raise SpecError(f"{option} and {other} are the same file, {path}: give one of them another name")
+    """Reject an output path that is also an input or another output."""
+    outputs = [(option, path) for option, path in written.items() if path is not None]
+    inputs = [(option, path) for option, path in read.items() if path is not None]
+    for i, (option, path) in enumerate(outputs):
+        for other_option, other_path in (*outputs[i + 1 :], *inputs):
+            if _is_same(path, other_path):
+                raise SpecError(f"{option} and {other_option} are the same file, {path}: rename one of them")
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    if os.path.realpath(a) == os.path.realpath(b):  # Path.resolve raises where links form a circle
+    if os.path.realpath(a) == os.path.realpath(b):  # Path.resolve raises on circular links
         return True
-    return a.exists() and b.exists() and a.samefile(b)  # links, and systems that take A for a
+    return a.exists() and b.exists() and a.samefile(b)  # hard links, and file systems that ignore case
 
 
 def check_is_file(path: Path) -> None:
-    """Reject what is not a file."""
+    """Reject a path that is missing or not a file."""
     if not path.is_file():
         raise FileFormatError(f"{path} is not a file" if path.exists() else f"{path}: there is no such file")

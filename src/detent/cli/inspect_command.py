@@ -1,4 +1,4 @@
-"""``detent inspect``: the contents of a file; ``model_contents`` reads ONNX models, safetensors are read here."""
+"""``detent inspect``: show the contents of a file. ``model_contents`` reads ONNX models, this module safetensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,26 +12,27 @@ from numpy.typing import NDArray
 
 from detent import storage
 from detent.cli.exits import check_is_file, require
-from detent.cli.options import AsJson, Quiet
+from detent.cli.options import DATA, OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import FileFormatError
 from detent.metrics import code_usage
 from detent.tables import bytes_text
 from detent.tensor import QuantizedTensor
 
-__all__ = ["HELP", "Contents", "TensorRow", "run", "tensor_contents"]
+__all__ = ["EXAMPLE", "HELP", "Contents", "TensorRow", "run", "tensor_contents"]
 
-HELP = """Say what a file holds: formats, sizes, ranges and quantizers of an ONNX model or of detent's safetensors.
+HELP = """Show formats, sizes, ranges and quantizers of a file.
 
-Example: [bold]detent inspect model.w8a8.onnx[/bold]"""
-HEADER = 9  # bytes: a length of eight, and the brace that every header of safetensors begins with
-MAX_CHARS_SHOWN = 200  # of a fact
-MAX_ROWS_SHOWN = 40
+It reads any ONNX model, and the safetensors files that QuantizedTensor.save writes."""
+EXAMPLE = "detent inspect model.w8a8.onnx"
+SAFETENSORS_START_BYTES = 9  # 8 bytes of length, then the brace that begins every header
+MAX_CHARS_SHOWN = 200  # keeps a fact within three lines
+MAX_ROWS_SHOWN = 40  # without --all: about a screen
 
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor or quantizer of a file."""
+    """A tensor or quantizer of a file."""
 
     name: str
     kind: str  # weight, bias, activation, constant, array
@@ -42,12 +43,12 @@ class TensorRow:
     high: float | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """A row of a table."""
+        """Return the cells of a table row."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         size = "" if self.shape is None else bytes_text(self.nbytes)
-        kind = " ".join(self.type.split("/")[:2])  # the rest would not fit a line
-        span = "" if self.low is None or self.high is None else f"{self.low:.3g} .. {self.high:.3g}"
-        return self.name, self.kind, kind, shape, size, span
+        kind = " ".join(self.type.split("/")[:2])  # format and granularity; more would not fit a line
+        value_range = "" if self.low is None or self.high is None else f"{self.low:.3g} .. {self.high:.3g}"
+        return self.name, self.kind, kind, shape, size, value_range
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Contents:
     document: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self, screen: Screen, limit: int | None) -> None:
-        """Print it."""
+        """Print facts, then at most ``limit`` rows."""
         for name, text in self.facts.items():
             screen.say(f"{name}: {text if len(text) <= MAX_CHARS_SHOWN else text[:MAX_CHARS_SHOWN] + ' ...'}")
         shown = self.rows if limit is None else self.rows[:limit]
@@ -67,7 +68,7 @@ class Contents:
             columns = ("tensor", "kind", "type", "shape", "size", "range")
             screen.table(columns, [row.cells() for row in shown], right=(4,))
         if len(shown) < len(self.rows):
-            screen.say(f"and {len(self.rows) - len(shown):,} more: give --all")
+            screen.say(f"and {len(self.rows) - len(shown):,} more: pass --all")
 
 
 def tensor_contents(path: str | PathLike[str]) -> Contents:
@@ -119,13 +120,19 @@ def _row(name: str, array: NDArray[Any]) -> TensorRow:
 
 
 def run(
-    file: Annotated[Path, typer.Argument(help="An ONNX model, or a safetensors file of detent.", show_default=False)],
-    everything: Annotated[bool, typer.Option("--all", help="All tensors, and not only the first 40.")] = False,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="File to read.", show_default=False, rich_help_panel=DATA),
+    ],
+    everything: Annotated[
+        bool, typer.Option("--all", help="List all tensors, not only the first 40.", rich_help_panel=OUTPUT)
+    ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Show what a file holds; see ``HELP``."""
-    screen = Screen(as_json=as_json, quiet=quiet)
+    """Show the contents of a file; see ``HELP``."""
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     check_is_file(file)
     if _is_safetensors(file):
         contents = tensor_contents(file)
@@ -147,4 +154,4 @@ def _is_safetensors(file: Path) -> bool:
     if file.suffix.lower() == ".safetensors":
         return True
     with file.open("rb") as stream:
-        return stream.read(HEADER)[HEADER - 1 :] == b"{"
+        return stream.read(SAFETENSORS_START_BYTES)[SAFETENSORS_START_BYTES - 1 :] == b"{"

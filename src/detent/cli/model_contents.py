@@ -1,4 +1,4 @@
-"""Contents of an ONNX model for ``detent inspect``: facts of the file and a row per tensor, whoever wrote it."""
+"""Contents of an ONNX model for ``detent inspect``: facts of the file and a row per tensor, for any producer."""
 
 import json
 from collections import Counter
@@ -20,7 +20,7 @@ from detent.onnx_model.quantized_model import ActivationQuantizer, QuantizedMode
 
 __all__ = ["model_contents"]
 
-MAX_OPERATORS_SHOWN = 12
+MAX_OPERATORS_SHOWN = 12  # about two lines
 MAX_SKIPPED_SHOWN = 8
 
 
@@ -30,7 +30,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
     model, size = loaded.proto, loaded.nbytes
     read = QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model)
     quantized, graph = QuantizedModel.of(read), Graph(model)
-    provenance, broken = _provenance(model)
+    provenance, provenance_error = _provenance(model)
     rows = [*_quantized_rows(quantized), *_constants(model, {*quantized.weights, *quantized.biases, *read.parameters})]
     kinds = Counter(row.kind for row in rows)
     inputs = {value.name: _shape_text(value) for value in model.graph.input if value.name not in graph.constants}
@@ -45,14 +45,14 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "operators": _operators(quantized.nodes),
         "holds": ", ".join(_counted(count, kind) for kind, count in kinds.items()) or "no tensors",
     }
-    facts = {name: text for name, text in facts.items() if text}  # a producer need not name itself
+    facts = {name: text for name, text in facts.items() if text}  # the producer may be empty
     if provenance is not None:
         facts["quantized by"] = (
             f"detent {provenance.made_by}, recipe {_recipe_name(provenance)}, target {provenance.target}"
         )
         facts["data"] = f"sha256 {provenance.data}" if provenance.data else "none"
-    if broken:
-        facts["metadata"] = broken
+    if provenance_error:
+        facts["metadata"] = provenance_error
     facts |= {f"not read: {name}": reason for name, reason in list(quantized.skipped.items())[:MAX_SKIPPED_SHOWN]}
     document = {
         "file": fspath(path),
@@ -65,7 +65,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "inputs": inputs,
         "outputs": outputs,
         "operators": dict(quantized.nodes),
-        "provenance": None if provenance is None else _origin(provenance),
+        "provenance": None if provenance is None else _provenance_document(provenance),
         "metadata": {key: value for key, value in metadata.items() if key != "detent"},
         "not_read": dict(quantized.skipped),
         "tensors": [asdict(row) for row in rows],
@@ -80,11 +80,11 @@ def _counted(count: int, kind: str) -> str:
 def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:
     try:
         return Provenance.read(model), ""
-    except FileFormatError as error:  # all else of the file can be shown
+    except FileFormatError as error:  # the rest of the file can still be shown
         return None, str(error)
 
 
-def _origin(provenance: Provenance) -> dict[str, Any]:
+def _provenance_document(provenance: Provenance) -> dict[str, Any]:
     return {
         "made_by": provenance.made_by,
         "target": provenance.target,
@@ -112,12 +112,12 @@ def _operators(nodes: Mapping[str, int]) -> str:
 
 
 def _shape_text(value: ValueInfoProto) -> str:
-    kind = value.type.tensor_type
-    if not kind.elem_type:
-        return "(no tensor)"
-    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in kind.shape.dim]
-    name = str(TensorProto.DataType.Name(kind.elem_type)).lower()
-    return f"{name}[{', '.join(sizes)}]" if kind.HasField("shape") else name
+    tensor_type = value.type.tensor_type
+    if not tensor_type.elem_type:
+        return "(not a tensor)"
+    sizes = [str(axis.dim_value or axis.dim_param or "?") for axis in tensor_type.shape.dim]
+    name = str(TensorProto.DataType.Name(tensor_type.elem_type)).lower()
+    return f"{name}[{', '.join(sizes)}]" if tensor_type.HasField("shape") else name
 
 
 def _quantized_rows(model: QuantizedModel) -> Iterator[TensorRow]:
@@ -138,7 +138,7 @@ def _range(values: NDArray[Any]) -> tuple[float, float] | tuple[None, None]:
 
 
 def _code_range(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, None]:
-    """The numbers that the smallest and the largest code stand for."""
+    """Return the values that the smallest and the largest code decode to."""
     if "INT" not in each.type:
         return None, None
     low, high = element_range(TensorProto.DataType.Value(each.type))
@@ -147,7 +147,7 @@ def _code_range(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, 
 
 
 def _constants(model: ModelProto, quantized: set[str]) -> list[TensorRow]:
-    """The constants that belong to no quantizer, the largest first."""
+    """List the constants that no quantizer uses, largest first."""
     rows = []
     for tensor in model.graph.initializer:
         if tensor.name not in quantized:

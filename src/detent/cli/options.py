@@ -1,34 +1,68 @@
-"""Options: those that several commands have, said once."""
+"""Options that several commands share, and the groups in which help lists them."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "BatchSize", "Data", "Force", "Quiet", "Report", "recipe_file"]
+__all__ = [
+    "ACCURACY",
+    "CHECKS",
+    "DATA",
+    "OUTPUT",
+    "AsJson",
+    "BatchSize",
+    "Data",
+    "Force",
+    "Quiet",
+    "Report",
+    "Verbose",
+    "recipe_file",
+]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but errors.")]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")]
+DATA, ACCURACY, CHECKS, OUTPUT = "Data", "Accuracy", "Checks", "Output"
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.", rich_help_panel=OUTPUT)
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.", rich_help_panel=OUTPUT)]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the log on stderr.", rich_help_panel=OUTPUT)]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.", rich_help_panel=OUTPUT)]
 Data = Annotated[
     Path | None,
     typer.Option(
         "--data",
         "-d",
-        help="Batches of inputs: an .npz with an array per input (an .npy for one input), whose first axis counts "
-        "samples, or a directory with an .npz or .npy per batch.",
+        metavar="PATH",
+        help="Batches: .npz, .npy, or a directory of such files.",
         show_default=False,
+        rich_help_panel=DATA,
     ),
 ]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Samples of an .npz per batch.", show_default="1")
+    int | None,
+    typer.Option(
+        "--batch-size",
+        min=1,
+        metavar="N",
+        help="Samples per batch of an .npz or .npy.",
+        show_default="1",
+        rich_help_panel=DATA,
+    ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--report", "-r", help="Write a page (.html) or the same as .json to this file.", show_default=False),
+    typer.Option(
+        "--report",
+        "-r",
+        metavar="FILE",
+        help="Write a report, .html or .json.",
+        show_default=False,
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 
 def recipe_file(recipe: str) -> Path | None:
-    """The file of a recipe; None for a preset."""
+    """Return the file of a recipe; None for a preset."""
     return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None

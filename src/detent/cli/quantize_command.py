@@ -18,7 +18,20 @@ from detent.cli.exits import (
     fail,
     require,
 )
-from detent.cli.options import AsJson, BatchSize, Data, Force, Quiet, Report, recipe_file
+from detent.cli.options import (
+    ACCURACY,
+    CHECKS,
+    DATA,
+    OUTPUT,
+    AsJson,
+    BatchSize,
+    Data,
+    Force,
+    Quiet,
+    Report,
+    Verbose,
+    recipe_file,
+)
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.recipe import exact_pattern
@@ -28,94 +41,131 @@ if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
     from detent.onnx_model.files import LoadedModel
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Quantize an ONNX file, evaluate the result and list the most sensitive layers.
-
-With 20 or more batches, a tenth is held out for the evaluation. A limit that is not met gives exit code 1; the file \
-is still written. Where no layer can be quantized, no file is written, and the exit code is 1, too.
-
-Example: [bold]detent quantize model.onnx --data calibration.npz --report report.html[/bold]
-
-In CI: [bold]detent quantize model.onnx -d calibration.npz --fail-below-sqnr 30 --json[/bold]"""
-LIMITS, PASSES = "Limits", "Accuracy passes to leave out"
-MAX_STEPS_SHOWN = 6
+HELP = """Quantize an ONNX model, evaluate it, list its sensitive layers."""
+EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
+MAX_STEPS_SHOWN = 6  # the rest is in --json
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
 
 
 def run(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
+    ],
     *,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="The file to write.", show_default="<stem>.<recipe>.onnx beside the model"),
-    ] = None,
     data: Data = None,
+    batch_size: BatchSize = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Limit of activations in memory, e.g. 500MB.",
+            show_default="all",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    resume_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save calibration state; resume if the file exists.", rich_help_panel=DATA),
+    ] = None,
+    allow_quantized: Annotated[
+        bool,
+        typer.Option(
+            "--allow-quantized", help="Accept a model that is already partly quantized.", rich_help_panel=DATA
+        ),
+    ] = False,
     recipe: Annotated[
-        str, typer.Option("--recipe", help="A preset (w8a8, w4a8, w8a16, w4a16, ...), or a .toml or .json file.")
+        str,
+        typer.Option(
+            "--recipe", metavar="NAME", help="Preset (w8a8, w4a8, w8a16) or a recipe file.", rich_help_panel=ACCURACY
+        ),
     ] = "w8a8",
+    target: Annotated[
+        str,
+        typer.Option(
+            "--target",
+            metavar="NAME",
+            help="onnxruntime[-avx2 or -vnni] or openvino[-vnni].",
+            rich_help_panel=ACCURACY,
+        ),
+    ] = "onnxruntime",
     observer: Annotated[
         str | None,
-        typer.Option("--observer", help="minmax, mse, percentile(0.1, 99.9), ...", show_default="chosen per tensor"),
+        typer.Option(
+            "--observer",
+            metavar="NAME",
+            help="minmax, mse, entropy, ...",
+            show_default="chosen per tensor",
+            rich_help_panel=ACCURACY,
+        ),
     ] = None,
-    target: Annotated[
-        str, typer.Option("--target", help="onnxruntime, onnxruntime-avx2, onnxruntime-vnni, openvino, openvino-vnni.")
-    ] = "onnxruntime",
     skip: Annotated[
         list[str] | None,
-        typer.Option("--skip", help="A layer to keep in float, or a pattern of names; may be repeated."),
+        typer.Option(
+            "--skip", metavar="PATTERN", help="Layer or pattern to keep in float; repeatable.", rich_help_panel=ACCURACY
+        ),
     ] = None,
-    report: Report = None,
+    no_keep_float: Annotated[
+        bool,
+        typer.Option(
+            "--no-keep-float", help="Disable float fallback for the noisiest layers.", rich_help_panel=ACCURACY
+        ),
+    ] = False,
+    no_equalize: Annotated[
+        bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", rich_help_panel=ACCURACY)
+    ] = False,
+    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", rich_help_panel=ACCURACY)] = False,
+    no_bias_correction: Annotated[
+        bool, typer.Option("--no-bias-correction", help="Skip bias correction.", rich_help_panel=ACCURACY)
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Random seed.", rich_help_panel=ACCURACY)
+    ] = 0,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Write nothing: show the plan, and estimate size, memory and time."),
+        typer.Option("--dry-run", help="Write nothing; estimate size, memory and time.", rich_help_panel=CHECKS),
     ] = False,
     fail_below_sqnr: Annotated[
         float | None,
-        typer.Option(help="Exit 1 if any float output has a lower SQNR, in dB.", rich_help_panel=LIMITS),
+        typer.Option(metavar="DB", help="Exit 1 if an output's SQNR is lower.", rich_help_panel=CHECKS),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="Exit 1 if the top-1 agreement is lower; 0 to 1.", rich_help_panel=LIMITS),
+        typer.Option(
+            min=0, max=1, metavar="N", help="Exit 1 if top-1 agreement is lower (0 to 1).", rich_help_panel=CHECKS
+        ),
     ] = None,
-    batch_size: BatchSize = None,
-    memory_budget: Annotated[
-        str | None, typer.Option(help="Bytes of activations held at once, such as 500MB.", show_default="all")
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip verification.", rich_help_panel=CHECKS)] = False,
+    no_bench: Annotated[bool, typer.Option("--no-bench", help="Skip timing.", rich_help_panel=CHECKS)] = False,
+    no_rank: Annotated[
+        bool, typer.Option("--no-rank", help="Skip the sensitivity measurement.", rich_help_panel=CHECKS)
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="File to write.",
+            show_default="MODEL.RECIPE.onnx",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    resume_file: Annotated[
-        Path | None, typer.Option(help="Save calibration state here; resume from it if it exists.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Random seed.")] = 0,
-    no_keep_float: Annotated[
-        bool, typer.Option("--no-keep-float", help="No float fallback for noisy layers.", rich_help_panel=PASSES)
-    ] = False,
-    no_equalize: Annotated[
-        bool, typer.Option("--no-equalize", help="No cross-layer equalization.", rich_help_panel=PASSES)
-    ] = False,
-    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="No SmoothQuant.", rich_help_panel=PASSES)] = False,
-    no_bias_correction: Annotated[
-        bool, typer.Option("--no-bias-correction", help="No bias correction.", rich_help_panel=PASSES)
-    ] = False,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Do not verify the codes and integer kernels.")
-    ] = False,
-    no_bench: Annotated[bool, typer.Option("--no-bench", help="Do not time both models.")] = False,
-    no_rank: Annotated[bool, typer.Option("--no-rank", help="Do not measure the sensitivity of layers.")] = False,
-    allow_quantized: Annotated[
-        bool, typer.Option("--allow-quantized", help="Accept a model that is quantized in part.")
-    ] = False,
+    report: Report = None,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Quantize and evaluate; see ``HELP``."""
     require("onnx", "onnxruntime")
     import detent.evaluate as qe  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import default_output, load_model  # noqa: PLC0415
 
-    screen = Screen(as_json=as_json, quiet=quiet)
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     options: dict[str, Any] = {
         "recipe": recipe,
         "target": target,
@@ -139,7 +189,7 @@ def run(
     _check_data(source, split, agreement=fail_below_agreement is not None)
     warnings = _target_warnings(screen, target)
     if dry_run:
-        screen.note("dry run with the first batches in another process")
+        screen.note("dry run: quantizing the first batches in a subprocess")
         numbers = None if split is None else split.calibration.numbers
         estimate = qe.dry_run(model, data, batch_size=batch_size, numbers=numbers, **options)
         _show_estimate(screen, estimate, output_path, force=force)
@@ -172,7 +222,7 @@ def _run(
     data = None if split is None else split.calibration
     screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {data.count:,} batches"))
     with screen.progress("calibrating") as step:
-        compare = split is not None and split.is_held_out  # otherwise the evaluation runs the same batches
+        compare = split is not None and split.is_held_out  # otherwise the evaluation uses the same batches
         result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
     try:
         if split is not None:
@@ -180,17 +230,17 @@ def _run(
         with screen.stages() as progress:
             evaluation = qe.evaluate_result(source, result, split, checks=checks, progress=progress)
         if report is not None:
-            from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
+            from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
             qr.build_from_evaluation(evaluation, command=command).save(report)
     except BaseException:
-        screen.note(f"{output} was written before this, and is complete")
+        screen.note(f"{output} is complete: it was written before this error")
         raise
     return evaluation
 
 
 def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
-    """Fail early on data that do not fit the model, or cannot show what a limit asks for."""
+    """Fail early on data that do not fit the model, or on outputs without class scores for the agreement limit."""
     from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - loaded by now
 
     if split is not None:
@@ -223,11 +273,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | None, *, dry_run: bool) -> None:
     limits = [limit for limit in (sqnr_db, agreement) if limit is not None]
     if any(isnan(limit) for limit in limits):
-        raise SpecError("a limit is a number, got nan")
+        raise SpecError("--fail-below-sqnr and --fail-below-agreement must be numbers, got nan")
     if limits and data is None:
-        raise SpecError("limits need data: give --data")
+        raise SpecError("--fail-below-sqnr and --fail-below-agreement need data: pass --data")
     if limits and dry_run:
-        raise SpecError("--dry-run measures no outputs: leave out either --dry-run or the limits")
+        raise SpecError("--fail-below-* needs outputs, and --dry-run measures none: drop one of them")
 
 
 def _check_files(
@@ -235,7 +285,7 @@ def _check_files(
 ) -> None:
     check_is_file(model)
     if output.exists() and output.samefile(model):
-        raise SpecError(f"{output} is the model itself: give --output another name")
+        raise SpecError(f"{output} is the model itself: choose another --output")
     check_distinct({"--output": output, "--report": report}, {"the model": model, **read})
     check_can_write(output, force=force or dry_run, is_written=not dry_run)
     check_report_path(report, force=force or dry_run, is_written=not dry_run)
@@ -256,7 +306,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
         ):
             screen.say(line)
     if evaluation.sensitive_layers:
-        screen.say("most sensitive layers, and how to keep them in float:")
+        screen.say("most sensitive layers, and the flag that keeps each in float:")
         for layer in evaluation.sensitive_layers:
             share = " <1 %" if layer.noise_share < 0.01 else f"{100 * layer.noise_share:3.0f} %"
             screen.say(f"  {share} of the noise  {_skip_flag(layer.name)}")
@@ -265,7 +315,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
 
 
 def _skip_flag(layer: str) -> str:
-    """The option that keeps this layer in float, and no other, quoted for a shell."""
+    """Return the option that keeps only this layer in float, quoted for a shell."""
     return f"--skip {shlex.quote(exact_pattern(layer))}"
 
 
@@ -285,10 +335,10 @@ def _document(
 
 
 def _note_steps(screen: Screen, steps: Sequence[str]) -> None:
-    for step in steps[-MAX_STEPS_SHOWN:]:  # the last ones name the layers kept in float
+    for step in steps[-MAX_STEPS_SHOWN:]:  # the last steps name the layers kept in float
         screen.note(step)
     if len(steps) > MAX_STEPS_SHOWN:
-        screen.note(f"and {len(steps) - MAX_STEPS_SHOWN:,} steps before these, listed by --json")
+        screen.note(f"{len(steps) - MAX_STEPS_SHOWN:,} earlier steps are listed by --json")
 
 
 def _show_estimate(screen: Screen, estimate: "DryRun", output: Path, *, force: bool) -> None:
@@ -305,15 +355,15 @@ def _show_estimate(screen: Screen, estimate: "DryRun", output: Path, *, force: b
         for layer in estimate.layers
     ]
     if rows:
-        columns = ("layer", "type", "weight", "input", "before", "after", "why not")
+        columns = ("layer", "type", "weight", "input", "before", "after", "why float")
         screen.table(columns, rows, right=(4, 5), fold=(0, 6))
     _note_steps(screen, estimate.steps)
     bound, seconds = estimate.memory_bound, estimate.total_seconds
-    memory = "not known on this system" if bound is None else f"at most {bytes_text(bound)} while quantizing"
+    memory = "unknown on this system" if bound is None else f"at most {bytes_text(bound)} while quantizing"
     time = f"{seconds:,.0f} s" if seconds >= 1 else "a second or less"
     screen.say(f"{output} (not written)", style="bold")
     if output.exists() and not force:
-        screen.say("  exists already: needs --force")
+        screen.say("  already exists: needs --force")
     screen.say(f"  size:    {bytes_text(estimate.nbytes_before)} -> {bytes_text(estimate.nbytes_after)}")
     screen.say(f"  memory:  {memory}")
     screen.say(f"  time:    about {time}, then the evaluation")

@@ -1,6 +1,7 @@
-"""Screen: what commands say, and where. Results go to stdout, all else to stderr; with --json they are one document."""
+"""Screen: results on stdout; notes, warnings, progress and the log on stderr. With --json stdout is one document."""
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,11 @@ from rich.text import Text
 
 from detent.codec import encode
 
-__all__ = ["Screen", "visible"]
+__all__ = ["Screen", "hide_log", "show_log", "visible"]
 
-MIN_NAME_WIDTH, MIN_PROSE_WIDTH = 20, 12  # characters of a cell that are not folded
-GAP = 2
-# All that a terminal obeys instead of showing it, but for the ends of lines: C0, DEL and C1.
+MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # a folded cell stays at least this wide
+GAP_COLUMNS = 2
+# Control characters C0, DEL and C1, which a terminal would execute; line ends are kept.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 _CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
 
@@ -29,28 +30,35 @@ def _console(stream: IO[str], width: int | None = None) -> Console:
 
 
 class Screen:
-    """Results on stdout, notes on stderr; ``as_json`` leaves stdout to one document, ``quiet`` leaves only errors."""
+    """Output of a command.
 
-    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+    Attributes:
+        as_json: print no text on stdout, only one JSON document.
+        quiet: print only errors, and the document if ``as_json`` is set.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False) -> None:
         self.as_json, self.quiet = as_json, quiet
         self._out, self._err = _console(sys.stdout), _console(sys.stderr)
+        if verbose:
+            show_log()
 
     @property
-    def _speaks(self) -> bool:
+    def _prints_text(self) -> bool:
         return not (self.as_json or self.quiet)
 
     def say(self, text: str = "", style: str | None = None) -> None:
-        """A line of the result."""
-        if self._speaks:
+        """Print a line of the result."""
+        if self._prints_text:
             self._out.print(visible(text), style=style, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """What goes on, for those who watch."""
+        """Print on stderr what the command is doing."""
         if not self.quiet:
             self._err.print(visible(text), style="dim", soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """What should be known."""
+        """Print a warning on stderr."""
         if not self.quiet:
             self._err.print(f"warning: {visible(text)}", style="yellow", soft_wrap=True)
 
@@ -63,39 +71,40 @@ class Screen:
     ) -> None:
         """Print a table of the result; no cell is ever cut.
 
-        On a terminal too narrow for it, columns in ``fold`` are folded; elsewhere programs find one row per line.
+        On a terminal that is too narrow, columns in ``fold`` are folded. In files and pipes each row is one line.
         """
-        if not self._speaks:
+        if not self._prints_text:
             return
         rows = [[cell.translate(_CONTROL_IN_CELLS) for cell in row] for row in rows]
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        longest = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
-        least = [
-            min(width, MIN_PROSE_WIDTH if i else MIN_NAME_WIDTH) if i in fold else width
-            for i, width in enumerate(longest)
+        widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
+        min_widths = [
+            min(width, MIN_TEXT_COLUMNS if i else MIN_NAME_COLUMNS) if i in fold else width
+            for i, width in enumerate(widths)
         ]
         for i, name in enumerate(columns):
             justify: Literal["left", "right"] = "right" if i in right else "left"
-            table.add_column(name, justify=justify, overflow="fold", no_wrap=i not in fold, min_width=least[i])
+            table.add_column(name, justify=justify, overflow="fold", no_wrap=i not in fold, min_width=min_widths[i])
         for row in rows:
             table.add_row(*map(Text, row))
-        room = self._out.width if self._out.is_terminal else sum(longest) + GAP * len(longest)
-        _console(self._out.file, max(room, sum(least) + GAP * len(least))).print(table, crop=False)
+        gaps = GAP_COLUMNS * len(widths)
+        width = self._out.width if self._out.is_terminal else sum(widths) + gaps
+        _console(self._out.file, max(width, sum(min_widths) + gaps)).print(table, crop=False)
 
     def emit(self, document: Mapping[str, Any]) -> None:
-        """The result for machines."""
+        """Print the result as JSON, if --json asked for it."""
         if self.as_json:
             sys.stdout.write(json.dumps(encode(document), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
-        """A progress bar for a job of several parts; the function takes the part's name first."""
+        """Show a progress bar for a job of several stages; the function takes the stage's name first."""
         with self._bar() as step:
             yield step
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int | None], None]]:
-        """A bar on stderr, on terminals only; gives a function of what is done and what there is in all."""
+        """Show a progress bar on terminals; the function takes the count done and the total."""
         with self._bar() as step:
             step(label, 0, None)
             yield lambda done, total: step(label, done, total)
@@ -103,10 +112,10 @@ class Screen:
     @contextmanager
     def _bar(self) -> Iterator[Callable[[str, int, int | None], None]]:
         if self.quiet or not self._err.is_terminal:
-            yield lambda label, done, total: None  # noqa: ARG005 - nobody watches
+            yield lambda label, done, total: None  # noqa: ARG005 - no bar
             return
-        parts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*parts, console=self._err, transient=True) as bar:
+        fields = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*fields, console=self._err, transient=True) as bar:
             task = bar.add_task("", total=None)
             yield lambda label, done, total: bar.update(task, description=label, completed=done, total=total)
 
@@ -114,3 +123,31 @@ class Screen:
 def visible(text: str) -> str:
     """Escape control characters: names come from untrusted files."""
     return text.translate(_CONTROL)
+
+
+class _LogHandler(logging.StreamHandler[IO[str]]):
+    """Handler for ``--verbose``: one line on stderr per record, control characters escaped."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        return visible(super().format(record))
+
+
+def show_log() -> None:
+    """Print the log of the library on stderr, until ``hide_log``."""
+    hide_log()
+    logger = logging.getLogger("detent")
+    logger.addHandler(_LogHandler())
+    logger.setLevel(logging.DEBUG)
+
+
+def hide_log() -> None:
+    """Undo ``show_log``."""
+    logger = logging.getLogger("detent")
+    for handler in [each for each in logger.handlers if isinstance(each, _LogHandler)]:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)

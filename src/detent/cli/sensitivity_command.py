@@ -1,4 +1,4 @@
-"""``detent sensitivity``: the noise that each layer causes, and how many bits each should have."""
+"""``detent sensitivity``: measure the output noise of each layer, and allocate bits under a size budget."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from detent.cli.exits import check_can_write, check_distinct, check_report_path, require
-from detent.cli.options import AsJson, BatchSize, Force, Quiet, Report, recipe_file
+from detent.cli.options import ACCURACY, DATA, OUTPUT, AsJson, BatchSize, Force, Quiet, Report, Verbose, recipe_file
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.tables import bytes_text, of_whole
@@ -18,58 +18,97 @@ if TYPE_CHECKING:
     from detent.onnx_model.files import LoadedModel
     from detent.sensitivity import Mix, Sensitivity
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Measure the noise that each layer causes alone, and choose bits per layer under a budget of bytes.
+HELP = """Measure each layer's sensitivity, allocate bits under a budget.
 
-With --widths only weights are quantized. ONNX files hold 4 and 8 bits: 3 cost what 4 cost, 6 what 8 cost, and \
-weights of convolutions take 8 at any width.
-
-Example: [bold]detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 20% --save-recipe mix.toml[/bold]
-
-Then: [bold]detent quantize model.onnx --recipe mix.toml[/bold]
-
-It needs no data, and writes just what was measured here; with --data, biases are corrected on top."""
-MAX_OPTIONS_SHOWN = 6  # that fit 80 columns
-REPORT_BATCHES = 4
+Each layer is quantized alone and the output noise is measured. With --widths only weights are quantized, and --budget \
+allocates bits per layer. ONNX stores 4 or 8 bits per weight (8 for convolutions), so 3 bits take the space of 4, and \
+6 the space of 8."""
+EXAMPLE = "detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 20%"
+MAX_CANDIDATES_SHOWN = 6  # columns that fit 80 characters
+REPORT_BATCHES = 4  # activations are measured on these for the report
 WIDTHS = tuple("2345678")
-MAX_CHARS_SHOWN = 80  # of an argument in a message
+MAX_CHARS_SHOWN = 80  # a longer argument is cut in messages
 
 
 def run(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="The float model, an ONNX file.", show_default=False)],
-    data: Annotated[Path, typer.Option("--data", "-d", help="Batches of inputs, as `detent quantize` takes them.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
+    ],
+    data: Annotated[
+        Path,
+        typer.Option(
+            "--data",
+            "-d",
+            metavar="PATH",
+            help="Batches: .npz, .npy or a directory.",
+            rich_help_panel=DATA,
+        ),
+    ],
     *,
+    batch_size: BatchSize = None,
+    samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Samples to measure with.", rich_help_panel=DATA)
+    ] = 32,
     recipe: Annotated[
-        str, typer.Option("--recipe", help="What each layer is tried with, where no widths are given.")
+        str,
+        typer.Option(
+            "--recipe",
+            metavar="NAME",
+            help="Preset or file to measure, without --widths.",
+            rich_help_panel=ACCURACY,
+        ),
     ] = "w8a8",
     widths: Annotated[
         str | None,
         typer.Option(
-            "--widths", help="Bits of weights to try, such as 4,8; activations stay float.", show_default=False
+            "--widths",
+            metavar="LIST",
+            help="Weight bits to try, e.g. 4,8; activations stay float.",
+            show_default=False,
+            rich_help_panel=ACCURACY,
         ),
     ] = None,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", help="Bytes of all weights, such as 2MB, or a part of them in float, such as 25%."),
+        typer.Option(
+            "--budget",
+            metavar="SIZE",
+            help="Weight size to reach, e.g. 2MB or 25% of float.",
+            rich_help_panel=ACCURACY,
+        ),
     ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--skip", metavar="PATTERN", help="Layer or pattern to keep in float; repeatable.", rich_help_panel=ACCURACY
+        ),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option("--target", metavar="NAME", help="Runtime to quantize for.", rich_help_panel=ACCURACY),
+    ] = "onnxruntime",
     save_recipe: Annotated[
-        Path | None, typer.Option("--save-recipe", help="Write the chosen mix as a recipe, .toml or .json.")
+        Path | None,
+        typer.Option(
+            "--save-recipe",
+            metavar="FILE",
+            help="Write the allocation as a recipe, .toml or .json.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     report: Report = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to measure with.")] = 32,
-    skip: Annotated[list[str] | None, typer.Option("--skip", help="Layers to leave in float; may be repeated.")] = None,
-    target: Annotated[str, typer.Option("--target", help="What it is to run on.")] = "onnxruntime",
-    batch_size: BatchSize = None,
     force: Force = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
-    """Measure layers, and choose their bits; see ``HELP``."""
+    """Measure layers and allocate bits; see ``HELP``."""
     bits = None if widths is None else _widths(widths)
     if save_recipe is not None and budget is None:
-        raise SpecError("--save-recipe needs --budget, which chooses the bits that it writes")
+        raise SpecError("--save-recipe needs --budget, which chooses the bits to save")
     if report is not None and bits is not None and budget is None:
         raise SpecError("--report with --widths needs --budget, which chooses the bits to report on")
     read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
@@ -81,7 +120,7 @@ def run(
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415
     from detent.onnx_model.files import load_model  # noqa: PLC0415
 
-    screen = Screen(as_json=as_json, quiet=quiet)
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     source = load_model(model)
     batches = open_batches(data, source.inputs, batch_size)
     with screen.progress("measuring sensitivity") as step:
@@ -114,14 +153,14 @@ def run(
 def _widths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part in WIDTHS for part in parts):
-        raise SpecError(f"--widths {text[:MAX_CHARS_SHOWN]!r}: expected bits from 2 to 8, such as 4,8")
+        raise SpecError(f"--widths {text[:MAX_CHARS_SHOWN]!r}: expected bits from 2 to 8, e.g. 4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def _show(screen: Screen, sensitivity: "Sensitivity", mix: "Mix | None") -> None:
     from detent.sensitivity import sqnr_of  # noqa: PLC0415 - loaded by now
 
-    shown = sensitivity.options[:MAX_OPTIONS_SHOWN]
+    shown = sensitivity.options[:MAX_CANDIDATES_SHOWN]
     chosen = () if mix is None else ("chosen",)
     rows = []
     for layer in sensitivity.ranked():
@@ -131,7 +170,7 @@ def _show(screen: Screen, sensitivity: "Sensitivity", mix: "Mix | None") -> None
     columns = ("layer", "type", "bytes", *(_short(name) for name in shown), *chosen)
     screen.table(columns, rows, right=range(2, 3 + len(shown)))
     screen.say(
-        "SQNR of the outputs in dB when one layer alone is quantized, worst first; "
+        "SQNR of the outputs in dB with only this layer quantized, most sensitive first; "
         f"{len(sensitivity.layers):,} layers, {sensitivity.samples:,} samples"
     )
     if mix is not None:
@@ -170,9 +209,9 @@ def _write_report(
     options: dict[str, Any],
     command: str,
 ) -> None:
-    """Write a report, for which the mix or the recipe is quantized into a temporary file."""
+    """Quantize with the mix or the recipe into a temporary file, and write its report."""
     import detent.onnx as qo  # noqa: PLC0415 - loaded by now
-    from detent import report as qr  # noqa: PLC0415 - not everybody asks for it
+    from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
     label = f"recipe {options['recipe']}"
     if mix is not None:
@@ -180,11 +219,11 @@ def _write_report(
     name = "model" if source.path is None else source.path.stem
     with TemporaryDirectory() as directory:
         output = Path(directory, f"{name}.onnx")
-        # Widths leave activations float: without data the report shows just what was measured.
+        # With --widths, activations stay float. Passing data would correct biases, which was not measured.
         data = None if sensitivity.recipe is None else batches
         with screen.progress("quantizing for the report") as step:
             result = qo.quantize(source, output, data, progress=step, **options)
-        page = qr.build(
+        document = qr.build(
             output,
             batches.first(REPORT_BATCHES),
             source=source,
@@ -194,4 +233,4 @@ def _write_report(
             title=f"{name}.onnx with {label} (not written)",
             command=command,
         )
-        page.save(path)
+        document.save(path)

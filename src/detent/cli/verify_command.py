@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from detent.cli.exits import DIFFERENCE, require
-from detent.cli.options import AsJson, BatchSize, Quiet
+from detent.cli.options import CHECKS, DATA, AsJson, BatchSize, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.metrics import worst_output
@@ -16,71 +16,100 @@ from detent.metrics import worst_output
 if TYPE_CHECKING:
     from detent.verification import VerifyReport
 
-__all__ = ["HELP", "run"]
+__all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Verify that a quantized file is what its source and its decisions make it; exit 1 if not, or below a limit.
+HELP = """Verify a quantized file against its float model.
 
-Level 1 quantizes the source again by the decisions in the file, and compares everything to the bit: it needs no data \
-and takes seconds. Level 2 runs the source's operators between quantizers beside the file; level 3 compares the \
-integer kernels of this machine with exact arithmetic, and with what the file asks for. Both need --data.
-
-Example: [bold]detent verify model.onnx model.w8a8.onnx --data calibration.npz[/bold]"""
+The exit code is 1 on a mismatch. Level 1 quantizes the float model again with the decisions recorded in the file, and \
+compares all bits. It needs no data and takes seconds. Level 2 runs the float operators between quantizers and compares \
+their outputs with the file's. Level 3 compares the integer kernels of this machine with exact arithmetic. Levels 2 and \
+3 need --data."""
+EXAMPLE = "detent verify model.onnx model.w8a8.onnx --data calibration.npz"
 
 
 def run(
-    source: Annotated[Path, typer.Argument(help="The float model that the file was made from.", show_default=False)],
-    artifact: Annotated[Path, typer.Argument(help="The quantized file.", show_default=False)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="Float model that was quantized.", show_default=False, rich_help_panel=DATA
+        ),
+    ],
+    artifact: Annotated[
+        Path,
+        typer.Argument(metavar="QUANTIZED", help="Quantized model (.onnx).", show_default=False, rich_help_panel=DATA),
+    ],
     *,
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data", "-d", help="Batches of inputs, as `detent quantize` takes them; without, only level 1 runs."
+            "--data",
+            "-d",
+            metavar="PATH",
+            help="Batches: .npz, .npy or a directory; if missing, only level 1 runs.",
+            rich_help_panel=DATA,
         ),
     ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(
+            "--batches",
+            min=1,
+            metavar="N",
+            help="Number of batches to use.",
+            show_default="all",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    batch_size: BatchSize = None,
     levels: Annotated[
         str | None,
         typer.Option(
             "--levels",
-            help="Levels to run: 1 replay, 2 execution, 3 integer kernels.",
-            show_default="1,2,3 with --data",
+            metavar="LIST",
+            help="1 replay, 2 execution, 3 integer kernels.",
+            show_default="1,2,3",
+            rich_help_panel=CHECKS,
         ),
     ] = None,
     fail_below_sqnr: Annotated[
         float | None,
         typer.Option(
-            "--fail-below-sqnr", metavar="DB", help="Exit 1 if any float output has a lower SQNR; needs level 2."
+            "--fail-below-sqnr",
+            metavar="DB",
+            help="Exit 1 if an output's SQNR is lower; needs level 2.",
+            rich_help_panel=CHECKS,
         ),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
         typer.Option(
             "--fail-below-agreement",
-            metavar="SHARE",
+            metavar="N",
             min=0,
             max=1,
-            help="Exit 1 if the top-1 agreement is lower, such as 0.99; needs level 2.",
+            help="Exit 1 if top-1 agreement is lower (0 to 1); level 2.",
+            rich_help_panel=CHECKS,
         ),
     ] = None,
-    batches: Annotated[
-        int | None, typer.Option("--batches", min=1, help="How many to look at.", show_default="all")
-    ] = None,
-    batch_size: BatchSize = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Verify a file; see ``HELP``."""
     level_numbers = _levels(levels, has_data=data is not None)
     limits = [limit for limit in (fail_below_sqnr, fail_below_agreement) if limit is not None]
     if any(isnan(limit) for limit in limits):
-        raise SpecError("a limit is a number, got nan")
+        raise SpecError("--fail-below-sqnr and --fail-below-agreement must be numbers, got nan")
     if limits and 2 not in level_numbers:
-        raise SpecError("--fail-below-sqnr and --fail-below-agreement need level 2, which needs --data")
+        raise SpecError(
+            "--fail-below-sqnr and --fail-below-agreement need level 2: add it to --levels, and pass --data"
+        )
     require("onnx", "onnxruntime")
     from detent.onnx_model.batches import open_batches  # noqa: PLC0415 - these load ONNX Runtime
     from detent.onnx_model.files import load_model  # noqa: PLC0415
     from detent.verification import verify  # noqa: PLC0415
 
-    screen = Screen(as_json=as_json, quiet=quiet)
+    screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     quantized = load_model(artifact)
     if data is None:
         screen.note(f"replaying {artifact}")
@@ -88,12 +117,12 @@ def run(
     else:
         inputs = open_batches(data, quantized.inputs, batch_size)
         inputs = inputs if batches is None else inputs.first(batches)
-        screen.note(f"verifying {artifact} with {inputs.count:,} batches")
+        screen.note(f"verifying {artifact} on {inputs.count:,} batches")
         with screen.progress("verifying") as step:
             report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
     below = _below(report, fail_below_sqnr, fail_below_agreement)
     missed = [f"not ok: {each}" for each in below]
-    # The first line is the verdict, limits included.
+    # The first line says "ok" only if the limits are met too.
     for line in [*missed, f"limits aside, {report}"] if report.ok and missed else [str(report), *missed]:
         screen.say(line)
     failure = report.failure or next(iter(below), "")
@@ -103,19 +132,19 @@ def run(
 
 
 def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
-    """Limits that are not met, one text each; NaN, and a figure that there is not, meet no limit."""
-    missed, worst_db, agreeing = [], report.output_sqnr_db, report.agreement
+    """Describe each limit that is not met. A metric that is NaN or missing does not meet its limit."""
+    missed, worst_db, measured = [], report.output_sqnr_db, report.agreement
     if sqnr_db is not None:
         if worst_db is None:
-            missed.append("there is no float output that --fail-below-sqnr could look at")
+            missed.append("--fail-below-sqnr needs a float output, and the model has none")
         elif not worst_db >= sqnr_db:
             name = worst_output(report.end_to_end["optimized"].output_sqnr_db)
             missed.append(f"the SQNR of output {name} is {worst_db:.1f} dB, below the limit of {sqnr_db:g} dB")
     if agreement is not None:
-        if agreeing is None:
-            missed.append("the first output holds no classes that --fail-below-agreement could look at")
-        elif agreeing < agreement:
-            missed.append(f"the top-1 agreement is {agreeing:.4g}, below the limit of {agreement:g}")
+        if measured is None:
+            missed.append("--fail-below-agreement needs class scores, and the first output has none")
+        elif measured < agreement:
+            missed.append(f"the top-1 agreement is {measured:.4g}, below the limit of {agreement:g}")
     return missed
 
 
@@ -124,5 +153,5 @@ def _levels(text: str | None, *, has_data: bool) -> tuple[int, ...]:
         return (1, 2, 3) if has_data else (1,)
     parts = [part.strip() for part in text.split(",")]
     if not all(part in {"1", "2", "3"} for part in parts):
-        raise SpecError(f"--levels {text!r}: expected some of 1, 2 and 3, such as 1,3")
+        raise SpecError(f"--levels {text!r}: expected numbers from 1 to 3, e.g. 1,3")
     return tuple(sorted({int(part) for part in parts}))
