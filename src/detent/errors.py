@@ -19,6 +19,7 @@
 A message says what was given, what was expected and how to repair it.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -38,6 +39,9 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
 ]
+
+# The library logs under "detent" and prints nothing by default. This module is part of every import of detent.
+logging.getLogger("detent").addHandler(logging.NullHandler())
 
 
 class DetentError(Exception):

@@ -11,6 +11,7 @@ end at the machine, are removed only a day after their last change. Systems with
 """
 
 import json
+import logging
 import os
 import platform
 import re
@@ -40,6 +41,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["dumps", "loads", "read", "write_atomic"]
+
+_log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24
@@ -117,6 +120,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
             temporary.unlink()
         raise
     _sync_directory(target.parent)
+    _log.debug("wrote %s", target)
 
 
 @cache

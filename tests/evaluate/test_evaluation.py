@@ -49,7 +49,7 @@ def test_the_summary(done):
     evaluation, _ = done
     text = str(evaluation)
     assert "on 4 held-out batches" in text
-    assert "verified: ok: the file is what" in text
+    assert "verified: ok: the file matches" in text
     assert "integer kernels:   2 of 2 layers" in text
     document = json.loads(json.dumps(evaluation.to_dict()))
     assert document["evaluated_on_held_out"]

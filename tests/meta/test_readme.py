@@ -126,4 +126,4 @@ def test_quantize_prints_what_the_page_promises(done, folder):
 
 
 def test_verify_prints_ok(done):
-    assert done["verify"].stdout.lstrip().startswith("ok: the file is what its source and its decisions make it")
+    assert done["verify"].stdout.lstrip().startswith("ok: the file matches its source and its decisions")

@@ -50,4 +50,4 @@ def test_a_small_one(folder, tmp_path):
     report = qo.quantize(model.write(folder), tmp_path / "q.onnx", feeds[:2], progress=False)
     proof = dt.verify(model.write(folder), report.output, feeds[2:])
     assert proof.ok, str(proof)
-    assert str(proof).startswith("ok: the file is what its source and its decisions make it")
+    assert str(proof).startswith("ok: the file matches its source and its decisions")

@@ -302,8 +302,8 @@ def test_a_plan_of_a_model_as_it_is_carries_no_decisions():
 @pytest.mark.parametrize(
     ("levels", "said"),
     [
-        ((1,), "ok: the file is what its source and its decisions make it; "),
-        ((3,), "ok: nothing differs in what was compared; the file was not replayed, as asked"),
+        ((1,), "ok: the file matches its source and its decisions; "),
+        ((3,), "ok: nothing that was compared differs; the file was not replayed"),
         ((1, 2), " dB"),
     ],
 )

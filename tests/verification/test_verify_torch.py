@@ -219,7 +219,7 @@ def test_a_file_without_provenance_is_not_replayed(pair, levels):
         assert "not replayed: " in report.failure
         assert "qt.export_onnx" in report.replay.reason
     if 2 in levels:
-        assert str(report.segments).startswith("no verdict: ")
+        assert str(report.segments).startswith("inconclusive: ")
         assert report.end_to_end["unoptimized"].output_sqnr_db["output"] > 40
 
 

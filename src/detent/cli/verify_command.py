@@ -21,9 +21,9 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 HELP = """Verify a quantized file against its float model.
 
 The exit code is 1 on a mismatch. Level 1 quantizes the float model again with the decisions recorded in the file, and \
-compares all bits. It needs no data and takes seconds. Level 2 runs the float operators between quantizers and compares \
-their outputs with the file's. Level 3 compares the integer kernels of this machine with exact arithmetic. Levels 2 and \
-3 need --data."""
+compares all bits. It needs no data and takes seconds. Level 2 runs the float operators between quantizers and \
+compares their outputs with the file's. Level 3 compares the integer kernels of this machine with exact arithmetic. \
+Levels 2 and 3 need --data."""
 EXAMPLE = "detent verify model.onnx model.w8a8.onnx --data calibration.npz"
 
 

@@ -6,6 +6,7 @@ passed on. A check that cannot be made (a model too large to time, one that cann
 file is still written.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ from detent.tables import bytes_text
 from detent.verification import VerifyReport, verify
 
 __all__ = ["Checks", "Evaluation", "SensitiveLayer", "evaluate_result", "quantize_and_evaluate"]
+
+_log = logging.getLogger(__name__)
 
 VERIFY_BATCHES = TIMING_BATCHES = 2
 TIMING_SECONDS = 1.0
@@ -288,13 +291,17 @@ class _Evaluator:
             tuple(self.warnings),
         )
 
+    def _warn(self, text: str) -> None:
+        _log.warning("%s", text)
+        self.warnings.append(text)
+
     def _time(self) -> Timing | None:
         try:
             split, progress = self.split, partial(self.progress, "timing")
             feeds = [random_inputs(self.source)] if split is None else list(split.evaluation.first(TIMING_BATCHES))
             return time_models(self.source, self.quantized, feeds, seconds=TIMING_SECONDS, progress=progress)
         except DetentError as error:
-            self.warnings.append(f"not timed: {error}")
+            self._warn(f"not timed: {error}")
             return None
 
     def _verify(self, split: Split) -> VerifyReport | None:
@@ -302,7 +309,7 @@ class _Evaluator:
         try:
             return verify(self.source, self.quantized, batches, levels=(1, 3))
         except DetentError as error:
-            self.warnings.append(f"not verified: {error}")
+            self._warn(f"not verified: {error}")
             return None
 
     def _measure_sensitivity(self, split: Split) -> qs.Sensitivity | None:
@@ -328,7 +335,7 @@ class _Evaluator:
                 )
             except (_TooLongError, DetentError) as error:
                 error_text = str(error)
-        self.warnings.append(f"sensitivity not measured: {error_text}")
+        self._warn(f"sensitivity not measured: {error_text}")
         return None
 
     def _hints(self, timing: Timing | None) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Calibrate: pass batches to observers, with a progress bar, a resume file and an estimate of memory."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -19,6 +20,8 @@ from detent.errors import DetentError, DtypeError, FileFormatError, NotCalibrate
 from detent.observers.observer import Observer
 
 __all__ = ["budget", "calibrate"]
+
+_log = logging.getLogger(__name__)
 
 Batch = ArrayLike | Mapping[str, ArrayLike]
 Progress = bool | Callable[[int, int | None], object]
@@ -97,6 +100,7 @@ def calibrate(
         )
     if not count:
         raise NotCalibratedError("there are no calibration batches: pass at least one")
+    _log.info("calibrated %d observers with %d batches", len(named), count)
     for name, observer in named.items():
         try:
             Observer.range(observer)
@@ -232,4 +236,5 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
             )
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())
+    _log.info("resuming after batch %d, from %s", done, path)
     return _ResumeHeader(done, mark)

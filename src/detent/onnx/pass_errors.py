@@ -4,7 +4,9 @@ A bug is an exception that nothing raised on purpose: neither a DetentError, nor
 nor one of the caller's own code, such as data that fail while they are read.
 """
 
+import logging
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from traceback import walk_tb
@@ -18,6 +20,8 @@ from detent.onnx_model.graph import describe
 
 __all__ = ["running"]
 
+_log = logging.getLogger(__name__)
+
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
 _CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # what detent calls itself
 _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # that tell where a pass was
@@ -25,7 +29,7 @@ _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # that tell where
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Raise bugs in a pass of that name as DetentError.
+    """Raise bugs in a pass of that name as DetentError, and log its time.
 
     >>> with running("calibration"):
     ...     {}["t1"]
@@ -34,8 +38,10 @@ def running(name: str) -> Iterator[None]:
     detent.errors.DetentError: calibration failed with KeyError: 't1'. This is a bug in detent: please report it, with \
 the model if you can share it
     """
+    start = time.perf_counter()
     try:
         yield
+        _log.info("%s took %.2f s", name, time.perf_counter() - start)
     except _DELIBERATE:
         raise
     except Exception as error:

@@ -9,6 +9,7 @@
 """
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -65,6 +66,7 @@ from detent.tables import html_table, short_name, table_lines
 
 __all__ = ["LayerReport", "QuantizeReport", "decide", "output_sqnr", "quantize"]
 
+_log = logging.getLogger(__name__)
 
 Feed = dict[str, NDArray[Any]]
 KeepFloat = Literal["auto", "none"]
@@ -491,6 +493,8 @@ def _decide_with_data(
     steps += [
         f"kept {name} in float: it alone causes {share:.0%} of the output noise" for name, share in shares.items()
     ]
+    for step in steps:
+        _log.info("%s", step)
     return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, tuple(steps))
 
 

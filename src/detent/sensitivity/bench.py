@@ -12,6 +12,7 @@ storage      a weight of n elements and s scales at b bits
 ===========  ==========================================================================================
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,8 @@ __all__ = [
     "measure_all",
     "weight_nbytes",
 ]
+
+_log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 T = TypeVar("T")
@@ -188,6 +191,7 @@ def measure_all(
         next(iter(runner.reference()))
         seconds = min(first, (time.perf_counter() - start) * output_noise.batches) * len(tasks) / runner.workers
         announce(Cost(len(runner.groups), len(runner.options), len(tasks), runner.samples, seconds))
+    _log.info("measuring %d layers: %d runs with %d samples", len(runner.groups), len(tasks), runner.samples)
     report = reporter(progress, "measuring", "runs")
     measured: dict[tuple[str, str], float] = {}
     keys = [(group.names[0], option) for group, option in tasks]

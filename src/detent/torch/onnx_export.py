@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["export_onnx", "exported_model", "run_exporter"]
 
+_log = logging.getLogger(__name__)
+
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -96,6 +98,7 @@ def export_onnx(
     else:
         onnx_model.make_session(checked, optimize=False)
     onnx_model.save(checked, output_path)
+    _log.info("exported to %s, opset %d, for %s", output_path, opset, target)
     return output_path
 
 

@@ -4,6 +4,7 @@ The root of a prepared model stores its plan. All other state is in the modules 
 moving the model need no care.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ __all__ = [
     "unprepare",
     "weight_layers",
 ]
+
+_log = logging.getLogger(__name__)
 
 _PLAN = "_detent_plan"
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
@@ -92,6 +95,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
     warn_if_untrained(model)
+    _log.info("prepared %d of %d layers", len(model_plan.quantized), len(model_plan.layers))
     return model
 
 

@@ -1,18 +1,20 @@
-"""All levels of verification: a replay of the file, then one pass over the data for all checks that need them.
+"""Runs all levels of verification: a replay of the file, then one pass over the data for every other check.
 
 ::
 
-    source, file's decisions -> rewrite     the whole file      level 1: replay
+    input                                   compared            check
+    source and decisions -> rewrite         the whole file      level 1: replay
     weights of the file                     codes               level 1: codes
-    each batch -> ONNX Runtime, as written  codes, outputs      levels 1, 2
-               -> source, by segments       codes, outputs      level 2: segments, the verdict
+    each batch -> ONNX Runtime, as written  codes, outputs      levels 1 and 2
+               -> source, by segments       codes, outputs      level 2: segments
                -> source                    outputs             level 2: outputs, for information
                -> ONNX Runtime, optimized   inner tensors       level 2; level 3: kernel_oracle, kernel_plan
-               -> OpenVINO                  outputs             level 2
+               -> OpenVINO                  outputs             level 2, for information
 
-A check names the tensors it reads (``readings``), takes them batch by batch, and gives its result in the end.
+A check lists the tensors it reads (``readings``), receives them batch by batch, and returns its result at the end.
 """
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,31 +53,35 @@ from detent.verification.verify_report import Difference, Replay, Segments, Veri
 
 __all__ = ["run_levels"]
 
+_log = logging.getLogger(__name__)
+
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
-FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and what the source gives for them if it runs ahead
+FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and the source's results for them if it runs ahead
 NOT_RUN = "the file was not run"
-NO_SEGMENTS = "without a replay only outputs are compared, by SQNR"
+NO_SEGMENTS = "without a replay only the SQNR of outputs is measured"
 
 
 def run_levels(
     source: object, artifact: ModelSource, data: Iterable[Any] | str | PathLike[str] | None, levels: tuple[int, ...]
 ) -> VerifyReport:
-    """Run the requested verification levels over the data; without data, the replay and the weights of level 1."""
+    """Run the requested levels; without data, only the replay and the weight checks of level 1."""
     file = open_quantized(artifact)
     batches = () if data is None else open_batches(data, inputs_of(file.model))
-    return _Verification(file, _as_source(source, file), levels, has_data=data is not None).run(batches)
+    report = _Verification(file, _as_source(source, file), levels, has_data=data is not None).run(batches)
+    _log.info("verified levels %s on %d batches: %s", levels, report.batches, report.headline)
+    return report
 
 
 def _as_source(source: object, artifact: QuantizedGraph) -> Source:
-    torch = sys.modules.get("torch")  # a module cannot be given before it is there
+    torch = sys.modules.get("torch")  # without torch loaded, the source cannot be a module
     if torch is not None and isinstance(source, torch.nn.Module):
         from detent.verification.torch_source import TorchSource  # noqa: PLC0415 - it loads PyTorch
 
         return TorchSource(source, artifact)
     if not isinstance(source, LoadedModel | ModelProto | str | PathLike):
         raise UnsupportedError(
-            f"source is a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
+            f"source must be a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
         )
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
@@ -83,11 +89,11 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
 
 
 class _FileFailsError(Exception):
-    """The file itself does not run, whatever its source does."""
+    """ONNX Runtime cannot run the file; the source is not involved."""
 
 
 class _Verification:
-    """The checks of all requested levels, and one pass over the data in which they take what they read."""
+    """Checks of all requested levels, fed in one pass over the data."""
 
     def __init__(self, artifact: QuantizedGraph, source: Source, levels: tuple[int, ...], *, has_data: bool) -> None:
         self.artifact, self.source, self.levels, self.has_data = artifact, source, levels, has_data
@@ -99,41 +105,43 @@ class _Verification:
         self.kernels: KernelCheck | None = None
         self.kernel_difference: Difference | None = None
         self.replay: Replay | None = None
-        # In a second thread, ONNX Runtime optimizes the file and runs the source; PyTorch's settings are per thread.
-        self.beside, self.runs_beside = ThreadPoolExecutor(1), isinstance(source, OnnxSource)
-        self.optimized: Future[ModelProto]  # of levels 2 and 3
+        # A second thread lets ONNX Runtime optimize the file and run an ONNX source. A PyTorch source stays in this
+        # thread, because PyTorch's settings are per thread.
+        self.second_thread, self.uses_second_thread = ThreadPoolExecutor(1), isinstance(source, OnnxSource)
+        self.optimized: Future[ModelProto]  # set for levels 2 and 3
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
-        # OpenVINO loads the file in a process of its own while everything else goes on.
-        wants_openvino = self.has_data and 2 in self.levels and is_installed()
-        openvino = OpenVinoCheck(self.artifact, self.batch) if wants_openvino else None
+        # OpenVINO loads the file in a subprocess, in parallel to all that follows.
+        uses_openvino = self.has_data and 2 in self.levels and is_installed()
+        openvino = OpenVinoCheck(self.artifact, self.batch) if uses_openvino else None
         try:
             if self.has_data and {2, 3} & set(self.levels):
-                self.optimized = self.beside.submit(optimized, self.artifact.model)
-            return self._run(self._ahead(batches), openvino)
+                self.optimized = self.second_thread.submit(optimized, self.artifact.model)
+            return self._run(self._with_source_results(batches), openvino)
         finally:
-            self.beside.shutdown(cancel_futures=True)
+            self.second_thread.shutdown(cancel_futures=True)
             if openvino is not None:
                 openvino.close()
 
-    def _ahead(self, batches: Iterable[Feeds]) -> Iterator[FedBatch]:
-        """Each batch with what the source gives for it, which runs one batch ahead if it is an ONNX model."""
-        runs_ahead = 2 in self.levels and self.runs_beside
-        before: FedBatch | None = None
+    def _with_source_results(self, batches: Iterable[Feeds]) -> Iterator[FedBatch]:
+        """Yield each batch with the source's results for it; an ONNX source runs one batch ahead."""
+        runs_ahead = 2 in self.levels and self.uses_second_thread
+        previous: FedBatch | None = None
         for feeds in batches:
-            now = feeds, self.beside.submit(self.source.run, feeds) if runs_ahead else None
-            if before is not None:
-                yield before
-            before = now
-        if before is not None:
-            yield before
+            current = feeds, self.second_thread.submit(self.source.run, feeds) if runs_ahead else None
+            if previous is not None:
+                yield previous
+            previous = current
+        if previous is not None:
+            yield previous
 
     def _run(self, batches: Iterator[FedBatch], openvino: OpenVinoCheck | None) -> VerifyReport:
         first = next(batches, None)
         if {1, 2} & set(self.levels):
             replay = self.source.replay()
             self.replay = replay if 1 in self.levels else None
-        if 1 in self.levels and self._weights_run():
+            _log.info("replay: %s", replay)
+        if 1 in self.levels and self._weights_are_covered():
             self.weights.count()
         elif 1 in self.levels:
             self.weights.run()
@@ -147,22 +155,23 @@ class _Verification:
                 self.end_to_end["openvino"] = openvino
             for count, (feeds, reference) in enumerate(batches, 1):
                 self._run_batch(feeds, reference, probes, is_first=count == 1)
+                _log.debug("compared batch %d", count)
         except _FileFailsError as error:
-            self.tally.note(f"it cannot be run: {error}", "the file", "run")
-            self.notes[f"{error}; levels 2 and 3 need a file that runs"] = None
+            self.tally.note(f"it does not run: {error}", "the file", "run")
+            self.notes[f"{error}; levels 2 and 3 need a file that runs in ONNX Runtime"] = None
         except DetentError as error:
             if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
-            self.notes[f"{error}; levels 2 and 3 need a file that runs like its source"] = None
+            self.notes[f"{error}; levels 2 and 3 stop here, because the file differs from its source"] = None
         return self._report(count)
 
-    def _weights_run(self) -> bool:
-        """Whether weights were compared by replay, and will be by segments, which fail if one is decoded wrongly."""
-        runs = self.has_data and 2 in self.levels and self.replay is not None and self.replay.ok
-        return runs and isinstance(self.source, OnnxSource) and self.source.segments is not None
+    def _weights_are_covered(self) -> bool:
+        """Whether the replay compared all weights and segments will run them, so a wrong decoding shows there."""
+        has_replay = self.has_data and 2 in self.levels and self.replay is not None and self.replay.ok
+        return has_replay and isinstance(self.source, OnnxSource) and self.source.segments is not None
 
     def _probes(self) -> list[Probe]:
-        """The file as written, for levels 1 and 2, and as ONNX Runtime optimizes it, for levels 2 and 3."""
+        """Create probes of the file as written (levels 1 and 2) and as ONNX Runtime optimizes it (levels 2 and 3)."""
         segments = self.source.segments if 2 in self.levels else None
         by_level = []
         if 1 in self.levels and (segments is None or not segments.checks_quantizers):
@@ -174,7 +183,7 @@ class _Verification:
             written.keep = set() if segments is None else {node for node, _ in segments.readers}
             self.end_to_end["unoptimized"] = written
             by_level.append(written.readings())
-        # Readings of one quantizer stand side by side, since they share tensors.
+        # Readings of the same quantizer are adjacent, because they share tensors.
         readings = [each for readings in zip_longest(*by_level) for each in readings if each is not None]
         probes = [Probe(self.artifact.model, readings, kinds=self.artifact.kinds)] if readings else []
         if {2, 3} & set(self.levels):
@@ -196,9 +205,8 @@ class _Verification:
             if any(node.op_type == "MatMulNBits" for node in model.graph.node):
                 self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY_LEVEL: "0"})
                 self.notes[
-                    "products with float inputs run with 8-bit activations in ONNX Runtime, unless the session has "
-                    f"{ACCURACY_LEVEL} set to 0 or 1; the file cannot carry it: compare 'optimized' with "
-                    "'accuracy level 0'"
+                    "ONNX Runtime runs weight-only matmuls with 8-bit activations, unless the session option "
+                    f"{ACCURACY_LEVEL} is 0 or 1; a file cannot set it: compare 'optimized' with 'accuracy level 0'"
                 ] = None
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
@@ -208,22 +216,22 @@ class _Verification:
         return Probe(model, readings, kinds=kinds, written=written_probe)
 
     def _optimized_causes(self, model: ModelProto) -> list[str]:
-        """What may move values in the optimized graph."""
+        """List reasons why values of the optimized graph may differ from the source."""
         causes = [ORDER, *self.source.causes]
         kernels = sorted({node.op_type for node in model.graph.node if is_integer_kernel(node)})
         unknown = [name for name in kernels if name not in ORACLES]
         if kernels:
-            causes.append("integer kernels, which round once")
+            causes.append("integer kernels round once")
         if unknown:
-            causes.append(f"kernels with formulas of their own ({', '.join(unknown)})")
+            causes.append(f"kernels use formulas of their own ({', '.join(unknown)})")
         own = {weight.name for weight in self.artifact.weights}
         rounded = [each.name for each in model.graph.initializer if each.data_type == TensorProto.INT32]
         rounded = [name for name in rounded if name.endswith("_bias_int32") and name not in own]
         if rounded:
-            causes.append("float biases that ONNX Runtime rounds to int32")
+            causes.append("ONNX Runtime rounds float biases to int32")
             self.notes[
-                f"ONNX Runtime rounds {len(rounded)} float biases to the unit of their products when it optimizes, the "
-                f"first is {rounded[0]!r}; disabled_optimizers=['WeightBiasQuantization'] keeps them"
+                f"ONNX Runtime rounds {len(rounded)} float biases to int32 when it optimizes, first {rounded[0]!r}; "
+                "disabled_optimizers=['WeightBiasQuantization'] prevents that"
             ] = None
         return causes
 
@@ -240,9 +248,9 @@ class _Verification:
             self.batch.reference = self.source.run(feeds)
         segments: Future[None] | None = None
         try:
-            for place, probe in enumerate(probes):
+            for position, probe in enumerate(probes):
                 self._run_file(probe, feeds)
-                if not place and 2 in self.levels:  # as written
+                if position == 0 and 2 in self.levels:  # the file as written
                     segments = self._run_segments(feeds)
         finally:
             if segments is not None:
@@ -263,12 +271,12 @@ class _Verification:
             raise _FileFailsError(str(error)) from error
 
     def _run_segments(self, feeds: Feeds) -> Future[None] | None:
-        """Run the source's segments on the codes of the file as written: an ONNX model in the second thread."""
+        """Run the source's segments on the file's codes; those of an ONNX source in the second thread."""
         segments, batch = self.source.segments, self.batch
         if segments is None:
             return None
-        if self.runs_beside:
-            return self.beside.submit(segments.run, feeds, batch.codes, batch.outputs)
+        if self.uses_second_thread:
+            return self.second_thread.submit(segments.run, feeds, batch.codes, batch.outputs)
         segments.run(feeds, batch.codes, batch.outputs)
         return None
 
@@ -286,16 +294,17 @@ class _Verification:
             unknown = [row.kernel for row in kernels.rows() if not row.compared and row.kernel not in ORACLES]
             if unknown:
                 names = ", ".join(sorted(set(unknown)))
-                note = f"level 3 did not compare {len(unknown)} of {names}, whose formulas are not known here"
+                note = f"level 3 did not compare kernels whose formula it lacks ({len(unknown)}): {names}"
                 self.notes[note] = None
         segments = self._segments()
-        ran_by = self.source.segments if segments is not None else None
+        segment_runner = self.source.segments if segments is not None else None
         tallies = [self.tally]
-        if ran_by is not None and ran_by.checks_quantizers:  # level 1 did not look at activations
+        if segment_runner is not None and segment_runner.checks_quantizers:  # level 1 did not compare activations
             tallies.append(self.source.tally)
-        replayed = () if self.replay is None else self.replay.differences
-        ran = None if segments is None else segments.first
-        first = next((each for each in (*replayed, self.tally.first, ran) if each is not None), None)
+        replay_differences = () if self.replay is None else self.replay.differences
+        first_of_segments = None if segments is None else segments.first
+        candidates = (*replay_differences, self.tally.first, first_of_segments)
+        first = next((each for each in candidates if each is not None), None)
         return VerifyReport(
             self.levels,
             batches,
@@ -318,7 +327,7 @@ class _Verification:
         if self.source.is_same:
             return Segments(is_same=True)
         if self.source.flaw is not None:
-            return Segments(f"the decisions of the file do not hold: {self.source.flaw}")
+            return Segments(f"a decision of the file is invalid: {self.source.flaw}")
         if self.source.segments is None:
             return Segments(NO_SEGMENTS)
         result = self.source.segments.result()

@@ -1,4 +1,4 @@
-"""``verify``, which loads what it needs only when it is called."""
+"""``dt.verify``. ONNX Runtime and PyTorch are imported when it is called, not before."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -25,28 +25,28 @@ def verify(
     levels: int | Iterable[int] | None = None,
     raise_on_difference: bool = False,
 ) -> VerifyReport:
-    """Verify that a quantized ONNX file is what its source and its decisions make it, or name the first difference.
+    """Verify a quantized ONNX file against its source, and report the first mismatch.
 
-    Level 1 replays the file: the source is quantized again by the decisions that the file carries, and everything in
-    the file has to be equal to the bit: operators, attributes, wiring, constants, codes, scales. With data, every
-    quantizer, fed what ONNX Runtime saw, has to give the codes that ONNX Runtime gave. Level 2 runs the source's own
-    operators between quantizers, each part fed the file's codes: codes and outputs have to be the file's. It also shows
-    both models from end to end. Level 3 compares the integer kernels that ONNX Runtime runs on this machine with exact
-    integer arithmetic, and with what the file asks for.
+    Level 1 replays the file: it quantizes the source again with the decisions recorded in the file. Operators,
+    attributes, wiring, constants, codes and scales must match bit for bit. With data, level 1 also recomputes the codes
+    of every quantizer from the input it had in ONNX Runtime. Level 2 runs each segment of the source between quantizers
+    on the file's codes and compares codes and outputs. It also compares both models end to end, for information.
+    Level 3 compares the integer kernels of ONNX Runtime on this machine with exact arithmetic, and checks that the file
+    asks for them.
 
     Args:
-        source: a prepared ``detent.torch`` model, or the ONNX model that the file was made from.
-        artifact: the quantized model, a path or in memory.
-        data: batches, each a dict of arrays by input name, a tuple in the inputs' order, or one array; or a file or
-            directory of them, as ``detent.onnx`` takes it. They are read once, one ahead. None replays alone.
-        levels: some of 1, 2 and 3, or one of them; None for all that the data allow. ``report.ok`` needs every one of
-            them. Files of other tools carry no decisions: leave 1 and 2 out for them.
-        raise_on_difference: raise where the report is not ok.
+        source: prepared ``detent.torch`` model, or the float ONNX model that was quantized.
+        artifact: quantized model, as a path or in memory.
+        data: batches: dicts of arrays by input name, tuples in the inputs' order, or single arrays; or a file or
+            directory, as for ``qo.quantize``. Batches are read once, one ahead. None runs the replay of level 1 only.
+        levels: one or several of 1, 2 and 3; None runs 1 without data and all with data. Files from other tools record
+            no decisions, which levels 1 and 2 need: pass ``levels=3`` for them.
+        raise_on_difference: raise if the report is not ok.
 
     Raises:
-        VerificationError: not ok, if asked for; the report is its ``report``.
-        SpecError, ShapeError, DtypeError: data that do not fit the model, no data, other levels.
-        FileFormatError, UnsupportedError: a damaged file, malformed decisions, or a file without quantizers.
+        VerificationError: the report is not ok, with ``raise_on_difference``; the exception has it as ``report``.
+        SpecError, ShapeError, DtypeError: the data do not fit the model or are missing, or a level does not exist.
+        FileFormatError, UnsupportedError: the file is damaged, has malformed decisions, or has no quantizers.
 
     >>> import numpy as np, detent as dt, detent.onnx as qo
     >>> from onnx import parser
@@ -57,20 +57,20 @@ def verify(
     >>> report.ok, report.compared_codes, report.differing_codes
     (True, 101, 0)
     """
-    chosen = ((1,) if data is None else LEVELS) if levels is None else _chosen(levels)
-    if data is None and set(chosen) != {1}:
-        raise SpecError(f"levels 2 and 3 run the file and need data, got levels {chosen} without: give data")
+    requested = ((1,) if data is None else LEVELS) if levels is None else _checked_levels(levels)
+    if data is None and set(requested) != {1}:
+        raise SpecError(f"levels {requested} without data: levels 2 and 3 run the file, so pass data or levels=1")
     from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
 
-    report = run_levels(source, artifact, data, chosen)
+    report = run_levels(source, artifact, data, requested)
     if raise_on_difference and not report.ok:
         raise VerificationError(str(report), report)
     return report
 
 
-def _chosen(levels: int | Iterable[int]) -> tuple[int, ...]:
-    """The levels that are asked for, each once and in order."""
-    given = list(levels) if isinstance(levels, Iterable) else [levels]
-    if not given or any(each not in LEVELS for each in given):
-        raise SpecError(f"levels are some of {LEVELS}, got {levels if isinstance(levels, str) else given}")
-    return tuple(level for level in LEVELS if level in given)
+def _checked_levels(levels: int | Iterable[int]) -> tuple[int, ...]:
+    """Check levels, and return each once, in order."""
+    numbers = list(levels) if isinstance(levels, Iterable) else [levels]
+    if not numbers or any(each not in LEVELS for each in numbers):
+        raise SpecError(f"levels={levels if isinstance(levels, str) else numbers}: expected numbers among {LEVELS}")
+    return tuple(level for level in LEVELS if level in numbers)

@@ -1,4 +1,4 @@
-"""VerifyReport: what verification found, in numbers, as text and as JSON."""
+"""VerifyReport: the result of a verification, in numbers, as text and as JSON."""
 
 import json
 from collections.abc import Mapping
@@ -14,23 +14,26 @@ __all__ = ["Difference", "EndToEnd", "Kernel", "MadeBy", "Replay", "Segments", "
 
 MadeBy: TypeAlias = Literal["decisions", "export", "copy"]
 JSON_VERSION = 2
-MADE_BY = {
-    "decisions": "what its source and its decisions make it",
-    "export": "what this model exports",
-    "copy": "a copy of its source",
+MATCHES = {
+    "decisions": "the file matches its source and its decisions",
+    "export": "the file matches the export of this model",
+    "copy": "the file is a copy of its source",
 }
-MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12
+MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12  # keeps the text within a screen
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One node, attribute, tensor, code, scale or zero point that is not what the source says.
+    """A mismatch: a node, attribute, tensor, code, scale or zero point that is not what the source implies.
 
     Attributes:
-        node, tensor: of the file; the index is that of the element in the tensor.
-        expected, got: what the source says, and what the file or the runtime has.
-        x: what was quantized, where that is known.
-        scale, zero_point: those that belong to the element, as the source has them.
+        node, tensor: names in the file.
+        index: index of the element in the tensor.
+        expected: value that follows from the source.
+        got: value in the file or the runtime.
+        x: value that was quantized; None if unknown.
+        scale, zero_point: parameters of the element in the source.
+        cause: what is wrong, e.g. "wrong code" or "wrong scale, off by 3 ulp".
 
     >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "wrong code"))
     fc_Q: wrong code, fc_q[0, 3] is 18, expected 17 (x 0.35, scale 0.02, zero point 0)
@@ -56,39 +59,40 @@ class Difference:
         got: float | int | str | None = None,
         index: tuple[int, ...] = (),
     ) -> "Difference":
-        """A difference of anything but the code of a quantizer, which has no x, scale and zero point."""
+        """Create a mismatch without x, scale and zero point."""
         return cls(node, tensor, index, expected, got, None, None, None, cause)
 
     def __str__(self) -> str:
         named = (("x", self.x), ("scale", self.scale), ("zero point", self.zero_point))
-        known = ", ".join(f"{name} {value!r}" for name, value in named if value is not None)
-        place = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        details = ", ".join(f"{name} {value!r}" for name, value in named if value is not None)
+        index = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         values = ""
         if self.expected is not None or self.got is not None:
             got, expected = ("nothing" if each is None else repr(each) for each in (self.got, self.expected))
-            values = f", {self.tensor}{place} is {got}, expected {expected}"
-        return f"{self.node}: {self.cause}{values}{f' ({known})' if known else ''}"
+            values = f", {self.tensor}{index} is {got}, expected {expected}"
+        return f"{self.node}: {self.cause}{values}{f' ({details})' if details else ''}"
 
 
 def element(value: object) -> float | int | str:
-    """An element of an array of any type, for a difference."""
+    """Convert an array element of any type to a value that a ``Difference`` can hold."""
     value = plain(value)
     return value if isinstance(value, int | float) else str(value)
 
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """Source and file from end to end.
+    """Source and file compared end to end, for information.
 
     Attributes:
-        compared_codes, differing_codes: codes of activations, of the source and of this run.
-        max_steps: the largest distance of two codes.
+        compared_codes, differing_codes: activation codes of the source and of this run of the file.
+        max_steps: the largest difference between two codes.
         first_node: the first node whose codes differ.
         output_sqnr_db: SQNR of each float output.
-        agreement: top-1 agreement; None where the first output holds no classes.
+        agreement: top-1 agreement; None if the first output has no class scores.
+        cause: why codes and outputs may differ although nothing is wrong.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
-    EndToEnd(1 % of the codes move, by at most 1 step, first at fc_Q; y 61.2 dB; agreement 100.00 %)
+    EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; y 61.2 dB; agreement 100.00 %)
     """
 
     compared_codes: int = 0
@@ -111,20 +115,20 @@ class EndToEnd:
 
     def _codes(self) -> str:
         if not self.differing_codes:
-            return "all codes equal"
-        steps = f"{self.max_steps} step{'s' if self.max_steps != 1 else ''}"
+            return "all codes match"
         share = f"{100 * self.differing_codes / self.compared_codes:.2g} %"
-        return f"{share} of the codes move, by at most {steps}, first at {self.first_node}"
+        return f"{share} of the codes differ, by at most {self.max_steps}, first at {self.first_node}"
 
 
 class Kernel(NamedTuple):
-    """One integer kernel of ONNX Runtime beside exact arithmetic.
+    """An integer kernel of ONNX Runtime compared with exact arithmetic.
 
     Attributes:
-        node, kernel: name and operator in the optimized graph.
-        compared, differing: codes; 0 compared where its formula is not known here.
-        max_steps: the largest distance of two codes.
-        saturated: whether sums themselves are wrong.
+        node: name in the optimized graph.
+        kernel: operator in the optimized graph.
+        compared, differing: numbers of codes; nothing is compared if level 3 has no formula for the kernel.
+        max_steps: the largest difference between two codes.
+        saturated: whether an accumulator saturated, which makes sums wrong.
     """
 
     node: str
@@ -137,15 +141,16 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Level 1 without data: the file beside what detent makes of its source by the file's decisions.
+    """Level 1: the file compared with its source, quantized again with the decisions recorded in the file.
 
     Attributes:
-        reason: why there was nothing to compare with; "" where there was.
-        nodes, constants: compared nodes, and elements of constants.
-        differences: what is not as it should be, most telling first.
-        decided: what is taken as given within its bounds, as lines of text.
-        hint: what may explain the differences.
-        made_by: how the file comes from its source: by decisions, by an export of a PyTorch model, as a copy.
+        reason: why the file could not be replayed; "" if it was.
+        nodes: number of compared nodes.
+        constants: number of compared elements of constants.
+        differences: mismatches, most important first.
+        decided: decisions that the replay accepts within bounds, as lines of text.
+        hint: a possible explanation of the mismatches.
+        made_by: how the file was made: by "decisions", by "export" of a PyTorch model, or as a "copy".
 
     >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
     (False, True)
@@ -161,7 +166,7 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        """Whether the file is what its source and its decisions make it."""
+        """Whether the file was replayed and matches."""
         return not self.reason and not self.differences
 
     def __str__(self) -> str:
@@ -170,24 +175,24 @@ class Replay:
         if self.differences:
             more = f" (and {len(self.differences) - 1} more)" if len(self.differences) > 1 else ""
             return f"{self.differences[0]}{more}{f'; {self.hint}' if self.hint else ''}"
-        return f"{self.nodes:,} nodes and {self.constants:,} constants are what the source gives, to the bit"
+        return f"{self.nodes:,} nodes and {self.constants:,} constants match, bit for bit"
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Level 2: the source between quantizers, each part fed the file's codes, beside the file as it is written.
+    """Level 2: each segment of the source between quantizers, run on the file's codes and compared with the file.
 
     Attributes:
-        reason: why there was nothing to compare; "" where there was.
-        compared_codes, differing_codes: of activations; those that differ are an error.
-        codes_within_bound: that differ next to a rounding boundary, no further from it than ``bound`` explains.
-        compared_outputs, differing_outputs: over all batches.
-        bound: how far the values of source and file may be apart; "" where they have to be equal to the bit.
-        first: the first difference.
-        is_same: source and file are one model, which leaves nothing to run.
+        reason: why nothing was compared; "" if something was.
+        compared_codes, differing_codes: numbers of activation codes; each one that differs is an error.
+        codes_within_bound: codes that differ only because their values are within ``bound`` of a rounding boundary.
+        compared_outputs, differing_outputs: numbers of outputs, over all batches.
+        bound: how much the values of source and file may differ; "" if they must be bit-exact.
+        first: the first mismatch.
+        is_same: whether source and file are the same model, so there is nothing to run.
 
     >>> print(Segments(compared_codes=1000, compared_outputs=2))
-    1,000 codes and 2 outputs are equal to the bit
+    1,000 codes and 2 outputs match, bit for bit
     """
 
     reason: str = ""
@@ -202,45 +207,46 @@ class Segments:
 
     @property
     def ok(self) -> bool:
-        """Whether every part of the source gives the file's codes and outputs."""
+        """Whether every segment of the source gives the file's codes and outputs."""
         return not (self.reason or self.differing_codes or self.differing_outputs or self.first is not None)
 
     def __str__(self) -> str:
         if self.reason:
-            return f"no verdict: {self.reason}"
+            return f"inconclusive: {self.reason}"
         if not self.ok:
             counts = f"{self.differing_codes:,} of {self.compared_codes:,} codes and {self.differing_outputs:,} of "
-            return f"{counts}{self.compared_outputs:,} outputs differ; the first: {self.first}"
+            return f"{counts}{self.compared_outputs:,} outputs differ, first: {self.first}"
         if self.is_same:
             return "source and file are the same model"
-        what = f"{self.compared_codes:,} codes and {self.compared_outputs:,} outputs are equal"
+        counts = f"{self.compared_codes:,} codes and {self.compared_outputs:,} outputs match"
         if not self.bound:
-            return f"{what} to the bit"
-        return f"{what}, but for {self.codes_within_bound:,} codes next to a rounding boundary ({self.bound})"
+            return f"{counts}, bit for bit"
+        return f"{counts}, except {self.codes_within_bound:,} codes next to a rounding boundary ({self.bound})"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What verification found; ``ok`` is the verdict.
+    """Result of ``dt.verify``; ``ok`` says whether the file passed.
 
     Attributes:
-        levels, batches: what was asked for, and how many batches there were.
-        compared_codes, differing_codes: codes of weights, and of activations for each batch.
-        first_difference: the first of any level.
-        replay: level 1: the file beside what its source and its decisions give; None if level 1 was left out.
-        segments: level 2, the verdict; None if level 2 was left out.
-        end_to_end: level 2, for information, by run: "unoptimized" and "optimized"; also "accuracy_level_0" for
-            products that compute with 8-bit activations unless told otherwise, and "openvino" where that is installed.
-        kernels: level 3, by integer kernel.
-        saturation: the largest wrong code of the first kernel whose sums saturate.
-        kernel_difference: the first integer kernel that was not asked for, or that is gone.
-        notes: what else should be known.
-        not_compared: what no level looked at.
+        levels: levels that were requested.
+        batches: number of batches.
+        compared_codes, differing_codes: numbers of codes of weights, and of activations in all batches.
+        first_difference: the first mismatch of any level.
+        replay: result of level 1; None if level 1 was left out.
+        segments: result of level 2; None if level 2 was left out.
+        end_to_end: level 2, for information, by run: "unoptimized" and "optimized". "accuracy_level_0" is added if
+            weight-only matmuls use 8-bit activations by default, "openvino" if OpenVINO is installed.
+        kernels: level 3, one entry per integer kernel.
+        saturation: the largest wrong code of the first kernel with a saturated accumulator.
+        kernel_difference: the first integer kernel that the file does not ask for, or that is missing.
+        notes: further observations; none of them is an error.
+        not_compared: parts of the file that no level compared.
 
     >>> report = VerifyReport((1,), 1, 100, 0, replay=Replay(nodes=12, constants=3400))
     >>> print(report)
-    ok: the file is what its source and its decisions make it; 100 codes compared, none differ
-    level 1: 12 nodes and 3,400 constants are what the source gives, to the bit
+    ok: the file matches its source and its decisions; 100 codes compared, none differ
+    level 1: 12 nodes and 3,400 constants match, bit for bit
     """
 
     levels: tuple[int, ...]
@@ -259,12 +265,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every level that was asked for has compared what it is for, and found nothing wrong."""
+        """Whether every requested level compared something and found no mismatch."""
         return not self.failure
 
     @property
     def failure(self) -> str:
-        """Why the report is not ok, in one line; "" where it is."""
+        """Why the report is not ok, in one line; "" if it is ok."""
         if self.replay is not None and self.replay.differences:
             return str(self.replay)
         if self.first_difference is not None:
@@ -282,21 +288,21 @@ class VerifyReport:
 
     @property
     def output_sqnr_db(self) -> float | None:
-        """SQNR of the worst float output, optimized; None without level 2. ``end_to_end`` has all outputs."""
+        """SQNR of the worst float output of the optimized run; None without level 2."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.output_sqnr_db.get(worst_output(run.output_sqnr_db))
 
     @property
     def agreement(self) -> float | None:
-        """Top-1 agreement, optimized; None where there are no classes."""
+        """Top-1 agreement of the optimized run; None without class scores."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.agreement
 
     def __bool__(self) -> bool:
-        raise DtypeError("a VerifyReport is neither true nor false: ask report.ok")
+        raise DtypeError("a VerifyReport has no truth value: use report.ok")
 
     def to_json(self) -> str:
-        """Everything, as JSON; figures that are no finite numbers are written as text."""
+        """Return the report as JSON; NaN and infinities are written as text."""
         names = [each.name for each in fields(self) if each.name != "kernels"]
         document = {
             "version": JSON_VERSION,
@@ -311,14 +317,14 @@ class VerifyReport:
 
     @property
     def headline(self) -> str:
-        """The verdict, and what it is about, in one line."""
+        """Result in one line: "ok" or "not ok", and why."""
         if self.failure:
             return f"not ok: {self.failure}"
-        what = "nothing differs in what was compared; the file was not replayed, as asked"
+        match = "nothing that was compared differs; the file was not replayed, because level 1 was left out"
         if self.replay is not None:
-            what = f"the file is {MADE_BY[self.replay.made_by]}"
+            match = MATCHES[self.replay.made_by]
         codes = max(self.compared_codes, 0 if self.segments is None else self.segments.compared_codes)
-        parts = [what, *([f"{codes:,} codes compared, none differ"] if codes else [])]
+        parts = [match, *([f"{codes:,} codes compared, none differ"] if codes else [])]
         run = self.end_to_end.get("optimized")
         if run is not None and (worst := worst_output(run.output_sqnr_db)):
             parts.append(f"worst output {worst}: {run.output_sqnr_db[worst]:.1f} dB")
@@ -334,24 +340,26 @@ class VerifyReport:
             lines.append(f"level 2: {self.segments}{batches}")
         if 3 in self.levels:
             lines += self._kernel_lines()
-        lines += [f"from end to end, {name.replace('_', ' ')}: {each}" for name, each in self.end_to_end.items()]
+        lines += [f"end to end, {name.replace('_', ' ')}: {each}" for name, each in self.end_to_end.items()]
         causes = dict.fromkeys(each.cause for each in self.end_to_end.values() if each.cause)
         lines += [f"         {cause}" for cause in causes]
         lines += [f"not compared: {each}" for each in self.not_compared[:MAX_NOTES_SHOWN]]
         lines += [f"note: {note}" for note in self.notes[:MAX_NOTES_SHOWN]]
         if len(self.notes) > MAX_NOTES_SHOWN:
-            lines.append(f"note: and {len(self.notes) - MAX_NOTES_SHOWN} more, see report.notes")
+            lines.append(f"note: {len(self.notes) - MAX_NOTES_SHOWN} more in report.notes")
         return "\n".join(lines)
 
     def _kernel_lines(self) -> list[str]:
         compared = [each for each in self.kernels if each.compared]
         codes, differing = sum(each.compared for each in compared), sum(each.differing for each in compared)
-        lines = [f"level 3: {len(compared)} integer kernels, {differing:,} of {codes:,} codes differ from exact sums"]
+        lines = [
+            f"level 3: {len(compared)} integer kernels, {differing:,} of {codes:,} codes differ from exact arithmetic"
+        ]
         lines += [f"         {each}" for each in (self.kernel_difference, self.saturation) if each is not None]
-        bad = [each for each in compared if each.differing]
+        wrong = [each for each in compared if each.differing]
         lines += [
-            f"         {each.node} ({each.kernel}): {each.differing:,} of {each.compared:,}, by at most "
-            f"{each.max_steps} steps{', saturated' if each.saturated else ''}"
-            for each in bad[:MAX_KERNELS_SHOWN]
+            f"         {each.node} ({each.kernel}): {each.differing:,} of {each.compared:,} codes differ, by at most "
+            f"{each.max_steps}{', saturated' if each.saturated else ''}"
+            for each in wrong[:MAX_KERNELS_SHOWN]
         ]
         return lines
