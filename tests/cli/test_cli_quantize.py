@@ -289,7 +289,7 @@ def test_agreement_needs_classes(desk):
     onnx.save(model, desk / "maps.onnx")
     done = detent("quantize", "maps.onnx", "-d", "few.npz", "--fail-below-agreement", 0.5, cwd=desk)
     assert done.returncode == 2
-    assert "agreement needs one row of class scores per sample" in done.stderr
+    assert "top-1 agreement needs one row of class scores per sample" in done.stderr
     assert not (desk / "maps.w8a8.onnx").exists()
 
 

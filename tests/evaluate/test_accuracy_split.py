@@ -40,7 +40,7 @@ def test_batches_not_samples_are_held_out(tmp_path):
 
 
 def test_an_iterator_cannot_be_split():
-    with pytest.raises(SpecError, match="give a list"):
+    with pytest.raises(SpecError, match="pass a list"):
         split_batches(MODEL, iter([np.zeros((1, 2), np.float32)]))
 
 

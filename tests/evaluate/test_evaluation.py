@@ -65,9 +65,22 @@ def test_the_worst_output_is_compared_with_the_limit(done):
     assert evaluation.missed_limits(12.0) == []
     nan = replace(evaluation, accuracy=Accuracy({"a": 1.0, "b": float("nan")}, 0.5, 1))
     assert "output b is nan dB" in nan.missed_limits(0.5)[0]
-    assert nan.missed_limits(None, 0.6) == ["the agreement is 0.5, below the limit of 0.6"]
+    assert nan.missed_limits(None, 0.6) == ["the top-1 agreement is 0.5, below the limit of 0.6"]
     unknown = replace(evaluation, accuracy=None)
-    assert unknown.missed_limits(1.0) == ["the SQNR is not known, below the limit of 1 dB"]
+    assert unknown.missed_limits(1.0) == ["the SQNR was not measured, so the limit of 1 dB is not met"]
+    assert "the top-1 agreement was not measured" in unknown.missed_limits(None, 0.5)[0]
+
+
+def test_notebooks_show_the_summary_as_a_table(done):
+    evaluation = replace(done[0], warnings=("not timed: <b>",))
+    text = evaluation._repr_html_()
+    assert text.count("<tr>") == 1 + len(evaluation.facts())
+    assert text.endswith("<div>warning: not timed: &lt;b&gt;</div>")
+    assert "<b>" not in text
+    summary = repr(evaluation)
+    assert summary.startswith(f"<Evaluation of {evaluation.result.output}: size ")
+    assert "\n" not in summary
+    assert f"SQNR {evaluation.accuracy.sqnr_db:.1f} dB" in summary
 
 
 def test_where_nothing_is_quantized_nothing_is_written(tmp_path):
@@ -123,11 +136,11 @@ def test_the_report_shows_the_evaluation(done):
 
 
 def test_outputs_are_compared_once_unless_asked_for(tmp_path):
-    found = {
+    evaluations = {
         name: quantize_and_evaluate(MODEL, tmp_path / "small.onnx", batches(4), checks=NONE, **options)
         for name, options in {"default": {}, "asked": {"compare": True}}.items()
     }
-    assert not found["default"].result.outputs_sqnr_db
-    assert set(found["asked"].result.outputs_sqnr_db) == {"y"}
-    documents = [each.to_dict()["calibration_sqnr_db_by_output"] for each in found.values()]
+    assert not evaluations["default"].result.outputs_sqnr_db
+    assert set(evaluations["asked"].result.outputs_sqnr_db) == {"y"}
+    documents = [each.to_dict()["calibration_sqnr_db_by_output"] for each in evaluations.values()]
     assert set(documents[0]) == set(documents[1]) == {"y"}

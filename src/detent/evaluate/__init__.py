@@ -1,6 +1,6 @@
 """Evaluation of a quantized model: accuracy on held-out batches, speed, verification, sensitive layers, and a dry run.
 
-This is what ``detent quantize`` does around ``qo.quantize``, for scripts. It needs ONNX Runtime.
+These are the steps that ``detent quantize`` adds to ``qo.quantize``, as functions for scripts. They need ONNX Runtime.
 """
 
 from detent.evaluate.accuracy import Accuracy, Split, check_supports_agreement, measure_accuracy, split_batches

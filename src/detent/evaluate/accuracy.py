@@ -1,11 +1,11 @@
-"""Accuracy of a quantized model beside its float model, on batches that did not calibrate it.
+"""Accuracy of a quantized model relative to its float model, on held-out batches.
 
-With 20 or more batches, every tenth is held out from calibration; the choice depends only on their number. With fewer,
-the first calibration batches are used again, and ``Split.is_held_out`` is False.
+With 20 or more batches, every tenth is held out from calibration; the choice depends only on the number of batches.
+With fewer, the first calibration batches are used again, and ``Split.is_held_out`` is False.
 
-Per float output x and its quantized twin y, over all batches: SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB. Top-1
-agreement is the share of samples with the same largest class, where the first output holds one row of class scores per
-sample. Labels are not used: what is measured is the distance from the float model, not from the truth.
+For each float output x and the quantized model's output y, over all batches: SQNR = 10 log10(sum x^2 / sum (x - y)^2)
+in dB. Top-1 agreement is the share of samples for which both models predict the same class; it needs a first output
+with one row of class scores per sample. Labels are not used: both metrics compare with the float model.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
-MIN_BATCHES_TO_HOLD_OUT = 20
+MIN_BATCHES_TO_HOLD_OUT = 20  # with fewer, calibration needs all of them
 HELD_OUT_EVERY = 10
-EVALUATION_BATCHES = 8  # when nothing is held out
+EVALUATION_BATCHES = 8  # if nothing is held out
 
 
 @dataclass(frozen=True)
 class Split:
-    """Batches split into a calibration and an evaluation part; ``split_batches`` makes one."""
+    """Batches for calibration and batches for evaluation, from ``split_batches``."""
 
     calibration: Batches
     evaluation: Batches
-    is_held_out: bool  # no evaluation batch is a calibration batch
+    is_held_out: bool  # True if no evaluation batch is used for calibration
 
     def __str__(self) -> str:
         if self.is_held_out:
@@ -42,13 +42,13 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     """Split data into calibration and held-out batches, without reading them.
 
     Args:
-        model: the model whose inputs the data are.
+        model: the model that the data are inputs of.
         data: batches, an .npz or .npy file, or a directory of them; see ``qo.quantize``. An iterator cannot be split.
-        batch_size: samples of an .npz or .npy file per batch; None for as many as the model fixes, or 1.
+        batch_size: samples per batch of an .npz or .npy file; None for the model's fixed batch size, or 1.
 
     Raises:
-        SpecError: the number of batches is not known, or they can be read only once.
-        FileFormatError, ShapeError, DtypeError: the data are damaged, or do not fit the model.
+        SpecError: the number of batches is unknown, or they can be read only once.
+        FileFormatError, ShapeError, DtypeError: the data are malformed, or do not fit the model.
 
     >>> import numpy as np
     >>> from onnx import parser
@@ -61,8 +61,8 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     batches = open_batches(data, load_model(model).inputs, batch_size)
     if batches.count is None or not batches.is_repeatable:
         raise SpecError(
-            "the data cannot be split: their number of batches is not known, or they can be read only once; give a "
-            "list, a file or a directory"
+            "cannot split data of unknown length, or data that can be read only once: pass a list, a file or a "
+            "directory"
         )
     numbers = range(batches.count)
     if batches.count < MIN_BATCHES_TO_HOLD_OUT:
@@ -74,25 +74,30 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How close the outputs of a quantized model are to those of its float model.
+    """Accuracy of a quantized model relative to its float model.
+
+    Attributes:
+        outputs_sqnr_db: SQNR of each float output, over all batches.
+        agreement: top-1 agreement, 0 to 1; None if the first output does not have class scores.
+        batches: number of batches that were compared.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
     >>> accuracy.worst_output, accuracy.sqnr_db
     ('z', 30.5)
     """
 
-    outputs_sqnr_db: Mapping[str, float]  # of each float output, over all batches
-    agreement: float | None  # top-1 agreement; None where the first output holds no class scores
+    outputs_sqnr_db: Mapping[str, float]
+    agreement: float | None
     batches: int
 
     @property
     def worst_output(self) -> str:
-        """The float output with the lowest SQNR; "" where there is no float output."""
+        """Name of the float output with the lowest SQNR; "" without float outputs."""
         return worst_output(self.outputs_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
-        """SQNR of the worst float output."""
+        """Lowest SQNR of all float outputs; None without float outputs."""
         return self.outputs_sqnr_db.get(self.worst_output)
 
 
@@ -100,7 +105,7 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
     """Run a float model and its quantized model on the same batches, and compare their outputs.
 
     Raises:
-        UnsupportedError: ONNX Runtime does not run one of them.
+        UnsupportedError: ONNX Runtime cannot run one of the models.
         SpecError, ShapeError, DtypeError: the data do not fit the model.
 
     >>> import numpy as np
@@ -124,10 +129,10 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
 
 
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
-    """Raise now rather than after quantization if top-1 agreement cannot be measured.
+    """Check that top-1 agreement can be measured, so that a limit for it fails before quantization.
 
     Raises:
-        SpecError: the first output does not hold one row of class scores per sample.
+        SpecError: the first output is not one row of class scores per sample.
     """
     model = load_model(source)
     names = array_outputs(model.proto)[:1]
@@ -136,5 +141,7 @@ def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
         outputs = session.run(names, feed) if names else []
     comparison.add(outputs, outputs)
     if comparison.agreement is None:
-        found = f"the first output has shape {outputs[0].shape}" if outputs else "no output is an array"
-        raise SpecError(f"{found}: agreement needs one row of class scores per sample, so set a limit for the SQNR")
+        problem = f"the first output has shape {outputs[0].shape}" if outputs else "no output is an array"
+        raise SpecError(
+            f"{problem}, but top-1 agreement needs one row of class scores per sample: set a limit for the SQNR instead"
+        )

@@ -1,16 +1,16 @@
-"""Dry run: how large the quantized file will be, and how much memory and time quantization will take.
+"""Dry run: estimates of the quantized file's size, and of the memory and time that quantization takes.
 
-Every decision of ``qo.quantize`` looks at the first eight batches at most, and its memory does not grow with further
-batches, which only widen ranges. So a run with eight batches in a process of its own, whose result is thrown away,
-writes a file of the same size, and needs as much memory as the whole:
+A dry run quantizes with the first eight batches in another process, and discards the result. Apart from ranges, no
+decision of ``qo.quantize`` uses more than eight batches, and memory does not grow with the number of batches. So the
+file of the dry run has the final size, and the dry run needs as much memory as the full run:
 
-    size    = size of the file it wrote
-    memory <= 1.4 g + 4 MiB,  g the growth of its resident memory
-    time    = t + (n - 8) b,  t its wall time, b the time of one more batch, n the number of batches
+    size    = size of the dry run's file
+    memory <= 1.4 g + 4 MiB,  g: growth of the dry run's resident memory
+    time    = t + (n - 8) b,  t: wall time of the dry run, b: time per batch, n: number of batches
 
-The margin covers what differs between two runs, by up to a fifth: how allocators round, when threads start. Formulas
-from sizes alone do worse: what ONNX Runtime needs for a model depends on its version, on threads and on the CPU. A new
-process has not yet allocated what it could use again, and if memory is short, it alone is killed.
+The factor covers differences of up to a fifth between two runs, from allocators and the start of threads. A formula
+from sizes would be less accurate: the memory of ONNX Runtime depends on its version, on threads and on the CPU. Another
+process starts without allocated memory that it could reuse, and if memory runs out, only that process is killed.
 """
 
 import json
@@ -29,16 +29,26 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 
 __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
-MARGIN, SLACK_BYTES = 1.4, 4 << 20
-MAX_BATCHES = 8
-MAX_ERROR_CHARS = 500
+MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant of the memory bound, see above
+MAX_BATCHES = 8  # as many as the decisions of qo.quantize use
+MAX_ERROR_CHARS = 500  # stderr of the other process in a message
 _STATUS = Path("/proc/self/status")
 _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Estimates from quantizing with the first batches.
+    """Estimates of size, memory and time, from quantizing with the first batches.
+
+    Attributes:
+        nbytes_before, nbytes_after: size of the float model and of the quantized model, in bytes.
+        memory_growth: growth of resident memory in bytes; None if the system does not report it.
+        seconds: wall time of the dry run.
+        batches: calibration batches that the dry run used.
+        total_batches: calibration batches of the full run.
+        seconds_per_batch: time of each further batch.
+        layers: name, type, weight, input, reason, note, nbytes_before and nbytes_after of each layer.
+        steps: accuracy passes that changed the model.
 
     >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
     >>> run.memory_bound == 144 << 20, run.total_seconds
@@ -47,17 +57,17 @@ class DryRun:
 
     nbytes_before: int
     nbytes_after: int
-    memory_growth: int | None  # bytes by which resident memory grew; None where the system does not tell
-    seconds: float  # wall time of the dry run
-    batches: int  # calibration batches that it used
+    memory_growth: int | None
+    seconds: float
+    batches: int
     total_batches: int
     seconds_per_batch: float
-    layers: tuple[Mapping[str, Any], ...]  # name, type, weight, input, reason, note, nbytes_before, nbytes_after
-    steps: tuple[str, ...]  # accuracy passes that changed the model
+    layers: tuple[Mapping[str, Any], ...]
+    steps: tuple[str, ...]
 
     @property
     def memory_bound(self) -> int | None:
-        """Bytes beyond those of a started program that quantization will not exceed."""
+        """Upper bound of the memory that quantization adds to a started program, in bytes."""
         return None if self.memory_growth is None else int(MARGIN * self.memory_growth) + SLACK_BYTES
 
     @property
@@ -79,22 +89,22 @@ def dry_run(
     Args:
         model: the file of the float model.
         data: a file or directory of batches; None for weight-only recipes.
-        batch_size: samples of an .npz or .npy file per batch; see ``split_batches``.
-        numbers: the batches that calibrate, such as ``Split.calibration.numbers``; None for all.
-        options: options of ``qo.quantize``, such as ``recipe``, as plain values.
+        batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
+        numbers: indices of the calibration batches, such as ``Split.calibration.numbers``; None for all.
+        options: arguments of ``qo.quantize``, such as ``recipe``, as JSON-ready values.
 
     Raises:
-        SpecError: quantization would have failed; the message says why.
-        UnsupportedError: the process was killed, for example because memory was short.
+        SpecError: quantization would fail; the message says why.
+        UnsupportedError: the other process was killed, for example because memory ran out.
 
     >>> import tempfile
     >>> from onnx import parser
     >>> from detent.onnx_model import save
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }''')
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save(model, f"{folder}/a.onnx")
-    ...     dry_run(f"{folder}/a.onnx", recipe="w8a16").layers[0]["weight"]
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     _ = save(model, f"{directory}/a.onnx")
+    ...     dry_run(f"{directory}/a.onnx", recipe="w8a16").layers[0]["weight"]
     'int8/axis1/symmetric/onnx'
     """
     request = {
@@ -104,16 +114,17 @@ def dry_run(
         "numbers": None if numbers is None else list(numbers[:MAX_BATCHES]),
         "options": options,
     }
-    with tempfile.TemporaryDirectory(prefix="detent-") as folder:  # here, for the other process may be killed
-        code, stdout, stderr = _run_worker({**request, "folder": folder})
+    # Created in this process: the other one may be killed before it can clean up.
+    with tempfile.TemporaryDirectory(prefix="detent-") as directory:
+        code, stdout, stderr = _run_worker({**request, "directory": directory})
     try:
         answer = json.loads(stdout.splitlines()[-1])
     except (ValueError, IndexError):
         answer = None
     if code < 0 or answer is None:
-        why = f"killed by signal {-code}" if code < 0 else stderr.strip()[-MAX_ERROR_CHARS:] or f"exit code {code}"
+        cause = f"killed by signal {-code}" if code < 0 else stderr.strip()[-MAX_ERROR_CHARS:] or f"exit code {code}"
         raise UnsupportedError(
-            f"dry run failed ({why}): if memory was short, give a memory_budget (--memory-budget) or a smaller "
+            f"dry run failed ({cause}): if it ran out of memory, set memory_budget (--memory-budget) or a smaller "
             "batch_size (--batch-size)"
         )
     if "error" in answer:
@@ -124,11 +135,11 @@ def dry_run(
 
 
 def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Run the other process to its end: its exit code, stdout and stderr. No process is left behind."""
-    # Without -P the current directory comes first on its path, and any tempfile.py there would be run.
+    """Run the other process, and return its exit code, stdout and stderr; an exception kills the process."""
+    # Without -P, Python would import modules such as tempfile.py from the current directory.
     command = [sys.executable, "-P", "-c", _CODE]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:  # noqa: S603 - ours
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:  # noqa: S603 - a fixed command
         try:
             stdout, stderr = process.communicate(json.dumps(request))
         except BaseException:
@@ -139,7 +150,7 @@ def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _worker_main() -> None:
-    """Main function of the other process: a request on stdin, an answer on stdout."""
+    """Run in the other process: read a request from stdin, write an answer to stdout."""
     request = json.loads(sys.stdin.read())
     try:
         answer = _quantize(request)
@@ -162,7 +173,7 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
     times: list[float] = []
     result = qo.quantize(
         model,
-        Path(request["folder"], "dry_run.onnx"),
+        Path(request["directory"], "dry_run.onnx"),
         data,
         progress=lambda done, total: times.append(time.perf_counter()),  # noqa: ARG005
         **request["options"],
@@ -188,7 +199,7 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int | None:
-    """Resident memory in bytes by Linux's /proc, now ("VmRSS") or at its largest ("VmHWM"); None elsewhere."""
+    """Read resident memory in bytes from Linux's /proc: current ("VmRSS") or peak ("VmHWM"); None elsewhere."""
     try:
         lines = _STATUS.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,14 +1,13 @@
 """Evaluation of a quantized file: accuracy, speed, verification and the most sensitive layers.
 
-``evaluate_result`` does what ``detent quantize`` does once ``qo.quantize`` has written a file, and
-``quantize_and_evaluate`` does both. The float model, the quantized file and the split of the data are loaded once and
-passed on. A check that cannot be made (a model too large to time, one that cannot be verified) becomes a warning: the
-file is still written.
+``quantize_and_evaluate`` does the work of ``detent quantize``: ``qo.quantize``, then ``evaluate_result``. Models and
+data are loaded once. A check that fails to run (a model that cannot be timed or verified) becomes a warning, because
+the file is already written.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.targets import faster, has_avx2, has_vnni
 from detent.recipe import Recipe
-from detent.tables import bytes_text
+from detent.tables import bytes_text, html_table
 from detent.verification import VerifyReport, verify
 
 __all__ = ["Checks", "Evaluation", "SensitiveLayer", "evaluate_result", "quantize_and_evaluate"]
@@ -34,23 +33,23 @@ _log = logging.getLogger(__name__)
 
 VERIFY_BATCHES = TIMING_BATCHES = 2
 TIMING_SECONDS = 1.0
-RANKING_SAMPLES = 4  # with fewer, the layers found to be the most sensitive vary with the samples
-MIN_RANKING_SECONDS = 20.0  # that measuring sensitivity may take; more where quantization took longer
+RANKING_SAMPLES = 4  # with fewer, the ranking of layers depends too much on the samples
+MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity; quantization time if that is longer
 MAX_LAYERS_NAMED = 3
 MAX_OUTPUTS_SHOWN = 4
 StageProgress = Callable[[str, int, int | None], None]
 
 
 class Checks(NamedTuple):
-    """Which checks ``evaluate_result`` makes, besides accuracy."""
+    """Checks that ``evaluate_result`` runs besides accuracy."""
 
     verify: bool = True  # codes and integer kernels
-    time: bool = True
-    sensitivity: bool = True  # noise of each layer alone
+    time: bool = True  # run time of both models
+    sensitivity: bool = True  # noise with one layer quantized at a time
 
 
 class SensitiveLayer(NamedTuple):
-    """A layer and its share of the quantization noise at the outputs, the noise of all layers alone added up."""
+    """A layer and its noise share: its noise at the outputs, divided by the sum over all layers."""
 
     name: str
     noise_share: float
@@ -58,32 +57,35 @@ class SensitiveLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of a quantized model; ``str`` is a summary.
+    """Evaluation of a quantized model; ``str`` is a summary, and notebooks show a table.
 
     Attributes:
-        quantized: the quantized model, as its file holds it.
-        split, accuracy: None without data.
-        timing: of both models; None where it was not asked for or failed.
-        verification: of the first evaluation batches.
-        sensitivity: noise of each layer alone.
-        hints: what may make the model faster.
-        warnings: checks that could not be made, and why.
+        source: the float model.
+        quantized: the quantized model, read from its file.
+        result: the report of ``qo.quantize``.
+        split: calibration and evaluation batches; None without data.
+        accuracy: accuracy on the evaluation batches; None without data.
+        timing: run times of both models; None if not requested or failed.
+        verification: verification on the first evaluation batches; None if not requested or failed.
+        sensitivity: noise with one layer quantized at a time; None if not requested, failed or too slow.
+        hints: suggestions for a faster model.
+        warnings: checks that failed to run, and why.
     """
 
-    source: LoadedModel = field(repr=False)
-    quantized: LoadedModel = field(repr=False)
-    result: QuantizeReport = field(repr=False)
-    split: Split | None = field(default=None, repr=False)
+    source: LoadedModel
+    quantized: LoadedModel
+    result: QuantizeReport
+    split: Split | None = None
     accuracy: Accuracy | None = None
     timing: Timing | None = None
-    verification: VerifyReport | None = field(default=None, repr=False)
-    sensitivity: qs.Sensitivity | None = field(default=None, repr=False)
+    verification: VerifyReport | None = None
+    sensitivity: qs.Sensitivity | None = None
     hints: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
     def sensitive_layers(self) -> tuple[SensitiveLayer, ...]:
-        """The layers that cause the most noise, worst first, at most three."""
+        """The layers with the largest noise, at most three, largest first."""
         if self.sensitivity is None:
             return ()
         total = sum(layer.worst for layer in self.sensitivity.layers) or 1.0
@@ -91,23 +93,27 @@ class Evaluation:
         return tuple(SensitiveLayer(layer.name, layer.worst / total) for layer in layers)
 
     def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
-        """Limits that are not met, and a failed verification, one text each."""
-        sqnr_db = None if self.accuracy is None else self.accuracy.sqnr_db
-        agreement = None if self.accuracy is None else self.accuracy.agreement
-        missed = []
-        if min_sqnr_db is not None and (sqnr_db is None or not sqnr_db >= min_sqnr_db):
-            output = "" if self.accuracy is None else self.accuracy.worst_output
-            value = "is not known" if sqnr_db is None else f"of output {output} is {sqnr_db:.1f} dB"
-            missed.append(f"the SQNR {value}, below the limit of {min_sqnr_db:g} dB")
-        if min_agreement is not None and (agreement is None or agreement < min_agreement):
-            value = "not known" if agreement is None else f"{agreement:.4g}"
-            missed.append(f"the agreement is {value}, below the limit of {min_agreement:g}")
+        """Return a text for each limit that is not met, and for a failed verification."""
+        accuracy = Accuracy({}, None, 0) if self.accuracy is None else self.accuracy
+        sqnr_db, agreement, missed = accuracy.sqnr_db, accuracy.agreement, list[str]()
+        if min_sqnr_db is not None:
+            limit = f"the limit of {min_sqnr_db:g} dB"
+            if sqnr_db is None:
+                missed.append(f"the SQNR was not measured, so {limit} is not met")
+            elif not sqnr_db >= min_sqnr_db:  # also NaN
+                missed.append(f"the SQNR of output {accuracy.worst_output} is {sqnr_db:.1f} dB, below {limit}")
+        if min_agreement is not None:
+            limit = f"the limit of {min_agreement:g}"
+            if agreement is None:
+                missed.append(f"the top-1 agreement was not measured, so {limit} is not met")
+            elif agreement < min_agreement:
+                missed.append(f"the top-1 agreement is {agreement:.4g}, below {limit}")
         if self.verification is not None and not self.verification.ok:
             missed.append("the quantized model does not match its source")
         return missed
 
     def facts(self) -> list[tuple[str, str]]:
-        """The summary as labels and texts: size, accuracy, time, layers on integer kernels."""
+        """Return the summary as labels and texts: size, accuracy, time, layers on integer kernels."""
         before, after = self.result.nbytes_before, self.result.nbytes_after
         size = f"{bytes_text(before)} -> {bytes_text(after)} ({100 * after / max(1, before):.1f} %)"
         accuracy = [("outputs", "not compared: no data")] if self.accuracy is None else self._accuracy_facts()
@@ -118,15 +124,15 @@ class Evaluation:
         if self.accuracy is None:
             return []
         where, values, worst = f", on {self.split}", self.accuracy.outputs_sqnr_db, self.accuracy.worst_output
-        names = sorted(values, key=lambda name: name != worst)  # the output that limits look at comes first
+        names = sorted(values, key=lambda name: name != worst)  # limits apply to the worst output, so it comes first
         facts = [
             ("SQNR" if len(values) == 1 else f"SQNR of {name}", f"{values[name]:.1f} dB{where if i == 0 else ''}")
             for i, name in enumerate(names[:MAX_OUTPUTS_SHOWN])
         ]
         if len(values) > MAX_OUTPUTS_SHOWN:
-            facts.append(("SQNR of others", f"{len(values) - MAX_OUTPUTS_SHOWN:,} more, listed by --json"))
+            facts.append(("SQNR of others", f"{len(values) - MAX_OUTPUTS_SHOWN:,} more outputs, see --json"))
         if self.accuracy.agreement is not None:
-            facts.append(("agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
+            facts.append(("top-1 agreement", f"{100 * self.accuracy.agreement:.2f} %{where}"))
         return facts
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
@@ -138,21 +144,32 @@ class Evaluation:
         return facts
 
     def __str__(self) -> str:
-        lines = [str(self.result.output), *(f"  {label + ':':<18} {text}" for label, text in self.facts())]
-        if self.verification is not None:
-            lines.append(f"verified: {self.verification.headline}")
-        lines += [f"most sensitive: {name}, {share:.0%} of the noise" for name, share in self.sensitive_layers]
-        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+        facts = (f"  {label + ':':<18} {text}" for label, text in self.facts())
+        return "\n".join([str(self.result.output), *facts, *self._notes()])
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{label} {text}" for label, text in self.facts() if label in {"size", "time"})
+        sqnr_db = None if self.accuracy is None else self.accuracy.sqnr_db
+        accuracy = "" if sqnr_db is None else f", SQNR {sqnr_db:.1f} dB"
+        return f"<Evaluation of {self.result.output}: {facts}{accuracy}>"
+
+    def _repr_html_(self) -> str:
+        return html_table([("", str(self.result.output)), *self.facts()], notes=self._notes())
+
+    def _notes(self) -> list[str]:
+        verified = [] if self.verification is None else [f"verified: {self.verification.headline}"]
+        sensitive = [f"most sensitive: {name}, {share:.0%} of the noise" for name, share in self.sensitive_layers]
+        return [*verified, *sensitive, *(f"warning: {text}" for text in self.warnings)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The result and its evaluation as a JSON-ready dict; numbers may be infinite or NaN."""
+        """Return the report of ``qo.quantize`` and the evaluation as a dict; numbers may be infinite or NaN."""
         accuracy, timing, codes = self.accuracy, self.timing, self.verification
         provenance = Provenance.read(self.quantized.proto)
         document = self.result.to_dict()
         calibration_sqnr = document.pop("outputs_sqnr_db")
         if not calibration_sqnr and accuracy is not None and self.split is not None and not self.split.is_held_out:
-            calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # of the same batches
-        del document["output_sqnr_db"]  # of calibration batches: sqnr_db is the figure that counts
+            calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # measured on the calibration batches
+        del document["output_sqnr_db"]  # measured on calibration batches; sqnr_db replaces it
         return {
             **document,
             "hints": [*self.result.hints, *self.hints],
@@ -204,21 +221,21 @@ def quantize_and_evaluate(
     Args:
         model, output, recipe: as for ``qo.quantize``.
         data: batches; None for weight-only recipes, which are then not compared with the float model.
-        batch_size: samples of an .npz or .npy file per batch; see ``split_batches``.
-        checks: the checks to make.
-        progress: called with the name of a stage, the steps done, and their number.
-        options: further options of ``qo.quantize``.
+        batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
+        checks: the checks to run.
+        progress: function called with the name of a stage, the steps done, and their total.
+        options: further arguments of ``qo.quantize``.
 
     Raises:
-        DetentError: whatever ``qo.quantize`` and ``split_batches`` raise.
+        DetentError: an error of ``qo.quantize`` or ``split_batches``.
 
     >>> import tempfile, numpy as np
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {3.0, 1.0}> { [fc] y = MatMul(x, w) }''')
     >>> data = [np.float32([[i, 0.3]]) for i in range(40)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     evaluation = quantize_and_evaluate(model, f"{folder}/small.onnx", data)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     evaluation = quantize_and_evaluate(model, f"{directory}/small.onnx", data)
     >>> evaluation.split.is_held_out, evaluation.verification.ok, evaluation.missed_limits(min_sqnr_db=30)
     (True, True, [])
     """
@@ -239,14 +256,18 @@ def evaluate_result(
     checks: Checks = Checks(),  # noqa: B008 - a frozen value
     progress: StageProgress | None = None,
 ) -> Evaluation:
-    """Evaluate the file that ``qo.quantize`` wrote beside its float model.
+    """Evaluate the file that ``qo.quantize`` wrote, compared with its float model.
 
-    Without a split of the data only time is measured. ``progress`` is called with the name of a stage, the steps done,
-    and their number.
+    Args:
+        source: the float model.
+        result: the report of ``qo.quantize``.
+        split: calibration and evaluation batches, from ``split_batches``; without them only run time is measured.
+        checks: the checks to run.
+        progress: function called with the name of a stage, the steps done, and their total.
 
     Raises:
-        FileFormatError: the file is no longer there, or damaged.
-        UnsupportedError: ONNX Runtime does not run one of the models.
+        FileFormatError: the file is missing or malformed.
+        UnsupportedError: ONNX Runtime cannot run one of the models.
     """
     return _Evaluator(load_model(source), result, split, progress).run(checks)
 
@@ -256,7 +277,7 @@ class _TooLongError(Exception):
 
 
 class _Evaluator:
-    """One evaluation, and the warnings that it collects."""
+    """Runs the checks of one evaluation, and collects warnings."""
 
     def __init__(
         self, source: LoadedModel, result: QuantizeReport, split: Split | None, progress: StageProgress | None
@@ -313,7 +334,7 @@ class _Evaluator:
             return None
 
     def _measure_sensitivity(self, split: Split) -> qs.Sensitivity | None:
-        """Measure the layers with the parameters that they have in the file."""
+        """Measure the sensitivity of layers, with the parameters of the file."""
         decisions, error_text = self.result.decisions, ""
         if decisions is None:
             return None
@@ -321,7 +342,7 @@ class _Evaluator:
 
         def check_cost(cost: qs.Cost) -> None:
             if cost.seconds_estimate > limit:
-                raise _TooLongError(f"{cost}; detent sensitivity does it")
+                raise _TooLongError(f"{cost}; run detent sensitivity for it")
 
         for samples in (RANKING_SAMPLES, 1):
             try:
@@ -339,7 +360,7 @@ class _Evaluator:
         return None
 
     def _hints(self, timing: Timing | None) -> tuple[str, ...]:
-        """Hints for more speed; they matter for layers whose inputs are quantized as well."""
+        """Return hints for more speed, if the model is not faster although inputs are quantized."""
         if timing is None or timing.is_faster or not any(layer.input for layer in self.result.layers):
             return ()
         hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())

@@ -1,7 +1,7 @@
-"""Speed of two models side by side in ONNX Runtime.
+"""Speed of two models in ONNX Runtime.
 
-Runs alternate, so that what slows the machine slows both; the medians are compared. Loading and the first run, which
-allocates, are not timed.
+Runs of the two models alternate, so that other load on the machine slows both. The medians are compared. Loading and
+the first run, which allocates memory, are not timed.
 """
 
 import re
@@ -22,19 +22,24 @@ from detent.onnx_model.sessions import SPINNING, make_session, ort_errors
 
 __all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
-MIN_RUNS, MAX_RUNS = 3, 50
-SAME_SPEED = 1.05  # below this ratio two times are equal
+MIN_RUNS, MAX_RUNS = 3, 50  # per model
+SAME_SPEED = 1.05  # ratios of run times up to this are noise
 MAX_MS_AS_MICROSECONDS = 0.1
-DEFAULT_SIZE = 1  # of an axis that varies
-MAX_RANDOM_ELEMENTS = 1 << 28  # of an input; they take 2 GiB while they are drawn
-MAX_CHARS_SHOWN = 80  # of an argument in a message
-RANDOM_INTEGERS = 2  # indices below it are in every table
+DEFAULT_SIZE = 1  # size of an axis that the model leaves open
+MAX_RANDOM_ELEMENTS = 1 << 28  # elements of a random input; drawing them takes 2 GiB
+MAX_CHARS_SHOWN = 80  # characters of an argument in a message
+RANDOM_INTEGERS = 2  # random integers are below this, so that they are valid indices of any table
 _SIZE = re.compile("0*[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Run times of two models.
+    """Run times of two models, usually float and quantized.
+
+    Attributes:
+        first_ms, second_ms: median time of a run in milliseconds.
+        runs: timed runs per model.
+        threads: threads per model; 0 for all cores.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 3.9, 10, 1).speed_text
     ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 'as fast')
@@ -42,10 +47,10 @@ class Timing:
     '50.0 µs -> 80.0 µs (1.6x slower, 2 threads, 1,000 runs)'
     """
 
-    first_ms: float  # median time of a run
+    first_ms: float
     second_ms: float
-    runs: int  # timed runs per model
-    threads: int  # per model; 0 for all cores
+    runs: int
+    threads: int
 
     @property
     def ratio(self) -> float:
@@ -59,12 +64,12 @@ class Timing:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the second model is faster by more than runs vary."""
+        """Whether the second model is at least 5 % faster."""
         return self.ratio >= SAME_SPEED
 
     @property
     def speed_text(self) -> str:
-        """The ratio as text."""
+        """Ratio of the run times as text."""
         if self.is_faster:
             return f"{self.ratio:,.1f}x faster"
         return "as fast" if self.ratio > 1 / SAME_SPEED else f"{1 / self.ratio:,.1f}x slower"
@@ -89,18 +94,18 @@ def time_models(
     seconds: float = 2.0,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Timing:
-    """Time two models in turn on the same batches.
+    """Time two models on the same batches, with alternating runs.
 
     Args:
         first, second: the models, usually float and quantized.
         feeds: batches as dicts of arrays by input name, used in turn.
         threads: threads per model; 0 uses all cores.
         repeat: runs per model; None for as many as fit into ``seconds``, between 3 and 50.
-        seconds: about how long all runs may take.
-        progress: called with the runs done and their number.
+        seconds: approximate time of all runs together.
+        progress: function called with the runs done and their total.
 
     Raises:
-        UnsupportedError: ONNX Runtime does not run one of them.
+        UnsupportedError: ONNX Runtime cannot run one of the models.
 
     >>> from onnx import parser
     >>> model = parser.parse_model(
@@ -134,51 +139,53 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
         name, sign, sizes = text.rpartition("=")
         parts = [part.strip() for part in sizes.replace("x", ",").split(",")]
         if not sign or not all(_SIZE.fullmatch(part) for part in parts):
-            raise SpecError(f"--shape {text[:MAX_CHARS_SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits")
+            raise SpecError(
+                f"invalid --shape {text[:MAX_CHARS_SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits"
+            )
         shapes[name] = tuple(int(part) for part in parts)
     return shapes
 
 
 def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
-    """Draw random inputs that fit a model, always the same: floats are normal, integers 0 or 1.
+    """Return random inputs for a model, the same on every call: normal floats, and integers 0 or 1.
 
     Args:
         model: the model.
-        shapes: shapes by input name; without one, axes that vary have size 1.
+        shapes: shapes by input name; for other inputs, axes that the model leaves open have size 1.
 
     Raises:
-        SpecError: an unknown input, one without a known rank or of a type that is not a number, or one too large.
-        ShapeError: a shape that does not fit the model.
+        SpecError: an unknown input name, or an input of unknown rank, of a non-numeric type, or too large.
+        ShapeError: a shape does not fit the model.
 
     >>> from onnx import parser
     >>> random_inputs(parser.parse_model(
     ...     '<ir_version: 8, opset_import: ["" : 17]> g (float[N, 3] x) => (float[N, 3] y) { y = Abs(x) }'))["x"].shape
     (1, 3)
     """
-    inputs, given = load_model(model).inputs, dict(shapes or {})
+    inputs, by_name = load_model(model).inputs, dict(shapes or {})
     names = [info.name for info in inputs]
-    for name in given:
+    for name in by_name:
         if name not in names:
             raise SpecError(
-                f"--shape: the model has no input {name!r}{closest(name, names)} it takes {', '.join(names)}"
+                f"--shape: the model has no input {name!r}{closest(name, names)} its inputs are {', '.join(names)}"
             )
     rng = np.random.default_rng(0)
-    return {info.name: _random_array(info, given.get(info.name), rng) for info in inputs}
+    return {info.name: _random_array(info, by_name.get(info.name), rng) for info in inputs}
 
 
 def _random_array(info: InputInfo, shape: tuple[int, ...] | None, rng: np.random.Generator) -> NDArray[Any]:
     if shape is None:
         if info.shape is None:
-            raise SpecError(f"the model does not say how many axes {info.name!r} has: give --shape {info.name}=...")
+            raise SpecError(f"the model does not declare the rank of input {info.name!r}: pass --shape {info.name}=...")
         shape = tuple(size or DEFAULT_SIZE for size in info.shape)
     info.check(info.dtype, shape, "--shape")
     if prod(shape) > MAX_RANDOM_ELEMENTS:
         raise SpecError(
-            f"input {info.name!r} of shape {'x'.join(map(str, shape))} has {prod(shape):,} elements, random "
-            f"inputs have at most {MAX_RANDOM_ELEMENTS:,}: give a smaller --shape"
+            f"input {info.name!r} of shape {'x'.join(map(str, shape))} has {prod(shape):,} elements, too many for "
+            f"random inputs (at most {MAX_RANDOM_ELEMENTS:,}): pass a smaller --shape"
         )
     if info.dtype.kind == "f":
         return rng.normal(size=shape).astype(info.dtype)
     if info.dtype.kind in "iub":
         return rng.integers(0, RANDOM_INTEGERS, size=shape).astype(info.dtype)
-    raise SpecError(f"input {info.name!r} has type {info.dtype}, for which there are no random inputs: give --data")
+    raise SpecError(f"cannot generate random {info.dtype} values for input {info.name!r}: pass --data")
