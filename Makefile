@@ -5,9 +5,9 @@ VENV   := .venv
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.complete
 RUN    := $(VENV)/bin/python
-PEERS  := .venv-peers
-PEERED := $(PEERS)/.complete
-RACE   := $(PEERS)/bin/python
+TOOLS  := .venv-bench
+TOOLED := $(TOOLS)/.complete
+BENCH  := $(TOOLS)/bin/python
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
@@ -18,7 +18,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed peers docs wheel clean
+.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed \
+        bench-tools peers docs wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,7 +39,7 @@ test: lint ## lint, then all tests that are not slow: doctests, tests, docs snip
 	$(PYTEST) -n $(JOBS) -m "not slow"
 
 # The second run covers machines without a compiler; tests/kernels/native always needs native kernels.
-test-all: lint ## all tests with slow ones and many more generated examples; then the others on the reference kernels
+test-all: lint ## all tests, slow ones too, with many more generated examples; then the others on the reference kernels
 	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
 	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) -m "not slow" --ignore=tests/kernels/native
 
@@ -55,37 +56,39 @@ format: $(STAMP) ## format the sources (ruff)
 sanitize: ## native tests with guard pages, in release builds and under ASan and UBSan; needs only a compiler
 	$(MAKE) -C native/tests
 
-# Threads of other pools sleep between their turns instead of spinning on the cores of the next contestant.
+# Idle threads sleep instead of spinning on the cores of the tool that is timed next.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-bench: $(STAMP) ## check, then time detent and its peers; renew the tables of README and docs
+bench: $(STAMP) ## kernels and calibration: check results, time detent and other tools; update the tables of README and docs
 	$(QUIET) $(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
 	$(RUN) benchmarks/render.py
 	$(QUIET) $(RUN) benchmarks/calibration.py --output benchmarks/results/calibration.json
 	$(RUN) benchmarks/render_calibration.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-quick: $(STAMP) ## a small selection of the same, within a minute; writes nothing
+bench-quick: $(STAMP) ## a small part of the kernel benchmark, within a minute; writes nothing
 	$(QUIET) $(RUN) benchmarks/run.py --quick
 
-# Not under QUIET: within a step torch's threads and ours alternate, and users do not set that variable.
-bench-qat: $(PEERED) ## time, weigh and test quantization-aware training beside its peers; renew the tables of docs
-	$(RACE) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
-	$(RACE) benchmarks/qat_accuracy.py --peers --output benchmarks/results/qat_accuracy.json
+# Without QUIET: within a step torch's and detent's threads alternate, and users do not set that variable.
+bench-qat: $(TOOLED) ## QAT: step time, memory and accuracy of detent and other tools; update the tables
+	$(BENCH) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
+	$(BENCH) benchmarks/qat_accuracy.py --other-tools --output benchmarks/results/qat_accuracy.json
 	$(RUN) benchmarks/render_qat.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-onnx: $(PEERED) ## quantize ONNX files beside peers, and with each accuracy step left out; renew the tables of docs
-	$(RACE) benchmarks/onnx_ptq.py --patience 120 --output benchmarks/results/onnx_ptq.json
+bench-onnx: $(TOOLED) ## ONNX files of detent and other tools, and the effect of each accuracy step; update the tables
+	$(BENCH) benchmarks/onnx_ptq.py --patience 120 --output benchmarks/results/onnx_ptq.json
 	$(RUN) benchmarks/onnx_helpers.py --output benchmarks/results/onnx_helpers.json
 	$(RUN) benchmarks/render_onnx.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-mixed: $(STAMP) ## bits chosen per layer beside the same bits everywhere; renew the table of docs
+bench-mixed: $(STAMP) ## mixed precision compared with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
 	$(RUN) benchmarks/render_mixed.py
 
-peers: $(PEERED) ## the libraries that bench-qat and bench-onnx compare with, in an environment of their own
+bench-tools: $(TOOLED) ## install the other tools that bench-qat and bench-onnx compare with, in .venv-bench
+
+peers: bench-tools # the former name of bench-tools
 
 # The variable silences a notice by the theme's authors about the successor of mkdocs, which would be a warning.
 docs: $(STAMP) ## execute every snippet and example, check the site, and build it into site/; warnings are errors
@@ -98,7 +101,7 @@ wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into 
 
 clean: ## remove everything that make and the tools generate
 	rm -rf demo-report.html demo-*.onnx demo-calibration.npz
-	rm -rf $(VENV) $(PEERS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(TOOLS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # READY has what users need, enough for the demo; STAMP adds what tests need. Both stamps are written last: an environment
@@ -125,14 +128,14 @@ $(STAMP): $(READY)
 	@echo "$(CURDIR)" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/detent-zoo.pth" # import zoo
 	@touch $@
 
-# An environment on top of the project's, with the very same torch and detent: its site-packages come first, the others
-# after them. Packages that disagree with the ones below are for the peers alone.
-PEER_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
+# An environment on top of the project's, with the same torch and detent: its site-packages come before the project's, so
+# packages that conflict with the project's are visible only to the other tools.
+TOOL_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
 
-$(PEERED): $(STAMP) benchmarks/peers-constraints.txt
-	@rm -rf $(PEERS)
-	$(PYTHON) -m venv --without-pip $(PEERS)
+$(TOOLED): $(STAMP) benchmarks/tools-constraints.txt
+	@rm -rf $(TOOLS)
+	$(PYTHON) -m venv --without-pip $(TOOLS)
 	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	echo "import site; site.addsitedir('$$($(RUN) -c "$$site")')" > "$$($(RACE) -c "$$site")/below.pth"
-	$(PYTHON) -m pip --python $(RACE) install --quiet -c constraints.txt -c benchmarks/peers-constraints.txt $(PEER_PACKAGES)
+	echo "import site; site.addsitedir('$$($(RUN) -c "$$site")')" > "$$($(BENCH) -c "$$site")/below.pth"
+	$(PYTHON) -m pip --python $(BENCH) install --quiet -c constraints.txt -c benchmarks/tools-constraints.txt $(TOOL_PACKAGES)
 	@touch $@

@@ -1,7 +1,8 @@
-"""Case: one operation on one array, with the numbers every contestant gets; Contestant: one way to compute it.
+"""Case: one operation on one array, equal for all tools. Tool: one implementation of it.
 
-Data are normal, ranges clip a little of it, zero points are not zero and no code is left out, so that nobody can skip
-a step. ``observe`` gets data whose scale is a power of two, because systems may round a scale's last bit differently.
+Data are normally distributed, ranges clip a little, zero points are not zero and all codes occur, so no tool can skip
+a step. For ``observe + fake_quantize`` the scale is a power of two, because tools round the last bit of a scale
+differently.
 """
 
 from collections.abc import Callable
@@ -25,16 +26,16 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype("float64"),
 }
-REPEATED = 2**16
+PERIOD = 2**16  # elements that are drawn; larger arrays repeat them, which saves time
 Q8_0 = "dequantize Q8_0"
 
 
 class SkippedError(Exception):
-    """A peer that cannot take part in a case, and why."""
+    """A tool does not support a case; the message says why."""
 
 
 class DifferentError(Exception):
-    """A contestant whose answer is not detent's."""
+    """A tool's result differs from detent's."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Case:
     """One operation on one array.
 
     Attributes:
-        operation: a row of the budget, such as "fake_quantize" or "quantize int4".
-        granularity: as in a spec's string.
-        size: the number of elements.
-        dtype: the float type.
+        operation: the operation, such as "fake_quantize" or "quantize int4".
+        granularity: the granularity, as in a spec string.
+        size: number of elements.
+        dtype: float type of the array.
     """
 
     operation: str
@@ -55,65 +56,65 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
+        """Shape of the array."""
         return SHAPES[self.size]
 
     @property
     def real(self) -> np.dtype[Any]:
-        """The array's dtype."""
+        """NumPy dtype of the array."""
         return DTYPES[self.dtype]
 
     @property
     def bits(self) -> int:
-        """The width of a code."""
+        """Bits per code."""
         return 4 if self.operation.endswith("int4") else 8
 
     @property
     def group(self) -> int | None:
-        """The size of a group, or None."""
+        """Group size, or None."""
         return int(self.granularity[5:]) if self.granularity.startswith("group") else None
 
     def spec(self, convention: str = "onnx") -> dt.QuantSpec:
-        """How to quantize, by the rules of one system."""
+        """Spec of the case in one convention."""
         symmetry = "symmetric" if self.operation == Q8_0 else "affine"
         return dt.QuantSpec.parse(f"int{self.bits}/{self.granularity}/{symmetry}/{convention}")
 
     @cached_property
     def tiling(self) -> Tiling:
-        """Which elements share a scale."""
+        """Tiling of the array into parameter sets."""
         return self.spec().granularity.tiling(self.shape)
 
     @cached_property
     def x(self) -> Array:
-        """The data."""
+        """Input data."""
         values = _normal(0, self.shape)
         if self.operation == "observe + fake_quantize":
-            low, high = -2.0, 255 / 64 - 2.0
-            values = np.clip(values, low, high)
-            values[:, 0], values[:, 1] = low, high
+            lo, hi = -2.0, 255 / 64 - 2.0
+            values = np.clip(values, lo, hi)
+            values[:, 0], values[:, 1] = lo, hi
         return values.astype(self.real)
 
     @cached_property
     def g(self) -> Array:
-        """The gradient of the result."""
+        """Gradient of the output."""
         return _normal(1, self.shape).astype(self.real)
 
     def params(self, convention: str = "onnx") -> dt.QuantParams:
-        """Scales and zero points; the same numbers for every convention."""
+        """Scales and zero points, equal in all conventions."""
         width = np.linspace(0.0, 1.0, prod(self.tiling.scale_shape)).reshape(self.tiling.scale_shape)
         if self.operation == Q8_0:
             return dt.QuantParams(self.spec(convention), scale=(width + 1).astype(np.float16).astype(np.float32) / 64)
-        made = dt.QuantParams.from_range(self.spec(), -2.0 - width, 3.0 - width)
-        return dt.QuantParams(self.spec(convention), scale=made.scale, zero_point=made.zero_point)
+        params = dt.QuantParams.from_range(self.spec(), -2.0 - width, 3.0 - width)
+        return dt.QuantParams(self.spec(convention), scale=params.scale, zero_point=params.zero_point)
 
     @cached_property
     def codes(self) -> Array:
-        """The data's codes."""
+        """Codes of the input data."""
         return dt.quantize(self.x, self.params()).codes
 
     @property
     def bytes(self) -> int:
-        """How many bytes the operation has to read and write, its parameters left out."""
+        """Bytes that the operation reads and writes, without parameters."""
         item, code = self.real.itemsize, self.bits / 8
         per_element = {
             "fake_quantize": 2 * item,
@@ -127,21 +128,21 @@ class Case:
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> Array:
-    """Normal numbers, repeated beyond 2^16 of them to save time."""
-    numbers = np.random.default_rng(seed).normal(size=min(prod(shape), REPEATED))
+    """Normally distributed numbers, repeated after PERIOD elements."""
+    numbers = np.random.default_rng(seed).normal(size=min(prod(shape), PERIOD))
     return np.resize(numbers, shape)
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """One way to compute a case.
+class Tool:
+    """One implementation of a case.
 
     Attributes:
-        name: who.
-        run: computes the answer into memory made beforehand, where the peer allows it.
-        answer: the answer of the last run, as arrays.
-        convention: whose rules the answer follows.
-        prepare: called before every sample, untimed.
+        name: name in the tables.
+        run: computes the result, into preallocated memory if the tool supports that.
+        answer: returns the result of the last run as arrays.
+        convention: the convention that the result follows.
+        prepare: called before every sample, not timed.
     """
 
     name: str

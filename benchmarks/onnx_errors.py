@@ -1,19 +1,19 @@
-"""Errors of others as they stand in a table: the first line, shortened, without this machine's folders."""
+"""Format errors of other tools for a table: the first line, shortened, without paths of this machine."""
 
 import re
 
-LONGEST = 160
-_FOLDERS = re.compile(r"(?:/[\w.+-]+)+/(?=[\w.+-])")
+MAX_CHARS = 160
+_DIRECTORIES = re.compile(r"(?:/[\w.+-]+)+/(?=[\w.+-])")
 
 
 def first_line(error: BaseException) -> str:
-    """The type and the first line that says something."""
+    """Type of an error and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return shortened(text)
 
 
 def shortened(text: str) -> str:
-    """Of a length that fits into a list."""
-    plain = _FOLDERS.sub("", text)
-    return plain if len(plain) <= LONGEST else plain[: LONGEST - 3] + "..."
+    """Remove directories, and shorten to MAX_CHARS."""
+    plain = _DIRECTORIES.sub("", text)
+    return plain if len(plain) <= MAX_CHARS else plain[: MAX_CHARS - 3] + "..."

@@ -1,8 +1,8 @@
-"""Pages whose tables are rendered: each between a pair of markers that bear its name."""
+"""Replace the rendered sections of a page, each between two markers with its name."""
 
 
 def placed(page: str, sections: dict[str, str]) -> str:
-    """The page with every section between its markers."""
+    """Insert every section between its markers."""
     for name, text in sections.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, rest = page.split(begin)

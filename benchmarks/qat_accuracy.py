@@ -1,16 +1,16 @@
-"""What quantization-aware training is worth: test accuracy at 8, 4, 3 and 2 bits, from the same float checkpoint.
+"""QAT accuracy: test accuracy at 8, 4, 3 and 2 bits, starting from the same float checkpoint.
 
 ::
 
-    python benchmarks/qat_accuracy.py [--quick] [--data mnist|fashion] [--peers] [--output FILE]
+    python benchmarks/qat_accuracy.py [--quick] [--data mnist|fashion] [--other-tools] [--output FILE]
 
-For each seed a float network is trained, and everything else starts from its weights: the float network trained on,
-post-training quantization, and quantization-aware training with moving averages and with learned scales, all with the
-same number of epochs, the same batches in the same order, and Adam at 1e-3 with a cosine to zero. With ``--peers``,
-those that take convolutions train by the same rules, at 4 and 2 bits. The distinct values that enter every convolution
-and matrix product are counted on the trained network, so that the bits claimed are the bits used.
+For each seed a float network is trained. From its weights start: more float training, post-training quantization, and
+QAT with EMA ranges and with learned scales. All of them train for the same number of epochs on the same batches in the
+same order, with Adam and a cosine schedule from 1e-3 to zero. With ``--other-tools``, tools that support convolutions
+train in the same way at 4 and 2 bits. On the trained network, the distinct values that enter every convolution and
+matmul are counted, to check that no tool uses more bits than it claims.
 
-Each seed has a process with one thread of its own: faster than two threads for one small network, and repeatable.
+Each seed has a separate process with one thread: faster than two threads for a small network, and reproducible.
 """
 
 import argparse
@@ -28,80 +28,80 @@ import torch
 from case import SkippedError
 from qat_data import PACKAGES, Pair, load
 from qat_models import digits
-from qat_peers import PREPARERS, quieten, versions
-from qat_values import products
-from run import surroundings
+from qat_tools import PREPARERS, silence_warnings, versions
+from qat_values import count_values
+from run import environment
 from torch import Tensor, nn
 
 import detent as dt
 import detent.torch as qt
 
-BATCH, RATE = 128, 1e-3
-CALIBRATED = 16
-COUNTED = 1000
-PEERS, PEER_WIDTHS = ("torch.ao FX", "brevitas"), (4, 2)
+BATCH_SIZE, LEARNING_RATE = 128, 1e-3
+CALIBRATION_BATCHES = 16
+COUNTED_IMAGES = 1000  # for the distinct values
+OTHER_TOOLS, OTHER_TOOLS_BITS = ("torch.ao FX", "brevitas"), (4, 2)
 MODES = {"EMA": dt.EMA(0.99), "learned": dt.Learned()}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train, on how much, how often, and at which widths."""
+    """Epochs, seeds, training images and bit widths."""
 
     epochs: int = 3
     more_epochs: int = 2
     seeds: tuple[int, ...] = (0, 1)
-    pictures: int = 60000
-    widths: tuple[int, ...] = (8, 4, 3, 2)
+    images: int = 60000
+    bit_widths: tuple[int, ...] = (8, 4, 3, 2)
 
 
-QUICK = Budget(epochs=1, more_epochs=1, seeds=(0,), pictures=6400, widths=(8, 2))
+QUICK = Budget(epochs=1, more_epochs=1, seeds=(0,), images=6400, bit_widths=(8, 2))
 
 
 def batches(data: Pair, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One epoch, in an order that depends on the seed alone; the incomplete batch is left out."""
+    """Yield one epoch in an order that depends only on the seed; the incomplete batch is dropped."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-    for chosen in order[: len(data) - len(data) % BATCH].split(BATCH):
-        yield data.pictures[chosen], data.labels[chosen]
+    for chosen in order[: len(data) - len(data) % BATCH_SIZE].split(BATCH_SIZE):
+        yield data.images[chosen], data.labels[chosen]
 
 
 def train(model: nn.Module, data: Pair, epochs: int, seed: int) -> nn.Module:
-    """Adam with a cosine to zero."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(data) // BATCH))
+    """Train with Adam and a cosine schedule to zero."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * (len(data) // BATCH_SIZE))
     model.train()
     for epoch in range(epochs):
-        for pictures, labels in batches(data, 1000 * seed + epoch):
+        for images, labels in batches(data, 1000 * seed + epoch):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(pictures), labels).backward()
+            nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             schedule.step()
     return model
 
 
 def accuracy(model: nn.Module, data: Pair) -> float:
-    """The percentage of pictures that are told right."""
+    """Percentage of images that are classified correctly."""
     model.eval()
     with torch.no_grad():
         right = sum(
-            int((model(pictures).argmax(1) == labels).sum())
-            for pictures, labels in zip(data.pictures.split(1000), data.labels.split(1000), strict=True)
+            int((model(images).argmax(1) == labels).sum())
+            for images, labels in zip(data.images.split(1000), data.labels.split(1000), strict=True)
         )
     return 100 * right / len(data)
 
 
-def calibrated(model: nn.Module, recipe: dt.Recipe, data: Pair, seed: int) -> nn.Module:
-    """The model prepared, with ranges from the first batches of the seed's first epoch."""
+def calibrate(model: nn.Module, recipe: dt.Recipe, data: Pair, seed: int) -> nn.Module:
+    """Prepare the model, and calibrate it on the first batches of the seed's first epoch."""
     qt.prepare(model, recipe)
     model.eval()
     with torch.no_grad(), qt.calibrating(model):
-        for _, (pictures, _) in zip(range(CALIBRATED), batches(data, 1000 * seed), strict=False):
-            model(pictures)
+        for _, (images, _) in zip(range(CALIBRATION_BATCHES), batches(data, 1000 * seed), strict=False):
+            model(images)
     return model
 
 
 @dataclass(frozen=True)
-class Race:
-    """Everything that starts from one float checkpoint."""
+class Methods:
+    """All methods, starting from one float checkpoint."""
 
     checkpoint: nn.Module
     data: Pair
@@ -109,42 +109,44 @@ class Race:
     seed: int
     epochs: int
 
-    def runs(self, widths: tuple[int, ...], peers: bool) -> Iterator[tuple[str, int | None, Callable[[], nn.Module]]]:
-        """The method, the width, and what gives the network to test."""
+    def runs(
+        self, bit_widths: tuple[int, ...], other_tools: bool
+    ) -> Iterator[tuple[str, int | None, Callable[[], nn.Module]]]:
+        """Yield each method, its bits, and a function that returns the network to test."""
         yield "float", None, self.start
-        yield "float, trained on", None, lambda: self.trained(self.start())
-        for bits in widths:
+        yield "float, same epochs", None, lambda: self.trained(self.start())
+        for bits in bit_widths:
             yield "PTQ", bits, lambda bits=bits: self.quantized(bits)
             for mode in MODES:
                 yield f"QAT, {mode}", bits, lambda bits=bits, mode=mode: self.aware(bits, mode)
-        for peer in PEERS if peers else ():
-            for bits in PEER_WIDTHS:
-                yield peer, bits, lambda bits=bits, peer=peer: self.by_peer(bits, peer)
+        for tool in OTHER_TOOLS if other_tools else ():
+            for bits in OTHER_TOOLS_BITS:
+                yield tool, bits, lambda bits=bits, tool=tool: self.by_tool(bits, tool)
 
     def start(self) -> nn.Module:
-        """The float checkpoint."""
+        """Copy of the float checkpoint."""
         return copy.deepcopy(self.checkpoint)
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """The model after the epochs that everybody gets."""
+        """Train a model for the epochs that all methods get."""
         return train(model, self.data, self.epochs, self.seed + 100)
 
     def quantized(self, bits: int) -> nn.Module:
-        """Quantized after training."""
+        """Post-training quantization."""
         recipe = dt.Recipe.preset(f"w{bits}a{bits}")
-        return _frozen(calibrated(self.start(), recipe, self.data, self.seed))
+        return _frozen(calibrate(self.start(), recipe, self.data, self.seed))
 
     def aware(self, bits: int, mode: str) -> nn.Module:
-        """Trained with quantization."""
+        """QAT with detent."""
         recipe = dt.Recipe.preset(f"w{bits}a{bits}", mode=MODES[mode])
-        return _frozen(self.trained(calibrated(self.start(), recipe, self.data, self.seed)))
+        return _frozen(self.trained(calibrate(self.start(), recipe, self.data, self.seed)))
 
-    def by_peer(self, bits: int, peer: str) -> nn.Module:
-        """Trained with quantization by somebody else."""
+    def by_tool(self, bits: int, tool: str) -> nn.Module:
+        """QAT with another tool."""
         example, _ = next(batches(self.data, 1000 * self.seed))
-        model = self.trained(PREPARERS[peer](self.start().train(), example, bits))
-        if peer == "torch.ao FX":
-            model.apply(torch.ao.quantization.disable_observer)  # they would go on in evaluation
+        model = self.trained(PREPARERS[tool](self.start().train(), example, bits))
+        if tool == "torch.ao FX":
+            model.apply(torch.ao.quantization.disable_observer)  # they would update ranges in evaluation
         return model
 
 
@@ -153,58 +155,65 @@ def _frozen(model: nn.Module) -> nn.Module:
     return model
 
 
-def measure(name: str, seed: int, budget: Budget, peers: bool) -> tuple[list[dict], list[str]]:
-    """The rows of one seed, and what was skipped."""
-    quieten()
+def measure(name: str, seed: int, budget: Budget, other_tools: bool) -> tuple[list[dict], list[str]]:
+    """Measure one seed; return its rows, and the reasons of skipped methods."""
+    silence_warnings()
     torch.set_num_threads(1)
     dt.set_num_threads(1)
     data, test = load(name)
-    data = Pair(data.pictures[: budget.pictures], data.labels[: budget.pictures])
+    data = Pair(data.images[: budget.images], data.labels[: budget.images])
     torch.manual_seed(seed)
     start = time.monotonic()
     checkpoint = train(digits(), data, budget.epochs, seed)
     print(f"seed {seed}: float trained in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     rows, skipped = [], []
-    for method, bits, make in Race(checkpoint, data, test, seed, budget.more_epochs).runs(budget.widths, peers):
+    for method, bits, make in Methods(checkpoint, data, test, seed, budget.more_epochs).runs(
+        budget.bit_widths, other_tools
+    ):
         start = time.monotonic()
         try:
             model = make()
-        except SkippedError as why:
-            skipped.append(str(why))
+        except SkippedError as reason:
+            skipped.append(str(reason))
             continue
         row = {"seed": seed, "method": method, "bits": bits, "accuracy": round(accuracy(model, test), 3)}
-        row |= {"seconds": round(time.monotonic() - start, 1), "products": products(model, test.pictures[:COUNTED])}
+        row |= {
+            "seconds": round(time.monotonic() - start, 1),
+            "distinct_values": count_values(model, test.images[:COUNTED_IMAGES]),
+        }
         rows.append(row)
-        values = [f"{product['inputs']}/{product['weights']}" for product in row["products"]]
+        values = [f"{layer['inputs']}/{layer['weights']}" for layer in row["distinct_values"]]
         label = f"seed {seed}: {method} {bits or 32} bits"
         print(f"{label:<36}{row['accuracy']:>8.2f} %{row['seconds']:>8.0f} s  {' '.join(values)}", flush=True)
     return rows, skipped
 
 
 def main() -> None:
-    """Run everything and write the file."""
-    parser = argparse.ArgumentParser(description="The accuracy of quantization-aware training.")
-    parser.add_argument("--quick", action="store_true", help="one seed, one epoch, a tenth of the pictures, two widths")
-    parser.add_argument("--data", default="fashion", choices=list(PACKAGES), help="what to learn")
-    parser.add_argument("--peers", action="store_true", help="train those too that are installed")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    given = parser.parse_args()
-    budget = QUICK if given.quick else Budget()
-    load(given.data)  # fetched before two processes want it
-    result = surroundings() | {"quick": given.quick, "data": given.data, "package": PACKAGES[given.data]}
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description="Accuracy of quantization-aware training.")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed, one epoch, a tenth of the images, two bit widths"
+    )
+    parser.add_argument("--data", default="fashion", choices=list(PACKAGES), help="data set")
+    parser.add_argument("--other-tools", action="store_true", help="train with other tools too, if installed")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    budget = QUICK if arguments.quick else Budget()
+    load(arguments.data)  # download before the processes start
+    result = environment() | {"quick": arguments.quick, "data": arguments.data, "package": PACKAGES[arguments.data]}
     result["versions"] |= versions()
-    result |= {"epochs": budget.epochs, "more_epochs": budget.more_epochs, "pictures": budget.pictures}
+    result |= {"epochs": budget.epochs, "more_epochs": budget.more_epochs, "images": budget.images}
     result |= {"seeds": list(budget.seeds), "skipped": [], "rows": []}
     with ProcessPoolExecutor(len(budget.seeds), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(measure, given.data, seed, budget, given.peers) for seed in budget.seeds]
+        jobs = [pool.submit(measure, arguments.data, seed, budget, arguments.other_tools) for seed in budget.seeds]
         for rows, skipped in (job.result() for job in jobs):
             result["rows"] += rows
             result["skipped"] += skipped
-    for why in dict.fromkeys(result["skipped"]):
-        print(f"skipped: {why}")
-    if given.output:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for reason in dict.fromkeys(result["skipped"]):
+        print(f"skipped: {reason}")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""What quantization-aware training costs: the time of a step and the bytes kept for backward, over the float model's.
+"""Cost of QAT: step time, and bytes saved for backward, relative to the float model.
 
 ::
 
     python benchmarks/qat_cost.py [--quick] [--only MODEL] [--output FILE]
 
-A step is forward, cross entropy, backward and SGD with momentum. Contestants take turns in one process, and a float
-step stands before and after each of theirs: a ratio is their time over the mean of these two, and the table has the
-median of the ratios. Everything runs once with one thread and once with two (or as many as there are).
+A step is forward, cross entropy, backward and SGD with momentum. Tools take turns in one process, and a float step
+precedes and follows each of their steps. A ratio is the time of a step divided by the mean of these two float steps;
+the table shows the median ratio. Everything runs with one thread, and then with all threads.
 
-Bytes saved are those of the storages that autograd packs for backward, each counted once, parameters left out. What a
-layer keeps by other means escapes that count, so the C library is asked too: the bytes alive after a forward pass less
-those before it, plus what a contestant keeps between steps beyond the float model.
+Saved bytes are the storages that autograd packs for backward, each counted once, without parameters. Memory that a
+layer keeps in other ways is not in that count. Therefore the C library's allocator is read too: bytes allocated after
+the forward pass minus bytes before it, plus what a tool keeps between steps beyond the float model.
 
-Peers come from ``make peers``; who is missing is named and skipped.
+``make bench-tools`` installs the other tools; missing ones are listed and skipped.
 """
 
 import argparse
@@ -29,26 +29,26 @@ from statistics import median, quantiles
 import torch
 from case import SkippedError
 from qat_models import MODELS, Workload
-from qat_peers import PREPARERS, quieten, versions
-from run import surroundings
+from qat_tools import PREPARERS, silence_warnings, versions
+from run import environment
 from timing import await_quiet
 from torch import Tensor, nn
 
 import detent as dt
 
 FLOAT = "float"
-WARM_UP = 4
-REST = 2e-3
-RATE, MOMENTUM = 1e-3, 0.9
+WARM_UP_STEPS = 4
+SLEEP_SECONDS = 2e-3  # enough for idle threads to stop spinning
+LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 
 
 @dataclass
-class Contestant:
-    """A model that trains.
+class TrainingRun:
+    """A model in training.
 
     Attributes:
-        name: who.
-        model: prepared, in training mode.
+        name: name of the tool.
+        model: prepared model, in training mode.
         batch: inputs and targets.
     """
 
@@ -58,68 +58,68 @@ class Contestant:
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE, momentum=MOMENTUM)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
     def loss(self) -> Tensor:
-        """The forward pass."""
+        """Run the forward pass; return the loss."""
         inputs, targets = self.batch
         return nn.functional.cross_entropy(self.model(inputs), targets)
 
     def step(self) -> None:
-        """One step of training."""
+        """Run one training step."""
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
 
     def timed(self) -> float:
-        """The seconds of a step, after a moment in which the threads of whoever ran before go to sleep."""
-        time.sleep(REST)
+        """Seconds of one step, after a short sleep in which the threads of the previous tool go idle."""
+        time.sleep(SLEEP_SECONDS)
         start = time.perf_counter()
         self.step()
         return time.perf_counter() - start
 
 
-def enter(name: str, workload: Workload) -> Contestant:
-    """A contestant, warmed up."""
+def start_run(name: str, workload: Workload) -> TrainingRun:
+    """Prepare a model and run the warm-up steps."""
     model, batch = workload.model(), workload.batch()
     if name != FLOAT:
         model = PREPARERS[name](model, batch[0], 8).train()
-    one = Contestant(name, model, batch)
-    for _ in range(WARM_UP):
+    one = TrainingRun(name, model, batch)
+    for _ in range(WARM_UP_STEPS):
         one.step()
     return one
 
 
-def race(contestants: list[Contestant], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Pairs of seconds, of the contestant and of the float steps beside it."""
-    plain, *others = contestants
-    for one in contestants:
+def time_in_turns(runs: list[TrainingRun], rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Time runs in turns; return pairs of seconds: of a step, and of the float steps next to it."""
+    plain, *others = runs
+    for one in runs:
         one.step()
-    found: dict[str, list[tuple[float, float]]] = {one.name: [] for one in others}
+    pairs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in others}
     before = plain.timed()
     for turn in range(rounds):
         shift = turn % len(others)
         for one in others[shift:] + others[:shift]:
             taken, after = one.timed(), plain.timed()
-            found[one.name].append((taken, (before + after) / 2))
+            pairs[one.name].append((taken, (before + after) / 2))
             before = after
-    return found
+    return pairs
 
 
 def use_threads(count: int) -> None:
-    """As many for torch as for detent."""
+    """Set the number of threads of torch and detent."""
     torch.set_num_threads(count)
     dt.set_num_threads(count)
 
 
 def time_rows(model: str, threads: int, pairs: dict[str, list[tuple[float, float]]]) -> list[dict]:
-    """One row per contestant."""
+    """One row per tool."""
     rows = []
     for name, taken in pairs.items():
         ratios = [theirs / plain for theirs, plain in taken]
         lower, middle, upper = quantiles(ratios, n=4, method="inclusive")
         theirs, plain = zip(*taken, strict=True)
-        row = {"model": model, "threads": threads, "contestant": name, "rounds": len(taken)}
+        row = {"model": model, "threads": threads, "tool": name, "rounds": len(taken)}
         row |= {"float_ms": round(median(plain) * 1e3, 2), "step_ms": round(median(theirs) * 1e3, 2)}
         row |= {"float_best_ms": round(min(plain) * 1e3, 2), "step_best_ms": round(min(theirs) * 1e3, 2)}
         row |= {"ratio": round(middle, 3), "lower_quartile": round(lower, 3), "upper_quartile": round(upper, 3)}
@@ -127,13 +127,13 @@ def time_rows(model: str, threads: int, pairs: dict[str, list[tuple[float, float
     return rows
 
 
-def saved_bytes(one: Contestant) -> int:
-    """The bytes of the storages that autograd keeps for backward, parameters left out."""
+def saved_bytes(one: TrainingRun) -> int:
+    """Bytes of the storages that autograd saves for backward, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in one.model.parameters()}
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)  # alive until counted, so that no address is used twice
+        kept.append(tensor)  # keep it alive, so no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -149,27 +149,27 @@ class _Mallinfo(ctypes.Structure):
 
 
 def allocator() -> Callable[[], int] | None:
-    """What tells the bytes that are allocated in this process; None where the C library does not say."""
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is None:
+    """Function that returns the allocated bytes of this process; None if the C library does not report them."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
         return None
-    ask.restype = _Mallinfo
+    mallinfo.restype = _Mallinfo
 
     def alive() -> int:
         gc.collect()
-        info = ask()
+        info = mallinfo()
         return info.uordblks + info.hblkhd
 
     return alive
 
 
 def memory(name: str, workload: Workload) -> dict[str, int | None]:
-    """The bytes saved for backward, alive after forward, and kept between steps."""
+    """Bytes saved for backward, allocated by the forward pass, and kept between steps."""
     alive = allocator()
     if alive is None:
-        return {"saved": saved_bytes(enter(name, workload)), "held": None, "between": None}
+        return {"saved": saved_bytes(start_run(name, workload)), "held": None, "between": None}
     nothing = alive()
-    one = enter(name, workload)
+    one = start_run(name, workload)
     one.optimizer.zero_grad()
     between = alive()
     loss = one.loss()
@@ -179,12 +179,12 @@ def memory(name: str, workload: Workload) -> dict[str, int | None]:
 
 
 def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
-    """One row per contestant; all of them have run before, so that libraries already have what they keep for good."""
-    found = {name: memory(name, workload) for name in names}
-    plain = found[FLOAT]
+    """One row per tool. All tools have run before, so permanent allocations of libraries do not count."""
+    sizes = {name: memory(name, workload) for name in names}
+    plain = sizes[FLOAT]
     rows = []
-    for name, taken in found.items():
-        row = {"model": model, "contestant": name, "saved_bytes": taken["saved"]}
+    for name, taken in sizes.items():
+        row = {"model": model, "tool": name, "saved_bytes": taken["saved"]}
         row |= {"held_bytes": taken["held"], "between_steps_bytes": taken["between"]}
         row["saved_ratio"] = round(taken["saved"] / plain["saved"], 3)
         if taken["held"] is not None:
@@ -194,67 +194,67 @@ def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
     return rows
 
 
-def entrants(workload: Workload) -> tuple[list[Contestant], list[str]]:
-    """Who takes part, the float model first; and who does not and why."""
-    found, skipped = [enter(FLOAT, workload)], []
+def start_runs(workload: Workload) -> tuple[list[TrainingRun], list[str]]:
+    """Start the float model and all tools; return also the reasons of skipped tools."""
+    runs, skipped = [start_run(FLOAT, workload)], []
     for name in PREPARERS:
         try:
-            found.append(enter(name, workload))
-        except SkippedError as why:
-            skipped.append(str(why))
-    return found, skipped
+            runs.append(start_run(name, workload))
+        except SkippedError as reason:
+            skipped.append(str(reason))
+    return runs, skipped
 
 
 def table(result: dict) -> str:
-    """What was found, for a terminal."""
-    lines = [f"{'model':<14}{'threads':>8}  {'contestant':<26}{'float ms':>9}{'step ms':>9}{'x float':>9}  quartiles"]
+    """Format the results for the terminal."""
+    lines = [f"{'model':<14}{'threads':>8}  {'tool':<26}{'float ms':>9}{'step ms':>9}{'x float':>9}  quartiles"]
     for row in result["rows"]:
         times = f"{row['float_ms']:>9.1f}{row['step_ms']:>9.1f}{row['ratio']:>9.2f}"
         spread = f"{row['lower_quartile']:.2f}..{row['upper_quartile']:.2f}"
-        lines.append(f"{row['model']:<14}{row['threads']:>8}  {row['contestant']:<26}{times}  {spread}")
-    lines += ["", f"{'model':<14}{'contestant':<26}{'saved MB':>9}{'x float':>9}{'alive MB':>9}{'x float':>9}"]
+        lines.append(f"{row['model']:<14}{row['threads']:>8}  {row['tool']:<26}{times}  {spread}")
+    lines += ["", f"{'model':<14}{'tool':<26}{'saved MB':>9}{'x float':>9}{'alive MB':>9}{'x float':>9}"]
     for row in result["memory"]:
         held = "" if row["held_bytes"] is None else f"{row['held_bytes'] / 1e6:>9.1f}{row['held_ratio']:>9.2f}"
         saved = f"{row['saved_bytes'] / 1e6:>9.1f}{row['saved_ratio']:>9.2f}"
-        lines.append(f"{row['model']:<14}{row['contestant']:<26}{saved}{held}")
-    return "\n".join(lines + [f"skipped: {why}" for why in result["skipped"]])
+        lines.append(f"{row['model']:<14}{row['tool']:<26}{saved}{held}")
+    return "\n".join(lines + [f"skipped: {reason}" for reason in result["skipped"]])
 
 
 def main() -> None:
-    """Measure everything and write the file."""
-    parser = argparse.ArgumentParser(description="The cost of quantization-aware training.")
+    """Run the benchmark and write the results."""
+    parser = argparse.ArgumentParser(description="Cost of quantization-aware training.")
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--only", default="", choices=["", *MODELS], help="one model")
-    parser.add_argument("--threads", type=int, nargs="+", help="how many threads; one and all there are, if not said")
-    parser.add_argument("--rounds", type=int, help="how often everybody takes a turn")
-    parser.add_argument("--patience", type=float, default=0.0, help="how long to wait, in all, for a quiet machine")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    given = parser.parse_args()
-    quieten()
-    patience, counts = given.patience, given.threads or sorted({1, dt.get_num_threads()})
-    result = surroundings() | {"quick": given.quick, "titles": {}, "skipped": [], "rows": [], "memory": []}
+    parser.add_argument("--only", default="", choices=["", *MODELS], help="measure one model")
+    parser.add_argument("--threads", type=int, nargs="+", help="numbers of threads; default: 1 and all")
+    parser.add_argument("--rounds", type=int, help="timed steps per tool")
+    parser.add_argument("--patience", type=float, default=0.0, help="total seconds to wait for an idle machine")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    silence_warnings()
+    patience, counts = arguments.patience, arguments.threads or sorted({1, dt.get_num_threads()})
+    result = environment() | {"quick": arguments.quick, "titles": {}, "skipped": [], "rows": [], "memory": []}
     result["versions"] |= versions()
     for key, workload in MODELS.items():
-        if given.only not in {"", key}:
+        if arguments.only not in {"", key}:
             continue
         result["titles"][key] = workload.title
         use_threads(1)
-        contestants, skipped = entrants(workload)
-        names = [one.name for one in contestants]
-        result["skipped"] += [f"{key}: {why}" for why in skipped]
+        runs, skipped = start_runs(workload)
+        names = [one.name for one in runs]
+        result["skipped"] += [f"{key}: {reason}" for reason in skipped]
         for threads in counts:
             print(f"{key}, {threads} threads: {', '.join(names)}", file=sys.stderr, flush=True)
             patience = await_quiet(patience)
             use_threads(threads)
-            pairs = race(contestants, given.rounds or (3 if given.quick else 25))
+            pairs = time_in_turns(runs, arguments.rounds or (3 if arguments.quick else 25))
             result["rows"] += time_rows(key, threads, pairs)
         use_threads(1)
-        del contestants
+        del runs
         result["memory"] += memory_rows(key, workload, names)
     print(table(result))
-    if given.output:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

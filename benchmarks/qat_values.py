@@ -1,7 +1,7 @@
-"""How many distinct numbers enter each convolution and matrix product: whether the bits claimed are the bits used.
+"""Count the distinct values that enter each convolution and matmul, to check that the claimed bits are the bits used.
 
-Operands are looked at where torch computes, below modules and autograd, so that it makes no difference how a library
-quantizes. Inputs are counted over the whole tensor, weights within each output channel, which has a scale of its own.
+Operands are read where torch computes, below modules and autograd, so the result does not depend on how a tool
+quantizes. Inputs are counted over the whole tensor, weights per output channel, because each channel has its own scale.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,33 +15,33 @@ ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Product:
-    """One product: the operation, the distinct values of its input, and the most of any channel of its weight."""
+class LayerValues:
+    """A convolution or matmul: distinct values of its input, and the largest number in any channel of its weight."""
 
     operation: str
     inputs: int
     weights: int
 
 
-class Products(TorchDispatchMode):
-    """Notes every product that is computed within its context."""
+class ValueCounter(TorchDispatchMode):
+    """Counts the values of every convolution and matmul computed within its context."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Product] = []
+        self.layers: list[LayerValues] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # noqa: ANN401 - torch's own signature
-        """Look at the operands, then compute."""
+        """Count the values of the operands, then compute."""
         operands = _operands(func, args)
         if operands is not None:
             inputs, channels = operands
             most = max(channel.unique().numel() for channel in channels)
-            self.found.append(Product(str(func.overloadpacket.__name__), inputs.unique().numel(), most))
+            self.layers.append(LayerValues(str(func.overloadpacket.__name__), inputs.unique().numel(), most))
         return func(*args, **(kwargs or {}))
 
 
 def _operands(func: Any, args: tuple) -> tuple[Tensor, Tensor] | None:  # noqa: ANN401 - an operator
-    """The input, and the weight as one row per output channel; None for what is no product."""
+    """Input, and weight with one row per output channel; None for other operators."""
     if func in (ATEN.convolution.default, ATEN._convolution.default, ATEN.mkldnn_convolution.default):
         return args[0], args[1].flatten(1)
     if func is ATEN.linear.default:
@@ -55,9 +55,9 @@ def _operands(func: Any, args: tuple) -> tuple[Tensor, Tensor] | None:  # noqa: 
     return None
 
 
-def products(model: nn.Module, inputs: Tensor) -> list[dict]:
-    """The products of one forward pass in evaluation mode, in the order in which they are computed."""
+def count_values(model: nn.Module, inputs: Tensor) -> list[dict]:
+    """Count values in one forward pass in evaluation mode, in the order of computation."""
     model.eval()
-    with torch.no_grad(), Products() as seen:
+    with torch.no_grad(), ValueCounter() as counter:
         model(inputs)
-    return [asdict(product) for product in seen.found]
+    return [asdict(layer) for layer in counter.layers]

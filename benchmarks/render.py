@@ -12,65 +12,65 @@ import sys
 from pathlib import Path
 
 import page
-from budget import CALL_MICROSECONDS, TIMES_COPY, TORCH_FACTOR, TORCH_OPERATIONS, TORCH_SIZE
+from goals import CALL_MICROSECONDS, TIMES_COPY, TORCH_FACTOR, TORCH_OPERATIONS, TORCH_SIZE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 RESULT = ROOT / "benchmarks" / "results" / "latest.json"
 SIZES = (2**20, 2**24)
-PEERS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
+OTHER_TOOLS = ("torch eager", "torch.compile", "onnxruntime", "numpy")
 
 
 def rendered(result: dict) -> str:
     """Render the section between the markers as Markdown."""
     machine, versions = result["machine"], result["versions"]
-    found = {
-        (row["operation"], row["granularity"], row["size"], row["contestant"]): row
+    rows = {
+        (row["operation"], row["granularity"], row["size"], row["tool"]): row
         for row in result["rows"]
         if row["dtype"] == "float32"
     }
-    ours = [row for row in result["rows"] if row["contestant"] == "detent"]
-    calm = sum(row["undisturbed_samples"] for row in ours) / sum(row["samples"] for row in ours)
+    ours = [row for row in result["rows"] if row["tool"] == "detent"]
+    undisturbed = sum(row["undisturbed_samples"] for row in ours) / sum(row["samples"] for row in ours)
     lines = [
         f"{machine['cpu']} ({machine['level']}), {machine['threads']} threads, "
         f"load average {machine['load_average']:g} at the start, "
-        f"{calm:.0%} of detent's samples undisturbed by other processes, {result['date']}; "
+        f"{undisturbed:.0%} of detent's samples undisturbed by other processes, {result['date']}; "
         + ", ".join(f"{name} {versions[name]}" for name in ("numpy", "torch", "onnxruntime")),
         "",
-        "| float32 | scales per | time / copy, 2^20 | time / copy, 2^24 | goal | GB/s, 2^24 | "
-        + " | ".join(f"{peer} / detent" for peer in PEERS)
+        "| float32 | scales per | time / fastest copy, 2^20 (lower is better) | 2^24 | goal | GB/s, 2^24 | "
+        + " | ".join(f"speedup over {tool}" for tool in OTHER_TOOLS)
         + " |",
-        "|---|---|--:|--:|--:|--:|" + "--:|" * len(PEERS),
+        "|---|---|--:|--:|--:|--:|" + "--:|" * len(OTHER_TOOLS),
     ]
-    pairs = dict.fromkeys((operation, granularity) for operation, granularity, _, _ in found)
-    lines += [_line(operation, granularity, found) for operation, granularity in pairs]
+    pairs = dict.fromkeys((operation, granularity) for operation, granularity, _, _ in rows)
+    lines += [_line(operation, granularity, rows) for operation, granularity in pairs]
     lines += ["", "| call on 1,000 elements | µs | goal |", "|---|--:|--:|"]
     for row in result["calls"]:
-        bar = CALL_MICROSECONDS[row["call"]]
-        lines.append(f"| `{row['call']}` | {_judged(row['median_us'], bar)} | ≤ {bar:g} |")
+        goal = CALL_MICROSECONDS[row["call"]]
+        lines.append(f"| `{row['call']}` | {_marked(row['median_us'], goal)} | ≤ {goal:g} |")
     return "\n".join(lines)
 
 
-def _line(operation: str, granularity: str, found: dict) -> str:
+def _line(operation: str, granularity: str, rows: dict) -> str:
     """Render one row: ratios to the fastest copy at both sizes, and times of other tools over detent's at 2^20."""
-    ours = {size: found.get((operation, granularity, size, "detent")) for size in SIZES}
-    bar = TIMES_COPY.get(operation)
-    ratios = [_judged(ours[size]["times_copy"], bar) if ours[size] else "" for size in SIZES]
+    ours = {size: rows.get((operation, granularity, size, "detent")) for size in SIZES}
+    goal = TIMES_COPY.get(operation)
+    ratios = [_marked(ours[size]["times_copy"], goal) if ours[size] else "" for size in SIZES]
     speed = f"{ours[SIZES[1]]['gb_per_s']:.1f}" if ours[SIZES[1]] else ""
-    peers = []
-    for peer in PEERS:
-        theirs, our = found.get((operation, granularity, TORCH_SIZE, peer)), ours[TORCH_SIZE]
+    others = []
+    for tool in OTHER_TOOLS:
+        theirs, our = rows.get((operation, granularity, TORCH_SIZE, tool)), ours[TORCH_SIZE]
         factor = theirs["median_us"] / our["median_us"] if theirs and our else None
-        least = TORCH_FACTOR if peer == "torch eager" and operation in TORCH_OPERATIONS else None
-        missed = factor is not None and least is not None and factor < least
-        peers.append("" if factor is None else f"{factor:.1f}x{' (not met)' if missed else ''}")
-    cells = [operation, granularity, *ratios, f"≤ {bar:g}" if bar else "", speed, *peers]
+        least = TORCH_FACTOR if tool == "torch eager" and operation in TORCH_OPERATIONS else None
+        not_met = factor is not None and least is not None and factor < least
+        others.append("" if factor is None else f"{factor:.1f}x{' (not met)' if not_met else ''}")
+    cells = [operation, granularity, *ratios, f"≤ {goal:g}" if goal else "", speed, *others]
     return "| " + " | ".join(cells) + " |"
 
 
-def _judged(value: float, bar: float | None) -> str:
+def _marked(value: float, goal: float | None) -> str:
     """Format a number, and mark it where it does not meet its goal."""
-    return f"{value:.2f}" + (" (not met)" if bar is not None and value > bar else "")
+    return f"{value:.2f}" + (" (not met)" if goal is not None and value > goal else "")
 
 
 def placed(text: str, section: str) -> str:

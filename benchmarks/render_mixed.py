@@ -17,7 +17,7 @@ KINDS = ("packed", "onnx")
 
 
 def rendered(result: dict) -> dict[str, str]:
-    """Each section by its name, as Markdown."""
+    """Render each section by its name, as Markdown."""
     return {f"mixed-{kind}": _table(result["models"], kind) for kind in KINDS} | {
         "mixed-reading": _reading(result["models"]),
         "mixed-models": _models(result["models"]),
@@ -25,16 +25,16 @@ def rendered(result: dict) -> dict[str, str]:
 
 
 def is_won(row: dict) -> bool:
-    """Whether the mix has less noise in a file that is not larger."""
+    """Whether the mix has the higher SQNR in a file that is not larger."""
     return "mix_bytes" in row and row["mix_bytes"] <= row["bytes"] and row["mix_sqnr_db"] > row["sqnr_db"]
 
 
 def _table(models: dict, kind: str) -> str:
-    """A row per uniform width and a column per model: uniform, mix and the bytes of both files."""
+    """Render a row per uniform bit width and a column per model: SQNR and bytes of the uniform file and of the mix."""
     widths = [row["bits"] for row in next(iter(models.values()))["files"][kind]]
     lines = [_line("uniform bits", *models), "|--:|" + "--:|" * len(models)]
     for place, bits in enumerate(widths):
-        rows = [about["files"][kind][place] for about in models.values()]
+        rows = [facts["files"][kind][place] for facts in models.values()]
         lines.append(_line(str(bits), *map(_cell, rows)))
     return "\n".join(lines)
 
@@ -48,12 +48,12 @@ def _cell(row: dict) -> str:
 
 
 def _reading(models: dict) -> str:
-    """In how many widths each model's mix wins, and by how much."""
+    """Count the bit widths at which each model's mix has the higher SQNR, with the gains."""
     lines = []
     for kind, words in zip(KINDS, ("Packed files", "ONNX files"), strict=True):
         parts = []
-        for name, about in models.items():
-            rows = about["files"][kind]
+        for name, facts in models.items():
+            rows = facts["files"][kind]
             gains = [row["mix_sqnr_db"] - row["sqnr_db"] for row in rows if "mix_bytes" in row]
             span = f" ({min(gains):+.1f} to {max(gains):+.1f} dB)" if gains else ""
             parts.append(f"{name} {sum(map(is_won, rows))} of {len(rows)}{span}")
@@ -62,13 +62,13 @@ def _reading(models: dict) -> str:
 
 
 def _models(models: dict) -> str:
-    """What was taken, and how long measuring took; results without the later columns were judged by as many samples."""
+    """Render the settings of each model; old results without held-out samples were evaluated on as many samples."""
     head = ("model", "layers", "samples", "evaluated on", "candidates", "runs", "seconds", "runs per search")
     lines = [_line(*head), "|---|" + "--:|" * (len(head) - 1)]
-    for name, about in models.items():
-        samples, options = about["samples"], len(about["widths"])
-        cells = (about["layers"], samples, about.get("judged", samples), options, about["runs"])
-        lines.append(_line(name, *map(str, cells), f"{about['seconds']:.0f}", str(about.get("refine_runs", 24))))
+    for name, facts in models.items():
+        samples, candidates = facts["samples"], len(facts["candidates"])
+        cells = (facts["layers"], samples, facts.get("held_out_samples", samples), candidates, facts["runs"])
+        lines.append(_line(name, *map(str, cells), f"{facts['seconds']:.0f}", str(facts.get("refine_runs", 24))))
     return "\n".join(lines)
 
 

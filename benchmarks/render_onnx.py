@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from onnx_bars import ENTROPY, FAST, OURS, Verdict, verdicts
+from onnx_goals import ENTROPY, FAST, OURS, GoalResult, evaluate_goals
 from page import placed
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ PACKAGES = ("onnxruntime", "onnx", "nncf", "openvino")
 def rendered(result: dict) -> dict[str, str]:
     """Render each section by its name, as Markdown."""
     return {
-        "onnx-reading": _reading(verdicts(result)),
+        "onnx-reading": _reading(evaluate_goals(result)),
         "onnx-machine": _machine(result),
         "onnx-noise": _table(result, "SQNR in dB, first output / mean of all (higher is better)", _noise),
         "onnx-agreement": _table(
@@ -38,7 +38,11 @@ def rendered(result: dict) -> dict[str, str]:
         ),
         "onnx-making": _table(result, "seconds to quantize, MB of memory growth (lower is better)", _making),
         "onnx-memory": _memory(result["memory"]),
-        "onnx-openvino": _table(result, "mean SQNR in OpenVINO in dB, difference to ONNX Runtime", _openvino),
+        "onnx-openvino": _table(
+            result,
+            "mean SQNR in OpenVINO in dB (higher is better), difference from ONNX Runtime (lower is better)",
+            _openvino,
+        ),
         "onnx-notes": _notes(result),
     }
 
@@ -46,32 +50,34 @@ def rendered(result: dict) -> dict[str, str]:
 def rendered_helpers(result: dict) -> dict[str, str]:
     """Render the table of the accuracy steps, by the name of its section."""
     models = result["models"]
-    ways = list(next(iter(models.values())))
-    lines = [_line("mean SQNR in dB, agreement with float", *models), "|---|" + "--:|" * len(models)]
-    for way in ways:
-        rows = [about[way] for about in models.values()]
+    settings = list(next(iter(models.values())))
+    lines = [_line("mean SQNR in dB, agreement with float (higher is better)", *models), "|---|" + "--:|" * len(models)]
+    for setting in settings:
+        rows = [facts[setting] for facts in models.values()]
         cells = [f"{_mean(row['sqnr_db']):.1f}, {row['agreement']:.1%}" for row in rows]
-        lines.append(_line(f"**{way}**" if way == ways[0] else way, *cells))
-    means = {way: _mean([_mean(about[way]["sqnr_db"]) for about in models.values()]) for way in ways}
-    worth = [f"{way} {means[ways[0]] - means[way]:.1f} dB" for way in ways[1:]]
+        lines.append(_line(f"**{setting}**" if setting == settings[0] else setting, *cells))
+    means = {setting: _mean([_mean(facts[setting]["sqnr_db"]) for facts in models.values()]) for setting in settings}
+    losses = [f"{setting} {means[settings[0]] - means[setting]:.1f} dB" for setting in settings[1:]]
     return {
-        "onnx-helpers": "\n".join([*lines, "", f"SQNR lost without each step, mean of the models: {', '.join(worth)}."])
+        "onnx-helpers": "\n".join(
+            [*lines, "", f"SQNR lost without each step, mean of the models: {', '.join(losses)}."]
+        )
     }
 
 
 def rendered_summary(result: dict) -> dict[str, str]:
     """Render the summary table, a row per model, by the name of its section."""
-    rows = {(row["model"], row["contestant"]): row for row in result["rows"] if FAILED not in row}
+    rows = {(row["model"], row["tool"]): row for row in result["rows"] if FAILED not in row}
     heads = ("SQNR in dB", "best other tool", "agreement", "size", "time, default target", "time, avx2", "memory")
     lines = [_line("w8a8", *heads), "|---|" + "--:|" * len(heads)]
     for model in result["models"]:
-        ours, fast, entropy = (rows.get((model, who)) for who in (OURS, FAST, ENTROPY))
-        others = [row for (name, who), row in rows.items() if name == model and not who.startswith(OURS)]
+        ours, fast, entropy = (rows.get((model, tool)) for tool in (OURS, FAST, ENTROPY))
+        others = [row for (name, tool), row in rows.items() if name == model and not tool.startswith(OURS)]
         best = max(others, key=lambda row: row["mean_sqnr_db"])
         is_best = ours["mean_sqnr_db"] >= best["mean_sqnr_db"]
         cells = (
             _bold_if(is_best, f"{ours['mean_sqnr_db']:.1f}"),
-            f"{_bold_if(not is_best, format(best['mean_sqnr_db'], '.1f'))} ({best['contestant']})",
+            f"{_bold_if(not is_best, format(best['mean_sqnr_db'], '.1f'))} ({best['tool']})",
             f"{ours['agreement']:.1%}",
             f"{ours['size_ratio']:.2f}",
             f"{ours['ratio']:.2f}",
@@ -90,7 +96,7 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def _reading(results: list[Verdict]) -> str:
+def _reading(results: list[GoalResult]) -> str:
     words = {True: "met", False: "**not met**", None: "not measured"}
     lines = [f"| goal | {OURS} | result |", "|---|---|---|"]
     lines += [f"| {each.goal} | {words[each.met]} | {each.values} |" for each in results]
@@ -100,7 +106,7 @@ def _reading(results: list[Verdict]) -> str:
 
 def _machine(result: dict) -> str:
     machine, versions = result["machine"], result["versions"]
-    tests = ", ".join(f"{name} {about['test_batches']}" for name, about in result["models"].items())
+    tests = ", ".join(f"{name} {facts['test_batches']}" for name, facts in result["models"].items())
     return (
         f"{machine['cpu']} ({', '.join(machine['instructions']) or machine['level']}), load average "
         f"{machine['load_average']:g} at the start, {result['date']}; "
@@ -111,16 +117,16 @@ def _machine(result: dict) -> str:
 
 def _table(result: dict, head: str, cell: Callable[[dict], str], plain: Callable[[dict], str] | None = None) -> str:
     """Render a row per tool and a column per model, after the float model's own values."""
-    found = {(row["contestant"], row["model"]): row for row in result["rows"]}
+    rows_by_tool = {(row["tool"], row["model"]): row for row in result["rows"]}
     models = list(result["models"])
     lines = [_line(head, *models), "|---|" + "--:|" * len(models)]
     if plain is not None:
         firsts = [_first(result["rows"], model) for model in models]
         lines.append(_line("float", *("" if row is None else plain(row) for row in firsts)))
-    for who in dict.fromkeys(contestant for contestant, _ in found):
-        rows = [found.get((who, model)) for model in models]
+    for tool in dict.fromkeys(tool for tool, _ in rows_by_tool):
+        rows = [rows_by_tool.get((tool, model)) for model in models]
         cells = ["" if row is None else FAILED if FAILED in row else cell(row) for row in rows]
-        lines.append(_line(f"**{who}**" if who.startswith(OURS) else who, *cells))
+        lines.append(_line(f"**{tool}**" if tool.startswith(OURS) else tool, *cells))
     return "\n".join(lines)
 
 
@@ -145,8 +151,8 @@ def _making(row: dict) -> str:
 
 
 def _openvino(row: dict) -> str:
-    found = row["openvino"]
-    return FAILED if FAILED in found else f"{found['mean_sqnr_db']:.1f}, {found['largest_difference']:.1%}"
+    openvino = row["openvino"]
+    return FAILED if FAILED in openvino else f"{openvino['mean_sqnr_db']:.1f}, {openvino['largest_difference']:.1%}"
 
 
 def _memory(rows: list[dict]) -> str:
@@ -156,29 +162,29 @@ def _memory(rows: list[dict]) -> str:
         f"{row['batches']} batches: " + (row[FAILED] if FAILED in row else f"{row['growth'] / 1e6:.0f} MB")
         for row in rows
     ]
-    return f"{rows[0]['contestant']} on {rows[0]['model']}, memory growth of the process: " + "; ".join(parts) + "."
+    return f"{rows[0]['tool']} on {rows[0]['model']}, memory growth of the process: " + "; ".join(parts) + "."
 
 
 def _notes(result: dict) -> str:
     """List failures, workarounds and OpenVINO's errors; equal ones share a line."""
-    said: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for row in result["rows"]:
-        who = f"{row['contestant']} on {row['model']}"
+        file = f"{row['tool']} on {row['model']}"
         if FAILED in row:
-            said.setdefault(f"failed: `{_plain(row[FAILED])}`", []).append(who)
+            notes.setdefault(f"failed: `{_plain(row[FAILED])}`", []).append(file)
             continue
         if row["note"]:
-            reason = f", after `{_plain(row['avoided'][0])}`" if row.get("avoided") else ""
-            said.setdefault(f"{row['note']}{reason}", []).append(who)
-        second = row["openvino"]
-        if FAILED in second:
-            said.setdefault(f"OpenVINO: `{_plain(second[FAILED])}`", []).append(who)
-        elif second["note"]:
-            said.setdefault(f"OpenVINO: {second['note']}", []).append(who)
-    for model, about in result["models"].items():
-        if FAILED in about["openvino"]:
-            said.setdefault(f"OpenVINO: `{_plain(about['openvino'][FAILED])}`", []).append(f"float {model}")
-    return "\n".join(f"- {'; '.join(who)}: {what}" for what, who in said.items()) or "- none"
+            reason = f", after `{_plain(row['failed_attempts'][0])}`" if row.get("failed_attempts") else ""
+            notes.setdefault(f"{row['note']}{reason}", []).append(file)
+        openvino = row["openvino"]
+        if FAILED in openvino:
+            notes.setdefault(f"OpenVINO: `{_plain(openvino[FAILED])}`", []).append(file)
+        elif openvino["note"]:
+            notes.setdefault(f"OpenVINO: {openvino['note']}", []).append(file)
+    for model, facts in result["models"].items():
+        if FAILED in facts["openvino"]:
+            notes.setdefault(f"OpenVINO: `{_plain(facts['openvino'][FAILED])}`", []).append(f"float {model}")
+    return "\n".join(f"- {'; '.join(files)}: {note}" for note, files in notes.items()) or "- none"
 
 
 def _plain(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
-from onnx_bars import FAST, OURS
+from onnx_goals import FAST, OURS
 from page import placed
 from render_qat import CONTINUED
 
@@ -45,12 +45,12 @@ def quotes(onnx: dict, accuracy: dict, cost: dict) -> dict[Path, dict[str, str]]
 
 def _files(result: dict) -> str:
     """Compare SQNR with the best other tool, and run time with float."""
-    rows = {(row["model"], row["contestant"]): row for row in result["rows"] if "sqnr_db" in row}
+    rows = {(row["model"], row["tool"]): row for row in result["rows"] if "sqnr_db" in row}
     wins = 0
     for model in result["models"]:
-        others = [row for (name, who), row in rows.items() if name == model and not who.startswith(OURS)]
+        others = [row for (name, tool), row in rows.items() if name == model and not tool.startswith(OURS)]
         wins += rows[model, OURS]["mean_sqnr_db"] > max(row["mean_sqnr_db"] for row in others)
-    times = {who: _span(rows[model, who]["ratio"] for model in result["models"]) for who in (OURS, FAST)}
+    times = {tool: _span(rows[model, tool]["ratio"] for model in result["models"]) for tool in (OURS, FAST)}
     return (
         f"**ONNX files**, {len(result['models'])} real models, w8a8 with default settings: higher SQNR than every "
         f"quantizer of ONNX Runtime and NNCF on {wins}. Run time is {times[OURS]} of float's, with the target "
@@ -75,10 +75,8 @@ def _accuracy(result: dict) -> str:
 
 def _cost(result: dict) -> str:
     """Compare time and memory of a QAT step with the float step."""
-    times = {
-        tool: _span(row["ratio"] for row in result["rows"] if row["contestant"] == tool) for tool in (OURS, LEARNED)
-    }
-    saved = _span(row["saved_ratio"] for row in result["memory"] if row["contestant"] in times)
+    times = {tool: _span(row["ratio"] for row in result["rows"] if row["tool"] == tool) for tool in (OURS, LEARNED)}
+    saved = _span(row["saved_ratio"] for row in result["memory"] if row["tool"] in times)
     return (
         f"**QAT cost**, three models, 1 and 2 threads: a step takes {times[OURS]} times the float step with EMA "
         f"scales, {times[LEARNED]} times with learned scales, and saves {saved} times as many bytes for backward "
@@ -91,7 +89,7 @@ def _kernels(result: dict) -> str:
     ratios = {
         row["operation"]: row["times_copy"]
         for row in result["rows"]
-        if (row["dtype"], row["size"], row["contestant"], row["granularity"]) == ("float32", LARGE_SIZE, OURS, "tensor")
+        if (row["dtype"], row["size"], row["tool"], row["granularity"]) == ("float32", LARGE_SIZE, OURS, "tensor")
     }
     threads = result["machine"]["threads"]
     return (

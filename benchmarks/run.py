@@ -1,11 +1,11 @@
-"""The benchmark: check that all contestants give the same answer, then time them side by side in one process.
+"""Kernel benchmark: check that all tools give the same results, then time them in turns in one process.
 
 ::
 
     python benchmarks/run.py [--quick] [--no-compile] [--only WORD] [--output FILE]
 
-Progress goes to stderr, a table with the bars of ``budget`` to stdout, every number to FILE as JSON. Speed never fails
-the run; a wrong answer does.
+Progress goes to stderr, a table with the ``goals`` to stdout, and all values to FILE as JSON. A wrong result fails the
+run; a goal that is not met does not.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from budget import BARRED_SIZES, CALL_MICROSECONDS
-from case import Q8_0, SHAPES, Array, Case, Contestant, DifferentError, SkippedError
-from peers import copies, gguf_blocks, numpy_ufuncs, onnx_runtime, ours, torch_compiled, torch_eager
+from case import Q8_0, SHAPES, Array, Case, DifferentError, SkippedError, Tool
+from goals import CALL_MICROSECONDS, GOAL_SIZES
 from table import table
-from timing import Times, await_quiet, race
+from timing import Times, await_quiet, time_in_turns
+from tools import copies, gguf_blocks, numpy_ufuncs, onnx_runtime, ours, torch_compiled, torch_eager
 
 import detent as dt
 
@@ -43,18 +43,18 @@ GRANULARITIES = ("tensor", "axis0", "axis1", "token", "group32", "group128")
 FEW_GRANULARITIES = ("tensor", "axis0", "group32")
 OTHER_DTYPES = ("float16", "bfloat16", "float64")
 PACKAGES = ("numpy", "ml_dtypes", "torch", "onnxruntime", "onnx", "gguf")
-REFERENCE_LIMIT = 2**20
-QUICK_BUDGET = 45.0
+MAX_REFERENCE_SIZE = 2**20  # elements; the reference kernels are slow
+QUICK_SECONDS = 45.0
 
 
 def cases(quick: bool) -> Iterator[Case]:
-    """What is measured."""
+    """Yield the cases to measure."""
     if quick:
         for operation in OPERATIONS:
             yield Case(operation)
         yield from (Case("fake_quantize", granularity) for granularity in GRANULARITIES[1:])
         return
-    for size in sorted(SHAPES, key=lambda size: size not in BARRED_SIZES):
+    for size in sorted(SHAPES, key=lambda size: size not in GOAL_SIZES):
         for operation in OPERATIONS:
             chosen = GRANULARITIES if size >= 2**20 else FEW_GRANULARITIES
             yield from (Case(operation, granularity, size) for granularity in chosen)
@@ -64,9 +64,9 @@ def cases(quick: bool) -> Iterator[Case]:
             yield from (Case(operation, granularity, 2**20, dtype) for granularity in FEW_GRANULARITIES)
 
 
-def entrants(case: Case, compiling: bool) -> tuple[list[Contestant], list[str]]:
-    """Who takes part, and who does not and why."""
-    peers = [
+def all_tools(case: Case, compiling: bool) -> tuple[list[Tool], list[str]]:
+    """Tools that support a case, and the reasons of those that do not."""
+    modules = [
         ours,
         copies,
         numpy_ufuncs,
@@ -75,19 +75,19 @@ def entrants(case: Case, compiling: bool) -> tuple[list[Contestant], list[str]]:
         gguf_blocks,
         *([torch_compiled] if compiling else []),
     ]
-    found, skipped = [], []
-    for peer in peers:
+    tools, skipped = [], []
+    for module in modules:
         try:
-            found += peer.enter(case)
-        except SkippedError as why:
-            skipped.append(str(why))
-    return found, skipped
+            tools += module.tools_for(case)
+        except SkippedError as reason:
+            skipped.append(str(reason))
+    return tools, skipped
 
 
-def check(case: Case, contestants: Iterable[Contestant]) -> None:
-    """Raise unless every contestant's answer equals detent's by the same rules, and detent's its own reference's."""
+def check(case: Case, tools: Iterable[Tool]) -> None:
+    """Raise unless every tool's result equals detent's in the same convention, and detent's equals the reference."""
     expected: dict[str, list[Array]] = {}
-    for one in contestants:
+    for one in tools:
         if one.answer is None:
             continue
         if one.convention not in expected:
@@ -97,31 +97,31 @@ def check(case: Case, contestants: Iterable[Contestant]) -> None:
         one.prepare()
         one.run()
         _compare(case, one.name, one.answer(), expected[one.convention])
-    if case.size <= REFERENCE_LIMIT:
+    if case.size <= MAX_REFERENCE_SIZE:
         with dt.use_kernels("reference"):
             run, answer = ours.work(case)
             run()
             _compare(case, "the reference", answer(), expected["onnx"])
 
 
-def _compare(case: Case, name: str, given: list[Array], wanted: list[Array]) -> None:
-    for a, b in zip(given, wanted, strict=True):
+def _compare(case: Case, name: str, results: list[Array], expected: list[Array]) -> None:
+    for a, b in zip(results, expected, strict=True):
         if a.shape != b.shape or not np.array_equal(a, b):
             differing = int(np.count_nonzero(a != b)) if a.shape == b.shape else f"shapes {a.shape}, {b.shape}:"
-            raise DifferentError(f"{case}: {name} and detent differ in {differing} of {b.size} numbers")
+            raise DifferentError(f"{case}: {name} and detent differ in {differing} of {b.size} values")
 
 
 def measure(case: Case, compiling: bool, seconds: float, rounds: tuple[int, int]) -> tuple[list[dict], list[str]]:
-    """The rows of one case."""
-    contestants, skipped = entrants(case, compiling)
-    check(case, contestants)
-    times = race(contestants, seconds, rounds)
-    by_name = {one.name: taken for one, taken in zip(contestants, times, strict=True)}
+    """Check and time one case; return its rows, and the reasons of skipped tools."""
+    tools, skipped = all_tools(case, compiling)
+    check(case, tools)
+    times = time_in_turns(tools, seconds, rounds)
+    by_name = {one.name: taken for one, taken in zip(tools, times, strict=True)}
     return [_row(case, name, taken, by_name) for name, taken in by_name.items()], skipped
 
 
 def _row(case: Case, name: str, taken: Times, by_name: dict[str, Times]) -> dict:
-    """One contestant's times, and their ratios to the fastest copy of the array on up to as many threads."""
+    """Times of one tool, and their ratios to the fastest copy of the array on up to as many threads."""
     copies_of_case = [by_name[one] for one in by_name if one.startswith("copy")]
     eager = by_name.get("torch eager")
     moved = 2 * case.x.nbytes if name.startswith("copy") else case.bytes
@@ -130,7 +130,7 @@ def _row(case: Case, name: str, taken: Times, by_name: dict[str, Times]) -> dict
         "granularity": case.granularity,
         "dtype": case.dtype,
         "size": case.size,
-        "contestant": name,
+        "tool": name,
         "median_us": round(taken.median * 1e6, 3),
         "lower_quartile_us": round(taken.lower * 1e6, 3),
         "upper_quartile_us": round(taken.upper * 1e6, 3),
@@ -146,7 +146,7 @@ def _row(case: Case, name: str, taken: Times, by_name: dict[str, Times]) -> dict
 
 
 def measure_calls(seconds: float, rounds: tuple[int, int]) -> list[dict]:
-    """What a call costs on 1,000 elements, the elements' own time included."""
+    """Time calls on 1,000 elements."""
     case = Case("fake_quantize", "tensor", 1000)
     params, out, x = case.params(), np.empty_like(case.x), case.x
     plan = dt.Plan.select("fake_quantize", shape=case.shape, dtype=case.dtype, spec=case.spec())
@@ -159,15 +159,15 @@ def measure_calls(seconds: float, rounds: tuple[int, int]) -> list[dict]:
         out.fill(0)
         call()
         _compare(case, name, [out], [expected])
-    times = race([Contestant(name, call) for name, call in calls.items()], seconds, rounds)
+    times = time_in_turns([Tool(name, call) for name, call in calls.items()], seconds, rounds)
     return [
         {"call": name, "median_us": round(t.median * 1e6, 3), "best_us": round(t.best * 1e6, 3)}
         for name, t in zip(CALL_MICROSECONDS, times, strict=True)
     ]
 
 
-def surroundings() -> dict:
-    """Machine and versions."""
+def environment() -> dict:
+    """Date, machine and versions, for the JSON."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": {
@@ -199,40 +199,40 @@ def _cpu_model() -> str:
 
 def main() -> int:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="Check, then time, detent and its peers.")
-    parser.add_argument("--quick", action="store_true", help="a small selection, within a minute")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--only", default="", help="only operations whose name contains this")
-    parser.add_argument("--seconds", type=float, help="how long to time each case")
-    parser.add_argument("--patience", type=float, default=0.0, help="how long to wait, in all, for a quiet machine")
-    parser.add_argument("--output", type=Path, help="where the JSON goes")
-    given = parser.parse_args()
+    parser = argparse.ArgumentParser(description="Check, then time, detent and other tools.")
+    parser.add_argument("--quick", action="store_true", help="run a small selection, within a minute")
+    parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
+    parser.add_argument("--only", default="", help="run only operations whose name contains WORD", metavar="WORD")
+    parser.add_argument("--seconds", type=float, help="seconds to time each case")
+    parser.add_argument("--patience", type=float, default=0.0, help="total seconds to wait for an idle machine")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*quantized tensor creation functions", category=UserWarning)
     torch.set_num_threads(ours.THREADS)
-    seconds = given.seconds or (0.5 if given.quick else 1.0)
-    rounds = (7, 40) if given.quick else (5, 60)
-    result = surroundings() | {"quick": given.quick, "skipped": [], "rows": []}
-    start, patience = time.monotonic(), given.patience
+    seconds = arguments.seconds or (0.5 if arguments.quick else 1.0)
+    rounds = (7, 40) if arguments.quick else (5, 60)
+    result = environment() | {"quick": arguments.quick, "skipped": [], "rows": []}
+    start, patience = time.monotonic(), arguments.patience
     try:
         result["calls"] = measure_calls(seconds, rounds)
-        for case in cases(given.quick):
-            late = given.quick and time.monotonic() - start > QUICK_BUDGET
-            if given.only not in case.operation or late:
+        for case in cases(arguments.quick):
+            late = arguments.quick and time.monotonic() - start > QUICK_SECONDS
+            if arguments.only not in case.operation or late:
                 continue
             label = f"{case.operation} {case.granularity} {case.dtype} {case.size}"
             print(f"{time.monotonic() - start:6.0f} s  {label}", file=sys.stderr, flush=True)
             patience = await_quiet(patience)
-            rows, skipped = measure(case, not (given.quick or given.no_compile), seconds, rounds)
+            rows, skipped = measure(case, not (arguments.quick or arguments.no_compile), seconds, rounds)
             result["rows"] += rows
-            result["skipped"] += [f"{label}: {why}" for why in skipped]
+            result["skipped"] += [f"{label}: {reason}" for reason in skipped]
     except DifferentError as error:
-        print(f"wrong answer: {error}", file=sys.stderr)
+        print(f"wrong result: {error}", file=sys.stderr)
         return 1
     print(table(result))
-    if given.output:
-        given.output.parent.mkdir(parents=True, exist_ok=True)
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,11 +1,10 @@
-"""Timing: contestants take turns, so that whatever disturbs the machine disturbs all of them alike.
+"""Timing: tools take turns, so disturbances of the machine affect all of them.
 
-A sample is the mean of enough calls in a row to be well above the clock's resolution. Before each sample the machine
-rests for a moment, so that the threads of whoever ran before go to sleep, and one call warms the caches, untimed.
+A sample is the mean of enough consecutive calls to exceed the clock's resolution. Before each sample the process sleeps
+briefly, so the threads of the previous tool go idle, and one untimed call warms the caches.
 
-Other processes disturb most where all cores are used. A sample in which one of them took a core from us is left out
-where enough others remain. Results count them, since a busy machine is harder on those who use all cores, and
-``await_quiet`` waits a while for the others to finish.
+Other processes disturb most where all cores are used. A sample in which another process took a core is discarded if
+enough samples remain. Results contain the number of undisturbed samples, and ``await_quiet`` waits for an idle machine.
 """
 
 import resource
@@ -15,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
 
-from case import Contestant
+from case import Tool
 
-SAMPLE = 4e-3
-REST = 2e-3
-ENOUGH = 5
-QUIET_SHARE, LOOK = 0.15, 0.3
+SAMPLE_SECONDS = 4e-3  # well above the resolution of the clock
+SLEEP_SECONDS = 2e-3  # enough for idle threads to stop spinning
+MIN_UNDISTURBED = 5  # with fewer undisturbed samples, the quartiles use all samples
+MAX_BUSY_SHARE = 0.15  # of all cores; below it the machine counts as idle
+PROBE_SECONDS = 0.3  # how long the load is measured
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The mean seconds of a few calls in a row, and whether another process took a core from us meanwhile."""
+    """Mean seconds of a few consecutive calls, and whether another process took a core meanwhile."""
 
     seconds: float
     disturbed: bool
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call: median, quartiles, fastest; how often was measured, and how often without disturbance."""
+    """Seconds per call: median, quartiles, best; number of samples, of undisturbed ones, and of calls per sample."""
 
     median: float
     lower: float
@@ -45,35 +45,35 @@ class Times:
     calls: int
 
 
-def race(contestants: Sequence[Contestant], seconds: float, rounds: tuple[int, int]) -> list[Times]:
-    """The times of contestants that take turns until each has used up its share of the seconds.
+def time_in_turns(tools: Sequence[Tool], seconds: float, rounds: tuple[int, int]) -> list[Times]:
+    """Time tools in turns until each has used its share of the seconds.
 
-    Everybody takes part in the first rounds and nobody in more than the last, so that the slow ones step out early and
-    leave the time to the fast ones, whose noise is larger.
+    ``rounds`` is the smallest and the largest number of samples per tool. Slow tools finish early, which leaves more
+    samples to fast tools, whose times vary more.
     """
-    calls = [_calls(one) for one in contestants]
-    samples: list[list[Sample]] = [[] for _ in contestants]
+    calls = [_calls(one) for one in tools]
+    samples: list[list[Sample]] = [[] for _ in tools]
     fewest, most = rounds
-    share = seconds / len(contestants)
+    share = seconds / len(tools)
     for done in range(most):
-        for one, count, taken in zip(contestants, calls, samples, strict=True):
+        for one, count, taken in zip(tools, calls, samples, strict=True):
             if done < fewest or sum(sample.seconds for sample in taken) * count < share:
                 taken.append(_sample(one, count))
     return [_summary(taken, count) for taken, count in zip(samples, calls, strict=True)]
 
 
-def _calls(one: Contestant) -> int:
-    """How many calls make a sample long enough; the first calls also warm up."""
+def _calls(one: Tool) -> int:
+    """Number of calls per sample; also warms up."""
     one.prepare()
     one.run()
     start = time.perf_counter()
     one.run()
-    return max(1, min(1000, int(SAMPLE / (time.perf_counter() - start))))
+    return max(1, min(1000, int(SAMPLE_SECONDS / (time.perf_counter() - start))))
 
 
-def _sample(one: Contestant, calls: int) -> Sample:
+def _sample(one: Tool, calls: int) -> Sample:
     one.prepare()
-    time.sleep(REST)
+    time.sleep(SLEEP_SECONDS)
     run = one.run
     run()
     switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
@@ -86,26 +86,26 @@ def _sample(one: Contestant, calls: int) -> Sample:
 
 def _summary(taken: list[Sample], calls: int) -> Times:
     everything = [sample.seconds for sample in taken]
-    calm = [sample.seconds for sample in taken if not sample.disturbed]
-    used = calm if len(calm) >= ENOUGH else everything
+    undisturbed = [sample.seconds for sample in taken if not sample.disturbed]
+    used = undisturbed if len(undisturbed) >= MIN_UNDISTURBED else everything
     lower, _, upper = quantiles(used, n=4, method="inclusive")
-    return Times(median(used), lower, upper, min(used), len(taken), len(calm), calls)
+    return Times(median(used), lower, upper, min(used), len(taken), len(undisturbed), calls)
 
 
 def await_quiet(patience: float) -> float:
-    """Wait until the other processes leave the cores alone, at most so many seconds; gives the patience left."""
+    """Wait until other processes leave the cores idle, for at most ``patience`` seconds; return the seconds left."""
     end = time.monotonic() + patience
-    while time.monotonic() < end and _busy_share() > QUIET_SHARE:
+    while time.monotonic() < end and _busy_share() > MAX_BUSY_SHARE:
         pass
     return max(0.0, end - time.monotonic())
 
 
 def _busy_share() -> float:
-    """The busy part of all cores over a moment in which we sleep; 0 where the system does not say."""
+    """Busy share of all cores while this process sleeps; 0 if the system does not report it."""
     if not _STAT.exists():
         return 0.0
     before = _ticks()
-    time.sleep(LOOK)
+    time.sleep(PROBE_SECONDS)
     busy, total = (b - a for a, b in zip(before, _ticks(), strict=True))
     return busy / max(total, 1)
 

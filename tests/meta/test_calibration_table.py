@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md are what benchmarks/render_calibration.py makes of the committed results."""
+"""The calibration tables of docs/benchmarks.md are rendered from the committed results."""
 
 import importlib
 import json

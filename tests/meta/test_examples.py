@@ -1,4 +1,4 @@
-"""Every script in examples/ runs as a reader would run it, and says something."""
+"""Every script in examples/ runs in an empty directory and prints something."""
 
 import os
 import subprocess
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.py"))
-TIMEOUT = 300 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference is slow
+TIMEOUT = 300 if os.environ.get("DETENT_KERNELS") != "reference" else 600  # seconds; the reference kernels are slow
 
 
 def run(script, directory):
-    """Runs the script in an empty directory, warnings as errors; returns what it printed."""
+    """Run the script in an empty directory with warnings as errors; return its output."""
     command = [sys.executable, "-W", "error", str(script)]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert done.returncode == 0, f"{script.name} failed:\n{done.stderr}"

@@ -1,7 +1,7 @@
 """`import detent` stays light: frameworks and file libraries load on use, never on import.
 
-Two independent probes look: `sys.modules` after the import, and the log of `python -X importtime`. Each is
-shown able to fail, on a stand-in package named torch, so that it cannot pass by looking the wrong way.
+Two independent checks: `sys.modules` after the import, and the log of `python -X importtime`. Each is also tested with
+a stand-in package named torch, which it must detect.
 """
 
 import os
@@ -15,7 +15,7 @@ TIMEOUT = 60
 
 
 def run(*arguments, path=None):
-    """Runs Python with warnings as errors and `path` ahead of everything else; returns the process."""
+    """Run Python with warnings as errors and `path` first in sys.path; return the process."""
     environment = dict(os.environ)
     if path is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(path), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -28,12 +28,12 @@ def roots(names):
 
 
 def loaded_by_modules(statement, path=None):
-    """The top-level packages in sys.modules after the statement."""
+    """Top-level packages in sys.modules after the statement."""
     return roots(run("-c", f"{statement}; import sys; print(*sys.modules, sep='\\n')", path=path).stdout.splitlines())
 
 
 def loaded_by_importtime(statement, path=None):
-    """The top-level packages that `python -X importtime` reports for the statement."""
+    """Top-level packages that `python -X importtime` reports for the statement."""
     lines = run("-X", "importtime", "-c", statement, path=path).stderr.splitlines()
     return roots(line.rpartition("|")[2] for line in lines if line.startswith("import time:"))
 

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md are what benchmarks/render_mixed.py makes of the committed results."""
+"""The mixed-precision tables of docs/benchmarks.md are rendered from the committed results."""
 
 import importlib
 import itertools
@@ -63,17 +63,17 @@ def test_winning_is_less_noise_in_no_more_bytes(render, changed, won):
     assert render.is_won(row(**changed)) is won
 
 
-def test_a_width_without_a_mix_is_told(render):
+def test_a_bit_width_without_a_mix_is_marked(render):
     alone = {"bits": 3, "bytes": 1000, "sqnr_db": 10.0}
     assert not render.is_won(alone)
-    about = {"files": {"packed": [row()], "onnx": [alone]}, "layers": 2, "samples": 4, "widths": [], "runs": 8}
+    about = {"files": {"packed": [row()], "onnx": [alone]}, "layers": 2, "samples": 4, "candidates": [], "runs": 8}
     sections = render.rendered({"models": {"a": {**about, "seconds": 1}}})
     assert "| 3 | 10.0 dB in 1.0 kB; no mix fits |" in sections["mixed-onnx"]
 
 
-def test_what_was_taken_is_told(render):
-    about = {"files": {"packed": [row()], "onnx": [row()]}, "layers": 2, "samples": 4, "widths": ["x"], "runs": 8}
-    later = about | {"judged": 6, "refine_runs": 9}
+def test_settings_are_rendered(render):
+    about = {"files": {"packed": [row()], "onnx": [row()]}, "layers": 2, "samples": 4, "candidates": ["x"], "runs": 8}
+    later = about | {"held_out_samples": 6, "refine_runs": 9}
     lines = render.rendered({"models": {"a": {**about, "seconds": 1}, "b": {**later, "seconds": 2}}})["mixed-models"]
     assert lines.splitlines()[2:] == ["| a | 2 | 4 | 4 | 1 | 8 | 1 | 24 |", "| b | 2 | 4 | 6 | 1 | 8 | 2 | 9 |"]
 
@@ -84,7 +84,7 @@ def test_a_lost_width_is_not_set_in_bold(render):
             "files": {"packed": [each], "onnx": [each]},
             "layers": 2,
             "samples": 4,
-            "widths": [],
+            "candidates": [],
             "runs": 8,
             "seconds": 1,
         }
@@ -95,48 +95,48 @@ def test_a_lost_width_is_not_set_in_bold(render):
 
 
 @pytest.fixture
-def contest(monkeypatch, tmp_path):
-    """A contest whose files have the bytes that a function of the mix says, and whose searches find what is given."""
+def make_comparison(monkeypatch, tmp_path):
+    """A comparison whose file sizes are a function of the mix, and whose searches return a given mix."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("mixed_precision")
     options = {"int4/axis0": (0.1, 50), "int8/axis0": (0.01, 90)}
     noise, nbytes = ({key: each[at] for key, each in options.items()} for at in (0, 1))
     layers = [qs.LayerNoise(name, "Conv", 10, 40, noise, nbytes) for name in "ab"]
-    made = module.Contest.__new__(module.Contest)
-    made.found, made.bench, made.refined = qs.Sensitivity(layers, tuple(options)), None, {}
+    comparison = module.Comparison.__new__(module.Comparison)
+    comparison.sensitivity, comparison.runner, comparison.refined = qs.Sensitivity(layers, tuple(options)), None, {}
     calls = itertools.count(1)
 
-    def with_sizes(size_of, found_by_search):
-        def write(recipe, folder):
-            assert next(calls) < 50, "it does not end"
-            target = folder / "file"
+    def with_sizes(size_of, searched_mix):
+        def write(recipe, directory):
+            assert next(calls) < 50, "endless loop"
+            target = directory / "file"
             target.write_bytes(bytes(size_of([str(rule.weight.format.name) for rule in recipe.rules])))
             return target
 
-        def search(bench, found, starts, budget, runs, announce, progress):
-            return found.mixed(starts[0] if runs == 1 else found_by_search).with_measured(1.0)
+        def search(runner, sensitivity, starts, budget, runs, announce, progress):
+            return sensitivity.mixed(starts[0] if runs == 1 else searched_mix).with_measured(1.0)
 
-        monkeypatch.setattr(made, "write", write)
+        monkeypatch.setattr(comparison, "write", write)
         monkeypatch.setattr(module, "search", search)
-        return made, tmp_path
+        return comparison, tmp_path
 
     return with_sizes
 
 
-def test_no_mix_fits_where_the_smallest_file_is_too_large(contest):
-    made, folder = contest(lambda kinds: 1000, MIXED)
-    assert made.fitting(500, 180, folder) is None
+def test_no_mix_fits_where_the_smallest_file_is_too_large(make_comparison):
+    comparison, directory = make_comparison(lambda kinds: 1000, MIXED)
+    assert comparison.fitting(500, 180, directory) is None
 
 
-def test_the_chosen_mix_is_taken_where_no_refined_one_fits(contest):
-    """Files of mixed widths take more here, and searches find nothing else: even the smallest budget is no help."""
-    made, folder = contest(lambda kinds: 1000 if len(set(kinds)) > 1 else 400, MIXED)
-    mix = made.fitting(500, 180, folder)
+def test_the_chosen_mix_is_taken_where_no_refined_one_fits(make_comparison):
+    """Mixed files are too large here and the search finds no other, so even the smallest budget does not help."""
+    comparison, directory = make_comparison(lambda kinds: 1000 if len(set(kinds)) > 1 else 400, MIXED)
+    mix = comparison.fitting(500, 180, directory)
     assert dict(mix.options) == {"a": "int8/axis0", "b": "int8/axis0"}
-    assert (folder / "file").stat().st_size <= 500
+    assert (directory / "file").stat().st_size <= 500
     assert mix.measured_sqnr_db == 1.0
 
 
-def test_the_refined_mix_is_taken_where_it_fits(contest):
-    made, folder = contest(lambda kinds: 100 * len(set(kinds)), MIXED)
-    assert dict(made.fitting(200, 180, folder).options) == MIXED
+def test_the_refined_mix_is_taken_where_it_fits(make_comparison):
+    comparison, directory = make_comparison(lambda kinds: 100 * len(set(kinds)), MIXED)
+    assert dict(comparison.fitting(200, 180, directory).options) == MIXED

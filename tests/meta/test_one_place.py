@@ -1,4 +1,4 @@
-"""One place for each thing: jobs that were once done in several modules, found by a text that only one may hold."""
+"""One place for each task: texts that only one module may contain, because other modules should call it."""
 
 import ast
 import re
@@ -48,7 +48,7 @@ def test_one_module_does_it(thing):
 
 
 def unguarded_runs(node, *, is_guarded=False):
-    """The lines where a session of ONNX Runtime runs outside of ``with ort_errors()``."""
+    """Lines where an ONNX Runtime session runs outside ``with ort_errors()``."""
     if isinstance(node, ast.With):
         is_guarded = is_guarded or any("ort_errors(" in ast.unparse(item) for item in node.items)
     match node:

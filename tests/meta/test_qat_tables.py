@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md are what benchmarks/render_qat.py makes of the committed results."""
+"""The QAT tables of docs/benchmarks.md are rendered from the committed results."""
 
 import importlib
 import json
@@ -36,12 +36,12 @@ def test_a_slow_step_is_marked(render, cost, accuracy):
     for row in cost["rows"]:
         row["ratio"] = 1.0
     assert "(not met)" not in render.rendered(cost, accuracy)["cost"]
-    next(row for row in cost["rows"] if row["contestant"] == "detent")["ratio"] = 9.87
+    next(row for row in cost["rows"] if row["tool"] == "detent")["ratio"] = 9.87
     assert "9.87 (not met)" in render.rendered(cost, accuracy)["cost"]
 
 
 def test_too_many_bytes_are_marked(render, cost, accuracy):
-    next(row for row in cost["memory"] if row["contestant"] == "detent")["saved_ratio"] = 9.87
+    next(row for row in cost["memory"] if row["tool"] == "detent")["saved_ratio"] = 9.87
     assert "9.87 (not met)" in render.rendered(cost, accuracy)["memory"]
 
 
@@ -62,20 +62,20 @@ def test_results_are_full_runs(cost, accuracy):
     assert not accuracy["quick"]
     assert {row["model"] for row in cost["rows"]} == {"cnn", "transformer", "mlp"}
     assert len({row["threads"] for row in cost["rows"]}) == 2
-    assert {"detent", "torch.ao FX", "torchao", "brevitas"} <= {row["contestant"] for row in cost["rows"]}
+    assert {"detent", "torch.ao FX", "torchao", "brevitas"} <= {row["tool"] for row in cost["rows"]}
     measured = {(row["method"], row["bits"], row["seed"]) for row in accuracy["rows"]}
     assert {(method, bits, seed) for method in METHODS for bits in WIDTHS for seed in accuracy["seeds"]} <= measured
     assert len(accuracy["seeds"]) >= 2
 
 
 def test_bits_claimed_are_bits_used(accuracy):
-    """No inner convolution or matrix product sees more values than its width has codes."""
+    """No inner convolution or matmul has more distinct values than its bit width has codes."""
     checked = 0
     for row in accuracy["rows"]:
         if row["method"] not in METHODS:
             continue
-        assert len(row["products"]) == 6
-        for product in row["products"][1:-1]:
-            assert max(product["inputs"], product["weights"]) <= 2 ** row["bits"], row
+        assert len(row["distinct_values"]) == 6
+        for layer in row["distinct_values"][1:-1]:
+            assert max(layer["inputs"], layer["weights"]) <= 2 ** row["bits"], row
             checked += 1
     assert checked

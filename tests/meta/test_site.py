@@ -1,7 +1,7 @@
-"""The site of docs/: everything is in it, public names have a place in the reference, and it builds without a warning.
+"""The site of docs/: it contains every page, its reference lists all public names, and it builds without a warning.
 
-The quick tests read mkdocs.yml and the pages. The slow ones build the site once, as `make docs` does, and read what
-came out: names in its inventory, links, and that no page asks for anything from elsewhere.
+The quick tests read mkdocs.yml and the pages. The slow ones build the site once, as `make docs` does, and check its
+inventory, its links, and that no page loads anything from another server.
 """
 
 import importlib
@@ -32,13 +32,13 @@ DOCS = ROOT / "docs"
 REFERENCE = sorted((DOCS / "reference").glob("*.md"))
 BLOCK = re.compile(r"^::: (?P<name>[\w.]+)(?P<options>(?:\n {4}.*)*)", re.MULTILINE)
 MEMBERS = re.compile(r"members: \[(?P<names>[^\]]+)\]")
-# These have no page of their own: kernels are reached from dt, and the command line is a table of commands.
+# Without a reference page: kernels are used through dt, and the command line has its own page.
 WITHOUT_PAGE = {"detent.kernels", "detent.cli"}
 
 
 @cache
 def module_of(name):
-    """A module of docs/ that the site's tools load by its path."""
+    """Import a module of docs/ by its path, as the site's tools do."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -53,7 +53,7 @@ def config():
 
 
 def entries(nav):
-    """The pages of a tree of navigation, in order."""
+    """Pages of a navigation tree, in order."""
     if isinstance(nav, str):
         return [nav]
     children = nav.values() if isinstance(nav, dict) else nav
@@ -61,29 +61,29 @@ def entries(nav):
 
 
 def packages():
-    """The public packages of detent."""
-    found = [info.name for info in pkgutil.iter_modules(dt.__path__, "detent.") if info.ispkg]
-    return [name for name in found if "._" not in name]
+    """Public packages of detent."""
+    names = [info.name for info in pkgutil.iter_modules(dt.__path__, "detent.") if info.ispkg]
+    return [name for name in names if "._" not in name]
 
 
 def is_documented(value):
-    """Whether a public value is one that the reference shows by itself: no module, number or table."""
+    """Whether the reference has an entry for a public value: not for modules, numbers and tables."""
     return isinstance(value, type | types.FunctionType)
 
 
 def public_names():
-    """Every (package, name) of a class or function that a package lists."""
+    """Yield (package, name) of every public class and function."""
     for package in ["detent", *(name for name in packages() if name not in WITHOUT_PAGE)]:
         module = importlib.import_module(package)
         yield from ((package, name) for name in module.__all__ if is_documented(getattr(module, name)))
 
 
 def constants():
-    """The names of dt and its modules that are values, with the text that a reference page shows for each."""
+    """Public constants of dt and its modules, each with its text in the reference."""
     for name in dt.__all__:
         value = getattr(dt, name)
         if isinstance(value, dt.Format) and value.is_integer:
-            continue  # int1 to int16 in one breath
+            continue  # int1 to int16 share one entry
         if isinstance(value, dt.Format | dt.QuantSpec):
             yield f"dt.{name}"
     yield from ("dt.int1", "dt.int16", "dt.uint1", "dt.uint16")
@@ -91,17 +91,17 @@ def constants():
 
 @cache
 def covered():
-    """What the blocks of the reference show: whole modules, and single names of others."""
-    found = set()
+    """Modules and single names that the blocks of the reference document."""
+    documented = set()
     for page in REFERENCE:
         for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
             only = MEMBERS.search(block["options"])
             names = re.split(r", *", only["names"]) if only else []
-            found |= {f"{block['name']}.{name}" for name in names} or {block["name"]}
-    return found
+            documented |= {f"{block['name']}.{name}" for name in names} or {block["name"]}
+    return documented
 
 
-# What is there
+# Pages
 
 
 def test_every_page_is_in_the_navigation_once():
@@ -150,7 +150,7 @@ def test_commands_are_those_of_the_program():
     assert listed == [command.name for command in make_app().registered_commands]
 
 
-# The tools of the site
+# Tools of the site
 
 
 def test_examples_become_blocks_of_code():
@@ -197,11 +197,11 @@ def test_links_are_turned(page, text, turned):
     assert module_of("_hooks").on_page_markdown(text, page=place) == (turned or text)
 
 
-# What is built
+# The built site
 
 
 class Links(HTMLParser):
-    """What a page of HTML refers to: links to follow, and resources that a browser fetches by itself."""
+    """References of an HTML page: links, and resources that a browser loads."""
 
     def __init__(self, text):
         super().__init__()
@@ -229,7 +229,7 @@ def build(folder):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory, worker_id):
-    """The folder of the built site; the first worker builds it, the others wait for it."""
+    """Directory of the built site; the first worker builds it, the others wait."""
     base = tmp_path_factory.getbasetemp()
     shared = base if worker_id == "master" else base.parent
     with FileLock(shared / "site.lock"):
@@ -245,7 +245,7 @@ def pages(site):
 
 
 def inventory(site):
-    """The names that other sites can link to, as Sphinx writes them: four lines of text, the rest compressed."""
+    """Names that other sites can link to, in Sphinx's format: four lines of text, the rest compressed."""
     text = (site / "objects.inv").read_bytes()
     head, body = text.split(b"\n# The remainder of this file is compressed using zlib.\n")
     assert head.startswith(b"# Sphinx inventory version 2")
@@ -275,7 +275,7 @@ def test_every_link_of_the_site_leads_somewhere(site, pages):
     broken = []
     for page, links in pages.items():
         if page.name == "404.html":
-            continue  # for servers: its links are absolute
+            continue  # the error page of servers; its links are absolute
         for link in [*links.followed, *links.fetched]:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -303,7 +303,7 @@ def test_options_of_commands_are_shown(site):
 
 @pytest.fixture
 def browser():
-    """Chromium without a window, that keeps what pages write to the console and ask the network for."""
+    """Headless Chromium that records console messages and network requests."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (chromium and driver):
@@ -321,7 +321,7 @@ def browser():
 
 
 def requested(browser):
-    """The addresses that the browser has asked for."""
+    """URLs that the browser requested."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 

@@ -1,14 +1,14 @@
-"""Who else prepares a model for quantization-aware training, each by its own API and to the same widths.
+"""Tools that prepare a model for QAT, each through its own API and with the same bit widths.
 
-A preparer takes a float model, an example batch and a width for weights and activations, and gives the model that its
-users would train: weights per channel, activations per tensor (torchao: per token, which is what its recipes have).
-Below 8 bits the first and the last layer keep 8, as in detent's presets. Statistics of activations are taken from the
-example where the peer wants them before training. A peer that is not installed or cannot take a model raises
-SkippedError and says why.
+A preparer takes a float model, an example batch and the bits of weights and activations, and returns the model that
+users of the tool would train: weights per channel, activations per tensor (torchao: per token, as in its recipes).
+Below 8 bits the first and the last layer keep 8, as in detent's presets. If the tool needs activation statistics before
+training, they come from the example. A preparer raises SkippedError if its tool is not installed or does not support
+the model.
 
-They do not all do the same: torch.ao folds batch norm and quantizes outputs too; torchao takes Linear only; brevitas
-learns the activations' scales after some steps of statistics, here two instead of 300 because these steps are slow;
-modelopt calibrates once and trains with frozen scales, which is the cheapest there is.
+The tools do not all do the same work. torch.ao folds batch norm and also quantizes outputs. torchao supports only
+Linear. brevitas learns activation scales after some steps of statistics, here two instead of 300, because these steps
+are slow. modelopt calibrates once and trains with frozen scales, which is the cheapest option.
 """
 
 import logging
@@ -27,13 +27,13 @@ import detent as dt
 import detent.torch as qt
 
 CALIBRATION_STEPS = 2
-FULL = 8
+EDGE_BITS = 8  # of the first and the last layer
 PACKAGES = ("torchao", "brevitas", "nvidia-modelopt")
 Preparer = Callable[[nn.Module, Tensor, int], nn.Module]
 
 
 def detent_ema(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
-    """Detent with moving averages, as its presets have it."""
+    """Detent with EMA ranges, as in its presets."""
     return _detent(model, example, dt.Recipe.preset(f"w{bits}a{bits}", mode=dt.EMA(0.99)))
 
 
@@ -58,11 +58,11 @@ def torch_ao_fx(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
 
     mapping = QConfigMapping().set_global(_qconfig(bits, bits)).set_object_type(nn.Embedding, None)
     custom = PrepareCustomConfig()
-    if bits < FULL:
-        # Its configs name a layer's weight and output: what enters the last layer is the config of the one before it.
-        custom.set_input_quantized_indexes([0])  # the pictures have 8 bits already
+    if bits < EDGE_BITS:
+        # A config covers a layer's weight and output: the input of the last layer is configured at the layer before it.
+        custom.set_input_quantized_indexes([0])  # the images already have 8 bits
         widths = _widths(model, bits)
-        entering = [*list(widths.values())[1:], FULL]
+        entering = [*list(widths.values())[1:], EDGE_BITS]
         place = -1
         for name, layer in model.named_children():
             place += isinstance(layer, nn.Conv2d | nn.Linear)
@@ -98,10 +98,10 @@ def _qconfig(activation_bits: int, weight_bits: int) -> object:
 
 
 def torchao(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
-    """The QAT config of torchao: dynamic activations per token, weights per channel."""
+    """Torchao with its QAT config: dynamic activations per token, weights per channel."""
     _require("torchao")
     if any(isinstance(module, nn.Conv2d) for module in model.modules()):
-        raise SkippedError("torchao: has no QAT for convolutions")
+        raise SkippedError("torchao: no QAT for convolutions")
     from torchao.quantization import quantize_  # noqa: PLC0415 - optional
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def torchao(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
 
 
 def brevitas(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
-    """The quantized layers of brevitas in place of the float ones, compiled as its manual recommends for speed."""
+    """brevitas: replaces float layers by its quantized layers, compiled as its manual recommends for speed."""
     _require("brevitas")
     os.environ.setdefault("BREVITAS_JIT", "1")
     from brevitas import nn as qnn  # noqa: PLC0415 - optional, and reads the variable above
@@ -138,11 +138,11 @@ def brevitas(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
                 "input_bit_width": width,
                 "input_collect_stats_steps": CALIBRATION_STEPS,
             }
-            made = _brevitas_layer(qnn, layer, options)
-            made.weight = layer.weight
+            quantized = _brevitas_layer(qnn, layer, options)
+            quantized.weight = layer.weight
             if layer.bias is not None:
-                made.bias = layer.bias
-            setattr(owner, name, made)
+                quantized.bias = layer.bias
+            setattr(owner, name, quantized)
         if not isinstance(layer, nn.MaxPool2d | nn.AdaptiveAvgPool2d | nn.Flatten):
             after_relu = isinstance(layer, nn.ReLU)
     for _ in range(CALIBRATION_STEPS):
@@ -159,48 +159,48 @@ def _brevitas_layer(qnn: object, layer: nn.Module, options: dict) -> nn.Module:
 
 
 def modelopt(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
-    """The default integer config of modelopt: symmetric, calibrated once, frozen."""
+    """Modelopt with its default int8 config: symmetric, calibrated once, frozen scales."""
     _require("modelopt")
     import modelopt.torch.quantization as mtq  # noqa: PLC0415 - optional
 
-    if bits != FULL:
-        raise SkippedError("modelopt: raced at 8 bits only")
-    with redirect_stdout(None):  # it counts its quantizers aloud
+    if bits != EDGE_BITS:
+        raise SkippedError("modelopt: compared only at 8 bits")
+    with redirect_stdout(None):  # it prints a count of its quantizers
         return mtq.quantize(model, mtq.INT8_DEFAULT_CFG, lambda prepared: prepared(example))
 
 
 def _widths(model: nn.Module, bits: int) -> dict[str, int]:
-    """The bits of each layer with a product: 8 for the first and the last one."""
+    """Bits of each convolution and linear layer: 8 for the first and the last one."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
-    return dict.fromkeys(names, bits) | {names[0]: FULL, names[-1]: FULL}
+    return dict.fromkeys(names, bits) | {names[0]: EDGE_BITS, names[-1]: EDGE_BITS}
 
 
 def _leaves(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Every module without children, with its owner and its name there, in the order of definition."""
-    found = []
+    """Modules without children, each with its parent and its name there, in the order of definition."""
+    leaves = []
     for name, child in module.named_children():
-        found += _leaves(child) if next(child.children(), None) is not None else [(module, name, child)]
-    return found
+        leaves += _leaves(child) if next(child.children(), None) is not None else [(module, name, child)]
+    return leaves
 
 
 def _require(package: str) -> None:
     if find_spec(package) is None:
-        raise SkippedError(f"{package}: not installed, `make peers` does that")
+        raise SkippedError(f"{package}: not installed, run `make bench-tools`")
 
 
 def versions() -> dict[str, str | None]:
-    """The peers' versions, None for who is missing."""
-    found: dict[str, str | None] = {}
+    """Versions of the other tools; None if not installed."""
+    installed: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
-def quieten() -> None:
-    """Peers warn about deprecations and missing GPUs, once per layer: not now."""
+def silence_warnings() -> None:
+    """Hide the warnings of other tools about deprecations and missing GPUs, which come once per layer."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

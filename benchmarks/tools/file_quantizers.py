@@ -1,8 +1,8 @@
-"""Who quantizes ONNX files after training: detent, ONNX Runtime's own tool and NNCF, each with its users' defaults.
+"""Tools for post-training quantization of ONNX files: detent, ONNX Runtime and NNCF, each with its default settings.
 
-A contestant is a list of ways, best first: where the first one fails on a model, the next is tried, and the table says
-which one it was. So a peer takes part wherever a patient user would get it to work. Weights are int8 per channel and
-activations uint8, as ONNX Runtime recommends for CPUs; NNCF chooses for itself.
+A tool is a list of attempts, best first: if one fails on a model, the next is tried, and the table names the one that
+worked. So a tool has a result wherever a patient user would get one. Weights are int8 per channel and activations
+uint8, as ONNX Runtime recommends for CPUs; NNCF chooses its own formats.
 """
 
 import os
@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 Feed = dict[str, NDArray[Any]]
 Quantizer = Callable[[Path, Path, Sequence[Feed]], None]
-OLDEST, USUAL = 13, 17
+MIN_OPSET = 13  # the first with per-channel QuantizeLinear
+NEW_OPSET = 17  # older models are converted to it
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to quantize a file.
+class Attempt:
+    """One set of options to quantize a file with.
 
     Attributes:
-        run: from a model's path to another, with batches.
-        note: what differs from the first way.
+        run: function of the source path, the output path and the calibration batches.
+        note: difference to the first attempt.
     """
 
     run: Quantizer
@@ -36,23 +37,23 @@ class Way:
 
 @dataclass(frozen=True)
 class FileQuantizer:
-    """A contestant.
+    """A tool that quantizes ONNX files.
 
     Attributes:
-        ways: to be tried one after the other.
-        load: imports what it needs, so that this is no part of its time and memory.
-        is_ours: whether it takes models of old operator sets as they are.
-        kinds: of models that it is for; all if empty.
+        attempts: sets of options, tried in order.
+        load: imports the tool before time and memory are measured.
+        is_ours: whether this is detent, which supports models with old opsets.
+        kinds: kinds of models that the tool is for; all if empty.
     """
 
-    ways: tuple[Way, ...]
+    attempts: tuple[Attempt, ...]
     load: Callable[[], object]
     is_ours: bool = False
     kinds: tuple[str, ...] = ()
 
 
 def _load_detent() -> object:
-    import detent.onnx  # noqa: PLC0415 - each contestant has a process of its own
+    import detent.onnx  # noqa: PLC0415 - each tool has its own process
 
     return detent.onnx
 
@@ -106,20 +107,20 @@ def _static(
 
 
 def _pre_processed(source: Path, target: Path) -> Path:
-    """The model as ONNX Runtime's tool wants it: optimised, with shapes; as it is where that fails."""
+    """Prepare a model as ONNX Runtime recommends (optimized, with shapes); return the source path if that fails."""
     from onnxruntime.quantization.shape_inference import quant_pre_process  # noqa: PLC0415
 
     for options in ({}, {"skip_symbolic_shape": True}):
         try:
             quant_pre_process(source, target, **options)
-        except Exception:  # noqa: BLE001 - it raises whatever its parts do, and the plain model is still there
+        except Exception:  # noqa: BLE001 - it raises all kinds of errors; the source can be quantized without it
             continue
         return target
     return source
 
 
 def _renamed(source: Path, target: Path) -> Path:
-    """The model with short names inside: some names collide with those that ONNX Runtime's tool makes of others."""
+    """Shorten tensor names: names that ONNX Runtime's tool derives from them collide in some models."""
     model = onnx.load(source)
     graph = model.graph
     names = {value.name: value.name for value in (*graph.input, *graph.output)} | {"": ""}
@@ -134,18 +135,18 @@ def _renamed(source: Path, target: Path) -> Path:
     return target
 
 
-def _static_ways(method: str, **options: Any) -> tuple[Way, ...]:
+def _static_attempts(method: str, **options: Any) -> tuple[Attempt, ...]:
     unchecked = {"QDQDisableWeightAdjustForInt32Bias": True}
     return (
-        Way(partial(_static, method, **options)),
-        Way(partial(_static, method, **options, extra=unchecked), "QDQDisableWeightAdjustForInt32Bias"),
-        Way(partial(_static, method, **options, renames=True), "tensors renamed"),
-        Way(partial(_static, method, **options, per_channel=False), "per tensor"),
+        Attempt(partial(_static, method, **options)),
+        Attempt(partial(_static, method, **options, extra=unchecked), "QDQDisableWeightAdjustForInt32Bias"),
+        Attempt(partial(_static, method, **options, renames=True), "tensors renamed"),
+        Attempt(partial(_static, method, **options, per_channel=False), "per tensor"),
     )
 
 
 def _load_nncf() -> object:
-    os.environ.setdefault("NNCF_CI", "1")  # else it reports its use over the network
+    os.environ.setdefault("NNCF_CI", "1")  # no telemetry
     import nncf  # noqa: PLC0415
 
     return nncf
@@ -156,30 +157,30 @@ def _nncf(source: Path, output: Path, feeds: Sequence[Feed], *, model_type: str 
 
     kind = None if model_type is None else nncf.ModelType[model_type]
     data = nncf.Dataset(feeds)
-    made = nncf.quantize(onnx.load(source), data, subset_size=len(feeds), model_type=kind)
-    onnx.save(made, output)
+    quantized = nncf.quantize(onnx.load(source), data, subset_size=len(feeds), model_type=kind)
+    onnx.save(quantized, output)
 
 
-def modern(source: Path, target: Path) -> Path:
-    """The model in an operator set with quantizers per channel, which peers need; the same file if it has them."""
+def with_new_opset(source: Path, target: Path) -> Path:
+    """Convert a model to an opset with per-channel QuantizeLinear, which other tools need; return the path."""
     model = onnx.load(source)
-    if next(each.version for each in model.opset_import if each.domain in {"", "ai.onnx"}) >= OLDEST:
+    if next(each.version for each in model.opset_import if each.domain in {"", "ai.onnx"}) >= MIN_OPSET:
         return source
-    onnx.save(onnx.version_converter.convert_version(model, USUAL), target)
+    onnx.save(onnx.version_converter.convert_version(model, NEW_OPSET), target)
     return target
 
 
-CONTESTANTS: Mapping[str, FileQuantizer] = MappingProxyType(
+TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
-        "detent": FileQuantizer((Way(partial(_detent, "onnxruntime")),), _load_detent, is_ours=True),
-        "detent, avx2": FileQuantizer((Way(partial(_detent, "onnxruntime-avx2")),), _load_detent, is_ours=True),
-        "ORT MinMax": FileQuantizer(_static_ways("MinMax"), _load_static),
-        "ORT MinMax, reduced": FileQuantizer(_static_ways("MinMax", reduce_range=True), _load_static),
-        "ORT Percentile": FileQuantizer(_static_ways("Percentile"), _load_static),
-        "ORT Entropy": FileQuantizer(_static_ways("Entropy"), _load_static),
-        "NNCF": FileQuantizer((Way(_nncf),), _load_nncf),
+        "detent": FileQuantizer((Attempt(partial(_detent, "onnxruntime")),), _load_detent, is_ours=True),
+        "detent, avx2": FileQuantizer((Attempt(partial(_detent, "onnxruntime-avx2")),), _load_detent, is_ours=True),
+        "ORT MinMax": FileQuantizer(_static_attempts("MinMax"), _load_static),
+        "ORT MinMax, reduced": FileQuantizer(_static_attempts("MinMax", reduce_range=True), _load_static),
+        "ORT Percentile": FileQuantizer(_static_attempts("Percentile"), _load_static),
+        "ORT Entropy": FileQuantizer(_static_attempts("Entropy"), _load_static),
+        "NNCF": FileQuantizer((Attempt(_nncf),), _load_nncf),
         "NNCF, transformer": FileQuantizer(
-            (Way(partial(_nncf, model_type="TRANSFORMER")),), _load_nncf, kinds=("transformer",)
+            (Attempt(partial(_nncf, model_type="TRANSFORMER")),), _load_nncf, kinds=("transformer",)
         ),
     }
 )

@@ -1,6 +1,6 @@
-"""ONNX Runtime: a session of one QuantizeLinear or DequantizeLinear node, input and output bound beforehand.
+"""ONNX Runtime: a session with one QuantizeLinear or DequantizeLinear node and preallocated input and output.
 
-Its threads may not spin between runs: they would take the cores from whoever is timed next.
+Its threads must not spin between runs: they would take the cores of the tool that is timed next.
 """
 
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import numpy as np
 import onnx
 import onnxruntime as ort
-from case import Case, Contestant, SkippedError
+from case import Case, SkippedError, Tool
 from onnx import TensorProto, helper
 
-from peers.ours import THREADS
+from tools.ours import THREADS
 
 NODES = {"quantize int8": "QuantizeLinear", "dequantize": "DequantizeLinear"}
 
 
-def enter(case: Case) -> Iterator[Contestant]:
-    """ONNX Runtime's contestant for a case."""
+def tools_for(case: Case) -> Iterator[Tool]:
+    """Yield ONNX Runtime for a case."""
     if case.operation not in NODES or case.dtype != "float32":
         raise SkippedError("onnxruntime: float32 to and from int8 only")
     reads = NODES[case.operation] == "DequantizeLinear"
@@ -27,11 +27,11 @@ def enter(case: Case) -> Iterator[Contestant]:
     binding = session.io_binding()
     binding.bind_ortvalue_input("x", ort.OrtValue.ortvalue_from_numpy(source))
     binding.bind_output("y", "cpu", 0, out.dtype.type, case.shape, out.ctypes.data)
-    yield Contestant("onnxruntime", lambda: session.run_with_iobinding(binding), lambda: [out])
+    yield Tool("onnxruntime", lambda: session.run_with_iobinding(binding), lambda: [out])
 
 
 def _session(case: Case) -> ort.InferenceSession:
-    """A model of one node whose scale and zero point are constants."""
+    """Session of a model with one node, whose scale and zero point are constants."""
     params = case.params()
     attributes = {} if case.granularity == "tensor" else {"axis": int(case.granularity == "axis1" or bool(case.group))}
     attributes |= {"block_size": case.group} if case.group else {}

@@ -1,13 +1,13 @@
-"""NumPy: the formula as ufuncs, every one of them into memory made beforehand."""
+"""NumPy: the formula as ufuncs with preallocated outputs."""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from case import Array, Case, Contestant, SkippedError
+from case import Array, Case, SkippedError, Tool
 
 
-def enter(case: Case) -> Iterator[Contestant]:
-    """NumPy's contestant for a case."""
+def tools_for(case: Case) -> Iterator[Tool]:
+    """Yield NumPy for a case."""
     makers = {
         "fake_quantize": _fake_quantize,
         "quantize int8": _quantize,
@@ -17,49 +17,49 @@ def enter(case: Case) -> Iterator[Contestant]:
         "min-max": _minmax,
     }
     if case.operation not in makers:
-        raise SkippedError("numpy: more than an expression")
+        raise SkippedError("numpy: not a simple expression")
     run, answer = makers[case.operation](case)
-    yield Contestant("numpy", run, answer)
+    yield Tool("numpy", run, answer)
 
 
 Work = tuple[Callable[[], object], Callable[[], list[Array]]]
 
 
-def blocked(case: Case) -> tuple[int, ...]:
-    """A shape with an axis for the groups, over which scales broadcast."""
+def grouped_shape(case: Case) -> tuple[int, ...]:
+    """Shape with an axis for the groups, so that scales broadcast."""
     if case.group is None:
         return case.shape
     if case.shape[-1] % case.group:
-        raise SkippedError("numpy: ragged groups")
+        raise SkippedError("numpy: incomplete groups")
     return (case.shape[0], case.shape[1] // case.group, case.group)
 
 
-def numbers(case: Case) -> tuple[Array, Array]:
-    """Scale and zero point in the compute type, shaped to broadcast."""
+def broadcast_params(case: Case) -> tuple[Array, Array]:
+    """Scale and zero point in the compute dtype, with shapes that broadcast."""
     compute = np.float64 if case.dtype == "float64" else np.float32
-    shape = {"tensor": (), "axis1": (1, -1)}.get(case.granularity, (*blocked(case)[:-1], 1))
+    shape = {"tensor": (), "axis1": (1, -1)}.get(case.granularity, (*grouped_shape(case)[:-1], 1))
     params = case.params()
     return params.scale.astype(compute).reshape(shape), params.zero_point.astype(compute).reshape(shape)
 
 
 def _codes(case: Case) -> Callable[[], Array]:
-    """What computes the codes as floats, into a buffer of its own."""
-    scale, zero = numbers(case)
-    x = case.x.reshape(blocked(case))
+    """Function that computes the codes as floats, into a buffer."""
+    scale, zero = broadcast_params(case)
+    x = case.x.reshape(grouped_shape(case))
     buffer = np.empty(x.shape, scale.dtype)
-    low, high = case.spec().qmin, case.spec().qmax
+    qmin, qmax = case.spec().qmin, case.spec().qmax
 
     def run() -> Array:
         np.divide(x, scale, out=buffer, dtype=buffer.dtype)
         np.rint(buffer, out=buffer)
         np.add(buffer, zero, out=buffer)
-        return np.clip(buffer, low, high, out=buffer)
+        return np.clip(buffer, qmin, qmax, out=buffer)
 
     return run
 
 
 def _scaled(buffer: Array, scale: Array, out: Array) -> None:
-    """The buffer times the scale, in the output's type."""
+    """Multiply the buffer by the scale, in the dtype of the output."""
     if buffer.dtype == out.dtype:
         np.multiply(buffer, scale, out=out)
     else:
@@ -68,8 +68,8 @@ def _scaled(buffer: Array, scale: Array, out: Array) -> None:
 
 
 def _fake_quantize(case: Case) -> Work:
-    codes, (scale, zero) = _codes(case), numbers(case)
-    out = np.empty(blocked(case), case.real)
+    codes, (scale, zero) = _codes(case), broadcast_params(case)
+    out = np.empty(grouped_shape(case), case.real)
 
     def run() -> None:
         buffer = codes()
@@ -81,7 +81,7 @@ def _fake_quantize(case: Case) -> Work:
 
 def _quantize(case: Case) -> Work:
     codes = _codes(case)
-    out = np.empty(blocked(case), np.int8)
+    out = np.empty(grouped_shape(case), np.int8)
     if case.bits == 8:
         return lambda: np.copyto(out, codes(), casting="unsafe"), lambda: [out.reshape(case.shape)]
     packed = np.empty(case.size // 2, np.uint8)
@@ -96,9 +96,9 @@ def _quantize(case: Case) -> Work:
 
 
 def _dequantize(case: Case) -> Work:
-    scale, zero = numbers(case)
-    codes, out = case.codes.reshape(blocked(case)), np.empty(blocked(case), case.real)
-    buffer = np.empty(blocked(case), scale.dtype)
+    scale, zero = broadcast_params(case)
+    codes, out = case.codes.reshape(grouped_shape(case)), np.empty(grouped_shape(case), case.real)
+    buffer = np.empty(grouped_shape(case), scale.dtype)
 
     def run() -> None:
         np.subtract(codes, zero, out=buffer, dtype=buffer.dtype)
@@ -108,17 +108,17 @@ def _dequantize(case: Case) -> Work:
 
 
 def _backward(case: Case) -> Work:
-    scale, zero = numbers(case)
-    x, g, out = (a.reshape(blocked(case)) for a in (case.x, case.g, np.empty(case.shape, case.real)))
+    scale, zero = broadcast_params(case)
+    x, g, out = (a.reshape(grouped_shape(case)) for a in (case.x, case.g, np.empty(case.shape, case.real)))
     buffer, passes, below = np.empty(x.shape, scale.dtype), np.empty(x.shape, bool), np.empty(x.shape, bool)
-    low, high = case.spec().qmin, case.spec().qmax
+    qmin, qmax = case.spec().qmin, case.spec().qmax
 
     def run() -> None:
         np.divide(x, scale, out=buffer, dtype=buffer.dtype)
         np.rint(buffer, out=buffer)
         np.add(buffer, zero, out=buffer)
-        np.less_equal(low, buffer, out=passes)
-        np.less_equal(buffer, high, out=below)
+        np.less_equal(qmin, buffer, out=passes)
+        np.less_equal(buffer, qmax, out=below)
         np.logical_and(passes, below, out=passes)
         out.fill(0)
         np.copyto(out, g, where=passes)
@@ -128,9 +128,9 @@ def _backward(case: Case) -> Work:
 
 def _minmax(case: Case) -> Work:
     axis = {"tensor": None, "axis1": 0}.get(case.granularity, -1)
-    x, last = case.x.reshape(blocked(case)), []
+    x, last = case.x.reshape(grouped_shape(case)), []
 
     def run() -> None:
         last[:] = x.min(axis=axis), x.max(axis=axis)
 
-    return run, lambda: [np.asarray(end) for end in last]
+    return run, lambda: [np.asarray(bound) for bound in last]

@@ -1,31 +1,31 @@
-"""detent itself: a plan run into memory of the caller, on all threads and on one, and by other systems' rules."""
+"""detent: a plan with a preallocated output, on all threads and on one, and in torch's convention."""
 
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from case import Array, Case, Contestant
+from case import Array, Case, Tool
 
 import detent as dt
 from detent.kernels import minmax
 
 THREADS = dt.get_num_threads()
-RULES = ("fake_quantize", "fake_quantize_backward")
+TORCH_OPERATIONS = ("fake_quantize", "fake_quantize_backward")
 
 
-def enter(case: Case) -> Iterator[Contestant]:
-    """Our contestants for a case."""
+def tools_for(case: Case) -> Iterator[Tool]:
+    """Yield detent's variants for a case."""
     run, answer = work(case)
     several = THREADS > 1 and case.dtype == "float32"
-    yield Contestant("detent", run, answer, prepare=lambda: dt.set_num_threads(THREADS))
+    yield Tool("detent", run, answer, prepare=lambda: dt.set_num_threads(THREADS))
     if several:
-        yield Contestant("detent, 1 thread", run, answer, prepare=lambda: dt.set_num_threads(1))
-    if case.operation in RULES and case.dtype == "float32":
+        yield Tool("detent, 1 thread", run, answer, prepare=lambda: dt.set_num_threads(1))
+    if case.operation in TORCH_OPERATIONS and case.dtype == "float32":
         run, answer = work(case, "torch")
-        yield Contestant("detent, torch's rules", run, answer, "torch", lambda: dt.set_num_threads(THREADS))
+        yield Tool("detent, torch's convention", run, answer, "torch", lambda: dt.set_num_threads(THREADS))
 
 
 def work(case: Case, convention: str = "onnx") -> tuple[Callable[[], object], Callable[[], list[Array]]]:
-    """What to time, and how to read its answer."""
+    """Function to time, and function that returns its result."""
     if case.operation == "min-max":
         return _minmax(case)
     if case.operation == "observe + fake_quantize":
@@ -50,7 +50,7 @@ def _minmax(case: Case) -> tuple[Callable[[], object], Callable[[], list[Array]]
     def run() -> None:
         last[:] = minmax(x, tiling)[:2]
 
-    return run, lambda: [np.asarray(end) for end in last]
+    return run, lambda: [np.asarray(bound) for bound in last]
 
 
 def _observe(case: Case, convention: str) -> tuple[Callable[[], object], Callable[[], list[Array]]]:

@@ -1,16 +1,16 @@
-"""gguf-py, where it is installed: Q8_0 blocks of 32 codes and a float16 scale, turned back into float32.
+"""gguf-py, if installed: dequantize Q8_0 blocks of 32 codes and a float16 scale to float32.
 
-Its quantizers derive scales of their own and are not compared.
+Its quantizers compute their own scales, so they are not compared.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
-from case import Case, Contestant, SkippedError
+from case import Case, SkippedError, Tool
 
 
-def enter(case: Case) -> Iterator[Contestant]:
-    """The contestant for a case."""
+def tools_for(case: Case) -> Iterator[Tool]:
+    """Yield gguf-py for a case."""
     if case.operation != "dequantize Q8_0":
         raise SkippedError("gguf: only Q8_0 blocks")
     try:
@@ -24,4 +24,4 @@ def enter(case: Case) -> Iterator[Contestant]:
     def run() -> None:
         last[:] = [quants.dequantize(blocks, GGMLQuantizationType.Q8_0)]
 
-    yield Contestant("gguf", run, lambda: [last[0].reshape(case.shape)])
+    yield Tool("gguf", run, lambda: [last[0].reshape(case.shape)])

@@ -1,17 +1,17 @@
-"""PyTorch's own operators, and its fused observer module. They take no ``out``: the result's memory is their affair.
+"""PyTorch's own operators and its fused observer module. They have no ``out`` and allocate their results.
 
-Its backward reads a mask that the forward has stored, and so does less than ours, which recomputes it.
+Its backward reads a mask that the forward pass stored; detent recomputes the mask, which is more work.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-from case import Array, Case, Contestant, SkippedError
+from case import Array, Case, SkippedError, Tool
 
 
-def enter(case: Case) -> Iterator[Contestant]:
-    """PyTorch's contestant for a case."""
+def tools_for(case: Case) -> Iterator[Tool]:
+    """Yield PyTorch for a case."""
     makers = {
         "fake_quantize": _fake_quantize,
         "fake_quantize_backward": _backward,
@@ -22,36 +22,36 @@ def enter(case: Case) -> Iterator[Contestant]:
     if case.operation not in makers:
         raise SkippedError(f"torch: no operator for {case.operation}")
     if case.dtype == "float64":
-        raise SkippedError("torch: computes float64 with a float32 scale, another answer")
+        raise SkippedError("torch: uses a float32 scale for float64, which gives different results")
     with torch.no_grad():
         yield makers[case.operation](case)
 
 
 def tensor(array: Array) -> torch.Tensor:
-    """The array as a tensor that shares its memory."""
+    """Wrap an array as a tensor that shares its memory."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def array_of(value: torch.Tensor, case: Case) -> Array:
-    """The tensor as an array of the case's shape."""
+    """Convert a tensor to an array of the case's shape."""
     if value.dtype == torch.bfloat16:
         return value.view(torch.uint16).numpy().view(case.real).reshape(case.shape)
     return value.numpy().reshape(case.shape)
 
 
 def channels(case: Case) -> tuple[tuple[int, ...], int]:
-    """The shape and the axis that make the case's sets channels."""
+    """Shape and axis with which parameter sets become channels."""
     if case.group is None:
         return case.shape, int(case.granularity == "axis1")
     if case.shape[-1] % case.group:
-        raise SkippedError("torch: ragged groups")
+        raise SkippedError("torch: incomplete groups")
     return (-1, case.group), 0
 
 
 def _operands(case: Case) -> tuple[torch.Tensor, tuple]:
-    """The data, and what the operator takes beside it."""
+    """Input tensor, and the other arguments of the operator."""
     params, spec = case.params(), case.spec()
     if case.granularity == "tensor":
         return tensor(case.x), (float(params.scale), int(params.zero_point), spec.qmin, spec.qmax)
@@ -60,49 +60,49 @@ def _operands(case: Case) -> tuple[torch.Tensor, tuple]:
     return tensor(case.x).view(shape), (scale, zero, axis, spec.qmin, spec.qmax)
 
 
-def _fake_quantize(case: Case) -> Contestant:
+def _fake_quantize(case: Case) -> Tool:
     x, rest = _operands(case)
     per_tensor = case.granularity == "tensor"
     call = torch.fake_quantize_per_tensor_affine if per_tensor else torch.fake_quantize_per_channel_affine
-    return Contestant("torch eager", lambda: call(x, *rest), lambda: [array_of(call(x, *rest), case)], "torch")
+    return Tool("torch eager", lambda: call(x, *rest), lambda: [array_of(call(x, *rest), case)], "torch")
 
 
-def _backward(case: Case) -> Contestant:
+def _backward(case: Case) -> Tool:
     x, rest = _operands(case)
     kind = "tensor" if case.granularity == "tensor" else "channel"
     forward = getattr(torch.ops.aten, f"fake_quantize_per_{kind}_affine_cachemask")
     call = getattr(torch.ops.aten, f"fake_quantize_per_{kind}_affine_cachemask_backward")
     g, mask = tensor(case.g).view(x.shape), forward(x, *rest)[1]
-    return Contestant("torch eager", lambda: call(g, mask), lambda: [array_of(call(g, mask), case)], "torch")
+    return Tool("torch eager", lambda: call(g, mask), lambda: [array_of(call(g, mask), case)], "torch")
 
 
-def _minmax(case: Case) -> Contestant:
+def _minmax(case: Case) -> Tool:
     if case.granularity == "tensor":
         x = tensor(case.x)
-        return Contestant("torch eager", lambda: torch.aminmax(x), lambda: [e.float().numpy() for e in x.aminmax()])
+        return Tool("torch eager", lambda: torch.aminmax(x), lambda: [e.float().numpy() for e in x.aminmax()])
     shape, axis = channels(case)
     x = tensor(case.x).view(shape)
 
     def answer() -> list[Array]:
-        return [end.float().numpy().reshape(case.tiling.scale_shape) for end in torch.aminmax(x, dim=1 - axis)]
+        return [each.float().numpy().reshape(case.tiling.scale_shape) for each in torch.aminmax(x, dim=1 - axis)]
 
-    return Contestant("torch eager", lambda: torch.aminmax(x, dim=1 - axis), answer)
+    return Tool("torch eager", lambda: torch.aminmax(x, dim=1 - axis), answer)
 
 
-def _quantize(case: Case) -> Contestant:
+def _quantize(case: Case) -> Tool:
     if case.granularity != "tensor" or case.dtype != "float32":
-        raise SkippedError("torch: quantize_per_channel gives other codes next to ties, and takes float32 only")
+        raise SkippedError("torch: quantize_per_channel supports only float32 and gives different codes next to ties")
     x, (scale, zero, *_) = _operands(case)
 
     def run() -> torch.Tensor:
         return torch.quantize_per_tensor(x, scale, zero, torch.qint8)
 
-    return Contestant("torch eager", run, lambda: [run().int_repr().numpy()], "torch")
+    return Tool("torch eager", run, lambda: [run().int_repr().numpy()], "torch")
 
 
-def _observe(case: Case) -> Contestant:
+def _observe(case: Case) -> Tool:
     if case.granularity not in {"tensor", "axis0"} or case.dtype != "float32":
-        raise SkippedError("torch: the fused module knows float32 tensors and channels")
+        raise SkippedError("torch: the fused module supports only float32, per tensor and per channel")
     from torch.ao.quantization import FusedMovingAvgObsFakeQuantize as Fused  # noqa: PLC0415 - slow and deprecated
     from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver  # noqa: PLC0415
 
@@ -117,4 +117,4 @@ def _observe(case: Case) -> Contestant:
         **({} if whole else {"ch_axis": 0}),
     )
     x = tensor(case.x)
-    return Contestant("torch eager", lambda: module(x), lambda: [module(x).detach().numpy()], "torch_fused")
+    return Tool("torch eager", lambda: module(x), lambda: [module(x).detach().numpy()], "torch_fused")

@@ -1,0 +1,42 @@
+"""Goals for detent's speed and for QAT, mostly as ratios of values from one run.
+
+Goals relative to the copy hold for float32 at 2^20 and 2^24 elements with a preallocated output, the goal relative to
+torch's eager operator at 2^20. Calls are timed on 1,000 elements. QAT is compared with the float model: step time,
+bytes saved for backward, and accuracy.
+"""
+
+GOAL_SIZES = (2**20, 2**24)
+
+# Largest time as a multiple of the time to copy the array; operations without an entry have no goal.
+TIMES_COPY = {
+    "fake_quantize": 1.15,
+    "quantize int8": 1.0,
+    "quantize int4": 1.0,
+    "min-max": 0.7,
+    "observe + fake_quantize": 1.7,
+    "fake_quantize_backward": 1.7,
+}
+
+# Smallest speedup over torch's eager operator.
+TORCH_SIZE, TORCH_FACTOR = 2**20, 15.0
+TORCH_OPERATIONS = ("fake_quantize",)
+
+# Largest time of a call on 1,000 elements, in microseconds.
+CALL_MICROSECONDS = {"plan.run": 5.0, "dt.fake_quantize": 20.0}
+
+# QAT at 8 bits: largest step time and bytes saved for backward, as multiples of the float model's.
+QAT_STEP, QAT_SAVED = 1.15, 1.05
+
+# QAT: most points of accuracy below the float model trained for as many epochs, by method and bits.
+QAT_POINTS = {("QAT, EMA", 4): 0.5, ("QAT, learned", 4): 0.5, ("QAT, learned", 2): 1.5}
+
+
+def copy_goal(operation: str, size: int, dtype: str) -> float | None:
+    """Goal relative to the copy, or None."""
+    return TIMES_COPY.get(operation) if dtype == "float32" and size in GOAL_SIZES else None
+
+
+def torch_goal(operation: str, size: int, dtype: str) -> float | None:
+    """Goal relative to torch's eager operator, or None."""
+    has_goal = operation in TORCH_OPERATIONS and dtype == "float32" and size == TORCH_SIZE
+    return TORCH_FACTOR if has_goal else None

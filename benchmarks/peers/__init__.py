@@ -1,1 +1,0 @@
-"""The contestants: each module's ``enter(case)`` gives the contestants it has for a case, or raises SkippedError."""
