@@ -245,7 +245,7 @@ def test_progress_is_told(tmp_path):
     [
         ({"data": None}, dt.NotCalibratedError, "pass data="),
         ({"data": []}, dt.SpecError, "no batches"),
-        ({"data": [{"y": FEEDS[0]["x"]}]}, dt.DetentError, "no input 'y': it takes x"),
+        ({"data": [{"y": FEEDS[0]["x"]}]}, dt.DetentError, "no input 'y': its inputs are x"),
         ({"data": [FEEDS[0]["x"][0]]}, dt.ShapeError, "shape"),
         ({"data": [FEEDS[0]["x"].astype(np.float64)]}, dt.DtypeError, "astype"),
         ({"skip": ["frist"]}, dt.SpecError, "first"),

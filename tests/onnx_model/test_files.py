@@ -74,5 +74,5 @@ def _quantized(path, folder, batch):
 @pytest.mark.parametrize("source", [3, None, ["m.onnx"]], ids=repr)
 @pytest.mark.parametrize("function", [load, load_model, qo.decide, qo.load_quantized])
 def test_what_is_no_model_is_rejected(function, source):
-    with pytest.raises(dt.SpecError, match="a model is a path, a ModelProto or a LoadedModel, got "):
+    with pytest.raises(dt.SpecError, match="expected the model as a path, a ModelProto or a LoadedModel, got "):
         function(source)

@@ -240,7 +240,7 @@ def _(model):
 # Graphs
 
 
-@changed("cyclic", "cyclic", "waits for its own result")
+@changed("cyclic", "cyclic", "depends on its own output")
 def _(model):
     model.graph.node[0].input[0] = "v"
 
@@ -287,9 +287,9 @@ changed_tensor("2^40 elements", "bytes, the file holds 432", dims=[1 << 40])
 changed_tensor("2^120 elements", "the file holds 432", dims=[1 << 60, 1 << 60])
 changed_tensor("a negative size", "shape [-4, 3, 3, 3]", dims=[-4, 3, 3, 3])
 changed_tensor("two negative sizes", "shape [-4, -27]", dims=[-4, -27])
-changed_tensor("raw data too short", "takes 432 bytes, the file holds 431", raw_data=bytes(431))
-changed_tensor("raw data too long", "takes 432 bytes, the file holds 433", raw_data=bytes(433))
-changed_tensor("no data at all", "takes 108 numbers, the file holds 0", raw_data=None)
+changed_tensor("raw data too short", "needs 432 bytes, the file holds 431", raw_data=bytes(431))
+changed_tensor("raw data too long", "needs 432 bytes, the file holds 433", raw_data=bytes(433))
+changed_tensor("no data at all", "needs 108 numbers, the file holds 0", raw_data=None)
 changed_tensor("too few numbers", "the file holds 3", raw_data=None, float_data=[1.0, 2.0, 3.0])
 changed_tensor("numbers of another type", "the file holds 0", raw_data=None, int32_data=[1] * 108)
 changed_tensor("an unknown type", "type 99", data_type=99)
@@ -298,19 +298,19 @@ changed_tensor("texts of 2^40 elements", "the file holds 0", data_type=8, dims=[
 changed_tensor("4 bits of 2^40 elements", "the file holds 432", data_type=TensorProto.INT4, dims=[1 << 40])
 
 
-@changed("a constant that lies", "takes 4398046511104 bytes")
+@changed("a constant that lies", "needs 4398046511104 bytes")
 def _(model):
     value = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[1 << 40], raw_data=b"1234")
     model.graph.node.append(helper.make_node("Constant", [], ["k"], value=value))
 
 
-@changed("a constant that lies in a branch", "takes 4398046511104 bytes")
+@changed("a constant that lies in a branch", "needs 4398046511104 bytes")
 def _(model):
     value = TensorProto(name="k", data_type=TensorProto.FLOAT, dims=[1 << 40], raw_data=b"1234")
     model.graph.node[2].attribute[0].g.node.append(helper.make_node("Constant", [], ["k"], value=value))
 
 
-@changed("a sparse tensor that lies", "takes 1099511627776 numbers")
+@changed("a sparse tensor that lies", "needs 1099511627776 numbers")
 def _(model):
     sparse = model.graph.sparse_initializer.add(dims=[1 << 40])
     sparse.values.CopyFrom(TensorProto(name="sp", data_type=TensorProto.FLOAT, dims=[1 << 40]))
@@ -339,19 +339,19 @@ def external(location="w.data", content=432, **entries):
 
 EXTERNAL_DATA = {
     "missing data": (external(content=None), "w.data", "cannot be read"),
-    "data elsewhere": (external("/etc/passwd"), "/etc/passwd", "beside the model"),
-    "data above": (external("../w.data"), "../w.data", "beside the model"),
-    "data above by a detour": (external("a/../../w.data"), "beside the model"),
-    "data with backslashes": (external("..\\w.data"), "beside the model"),
-    "data on a drive": (external("c:w.data"), "beside the model"),
-    "data without a name": (external(""), "beside the model"),
-    "data that are the directory": (external("."), "beside the model"),
-    "data with a zero in the name": (external("w.data\0"), "beside the model"),
+    "data elsewhere": (external("/etc/passwd"), "/etc/passwd", "in the model's directory"),
+    "data above": (external("../w.data"), "../w.data", "in the model's directory"),
+    "data above by a detour": (external("a/../../w.data"), "in the model's directory"),
+    "data with backslashes": (external("..\\w.data"), "in the model's directory"),
+    "data on a drive": (external("c:w.data"), "in the model's directory"),
+    "data without a name": (external(""), "in the model's directory"),
+    "data that are the directory": (external("."), "in the model's directory"),
+    "data with a zero in the name": (external("w.data\0"), "in the model's directory"),
     "data with a long name": (external("w" * 100_000), "cannot be read"),
-    "data truncated": (external(content=431), "ends at byte 432", "has 431"),
-    "offset beyond the file": (external(offset=1 << 40), "ends at byte", "has 432"),
-    "length beyond the file": (external(length=1 << 40), "takes 432 bytes", str(1 << 40)),
-    "length too short": (external(length=4), "takes 432 bytes", "says 4"),
+    "data truncated": (external(content=431), "up to byte 432", "has 431"),
+    "offset beyond the file": (external(offset=1 << 40), "up to byte", "has 432"),
+    "length beyond the file": (external(length=1 << 40), "needs 432 bytes", str(1 << 40)),
+    "length too short": (external(length=4), "needs 432 bytes", "has 4 at"),
     "negative offset": (external(offset=-4), "offset '-4'"),
     "negative length": (external(length=-432), "length '-432'"),
     "offset that is not a number": (external(offset="many"), "offset 'many'"),
@@ -396,7 +396,7 @@ def _(directory):
     return external(content=None)(directory)
 
 
-@case("data that are a pipe", "not a plain file")
+@case("data that are a pipe", "not a regular file")
 def _(directory):
     os.mkfifo(directory / "w.data")
     return external(content=None)(directory)
@@ -417,14 +417,14 @@ def _(directory):
     return external(content=None)(directory)
 
 
-@case("external data without a type", "lies outside")
+@case("external data without a type", "unknown data type")
 def _(directory):
     model = external()(directory)
     of(model, "w").data_type = TensorProto.STRING
     return model
 
 
-@case("a thousand tensors of the same megabyte", "4 times the bytes")
+@case("a thousand tensors of the same megabyte", "4 times its size")
 def _(directory):
     model = good()
     (directory / "w.data").write_bytes(bytes(MEGABYTE))
@@ -492,7 +492,7 @@ def test_data_beside_the_file_and_below_it_are_read(tmp_path):
 
 
 def test_a_model_in_memory_cannot_have_external_data(tmp_path):
-    with pytest.raises(dt.FileFormatError, match="give the model's path"):
+    with pytest.raises(dt.FileFormatError, match="pass the model's path"):
         load(external()(tmp_path))
 
 

@@ -363,7 +363,7 @@ def test_groups_of_any_size_show_the_same():
         (chain, chain, {"levels": "13"}, dt.SpecError, "expected numbers among"),
         (chain, chain, {"levels": (1, "2")}, dt.SpecError, "expected numbers among"),
         (chain, chain, {"data": []}, dt.SpecError, "no batches"),
-        (chain, chain, {"data": [np.zeros((1, 3, 9, 8), np.float32)]}, dt.ShapeError, "the model takes"),
+        (chain, chain, {"data": [np.zeros((1, 3, 9, 8), np.float32)]}, dt.ShapeError, "the model expects"),
         (lambda: 7, chain, {}, dt.UnsupportedError, "got int"),
         (chain, lambda: "nowhere.onnx", {}, dt.FileFormatError, "no such file"),
     ],

@@ -1,18 +1,18 @@
-"""Batches of a model's inputs from iterables, files and directories, each read and checked when its turn comes.
+"""Batches of a model's inputs from iterables, files and directories, each read and checked only when it is needed.
 
 =================== ===========================================================================================
 data                batches
 =================== ===========================================================================================
 an iterable         each a dict of arrays by input name, a tuple of arrays in the inputs' order, or one array
-an .npz, an .npy    one array per input, its first axis counts samples: cut to the model's batch size
+an .npz, an .npy    one array per input, with samples along its first axis: cut into batches of the model's size
 a directory of .npz one file per batch, in the order of their names
 a directory of .npy one file per batch, for a model with one input
 =================== ===========================================================================================
 
-Arrays that ``numpy.savez`` named itself, arr_0, arr_1, ..., are the inputs in their order.
+Arrays with the default names of ``numpy.savez``, arr_0, arr_1, ..., are the inputs in order.
 
-Files are untrusted: headers are compared with the bytes that are there before anything is allocated, and nothing is
-unpickled or evaluated. Arrays are read slice by slice along their first axis; a subset skips to its slices.
+Files are untrusted: the sizes in headers are compared with the size of the file before anything is allocated, and
+nothing is unpickled or evaluated. Arrays are read slice by slice along their first axis; a subset skips to its slices.
 """
 
 import hashlib
@@ -53,12 +53,13 @@ Batch = Mapping[str, Any] | Sequence[Any] | Any
 BatchSource = Iterable[Batch] | str | PathLike[str]
 
 MAGIC = b"\x93NUMPY"
-LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # of the length field, by version
-HEADER_LIMIT = 10_000  # bytes
+LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # size of the length field, by version
+HEADER_LIMIT = 10_000  # bytes; numpy.load has the same limit
 RANK_LIMIT = 32
-MAX_CHARS_SHOWN = 200  # of a name in a message
-RATIO_LIMIT, SMALL = 1000, 1 << 20  # a compressed member may unpack to so many times its bytes, or to so many bytes
-ENCRYPTED = 1  # flag bit
+MAX_CHARS_SHOWN = 200  # characters of a name in a message
+RATIO_LIMIT = 1000  # a larger compression ratio is taken for a zip bomb
+ALWAYS_UNPACKED = 1 << 20  # bytes; members up to this size are unpacked at any ratio
+ENCRYPTED = 1  # flag bit of a zip member
 _DTYPE = re.compile(r"""['"]descr['"]\s*:\s*['"]([<>|=])([biuf])([1248])['"]""")
 _ORDER = re.compile(r"""['"]fortran_order['"]\s*:\s*(True|False)""")
 _SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(([\d\s,]{0,999})\)""")
@@ -76,7 +77,7 @@ class _ArrayHeader:
 
 
 class ArrayFile:
-    """An .npy or .npz file whose ``headers``, by name, were checked; the name in an .npy file is ""."""
+    """An .npy or .npz file with checked ``headers`` by array name; the array of an .npy file is named ""."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -87,14 +88,14 @@ class ArrayFile:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """The headers, and streams positioned at the first element of each array."""
+        """Open the headers, and streams positioned at the first element of each array."""
         with ExitStack() as stack:
             try:
                 yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
             except FileFormatError as error:
                 raise FileFormatError(f"{fspath(self.path)}: {error}") from error
             except _DAMAGE as error:
-                raise FileFormatError(f"{fspath(self.path)} is damaged, or no NumPy file: {error}") from error
+                raise FileFormatError(f"{fspath(self.path)} is damaged, or not a NumPy file: {error}") from error
 
     def _streams(self, stack: ExitStack) -> Iterator[tuple[str, int, IO[bytes]]]:
         size = self.path.stat().st_size
@@ -108,14 +109,14 @@ class ArrayFile:
             yield member.filename.removesuffix(".npy"), member.file_size, stack.enter_context(archive.open(member))
 
     def read(self) -> dict[str, Array]:
-        """All arrays by name."""
+        """Read all arrays, by name."""
         with self._open() as parts:
             return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
 
     def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
-        """Slices of ``step`` elements along the first axis, which all arrays share; the last one may be shorter.
+        """Yield slices of ``step`` elements along the common first axis of all arrays; the last may be shorter.
 
-        ``numbers`` says which slices, in ascending order; None for all.
+        ``numbers`` are the slices to read, in ascending order; None reads all.
         """
         with self._open() as parts:
             if {name: header for name, (header, _) in parts.items()} != self.headers:
@@ -139,42 +140,42 @@ class ArrayFile:
 def _check_members(members: list[ZipInfo], size: int) -> None:
     names = [member.filename for member in members]
     if len({*names}) != len(names):
-        raise FileFormatError("two of its members have one name")
+        raise FileFormatError("two of its members have the same name")
     if sum(member.compress_size for member in members) > size:
-        raise FileFormatError(f"its members claim more than the {size} bytes of the file")
+        raise FileFormatError(f"its members claim more bytes than the {size} of the file")
     for member in members:
         name = repr(member.filename[:MAX_CHARS_SHOWN])
         if not member.filename.endswith(".npy"):
-            raise FileFormatError(f"its member {name} is not an array: expected what numpy.savez writes")
+            raise FileFormatError(f"its member {name} is not an array: expected a file of numpy.savez")
         if member.flag_bits & ENCRYPTED or member.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
-            raise FileFormatError(f"its member {name} is encrypted or compressed in a way that NumPy does not read")
-        if member.file_size > max(SMALL, RATIO_LIMIT * member.compress_size):
+            raise FileFormatError(f"its member {name} is encrypted, or compressed in a way that NumPy cannot read")
+        if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
             raise FileFormatError(
-                f"its member {name} has {member.compress_size} bytes and claims to unpack to {member.file_size}, at "
-                f"most {RATIO_LIMIT} times as many are unpacked: store it uncompressed, by numpy.savez"
+                f"its member {name} claims to unpack from {member.compress_size} to {member.file_size} bytes, more "
+                f"than {RATIO_LIMIT} times as many: store it uncompressed, with numpy.savez"
             )
 
 
 def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
-    """Read the header of an array, and compare it with the size of its file or member."""
+    """Read the header of an array, and check it against the size of its file or member."""
     what = f"array {name[:MAX_CHARS_SHOWN]!r}" if name else "the array"
     start = file.read(len(MAGIC) + 2)
     width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # by the major version
     if not start.startswith(MAGIC) or width is None:
-        raise FileFormatError(f"{what} does not begin as NumPy's files do")
+        raise FileFormatError(f"{what} does not begin like a NumPy file")
     length = int.from_bytes(file.read(width), "little")
     if length > HEADER_LIMIT:
-        raise FileFormatError(f"{what} has a header of {length} bytes, at most {HEADER_LIMIT} are read")
+        raise FileFormatError(f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}")
     text = file.read(length).decode("latin-1")
     dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
     if dtype is None or order is None or shape is None or len(text) != length:
         raise FileFormatError(
-            f"{what} holds no plain numbers, or its header is damaged: {text[:MAX_CHARS_SHOWN].strip()}"
+            f"{what} does not hold plain numbers, or its header is damaged: {text[:MAX_CHARS_SHOWN].strip()}"
         )
     try:
         kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
     except TypeError as error:
-        raise FileFormatError(f"{what} has the type {''.join(dtype.groups())!r}, which NumPy does not have") from error
+        raise FileFormatError(f"{what} has the unknown type {''.join(dtype.groups())!r}") from error
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
     nbytes, held = prod(sizes) * kind.itemsize, size - len(start) - width - length
     if len(sizes) > RANK_LIMIT or nbytes != held:
@@ -187,7 +188,7 @@ def _read(file: IO[bytes], header: _ArrayHeader, shape: tuple[int, ...]) -> Arra
     expected = prod(shape) * header.dtype.itemsize
     data = file.read(expected)
     if len(data) != expected:
-        raise FileFormatError(f"{expected} bytes were announced, {len(data)} came: the file is truncated")
+        raise FileFormatError(f"the file is truncated: expected {expected} more bytes, got {len(data)}")
     flat = np.frombuffer(data, header.dtype).astype(header.dtype.newbyteorder("="), copy=False)
     return flat.reshape(shape, order="F" if header.is_fortran else "C")
 
@@ -201,14 +202,14 @@ class InputInfo:
 
     name: str
     dtype: np.dtype[Any]
-    shape: tuple[int | None, ...] | None  # None for sizes that vary; None if not even the rank is known
+    shape: tuple[int | None, ...] | None  # None for a size that varies, or if the rank is not declared
 
     def check(self, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> None:
-        """Raise DtypeError or ShapeError for an array that does not fit; ``where`` begins the message."""
+        """Raise DtypeError or ShapeError for an array that does not fit; messages begin with ``where``."""
         is_text = self.dtype == object and dtype.kind in "OUST"
         if dtype != self.dtype and not is_text:
             raise DtypeError(
-                f"{where}: input {self.name!r} has dtype {dtype}, the model takes {self.dtype}: "
+                f"{where}: input {self.name!r} has dtype {dtype}, the model expects {self.dtype}: "
                 f"convert it first, for example x.astype({self.dtype.name!r})"
             )
         expected = self.shape
@@ -216,13 +217,13 @@ class InputInfo:
             len(expected) != len(shape) or any(a not in {None, b} for a, b in zip(expected, shape, strict=True))
         ):
             sizes = ", ".join("any" if size is None else str(size) for size in expected)
-            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, the model takes ({sizes})")
+            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, the model expects ({sizes})")
         if shape and not shape[0]:
-            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}: there is nothing in it")
+            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, expected at least one sample")
 
 
 def inputs_of(model: ModelProto) -> list[InputInfo]:
-    """The inputs that a caller has to give; those with an initializer are left out.
+    """List the inputs that a caller must pass; inputs with an initializer are left out.
 
     Raises:
         UnsupportedError: an input is not a tensor.
@@ -233,7 +234,7 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
         if value.name in initializers:
             continue
         if value.type.WhichOneof("value") != "tensor_type":
-            raise UnsupportedError(f"input {value.name!r} is not a tensor: only models that take tensors are run here")
+            raise UnsupportedError(f"input {value.name!r} is not a tensor: sequences and maps are not supported")
         kind = value.type.tensor_type
         try:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
@@ -250,10 +251,10 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
 
 
 class Batches:
-    """Batches of a model's inputs, each checked when it is read; ``open_batches`` makes one.
+    """Batches of a model's inputs, each checked when it is read; made by ``open_batches``.
 
-    ``count`` is None if it is not known. Messages begin with ``name`` and the number of the batch. ``numbers`` are the
-    batches of the source to use, in ascending order; None for all.
+    ``count`` is None for a source without a length. Messages begin with ``name`` and the number of the batch.
+    ``numbers`` are the batches of the source to use, in ascending order; None uses all.
     """
 
     def __init__(
@@ -277,22 +278,22 @@ class Batches:
         self._progress: Callable[[int, int | None], None] | None = None
 
     def subset(self, numbers: Sequence[int]) -> "Batches":
-        """The batches of these numbers, in ascending order; other batches of a file, directory or list are not read."""
+        """Return the batches with these numbers, in ascending order; the others are not read if the source can seek."""
         if not self.is_repeatable:
-            raise SpecError("data is an iterator, whose batches cannot be chosen: give a list, a file or a directory")
+            raise SpecError("cannot choose batches of an iterator: pass data as a list, a file or a directory")
         chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
         return Batches(self._source, self.inputs, name=self._name, numbers=chosen)
 
     def first(self, count: int) -> "Batches":
-        """The first batches, all if there are fewer than ``count``."""
+        """Return the first ``count`` batches, or all if there are fewer."""
         if self.count is None:
-            raise SpecError("the number of batches is not known: give a list, a file or a directory")
+            raise SpecError("the number of batches is unknown: pass data as a list, a file or a directory")
         return self.subset(range(min(count, self.count)))
 
     def first_samples(self, count: int) -> tuple[list[Feed], int]:
-        """Batches that hold the first ``count`` samples along the first axis, and how many samples they hold.
+        """Return batches with the first ``count`` samples along the first axis, and how many samples they hold.
 
-        The last batch is cut if all inputs have as many samples and the model takes any number.
+        The last batch is cut if its inputs have equally many samples and the model's batch size is free.
         """
         feeds, total = list[Feed](), 0
         for feed in self:
@@ -305,9 +306,9 @@ class Batches:
         return feeds, total
 
     def counted(self, progress: Callable[[int, int | None], None]) -> "Batches":
-        """These batches; each pass calls ``progress`` with the batches done and their number."""
+        """Return these batches with a callback: each pass calls ``progress(batches done, total)``."""
         counted = copy(self)
-        counted._progress, self._begun = progress, None  # a pass that has begun is read once
+        counted._progress, self._begun = progress, None  # the copy continues a pass that has begun
         return counted
 
     def check_first(self) -> Feed:
@@ -320,7 +321,7 @@ class Batches:
         batches = list(islice(rest, count))
         self._begun = chain(batches, rest)
         if not batches:
-            raise SpecError(f"{self._name or 'data'} holds no batches: give at least one")
+            raise SpecError(f"{self._name or 'data'} holds no batches: pass at least one")
         return [self._check(batch, number) for number, batch in batches]
 
     def __iter__(self) -> Iterator[Feed]:
@@ -331,7 +332,9 @@ class Batches:
             if self._progress is not None:
                 self._progress(done, self.count)
         if not done:
-            raise SpecError(f"{self._name or 'data'} holds no batches, perhaps because it was read before: give a list")
+            raise SpecError(
+                f"{self._name or 'data'} holds no batches; if it is an iterator that was read before, pass a list"
+            )
 
     def hashed(self) -> Iterator[Feed]:
         """Iterate over the batches and hash them for ``fingerprint``."""
@@ -343,16 +346,15 @@ class Batches:
             yield feed
 
     def fingerprint(self) -> str:
-        """The sha256 of the names, types, shapes and elements that the last ``hashed`` pass has read."""
+        """Return the SHA-256 of the names, types, shapes and elements that the last ``hashed`` pass read."""
         if self._digest is None:
-            raise NotCalibratedError("the data have no fingerprint before they are read: iterate over hashed() first")
+            raise NotCalibratedError("data has no fingerprint before it is read: iterate over hashed() first")
         return str(self._digest.hexdigest())
 
     def _start(self) -> Iterator[tuple[int, Batch]]:
         if self._is_spent and not self.is_repeatable:
             raise SpecError(
-                "data is an iterator and was read to its end: give a list, a file or a directory, which can be read "
-                "again"
+                "data is an iterator that was already read: pass a list, a file or a directory, which can be read again"
             )
         self._is_spent = True
         if self.numbers is None:
@@ -400,19 +402,19 @@ def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> Mapping[s
     parts = batch if isinstance(batch, tuple | list) else (batch,)
     if len(parts) != len(names):
         raise SpecError(
-            f"{where} has {len(parts)} arrays, the model takes {len(names)}: give a dict with {', '.join(names)}"
+            f"{where} has {len(parts)} arrays, the model expects {len(names)}: pass a dict with {', '.join(names)}"
         )
     return dict(zip(names, parts, strict=True))
 
 
-def _check_names(given: Sequence[Any], names: Sequence[str], where: str) -> None:
-    unknown = [name for name in given if name not in names]
+def _check_names(batch_names: Sequence[Any], names: Sequence[str], where: str) -> None:
+    unknown = [name for name in batch_names if name not in names]
     if unknown:
         hint = closest(str(unknown[0]), names)
-        raise SpecError(f"{where}: the model has no input {unknown[0]!r}{hint} it takes {', '.join(names)}")
-    missing = [name for name in names if name not in given]
+        raise SpecError(f"{where}: the model has no input {unknown[0]!r}{hint} its inputs are {', '.join(names)}")
+    missing = [name for name in names if name not in batch_names]
     if missing:
-        raise SpecError(f"{where} holds nothing for the inputs {', '.join(missing)}: give arrays for all")
+        raise SpecError(f"{where} lacks the inputs {', '.join(missing)}: pass an array for each input")
 
 
 def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401 - whatever callers give
@@ -423,32 +425,36 @@ def _as_array(value: Any, info: InputInfo, where: str) -> Array:  # noqa: ANN401
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DtypeError(f"{where}: input {info.name!r} cannot be made a NumPy array: {error}") from error
+        raise DtypeError(f"{where}: input {info.name!r} cannot be converted to a NumPy array: {error}") from error
 
 
 def _check_finite(array: Array, name: str, where: str) -> None:
     if not any(word in array.dtype.name for word in ("float", "complex")) or bool(np.isfinite(array).all()):
         return
-    refuse_nan(f"{where}: input {name!r}", array, "clean the data, nothing can be calibrated with it")
+    refuse_nan(f"{where}: input {name!r}", array, "clean the data")
     first = first_index(np.isinf(array))
-    raise RangeError(f"{where}: input {name!r} holds an infinite element at index {first}: use a large finite one")
+    raise RangeError(f"{where}: input {name!r} is infinite at index {first}: replace it by a large finite value")
 
 
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:
-    """Open any kind of data as batches, checked as far as possible without reading all of it.
+    """Open any kind of data as batches, and check as much as possible without reading all of it.
 
-    ``Batches`` for the same inputs are returned as they are. ``batch_size`` is for .npz and .npy files; None takes what
-    the model fixes, or 1. Errors are SpecError, DtypeError, ShapeError, NaNError, RangeError and FileFormatError.
+    ``Batches`` for the same inputs are returned unchanged. ``batch_size`` is for .npz and .npy files; None uses the
+    batch size that the model fixes, or 1. Errors are SpecError, DtypeError, ShapeError, NaNError, RangeError and
+    FileFormatError.
     """
     if data is None:
-        raise SpecError("data is None: give batches of the model's inputs, an .npz file or a directory of them")
+        raise SpecError("data is missing: pass batches of the model's inputs, an .npz file or a directory")
     if isinstance(data, Batches) and data.inputs == tuple(inputs):
-        return data  # checked against these inputs already
+        return data  # already checked against these inputs
     if isinstance(data, str | PathLike):
         path = Path(data)
         return _open_directory(path, inputs) if path.is_dir() else _open_file(ArrayFile(path), inputs, batch_size)
     if isinstance(data, Mapping) or hasattr(data, "__array__") or not isinstance(data, Iterable):
-        raise SpecError(f"data is of type {type(data).__name__}, expected a list of batches: for one batch give [data]")
+        raise SpecError(
+            f"data must be a list of batches, a file or a directory, got {type(data).__name__}: for one batch, "
+            "pass [data]"
+        )
     is_repeatable = data.is_repeatable if isinstance(data, Batches) else not isinstance(data, Iterator)
     count = data.count if isinstance(data, Batches) else len(data) if isinstance(data, Sized) else None
     batches = Batches(data, inputs, is_repeatable=is_repeatable, count=count)
@@ -457,7 +463,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
 
 
 class _FileBatches:
-    """Batches that a function reads from files: all of them, or those with some numbers."""
+    """Batches that a function reads from files: all of them, or a choice by number."""
 
     def __init__(self, read: Callable[[Sequence[int] | None], Iterator[Batch]]) -> None:
         self.read = read
@@ -469,7 +475,9 @@ class _FileBatches:
 def _open_directory(directory: Path, inputs: Sequence[InputInfo]) -> Batches:
     paths = sorted(path for path in directory.iterdir() if path.suffix in {".npz", ".npy"})
     if len({path.suffix for path in paths}) != 1:
-        raise SpecError(f"{fspath(directory)} holds {len(paths)} files of NumPy: give it .npz files, or .npy files")
+        raise SpecError(
+            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected one kind of file, one per batch"
+        )
     files = [ArrayFile(path) for path in paths]
     for file in files:
         names = _names_in(file, inputs)
@@ -492,7 +500,7 @@ def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | N
     lengths = {name: header.shape[0] if header.shape else 0 for name, header in headers.items()}
     length = min(lengths.values(), default=0)
     if not length or max(lengths.values()) != length:
-        raise ShapeError(f"{where} holds {lengths} samples: the first axes of all arrays must be equal, and not 0")
+        raise ShapeError(f"{where} holds {lengths} samples: expected equally many in all arrays, and at least one")
     size = _batch_size(inputs, batch_size, length, where)
     for info in inputs:
         header = headers[info.name]
@@ -506,7 +514,7 @@ def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | N
 
 
 def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int, where: str) -> int:
-    """Samples per batch: what the model fixes, else what is requested, else 1."""
+    """Choose the samples per batch: what the model fixes, else what is requested, else 1."""
     fixed = {info.shape[0] if info.shape else 0 for info in inputs if info.shape is not None} - {None}
     if len(fixed) > 1 or 0 in fixed:
         raise ShapeError(
@@ -515,19 +523,21 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
         )
     size = next((int(size) for size in fixed if size), requested or 1)
     if requested not in {None, size} or size < 1:
-        raise ShapeError(f"{where}: batches of {requested} samples were requested, the model takes {size}")
+        raise ShapeError(f"{where}: got a batch size of {requested}, the model expects {size}")
     if fixed and length % size:
-        raise ShapeError(f"{where} holds {length} samples, the model takes {size} at a time: leave {length % size} out")
+        raise ShapeError(
+            f"{where} holds {length} samples, the model expects {size} at a time: remove {length % size} of them"
+        )
     return size
 
 
 def _names_in(file: ArrayFile, inputs: Sequence[InputInfo]) -> dict[str, str]:
-    """The names of the inputs' arrays in a file."""
+    """Map each input to the name of its array in a file."""
     names, stored, where = [info.name for info in inputs], list(file.headers), fspath(file.path)
     unnamed = [""] if file.path.suffix == ".npy" else [f"arr_{i}" for i in range(len(names))]
     if {*stored} != {*names} and sorted(stored) == sorted(unnamed) and len(stored) == len(names):
         return dict(zip(names, unnamed, strict=True))
     if stored == [""]:
-        raise FileFormatError(f"{where} holds one array, the model takes {', '.join(names)}: use .npz files")
+        raise FileFormatError(f"{where} holds one array, the model expects {', '.join(names)}: use .npz files")
     _check_names(stored, names, where)
     return dict(zip(names, names, strict=True))

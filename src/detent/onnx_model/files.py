@@ -1,9 +1,10 @@
 """ONNX model files: read as untrusted, written atomically.
 
-``load_model`` checks a model once: its outermost fields are followed before it is parsed, sizes are compared with the
-bytes that are there before anything is allocated, nodes must not form a cycle, and ``onnx.checker`` has the last word.
-External data must be a plain file in the model's directory or below it, reached through no link and without a second
-name: otherwise a model could bring the contents of any file of the reader's into the next file that is written.
+``load_model`` checks a model once, in this order: the outermost protobuf fields, before it is parsed; tensor sizes
+against the bytes in the file, before anything is allocated; cycles; ``onnx.checker``.
+
+External data must be a regular file in the model's directory or below it, without symbolic or hard links. Otherwise a
+model could copy any file that the user can read into the next file that is written.
 """
 
 import hashlib
@@ -45,11 +46,11 @@ FILE_LIMIT = (1 << 31) - 1  # largest size of a protocol buffer in bytes
 SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; above, tensors become external data
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
 MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
-NEWEST_IR, NEWEST_OPSET = 13, 26  # that ONNX Runtime 1.31 reads
-FIELDS_LIMIT = 100_000
-GRAPH_FIELD = 7
-VARINT_LIMIT = 10
-MAX_CHARS_SHOWN = 200  # of a name in a message
+NEWEST_IR, NEWEST_OPSET = 13, 26  # the newest versions that ONNX Runtime 1.31 reads
+FIELDS_LIMIT = 100_000  # outermost fields of a file; real models have a few dozen
+GRAPH_FIELD = 7  # number of ModelProto.graph
+VARINT_LIMIT = 10  # bytes
+MAX_CHARS_SHOWN = 200  # characters of a name in a message
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 UNNAMED_RECIPE = "quantized"  # stands in a file name for a recipe without a name
 _SEPARATORS = re.compile(r"[/\\\x00-\x1f]+")
@@ -61,12 +62,12 @@ _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that was read and checked once; pass it on wherever a path or a ModelProto is accepted.
+    """A model that was read and checked once; accepted wherever a path or a ModelProto is.
 
     Attributes:
-        proto: the model, its external data included. It is shared: change a copy, as ``load`` makes it.
-        path: the file it came from, None for a model from memory.
-        nbytes: size of its files, external data included; of a model from memory, the size it would have.
+        proto: the model with its external data. It is shared: do not change it, ``load`` returns a copy.
+        path: the file it was read from, None for a model in memory.
+        nbytes: size of its files with external data; for a model in memory, its size as a file.
 
     >>> from onnx import parser
     >>> model = load_model(parser.parse_model(
@@ -86,7 +87,7 @@ class LoadedModel:
 
     @cached_property
     def inputs(self) -> tuple[InputInfo, ...]:
-        """Inputs that a caller has to give; UnsupportedError if one is not a tensor."""
+        """Inputs that a caller must pass; UnsupportedError if one is not a tensor."""
         return tuple(inputs_of(self.proto))
 
     @property
@@ -99,10 +100,10 @@ ModelSource = LoadedModel | ModelProto | str | PathLike[str]
 
 
 def load_model(source: ModelSource) -> LoadedModel:
-    """Read and check a model; a ``LoadedModel`` is returned as it is, a ModelProto is copied.
+    """Read and check a model; a ``LoadedModel`` is returned unchanged, a ModelProto is copied.
 
     Raises:
-        FileFormatError: not an ONNX model, damaged, cyclic, or with external data where they must not be.
+        FileFormatError: not an ONNX model, damaged, cyclic, or with external data in a place that is not allowed.
         UnsupportedError: a newer version than ONNX Runtime reads.
         SpecError: neither a path nor a model.
 
@@ -114,12 +115,12 @@ def load_model(source: ModelSource) -> LoadedModel:
     if isinstance(source, LoadedModel):
         return source
     if isinstance(source, ModelProto):
-        check_depth(source.graph)  # before protocol buffers reject it with an error of their own
+        check_depth(source.graph)  # before protobuf rejects deep nesting with an error of its own
         model = _copy(source)
         _check(model, _ExternalData(None), "the model")
         return LoadedModel(model, None, _nbytes(model))
     if not isinstance(source, str | PathLike):
-        raise SpecError(f"a model is a path, a ModelProto or a LoadedModel, got {source!r:.80}: give one of them")
+        raise SpecError(f"expected the model as a path, a ModelProto or a LoadedModel, got {source!r:.80}")
     path = Path(source)
     model, external = _parse(path), _ExternalData(path.parent)
     _check(model, external, os.fspath(path))
@@ -160,7 +161,7 @@ def _parse(path: Path) -> ModelProto:
 
 
 def _check_frame(file: IO[bytes], size: int) -> None:
-    """Follow the outermost fields, without their contents, from the first byte of a file to its last."""
+    """Walk the outermost protobuf fields of a file, without their contents, from the first byte to the last."""
     if not 0 < size <= FILE_LIMIT:
         raise FileFormatError(f"it has {size} bytes, expected between 1 and {FILE_LIMIT}")
     at, count, has_graph = 0, 0, False
@@ -182,11 +183,11 @@ def _check_frame(file: IO[bytes], size: int) -> None:
 
 
 def _varint(data: bytes) -> tuple[int, int]:
-    """Read a varint: its value, and the bytes it takes."""
+    """Decode a varint; return its value and its length in bytes."""
     value = 0
     for i, byte in enumerate(data[:VARINT_LIMIT]):
         value |= (byte & 127) << 7 * i
-        if byte < 128:  # no continuation bit: the last one
+        if byte < 128:  # no continuation bit: the last byte
             return value, i + 1
     raise FileFormatError("truncated varint")
 
@@ -214,7 +215,9 @@ def _check_versions(model: ModelProto) -> None:
     if not model.HasField("graph") or not model.opset_import:
         raise FileFormatError("not an ONNX model: no graph, or no opset")
     if model.ir_version > NEWEST_IR:
-        raise UnsupportedError(f"it has IR version {model.ir_version}, ONNX Runtime reads at most {NEWEST_IR}")
+        raise UnsupportedError(
+            f"IR version {model.ir_version} is not supported, ONNX Runtime reads at most {NEWEST_IR}"
+        )
     versions: dict[str, int] = {}
     for entry in model.opset_import:
         domain = "" if entry.domain in MAIN else entry.domain
@@ -223,11 +226,11 @@ def _check_versions(model: ModelProto) -> None:
     if versions.get("", 1) < 1:
         raise FileFormatError(f"it has opset {versions['']}, expected at least 1")
     if versions.get("", 1) > NEWEST_OPSET:
-        raise UnsupportedError(f"it has opset {versions['']}, ONNX Runtime reads at most {NEWEST_OPSET}")
+        raise UnsupportedError(f"opset {versions['']} is not supported, ONNX Runtime reads at most {NEWEST_OPSET}")
 
 
 def _run_onnx_checker(model: ModelProto) -> None:
-    """Check a model without the bytes of large tensors; inputs and outputs may lack shapes, as in runtimes."""
+    """Run ``onnx.checker`` without the bytes of large tensors; like runtimes, accept inputs without shapes."""
     lean = without_initializers(model)
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
     for value in (*lean.graph.input, *lean.graph.output):
@@ -238,7 +241,7 @@ def _run_onnx_checker(model: ModelProto) -> None:
 
 
 def _without_bytes(tensor: TensorProto) -> TensorProto:
-    """The tensor itself, or an empty one of its name and type if it is large; ``_check_tensor`` compared its sizes."""
+    """Replace a large tensor by an empty one of its name and type; ``_check_tensor`` has compared its sizes."""
     is_large = tensor.data_type in BITS and _raw_nbytes(tensor) >= MIN_EXTERNAL_BYTES
     if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
         return tensor
@@ -246,7 +249,7 @@ def _without_bytes(tensor: TensorProto) -> TensorProto:
 
 
 def without_initializers(model: ModelProto) -> ModelProto:
-    """Copy a model without its initializers, which may be large."""
+    """Copy a model without its initializers, to save memory."""
     lean = _copy_without(model, "graph")
     lean.graph.CopyFrom(_copy_without(model.graph, "initializer"))
     return lean
@@ -268,7 +271,7 @@ def _copy_without(message: AnyMessage, name: str) -> AnyMessage:
 
 
 def _nbytes(model: ModelProto) -> int:
-    """Size of a model in bytes; if it is larger than a protocol buffer, the size of its tensors."""
+    """Size of a model in bytes; for a model above the protobuf limit, the size of its tensors."""
     try:
         return int(model.ByteSize())
     except EncodeError:
@@ -276,7 +279,7 @@ def _nbytes(model: ModelProto) -> int:
 
 
 def _tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """All tensors: initializers and constants, those of subgraphs and functions included."""
+    """Yield all tensors: initializers and constants, including those of subgraphs and functions."""
     yield from _tensors_of_graph(model.graph)
     for function in model.functions:
         yield from _tensors_of_nodes(function.node)
@@ -306,16 +309,16 @@ def _check_tensor(tensor: TensorProto) -> None:
     if tensor.HasField("raw_data"):
         expected, held, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
     else:
-        # Fields of numbers hold one per element, two of complex ones, and for less than 8 bits one per byte.
+        # Numeric fields hold one number per element, two per complex element, and one per byte of packed elements.
         count, bits = prod(tensor.dims), BITS.get(tensor.data_type, 8)
         expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
         held, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
     if held != expected:
-        raise FileFormatError(f"of shape {list(tensor.dims)} takes {expected} {unit}, the file holds {held}")
+        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, the file holds {held}")
 
 
 class _ExternalData:
-    """Tensor data in files beside the model, whose directory is None for a model in memory."""
+    """External data in the model's directory; ``directory`` is None for a model in memory."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -331,14 +334,14 @@ class _ExternalData:
         if tensor.data_location != TensorProto.EXTERNAL:
             return
         if self._directory is None:
-            raise FileFormatError("lies outside of a model that is in memory: give the model's path")
+            raise FileFormatError("has external data, but the model is in memory: pass the model's path")
         if tensor.data_type not in BITS:
-            raise FileFormatError(f"lies outside and has data type {tensor.data_type}")
+            raise FileFormatError(f"has external data of the unknown data type {tensor.data_type}")
         entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
         expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
         if length != expected:
-            raise FileFormatError(f"takes {expected} bytes, its entry says {length} at {offset}")
+            raise FileFormatError(f"needs {expected} bytes, its external data entry has {length} at offset {offset}")
         tensor.raw_data = self._read(self._directory, entries.get("location", ""), offset, length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
@@ -356,23 +359,23 @@ class _ExternalData:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise FileFormatError(f"lies in {shown}, which cannot be read: {error.strerror}") from error
+            raise FileFormatError(f"has external data in {shown}, which cannot be read: {error.strerror}") from error
 
     def _check_file(self, path: Path, shown: str, status: os.stat_result, end: int, length: int) -> None:
         if not stat.S_ISREG(status.st_mode):
-            raise FileFormatError(f"lies in {shown}, which is not a plain file")
+            raise FileFormatError(f"has external data in {shown}, which is not a regular file")
         if status.st_nlink != 1:
-            raise FileFormatError(f"lies in {shown}, which has other names, too (hard links): copy it")
+            raise FileFormatError(f"has external data in {shown}, which has hard links: replace it by a copy")
         if end > status.st_size:
-            raise FileFormatError(f"ends at byte {end} of {shown}, which has {status.st_size}")
+            raise FileFormatError(f"has external data up to byte {end} of {shown}, which has {status.st_size} bytes")
         self._sizes[path] = status.st_size
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
-            raise FileFormatError(f"takes, with others, more than {MAX_SHARING} times the bytes of {shown}")
+            raise FileFormatError(f"shares {shown} with tensors of more than {MAX_SHARING} times its size in total")
 
 
 def _raw_nbytes(tensor: TensorProto) -> int:
-    """Bytes of the elements by shape and type; reading ``raw_data`` would copy it."""
+    """Bytes of a tensor by shape and type; reading ``raw_data`` would copy it."""
     return -(-int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8)
 
 
@@ -384,16 +387,20 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
 
 
 def _inside(directory: Path, location: str) -> Path:
-    """The path of a location in that directory or below it, reached through no link."""
+    """Resolve a location in that directory or below it; reject symbolic links."""
     parts = PurePosixPath(location).parts
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
-        raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, expected a file beside the model")
+        raise FileFormatError(
+            f"has external data in {location[:MAX_CHARS_SHOWN]!r}, expected a file in the model's directory"
+        )
     path = directory
     for part in parts:
         path = path / part
         if path.is_symlink():
-            raise FileFormatError(f"lies in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link")
+            raise FileFormatError(
+                f"has external data in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link"
+            )
     return path
 
 
@@ -410,7 +417,7 @@ def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[s
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
     """Write a model atomically: readers see the old file or the new one. Returns the bytes written.
 
-    Above ``limit`` bytes, large tensors go into a file of their own beside it, ``<name>.<hash>.data``.
+    Above ``limit`` bytes, large tensors become external data in ``<name>.<hash>.data`` next to the model.
 
     >>> import tempfile, pathlib
     >>> from onnx import parser
@@ -430,7 +437,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
-    # Its name depends on its content, so that an older model beside it keeps the data it was written with.
+    # The name depends on the content, so an older model in this directory keeps its own data.
     external = target.with_name(f"{target.name}.{digest.hexdigest()[:12]}.data")
     was_there = external.exists()
     storage.write_atomic(external, chunks)
@@ -446,7 +453,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:
-    """The model in one piece; None if that is larger than the limit."""
+    """Serialize a model into one file; None if it would exceed the limit."""
     if sum(map(_raw_nbytes, model.graph.initializer)) > limit:
         return None
     try:
@@ -457,7 +464,7 @@ def _serialized(model: ModelProto, limit: int) -> bytes | None:
 
 
 def _with_external_data(model: ModelProto, location: str) -> bytes:
-    """Serialize a model with its large tensors in the external file of that name."""
+    """Serialize a model with its large tensors as external data in the file of that name."""
     lean = _copy(model)
     offset = 0
     for tensor in _tensors(lean):
