@@ -66,8 +66,8 @@ def test_vnni(monkeypatch, tmp_path, machine, text, expected):
         ("openvino", None, ""),
         ("onnxruntime-vnni", True, ""),
         ("onnxruntime-vnni", None, ""),
-        ("onnxruntime-vnni", False, "--target onnxruntime is exact"),
-        ("openvino-vnni", False, "--target openvino is exact"),
+        ("onnxruntime-vnni", False, "--target onnxruntime, which is exact"),
+        ("openvino-vnni", False, "--target openvino, which is exact"),
         ("onnxruntime-avx2", False, ""),
         ("onnxruntime-avx2", True, "use --target onnxruntime-vnni"),
     ],
@@ -82,8 +82,13 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
 @pytest.mark.parametrize(
     ("target", "vnni", "avx2", "hint"),
     [
-        ("onnxruntime", True, True, "--target onnxruntime-vnni computes the same codes faster here, but only on such"),
-        ("onnxruntime", False, True, "--target onnxruntime-avx2 is faster here, with one bit less in weights"),
+        (
+            "onnxruntime",
+            True,
+            True,
+            "--target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI",
+        ),
+        ("onnxruntime", False, True, "--target onnxruntime-avx2 is faster here, with one weight bit less"),
         ("onnxruntime", False, False, ""),
         ("onnxruntime", None, None, ""),
         ("onnxruntime-vnni", True, True, ""),
@@ -106,7 +111,7 @@ def test_avx2(monkeypatch, tmp_path, text, expected):
 
 def test_target_on_another_machine(monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert "made for x86" in targets.mismatch("openvino-vnni")
+    assert "for x86 CPUs" in targets.mismatch("openvino-vnni")
     assert not targets.mismatch("openvino")
 
 

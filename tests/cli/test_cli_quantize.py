@@ -155,7 +155,7 @@ def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
     monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--json"]) == 0
     out, _ = capsys.readouterr()
-    hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster here, but only on such CPUs"
+    hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI"
     assert json.loads(out)["hints"] == [hint] * told
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--force"]) == 0
     assert (f"hint: {hint}\n" in capsys.readouterr().err) == told

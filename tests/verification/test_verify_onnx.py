@@ -330,7 +330,7 @@ def test_quantizers_in_bodies_are_compared_by_replay_alone():
     made.graph.node[-1].attribute[0].g.node[0].input[2] = ""
     other = dt.verify(before, made, [np.float32([1, 2])], levels=(1,))
     assert other.first_difference.node == "if/else_branch/QuantizeLinear_bq"
-    assert other.not_compared == ("2 quantizers in the bodies of If, Loop or Scan are not compared",)
+    assert other.not_compared == ("2 Q/DQ nodes in subgraphs of If, Loop or Scan were not compared",)
 
 
 # Groups

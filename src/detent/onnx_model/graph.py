@@ -60,15 +60,15 @@ MAIN = ("", "ai.onnx")  # the domain of ONNX's own operators
 QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 MATMULS = ("MatMul", "Gemm")
 MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
-# Codes pass these with their scale, too: they pick or repeat values (Resize only if its mode is nearest).
+# These keep codes and scale: they pick or repeat values (Resize only in mode "nearest").
 PASSING_CODES = (*MOVING, "MaxPool", "Split", "Resize", "DepthToSpace")
 INTEGER_KERNELS = ("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul")
-# How names of operators begin that compute with codes: integer kernels of layers and of all else, such as QLinearAdd.
+# Prefixes of operators that compute with codes: integer kernels of layers and others, such as QLinearAdd.
 CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttention", "QLinear")
 
 
 def is_depthwise(groups: int, shape: Sequence[int | None]) -> bool:
-    """Whether a convolution with a weight of that shape computes one output channel of each input channel."""
+    """Whether a convolution with a weight of that shape computes one output channel per input channel."""
     return 1 < groups == shape[0] and shape[1] == 1
 
 
@@ -89,7 +89,7 @@ BITS = {
 
 
 def element_type(format: Format, least: int = 4) -> int:
-    """The smallest ONNX type that holds the codes of a format, of at least ``least`` bits.
+    """Return the smallest ONNX type of at least ``least`` bits that holds the codes of a format.
 
     Raises:
         UnsupportedError: ONNX has no such type.
@@ -114,14 +114,14 @@ def is_integer_type(kind: int) -> bool:
 
 
 def element_range(kind: int) -> tuple[int, int]:
-    """The smallest and largest value of an integer type: -8, 7 for INT4."""
+    """Return the smallest and largest value of an integer type: -8, 7 for INT4."""
     bits = BITS[kind]
     is_signed = TensorProto.DataType.Name(kind).startswith("INT")
     return (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if is_signed else (0, (1 << bits) - 1)
 
 
 def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProto:
-    """Make an initializer of the ONNX type ``kind``; None takes the type of the array.
+    """Make an initializer of the ONNX type ``kind``; None uses the type of the array.
 
     Raises:
         FileFormatError: values do not fit an integer type.
@@ -144,7 +144,7 @@ def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProt
 
 
 def array_of(tensor: TensorProto) -> Array:
-    """The values of a tensor; integers of 2 and 4 bits as int8 and uint8.
+    """Return the values of a tensor; 2-bit and 4-bit integers become int8 or uint8.
 
     Raises:
         FileFormatError: the tensor cannot be read.
@@ -163,21 +163,21 @@ def array_of(tensor: TensorProto) -> Array:
 
 # Nodes and subgraphs
 
-MAX_NESTED_GRAPHS = 30  # protocol buffers nest 100 messages, three per graph
+MAX_NESTED_GRAPHS = 30  # protobuf allows 100 nested messages, a graph needs three
 
 
 def node_name(node: NodeProto) -> str:
-    """The name of a node; Add_y for a nameless Add with the result y."""
+    """Return the name of a node; Add_y for a nameless Add with the output y."""
     return node.name or f"{node.op_type}_{node.output[0] if node.output else ''}"
 
 
 def describe(node: NodeProto) -> str:
-    """The operator of a node with its name, or else its results, for messages."""
+    """Describe a node in a message: its operator and name, or its outputs if it has no name."""
     return f"{node.op_type} {node.name or ', '.join(node.output)}"
 
 
 def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - of any type
-    """The value of a node's attribute."""
+    """Return the value of a node's attribute, or the default."""
     for attribute in node.attribute:
         if attribute.name == name:
             return helper.get_attribute_value(attribute)
@@ -185,7 +185,7 @@ def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noq
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """The subgraphs of a node: the branches of an If, the body of a Loop or Scan."""
+    """Yield the subgraphs of a node: the branches of an If, the body of a Loop or Scan."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -193,16 +193,16 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def check_depth(graph: GraphProto) -> None:
-    """Reject subgraphs that are nested deeper than a file can hold."""
+    """Reject subgraphs nested deeper than a file can store."""
     level = [graph]
     for _ in range(MAX_NESTED_GRAPHS):
         level = [inner for each in level for node in each.node for inner in subgraphs(node)]
     if level:
-        raise FileFormatError(f"the graph is nested more than {MAX_NESTED_GRAPHS} deep, which no ONNX file can hold")
+        raise FileFormatError(f"subgraphs are nested more than {MAX_NESTED_GRAPHS} deep, which ONNX files cannot store")
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """The names that a node and its subgraphs read from the node's own graph."""
+    """Yield the names that a node and its subgraphs read from the node's own graph."""
     yield from filter(None, node.input)
     for graph in subgraphs(node):
         inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -213,7 +213,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """The tensor before the nodes of these operators that lead to a tensor; each is followed by its first input."""
+    """Follow the first input of nodes of these operators backward from a tensor; return the tensor before them."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]
@@ -222,10 +222,10 @@ def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators
 
 
 def sort_nodes(graph: GraphProto) -> None:
-    """Put nodes after those they read from, in subgraphs too; a graph in order stays as it is.
+    """Sort nodes topologically, in subgraphs too; a graph in order is not changed.
 
     Raises:
-        FileFormatError: there is a cycle, or two nodes write one name.
+        FileFormatError: there is a cycle, or two nodes write the same name.
     """
     for node in graph.node:
         for inner in subgraphs(node):
@@ -262,15 +262,15 @@ def _sorted(graph: GraphProto, needs: list[set[int]]) -> list[int]:
                 heappush(ready, j)
     if len(order) < len(needs):
         stuck = next(i for i, count in enumerate(missing) if count)
-        raise FileFormatError(f"the graph is cyclic: {describe(graph.node[stuck])} waits for its own result")
+        raise FileFormatError(f"the graph is cyclic: {describe(graph.node[stuck])} depends on its own output")
     return order
 
 
 class Graph:
-    """The nodes, tensors and names of a model, which is changed in place.
+    """The main graph of a model with indexed names; changes are made in place.
 
-    ``constants`` holds initializers by name, ``inputs`` the names that a caller gives, without initializers, and
-    ``captured`` what subgraphs read from here. ``finish`` writes the changes into the model.
+    ``constants`` holds initializers by name, ``inputs`` the inputs without an initializer, and ``captured`` the tensors
+    that subgraphs read from the main graph. ``finish`` writes the changes into the model.
 
     >>> from onnx import parser
     >>> graph = Graph(parser.parse_model(
@@ -291,11 +291,11 @@ class Graph:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look up all names again, after the model itself was changed."""
+        """Index all names again, after the model itself was changed."""
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
-        self._written = dict(self.constants)  # those that the model holds
+        self._written = dict(self.constants)  # initializers in the model, before changes
         self.inputs = [value.name for value in graph.input if value.name not in self.constants]
         self.outputs = [value.name for value in graph.output]
         self._infos: dict[str, ValueInfoProto] = {
@@ -319,19 +319,19 @@ class Graph:
             self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:
-        """The node that computes a tensor."""
+        """Return the node that computes a tensor, None for inputs and constants."""
         return self._producers.get(name)
 
     def consumers(self, name: str) -> list[NodeProto]:
-        """The nodes that read a tensor, themselves or in their subgraphs."""
+        """Return the nodes that read a tensor, directly or in their subgraphs."""
         return self._consumers.get(name, [])
 
     def array(self, name: str) -> Array:
-        """The values of a constant."""
+        """Return the values of a constant."""
         return array_of(self.constants[name])
 
     def shape(self, name: str) -> tuple[int | None, ...] | None:
-        """The shape of a tensor, with None for sizes that vary; None if it is not known."""
+        """Return the shape of a tensor, with None for sizes that vary; None for an unknown shape."""
         if name in self.constants:
             return tuple(self.constants[name].dims)
         info = self._infos.get(name)
@@ -340,7 +340,7 @@ class Graph:
         return tuple(size.dim_value if size.HasField("dim_value") else None for size in info.type.tensor_type.shape.dim)
 
     def kind(self, name: str) -> int:
-        """The element type of a tensor, 0 if it is not known."""
+        """Return the element type of a tensor, 0 if unknown."""
         if name in self.constants:
             return self.constants[name].data_type
         info = self._infos.get(name)
@@ -348,14 +348,14 @@ class Graph:
 
     @property
     def opset(self) -> int:
-        """The version of ONNX's own operators."""
+        """Opset of the main ONNX domain."""
         versions = [entry.version for entry in self.model.opset_import if entry.domain in MAIN]
         if not versions:
-            raise UnsupportedError("the model imports no operators of ONNX itself")
+            raise UnsupportedError("the model imports no opset of the main ONNX domain")
         return int(max(versions))
 
     def fresh(self, stem: str) -> str:
-        """Reserve an unused name: the stem, with a number if it or the name of a node that makes it is taken."""
+        """Reserve an unused name: the stem, with a number if the stem or ``<stem>_node`` is in use."""
         name, count = stem, 0
         while name in self._names or f"{name}_node" in self._names:
             count += 1
@@ -370,23 +370,23 @@ class Graph:
         return name
 
     def insert(self, nodes: Iterable[NodeProto]) -> None:
-        """Add nodes; ``finish`` puts them where they belong."""
+        """Add nodes; ``finish`` sorts them into the graph."""
         for node in nodes:
             self.nodes.append(node)
             self._enter(node)
 
     def remove(self, nodes: Iterable[NodeProto]) -> None:
-        """Take nodes out."""
-        gone = {id(node): node for node in nodes}
-        self.nodes = [node for node in self.nodes if id(node) not in gone]
-        for node in gone.values():
+        """Remove nodes."""
+        removed = {id(node): node for node in nodes}
+        self.nodes = [node for node in self.nodes if id(node) not in removed]
+        for node in removed.values():
             self._forget(node)
             for name in node.output:
                 if self._producers.get(name) is node:
                     del self._producers[name]
 
     def redirect(self, old: str, new: str, nodes: Iterable[NodeProto]) -> None:
-        """Let nodes read ``new`` instead of ``old``; what their subgraphs read stays."""
+        """Make nodes read ``new`` instead of ``old``; their subgraphs still read ``old``."""
         for node in list(nodes):
             if old not in node.input:
                 continue
@@ -399,7 +399,7 @@ class Graph:
                 self._consumers[new].append(node)
 
     def set_input(self, node: NodeProto, position: int, name: str) -> None:
-        """Let a node read a tensor as its input at that position."""
+        """Set the input of a node at that position."""
         self._forget(node)
         while len(node.input) <= position:
             node.input.append("")
@@ -412,7 +412,7 @@ class Graph:
             self._consumers[name] = [each for each in self._consumers[name] if each is not node]
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a tensor in the node that computes it; its readers are left to the caller."""
+        """Rename a tensor in the node that computes it; the caller updates its readers."""
         node = self._producers.pop(old)
         node.output[list(node.output).index(old)] = new
         self._producers[new] = node
@@ -426,7 +426,7 @@ class Graph:
         return unread
 
     def finish(self) -> ModelProto:
-        """Write all changes into the model, nodes in order, and return it."""
+        """Write all changes into the model, sort its nodes, and return it."""
         graph = self._proto
         nodes = [NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
         del graph.node[:]

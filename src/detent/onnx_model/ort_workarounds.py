@@ -1,14 +1,18 @@
-"""Guarding: layers that are to stay float, kept from being quantized by ONNX Runtime itself.
+"""Workarounds: Max nodes that stop ONNX Runtime from quantizing layers that must be kept in float.
 
-A Conv, ConvTranspose or Gemm with a float weight between a DequantizeLinear and a QuantizeLinear is quantized by ONNX
-Runtime when it loads the model (seen in 1.31.1): per tensor and without a word, which can cost more than all other
-layers together. Before that it moves both quantizers over operators that move data (MaxPool, Reshape, Slice, ...),
-removes those that do nothing (Dropout, Identity, Cast), and fuses others (Pad, BatchNormalization, Add and Mul with a
-constant; a MatMul with an Add is a Gemm). So every operator that reads one computed tensor counts as passable, but for
-those that no version can pass. A Max with the lowest float before the layer changes no value and keeps it as it is.
+ONNX Runtime (seen in 1.31.1) quantizes a Conv, ConvTranspose or Gemm with a float weight between a DequantizeLinear and
+a QuantizeLinear when it loads the model. It does so per tensor and without a warning, which can cost more accuracy than
+all other layers together. Before that, it
 
-ONNX Runtime also gives every reader of dequantized data a DequantizeLinear of its own. Patterns of several float
-operators that begin with one tensor, such as GELU, are no longer found then: they read it behind such a Max, too.
+- moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...),
+- removes operators without effect (Dropout, Identity, Cast),
+- fuses others (Pad, BatchNormalization, Add and Mul with a constant; MatMul and Add become a Gemm).
+
+So every operator that reads one computed tensor counts as passable, except those that no version can pass. The
+workaround is a Max with the lowest float before the layer: it changes no value, and blocks the fusion.
+
+ONNX Runtime also gives every reader of dequantized data a DequantizeLinear of its own. Patterns of float operators that
+start from one tensor, such as GELU, are then no longer fused. Such a Max before them keeps them fused.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,7 +26,7 @@ from detent.onnx_model.layers import COMPUTING
 __all__ = ["guard_float", "share_floats"]
 
 GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
-# Operators that mix or bend values, so that no quantizer can be moved over them.
+# Operators that mix values or are not linear: no Q/DQ node can be moved across them.
 IMPASSABLE = (
     *COMPUTING,
     *("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpNormalization", "Softmax", "LogSoftmax"),
@@ -46,9 +50,9 @@ IMPASSABLE = (
 
 
 def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
-    """Protect the layers with a float weight, and those of these names, from quantizers around them; returns names.
+    """Stop ONNX Runtime from quantizing layers with a float weight or a float input; return the guarded layers.
 
-    ``names`` are layers that read float data, whatever their weight is.
+    ``names`` are the layers that read float data, with any weight.
     """
     threats = _Threats(graph)
     guarded = [node for node in graph.nodes if node.op_type in GUARDED and threats.holds(node, names)]
@@ -65,7 +69,7 @@ def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:
 
 
 def share_floats(graph: Graph) -> list[str]:
-    """Let the float operators of a GELU read one tensor, where that was dequantized; returns the tensors' names."""
+    """Insert a Max before the operators of a GELU that read one dequantized tensor; return the tensors' names."""
     shared = []
     for node in [each for each in graph.nodes if each.op_type == "Erf"]:
         scaled = graph.producer(node.input[0])
@@ -81,12 +85,13 @@ def share_floats(graph: Graph) -> list[str]:
 
 
 class _Threats:
-    """Which layers ONNX Runtime may quantize: where quantizers can be moved to, before and behind them."""
+    """Tensors that ONNX Runtime can move Q/DQ nodes to, and so the layers that it may quantize."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        made = [name for node in graph.nodes if not node.input and node.op_type != "Constant" for name in node.output]
-        self.computed = _closure([*graph.inputs, *made], self._results)
+        sources = [node for node in graph.nodes if not node.input and node.op_type != "Constant"]
+        generated = [name for node in sources for name in node.output]
+        self.computed = _closure([*graph.inputs, *generated], self._results)
         dequantized = [node.output[0] for node in graph.nodes if node.op_type == DEQUANTIZE and self._is_data(node)]
         self.dequantized = _closure(dequantized, self._moved_forward)
         quantized = [node.input[0] for node in graph.nodes if node.op_type == QUANTIZE]
@@ -114,10 +119,10 @@ class _Threats:
         return iter(self._inputs(node) if node is not None and self._is_passable(node) else ())
 
     def holds(self, node: NodeProto, names: Collection[str]) -> bool:
-        """Whether a layer that is to compute in float is threatened."""
+        """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # its weight is quantized, too: it needs no quantizer behind it
+        if self.graph.node_name(node) in names:  # its weight is quantized: no QuantizeLinear after it is needed
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 
@@ -135,11 +140,11 @@ class _Threats:
 
 
 def _closure(names: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    """The names, what follows them, what follows that, and so on."""
-    known = set(names)
-    pending = list(known)
+    """Return the names and all names that follow from them, directly or indirectly."""
+    reached = set(names)
+    pending = list(reached)
     while pending:
-        new = set(following(pending.pop())) - known
-        known |= new
+        new = set(following(pending.pop())) - reached
+        reached |= new
         pending += new
-    return known
+    return reached

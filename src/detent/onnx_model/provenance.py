@@ -1,8 +1,8 @@
-"""Provenance: where a quantized file comes from, so that it can be compared with its source.
+"""Provenance: how a quantized file was made, so that it can be compared with its source model.
 
-It is one entry of the model's metadata, ``detent``, in JSON. What ONNX Runtime made of the file when it was written is
-an entry of its own, ``detent.runtime``, because it belongs to a machine: the same model and decisions give the same
-first entry everywhere.
+It is a JSON entry of the model's metadata, ``detent``. The same model and decisions give the same entry on every
+machine. The kernels that ONNX Runtime chose depend on the machine, so they are in an entry of their own,
+``detent.runtime``.
 """
 
 import json
@@ -23,26 +23,26 @@ __all__ = ["KEY", "RUNTIME_KEY", "Provenance", "RuntimeRecord", "digest_of"]
 KEY, RUNTIME_KEY = "detent", "detent.runtime"
 VERSION = 2
 RUNTIME_VERSION = 1
-TEXT_LIMIT = 1 << 24
-MODEL_DIGITS = 32  # of a digest, hexadecimal
-_PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # read by the modules that wrote them
+TEXT_LIMIT = 1 << 24  # characters of an entry
+MODEL_DIGITS = 32  # hexadecimal digits of a digest
+_PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that wrote them
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the quantizers of a file come from.
+    """Metadata of a quantized file: its source model, recipe and options, and the origin of its codes.
 
     Attributes:
-        weights: the weight that each initializer of codes holds.
-        activations: the quantizer or tensor that each QuantizeLinear node stands for, by the node's name.
-        recipe: as JSON.
-        made_by: the version of detent.
-        data: a hash of the calibration data.
-        source: the digest of the ONNX model that the file was made from.
-        options: arguments of the call that are not the defaults, as JSON.
-        decisions: everything that ``qo.rewrite`` needs beside the source, in the form of ``stored_decisions``; None in
-            files of other origin.
-        export: how ``qt.export_onnx`` was called; None in files of other origin.
+        weights: the layer or weight of each initializer of codes.
+        activations: the quantizer or tensor of each QuantizeLinear node, by the node's name.
+        target: name of the target.
+        recipe: the recipe as JSON.
+        made_by: version of detent that wrote the file.
+        data: hash of the calibration data.
+        source: digest of the float ONNX model.
+        options: options that differ from the defaults, as JSON.
+        decisions: decisions of ``qo.quantize``, in the form of ``stored_decisions``; None in other files.
+        export: arguments of ``qt.export_onnx``; None in other files.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -70,7 +70,7 @@ class Provenance:
 
     @classmethod
     def read(cls, model: ModelProto) -> "Provenance | None":
-        """Read the entry of a model's metadata; None if there is none.
+        """Read the entry of a model's metadata; None for a file without one.
 
         Raises:
             FileFormatError: the entry cannot be read.
@@ -79,7 +79,7 @@ class Provenance:
         if fields is None:
             return None
         version = fields.pop("version", None)
-        if version == 1:  # which had hashes of quantizers in place of decisions
+        if version == 1:  # had hashes of quantizers instead of decisions
             fields.pop("digests", None)
         else:
             check_version(version, VERSION, entry)
@@ -101,18 +101,18 @@ def _write_entry(model: ModelProto, key: str, fields: Mapping[str, Any]) -> None
 def _read_entry(model: ModelProto, key: str) -> dict[str, Any] | None:
     texts = [entry.value for entry in model.metadata_props if entry.key == key]
     if len(texts) > 1:
-        raise FileFormatError(f"the metadata entry {key!r} is there {len(texts)} times, expected once")
+        raise FileFormatError(f"the metadata entry {key!r} occurs {len(texts)} times, expected once")
     return parse(texts[0], f"the metadata entry {key!r}", limit=TEXT_LIMIT) if texts else None
 
 
 @dataclass(frozen=True)
 class RuntimeRecord:
-    """What ONNX Runtime made of a file when it was written: a record of that machine, in an entry of its own.
+    """Integer kernels that ONNX Runtime chose for a file on the machine that wrote it.
 
     Attributes:
-        onnxruntime: its version.
-        machine: the processor's architecture, as Python names it.
-        kernels: the integer kernels of the optimized graph, by the name of the node that they compute.
+        onnxruntime: version of ONNX Runtime.
+        machine: architecture of the CPU, from ``platform.machine()``.
+        kernels: integer kernel of each node, by the node's name.
     """
 
     onnxruntime: str
@@ -129,7 +129,7 @@ class RuntimeRecord:
 
     @classmethod
     def read(cls, model: ModelProto) -> "RuntimeRecord | None":
-        """Read the entry of a model's metadata; None if there is none.
+        """Read the entry of a model's metadata; None for a file without one.
 
         Raises:
             FileFormatError: the entry cannot be read.
@@ -143,12 +143,12 @@ class RuntimeRecord:
             raise FileFormatError(f"{entry}: kernels must be an object of lists, got {by_kernel!r:.60}")
         names = [(node, kernel) for kernel, nodes in by_kernel.items() for node in nodes]
         if not all(isinstance(node, str) for node, _ in names):
-            raise FileFormatError(f"{entry}: kernels must list names of nodes")
+            raise FileFormatError(f"{entry}: kernels must list node names")
         return decode(cls, {**fields, "kernels": dict(names)}, entry)
 
 
 def digest_of(model: ModelProto) -> str:
-    """Hash what a model computes: nodes, constants however they are stored, names of inputs and outputs."""
+    """Hash what a model computes: nodes, values of constants, names of inputs and outputs."""
     graph, digest = model.graph, sha256()
     digest.update(repr([[value.name for value in part] for part in (graph.input, graph.output)]).encode())
     for node in graph.node:
@@ -160,7 +160,8 @@ def digest_of(model: ModelProto) -> str:
 
 
 def _content(tensor: TensorProto) -> bytes | memoryview:
-    """The values of a tensor however it stores them; an array of strings holds addresses."""
+    """Return the values of a tensor as bytes, independent of how the file stores them."""
+    # An array of strings would hold addresses.
     if tensor.data_type == TensorProto.STRING:
         return repr(list(tensor.string_data)).encode()
     return np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b""

@@ -1,9 +1,9 @@
-"""The one reader of quantized graphs, whoever wrote them.
+"""The one reader of quantized graphs, written by any tool.
 
 ============================================ ============================================ =========
 in the file                                  record                                       form
 ============================================ ============================================ =========
-codes -> DequantizeLinear                    ``WeightCodes``; of 32 bits a bias           codes
+codes -> DequantizeLinear                    ``WeightCodes``; int32 codes are a bias      codes
 codes -> Gather, Transpose .. -> Dequantize- ``WeightCodes``, ``direct`` is False         codes
 float constant -> Quantize-, DequantizeLin.  ``WeightCodes``, quantized as the model runs float
 codes -> Gather -> Cast [-> Sub] -> Mul      ``WeightCodes``: rows looked up with scales  table
@@ -12,10 +12,10 @@ model input -> DequantizeLinear              ``CodedInput``
 QLinearConv, MatMulNBits ..., computed scale ``Unread``, with the reason
 ============================================ ============================================ =========
 
-A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model, those in
-subgraphs marked ``inner``; verification and reports read it through ``open_quantized``. ``quantized_model`` has the
-public view of the same records. Parameters are as the file has them, not checked. Operators of ONNX Runtime with
-integers inside are listed, not read.
+A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model; records
+from subgraphs are marked ``inner``. Verification and reports read it through ``open_quantized``; ``quantized_model`` is
+the public view of the same records. Parameters are not checked here. Integer operators of ONNX Runtime are listed, but
+not read.
 """
 
 from collections import Counter, defaultdict
@@ -71,8 +71,8 @@ _CODE_TYPES = [
     for name in ("INT4", "UINT4", "INT8", "UINT8", "INT16", "UINT16", "FLOAT8E4M3FN", "FLOAT8E5M2")
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators that keep codes in their own form
-_TABLE_STEPS = {  # what may follow each operator on the way from a table's Gather to its Mul
+_OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
+_TABLE_STEPS = {  # operators that may follow each operator between a table's Gather and its Mul
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
     "Reshape": ("Sub", "Mul"),
@@ -91,9 +91,9 @@ def read_quantization(
     """Read the parameters of a QuantizeLinear or DequantizeLinear node; None if they are not constants.
 
     Args:
-        node: such a node.
+        node: a QuantizeLinear or DequantizeLinear node.
         constants: initializers by name.
-        kind_of: the element type of a tensor, for nodes without a zero point.
+        kind_of: function that returns the element type of a tensor, for nodes without a zero point.
 
     Raises:
         UnsupportedError: the scale is not float32.
@@ -110,7 +110,7 @@ def read_quantization(
         return None
     scale = array_of(constants[scale_name])
     if scale.dtype != np.float32:
-        raise UnsupportedError(f"{node.name}: scales of {scale.dtype} are not read here, only float32")
+        raise UnsupportedError(f"{node.name}: {scale.dtype} scales are not supported, expected float32")
     kind: int = TensorProto.UINT8
     zero = np.zeros(scale.shape, np.int64)
     if zero_name:
@@ -121,10 +121,12 @@ def read_quantization(
         kind = constants[x].data_type
     elif kind_of is not None:
         kind = kind_of(x) or kind
-    if scale.size == zero.size == 1:  # some write one number as an array, the other as a scalar
+    if scale.size == zero.size == 1:  # some tools write one of them as an array, the other as a scalar
         zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
-        raise FileFormatError(f"{node.name}: its scale has shape {scale.shape}, its zero point {zero.shape}")
+        raise FileFormatError(
+            f"{node.name}: the zero point has shape {zero.shape}, expected the shape of the scale, {scale.shape}"
+        )
     axis, block = int(attribute_of(node, "axis", 1)), int(attribute_of(node, "block_size", 0))
     if scale.size == 1 and not block:
         scale, zero = scale.reshape(()), zero.reshape(())
@@ -135,21 +137,21 @@ def _code_range(kind: int) -> tuple[int, int]:
     return element_range(kind) if is_integer_type(kind) else (0, 0)
 
 
-# Records: what is quantized, as the file has it
+# Records of quantized tensors
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizeNode:
     """A QuantizeLinear node whose parameters are constants."""
 
-    node: str  # its name
+    node: str  # name of the node
     x: str
-    unclipped: str  # the input of the Clip before it, x if there is none
-    codes: str  # its result
+    unclipped: str  # input of the Clip before it, x without a Clip
+    codes: str  # name of its output
     qparams: QdqParams
     scale: str
-    zero_point: str  # "" if the node has none
-    readers: tuple[str, ...] = ()  # the nodes that read the codes, or the numbers made of them
+    zero_point: str  # "" for a node without one
+    readers: tuple[str, ...] = ()  # nodes that read the codes or the dequantized values
     is_constant: bool = False  # x is a constant
     inner: bool = False
 
@@ -158,14 +160,14 @@ class QuantizeNode:
 class WeightCodes:
     """A constant and the node that dequantizes it: a DequantizeLinear node, or the Mul of a table."""
 
-    name: str  # of the constant
-    tensor: TensorProto = field(repr=False)  # float numbers if form is "float"
+    name: str  # name of the constant
+    tensor: TensorProto = field(repr=False)  # floats if form is "float"
     node: NodeProto = field(repr=False)
     qparams: QdqParams
-    constants: tuple[str, str] = ("", "")  # the names of scale and zero point
-    path: tuple[str, ...] = ()  # the operators between the constant and the node
+    constants: tuple[str, str] = ("", "")  # names of scale and zero point
+    path: tuple[str, ...] = ()  # operators between the constant and the node
     form: Form = "codes"
-    readers: tuple[str, ...] = ()  # the nodes that read the numbers
+    readers: tuple[str, ...] = ()  # nodes that read the dequantized values
     inner: bool = False
 
     @cached_property
@@ -175,34 +177,34 @@ class WeightCodes:
 
     @property
     def direct(self) -> bool:
-        """Whether the node reads the constant itself, not a part of it or another shape."""
+        """Whether the node reads the constant itself, not rows of it or a reshaped copy."""
         return not self.path
 
     @property
     def is_bias(self) -> bool:
-        """Whether the codes have 32 bits."""
+        """Whether the codes are int32."""
         return self.qparams.kind == TensorProto.INT32
 
     @property
     def node_name(self) -> str:
-        """The name of the node."""
+        """Name of the node."""
         return node_name(self.node)
 
 
 @dataclass(frozen=True, eq=False)
 class CodedInput:
-    """An input of the model that comes as codes, dequantized with constant parameters."""
+    """A model input that holds codes, dequantized with constant parameters."""
 
     name: str
     qparams: QdqParams
-    constants: tuple[str, str]  # the names of scale and zero point
+    constants: tuple[str, str]  # names of scale and zero point
     readers: tuple[str, ...] = ()
     inner: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A node with integers that is not read."""
+    """A node with codes that this reader does not support."""
 
     node: NodeProto
     reason: str
@@ -214,7 +216,7 @@ Record = QuantizeNode | WeightCodes | CodedInput | Unread
 
 
 def _parameter_names(record: Record) -> Sequence[str]:
-    """The constants that belong to a record: scale, zero point, and a weight that is quantized as the model runs."""
+    """List the constants of a record: scale, zero point, and a float weight that is quantized at run time."""
     if isinstance(record, Unread):
         return record.node.input[1:] if record.node.op_type in QUANTIZERS else ()
     if isinstance(record, QuantizeNode):
@@ -227,10 +229,10 @@ def _parameter_names(record: Record) -> Sequence[str]:
 
 
 class QuantizedGraph:
-    """A model, with ``records`` of all that is quantized in it, in the order of the graph, subgraphs included.
+    """A model with ``records`` of its quantized tensors in graph order, including subgraphs.
 
-    ``operators`` counts nodes by operator, ``parameters`` names the constants that belong to records, ``float_nbytes``
-    is the size of all other float constants.
+    ``operators`` counts nodes by operator. ``parameters`` are the names of constants in records, ``float_nbytes`` is
+    the size of all other float constants.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -268,7 +270,7 @@ class QuantizedGraph:
 
     @cached_property
     def weights(self) -> list[WeightCodes]:
-        """Codes stored in the main graph, biases included; tables, which come last, only if the metadata name them."""
+        """Codes stored in the main graph, including biases; tables come last, and only if the metadata lists them."""
         names = {} if self.provenance is None else self.provenance.weights
         stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
         tables = [each for each in stored if each.form == "table" and each.name in names]
@@ -281,38 +283,38 @@ class QuantizedGraph:
 
     @property
     def notes(self) -> list[str]:
-        """What a comparison of codes leaves out, and why."""
+        """Notes on quantizers that a comparison of codes leaves out, with reasons."""
         unread = (each for each in self.records if isinstance(each, Unread) and not each.inner)
         quantizers = (each for each in unread if each.node.op_type == QUANTIZE or each.of_weight)
         notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
         inner = (each for node in self.graph.nodes for body in subgraphs(node) for each in _all_nodes(body))
         count = sum(node.op_type in QUANTIZERS for node in inner)
-        return [*notes, f"{count} quantizers in the bodies of If, Loop or Scan are not compared"] if count else notes
+        return [*notes, f"{count} Q/DQ nodes in subgraphs of If, Loop or Scan were not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Whether the Clip before a quantizer is part of it: it uses fewer codes than its type has."""
+        """Whether the Clip before a quantizer belongs to it, because it uses fewer codes than its type has."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 
 
 def open_quantized(source: ModelSource) -> QuantizedGraph:
-    """Load and read a quantized model, which is not to be changed; files are checked as ``load_model`` does.
+    """Load and read a quantized model with the checks of ``load_model``; the caller must not change the model.
 
     Raises:
-        UnsupportedError: it has no quantizers.
-        FileFormatError: it is damaged, or its metadata are.
+        UnsupportedError: the model has no Q/DQ nodes.
+        FileFormatError: the file or its metadata are damaged.
     """
     quantized = QuantizedGraph(load_model(source).proto)
     if not (quantized.weights or quantized.quantize_nodes or quantized.notes):
         raise UnsupportedError(
-            "the artifact has no QuantizeLinear or DequantizeLinear node: give the quantized model as artifact, "
-            "and what it was made from as source"
+            "the artifact has no QuantizeLinear or DequantizeLinear node: pass the quantized model as artifact, and "
+            "the float model as source"
         )
     return quantized
 
 
 class _Scope:
-    """The names of one graph: its constants and those around it, and the nodes that write and read a name."""
+    """Names of one graph: its constants and those of outer graphs, and the nodes that write and read each name."""
 
     def __init__(self, graph: GraphProto, outer: Mapping[str, TensorProto], *, inner: bool) -> None:
         self.inner = inner
@@ -329,7 +331,7 @@ class _Scope:
                 self._consumers[name].append(node)
 
     def read(self, node: NodeProto) -> Record | None:
-        """The record of a node; None if it quantizes nothing, or is part of another record."""
+        """Read the record of a node; None if it quantizes nothing, or belongs to another record."""
         try:
             if node.op_type == QUANTIZE:
                 return self._quantize_node(node)
@@ -341,7 +343,7 @@ class _Scope:
             of_weight = node.op_type == DEQUANTIZE and self._trace(node.input[0])[0] in self.constants
             return Unread(node, str(error), of_weight, self.inner)
         if node.op_type.startswith(_OWN_CODES):
-            return Unread(node, f"{node.op_type} keeps its codes in a form of its own", inner=self.inner)
+            return Unread(node, f"{node.op_type} has its own layout of codes", inner=self.inner)
         return None
 
     def _quantize_node(self, node: NodeProto) -> Record:
@@ -382,7 +384,7 @@ class _Scope:
         return WeightCodes(origin, tensor, node, qparams, names, path, form, readers, self.inner)
 
     def _table(self, gather: NodeProto) -> WeightCodes | None:
-        """Rows of codes that are looked up, cast, and multiplied by a scale; scales may be looked up with them."""
+        """Read a table: rows of codes are looked up, cast, and multiplied by scales, which may be looked up too."""
         table = self.constants[gather.input[0]]
         is_empty = not table.dims or 0 in table.dims
         if is_empty or table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
@@ -411,7 +413,7 @@ class _Scope:
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
-        """The constant that a Sub or Mul of a table reads, looked up with the rows or one number; "" if neither."""
+        """Return the constant that a Sub or Mul of a table reads: a scalar, or looked up with the rows; else ""."""
         other = next((name for name in node.input if name != before), "")
         lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
@@ -436,7 +438,7 @@ class _Scope:
         return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
     def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """The tensor before all that only moves or casts codes, and these operators; stops at a constant."""
+        """Follow codes backward over operators that move or cast them; return the tensor before and the operators."""
         path: list[str] = []
         while name not in self.constants:
             node = self._producers.get(name)
@@ -453,7 +455,7 @@ class _Scope:
         return self._consumers.get(name, [])
 
     def _code_readers(self, codes: str) -> tuple[str, ...]:
-        """The nodes that read codes; of a DequantizeLinear, the nodes after it."""
+        """Describe the nodes that read codes; for a DequantizeLinear, the nodes after it."""
         return _described(
             each
             for reader in self._readers(codes)

@@ -1,29 +1,29 @@
 """The one writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
 
-``QdqParams`` holds quantization parameters as a file holds them:
+``QdqParams`` holds quantization parameters in the layout of a file:
 
 =============== ============================== ======================
 granularity     scale in the file              attributes
 =============== ============================== ======================
-PerTensor       a number
+PerTensor       a scalar
 PerAxis(a)      one per channel                axis=a
 PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
 =============== ============================== ======================
 
-``QdqWriter`` adds constants and makes nodes; where they go, and which codes they hold, is decided elsewhere. A Clip
-before QuantizeLinear is written if fewer codes are used than the type has: its bounds are the values of the outermost
-ones. ``gather`` dequantizes only the rows of a table that are looked up:
+``QdqWriter`` adds constants and makes nodes; callers decide where they go and which codes they hold. A Clip before
+QuantizeLinear is written if fewer codes are used than the type has; its bounds are the values of the smallest and
+largest code. ``gather`` dequantizes only the rows of a table that are looked up:
 
 ==================== ==================================================================
 scale                nodes
 ==================== ==================================================================
 one, or per column   Gather(codes) -> DequantizeLinear
 per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
-per group of a row   the same, over groups as an axis of their own
+per group of a row   as per row, with the groups as an additional axis
 ==================== ==================================================================
 
-The numbers are those of DequantizeLinear: the subtraction is exact, the product rounds once. DequantizeLinear itself
-takes scales that depend on the data only in blocks, which OpenVINO does not read.
+The results equal those of DequantizeLinear: the subtraction is exact, the product rounds once. DequantizeLinear itself
+supports looked-up scales only in blocks, which OpenVINO does not support.
 """
 
 from collections.abc import Sequence
@@ -58,14 +58,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class QdqParams:
-    """Quantization parameters as a file holds them.
+    """Quantization parameters in the layout of a file.
 
     Attributes:
-        scale: float32.
-        zero_point: integers of the codes' type, of the scale's shape.
-        kind: the ONNX type of the codes.
-        axis, block: the layout of a scale with more than one value.
-        low, high: the smallest and largest code that is used.
+        scale: float32 array.
+        zero_point: integers of the codes' type, in the shape of the scale.
+        kind: ONNX type of the codes.
+        axis, block: axis and block size of a scale with more than one value.
+        low, high: smallest and largest code in use.
 
     >>> qparams = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
     >>> qparams.scale, qparams.zero_point, qparams.low, qparams.high, qparams.block
@@ -85,65 +85,67 @@ class QdqParams:
         """Convert parameters for data of that rank.
 
         Raises:
-            UnsupportedError: ONNX cannot hold the scales.
-            ParamsError: scales are not float32 numbers.
+            UnsupportedError: ONNX files cannot store the scales.
+            ParamsError: a scale is not exact in float32.
         """
         spec = params.spec
         if params.block_scale is not None or spec.scale_format != "float":
-            raise UnsupportedError(f"ONNX files cannot hold the scales of {spec}: use a spec with float scales")
+            raise UnsupportedError(f"ONNX files cannot store the scales of {spec}: use a spec with float scales")
         axis, block = _layout(spec.granularity, rank)
         scale = np.asarray(params.scale, np.float32)
         if not np.array_equal(scale, params.scale):
-            raise ParamsError("scales of float64 that are no float32 cannot be stored: make the params in float32")
+            raise ParamsError(
+                "ONNX files cannot store float64 scales that are not exact in float32: use float32 params"
+            )
         zero = np.asarray(params.zero_point.astype(np.int64) + container.shift)
         return cls(scale, zero, container.kind, axis, block, spec.qmin + container.shift, spec.qmax + container.shift)
 
     @property
     def format(self) -> Format:
-        """The format of the codes."""
+        """Format of the codes."""
         name = TensorProto.DataType.Name(self.kind)
         for format in FORMATS.values():
             if format.onnx == name:
                 return format
-        raise UnsupportedError(f"codes of type {name} are not known here")
+        raise UnsupportedError(f"codes of ONNX type {name} are not supported")
 
     def granularity(self, shape: tuple[int, ...]) -> Granularity:
-        """The granularity for data of that shape."""
+        """Return the granularity for data of that shape."""
         if self.block:
             return PerGroup(self.block, axis=self.axis)
         return PerAxis(self.axis_in(len(shape))) if self.scale.ndim else PerTensor()
 
     def axis_in(self, rank: int) -> int:
-        """The axis of several scales in data of that rank."""
+        """Return the non-negative axis of per-channel scales in data of that rank."""
         if not rank:
             raise FileFormatError(
-                f"scales of shape {self.scale.shape} for codes of shape (): expected one scale, store it as a scalar"
+                f"got scales of shape {self.scale.shape} for codes of shape (): expected a scalar scale"
             )
         return self.axis % rank
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
-        """Convert to parameters for data of that shape; codes stay those of the file."""
+        """Convert to parameters for data of that shape; codes keep the values of the file."""
         format = self.format
         low, high = (self.low, self.high) if format.is_integer else (None, None)
         spec = QuantSpec(format, self.granularity(shape), symmetric=not format.is_integer, qmin=low, qmax=high)
         return QuantParams(spec, self.scale, self.zero_point)
 
     def attributes(self) -> dict[str, int]:
-        """The attributes of the nodes."""
+        """Return the attributes of Q/DQ nodes with these parameters."""
         if self.block:
             return {"axis": self.axis, "block_size": self.block}
         return {"axis": self.axis} if self.scale.ndim else {}
 
 
 def _layout(granularity: Granularity, rank: int) -> tuple[int, int]:
-    """The axis and the block size of a scale in a file."""
+    """Return the axis and the block size of a scale in a file."""
     if isinstance(granularity, PerTensor):
         return 1, 0
     if isinstance(granularity, PerAxis):
         return granularity.axis % rank, 0
     if isinstance(granularity, PerGroup):
         return granularity.axis % rank, granularity.size
-    raise UnsupportedError(f"ONNX files cannot hold scales of granularity {granularity}: use tensor, axis or group")
+    raise UnsupportedError(f"ONNX files cannot store {granularity} scales: use a tensor, axis or group granularity")
 
 
 def needs_clip(qparams: QdqParams) -> bool:
@@ -161,7 +163,7 @@ def quantize_node(x: str, scale: str, zero_point: str, y: str, qparams: QdqParam
 
 
 def dequantize_node(x: str, scale: str, zero_point: str | None, y: str, qparams: QdqParams) -> NodeProto:
-    """Make a DequantizeLinear node from x to y; without a zero point if that is 0 and needs no type.
+    """Make a DequantizeLinear node from x to y; ``zero_point`` is None for int32 codes.
 
     >>> dequantize_node("x", "s", None, "y", QdqParams(np.ones(2, np.float32), np.zeros(2), TensorProto.INT32)).input
     ['x', 's']
@@ -176,21 +178,21 @@ def _node(operator: str, inputs: list[str], y: str, qparams: QdqParams) -> NodeP
     return node
 
 
-Names = tuple[str, str, str]  # of codes, scale and zero point
+Names = tuple[str, str, str]  # names of codes, scale and zero point
 
 
 class Pair(NamedTuple):
-    """The nodes of a Q/DQ pair, and the names of their results."""
+    """The nodes of a Q/DQ pair, and the names of their outputs."""
 
-    nodes: list[NodeProto]  # in order, the QuantizeLinear last but one
+    nodes: list[NodeProto]  # [Clip,] QuantizeLinear, DequantizeLinear
     codes: str
     dequantized: str
 
 
 class QdqWriter:
-    """Adds the constants of quantizers to a graph, and makes their nodes, which are returned and not inserted.
+    """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts them.
 
-    ``bounds`` are suffixes of the names of a Clip's bounds. Nodes are named ``stem_Operator`` or ``result_node``.
+    ``bounds`` are the name suffixes of a Clip's bounds. Nodes are named ``stem_Operator`` or ``output_node``.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class QdqWriter:
         *,
         y: str = "",
     ) -> Pair:
-        """Make a Q/DQ pair from x to y, or to a new name; ``parameters`` are the names of scale and zero point."""
+        """Make a Q/DQ pair from x to y, "" for a new name; ``parameters`` are the names of scale and zero point."""
         graph, (scale, zero) = self.graph, parameters
         nodes: list[NodeProto] = []
         if needs_clip(qparams):
@@ -231,7 +233,7 @@ class QdqWriter:
         return Pair(nodes, codes, dequantized)
 
     def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: QdqParams) -> NodeProto:
-        """Make the DequantizeLinear of codes, scale and zero point."""
+        """Make the DequantizeLinear node of codes, scale and zero point."""
         codes, scale, zero = names
         return self._named(dequantize_node(codes, scale, zero, y, qparams), stem)
 
@@ -240,7 +242,7 @@ class QdqWriter:
         return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
 
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
-        """Add the int32 codes of a bias; returns their DequantizeLinear and its result."""
+        """Add the int32 codes of a bias; returns their DequantizeLinear node and its output."""
         qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
         codes_name = self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32)
         scale_name = self.graph.add_constant(f"{stem}_scale", qparams.scale)
@@ -248,9 +250,9 @@ class QdqWriter:
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
-        """Make an If node that runs nodes to a quantized tensor if a flag is set, and else passes x on.
+        """Make an If node that runs ``nodes`` to a quantized tensor if a flag is set, and else returns x.
 
-        It runs one branch only: a Where would run the quantizers of all layers to measure a single one.
+        An If runs one branch; a Where would run the quantizers of all layers to measure one.
         """
         same, chosen = self.graph.fresh(f"{x}_same"), self.graph.fresh(f"{x}_chosen")
         on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(quantized)])
@@ -260,18 +262,18 @@ class QdqWriter:
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
-    """Codes as the file's type holds them, shifted with their zero point."""
+    """Shift codes together with their zero point, to the type of the file."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))
 
 
 def _clip_bounds(qparams: QdqParams) -> tuple[Array, Array]:
-    """The values of the smallest and largest code in use."""
+    """Return the values of the smallest and largest code in use."""
     if qparams.scale.ndim:
         raise UnsupportedError(
-            f"it uses the codes {qparams.low}..{qparams.high} of a wider type with a scale per channel, and Clip takes "
-            "one bound: use one scale per tensor, or a format of 4, 8 or 16 bits and all of its codes"
+            f"per-channel scales with only the codes {qparams.low}..{qparams.high} of a wider type need a Clip per "
+            "channel, which ONNX does not have: use one scale per tensor, or all codes of a format of 4, 8 or 16 bits"
         )
     lo, hi = (
         np.asarray((code - qparams.zero_point) * qparams.scale, np.float32) for code in (qparams.low, qparams.high)
@@ -290,8 +292,8 @@ def gather(
 ) -> list[NodeProto]:
     """Make the nodes that replace a Gather along axis 0 of a quantized table; constants are added to the graph.
 
-    ``names`` are those of codes, scale and zero point; ``shape`` is the table's; new names begin with ``key``; the
-    graph tells the rank of the indices if ``index_rank`` is None.
+    ``names`` are the names of codes, scale and zero point; ``shape`` is the shape of the table; new names begin with
+    ``key``. Without ``index_rank``, the rank of the indices is read from the graph.
     """
     codes, scale, zero = names
     lookup = _Lookup(graph, node, key, index_rank)
@@ -303,8 +305,8 @@ def gather(
         return [*lookup.nodes, dequantize]
     if qparams.axis != (last if qparams.block else 0):
         raise UnsupportedError(
-            f"{key} is looked up by rows and has scales along axis {qparams.axis}: use one per row, per group "
-            "of a row, or per tensor"
+            f"{key}: an embedding cannot have scales along axis {qparams.axis}: use a scale per row, per group of a "
+            "row, or per tensor"
         )
     numbers = lookup.add("Cast", [picked], "numbers", to=TensorProto.FLOAT)
     if qparams.block:
@@ -319,7 +321,7 @@ def gather(
 
 
 class _Lookup:
-    """The nodes that take the place of a Gather, as they are added."""
+    """Builder of the nodes that replace a Gather."""
 
     def __init__(self, graph: Graph, gather: NodeProto, key: str, index_rank: int | None) -> None:
         self.graph, self.key = graph, key
@@ -334,7 +336,7 @@ class _Lookup:
         return self.add("Unsqueeze", [picked, self._constant("last_axis", [-1])], f"{stem}_spread")
 
     def reshape(self, name: str, sizes: list[int], y: str) -> str:
-        """Split the last axis, or join the last two; a size of 0 keeps what the indices have."""
+        """Split the last axis, or join the last two; a size of 0 copies the size of an index axis."""
         shape = self._constant(f"shape_{self.index_rank}_{len(sizes)}", [0] * self.index_rank + sizes)
         return self.add("Reshape", [name, shape], y)
 

@@ -1,8 +1,8 @@
-"""QuantizedModel: the contents of a quantized ONNX file, whoever wrote it, in detent's own values.
+"""QuantizedModel: the contents of a quantized ONNX file, written by any tool, as values of detent.
 
 It is a view of the records of ``qdq_reader``: weights as ``QuantizedTensor``, biases, activation quantizers, and a
-summary table. Functions are inlined, subgraphs are read, parameters are checked. What cannot be read is listed in
-``skipped``, with the reason.
+summary table. Functions are inlined, subgraphs are read, parameters are checked. ``skipped`` lists what cannot be read,
+with the reason.
 """
 
 import json
@@ -32,7 +32,7 @@ FLOAT_NBYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBias:
-    """int32 codes, which no spec has, with one scale and zero point, or one per code along ``axis``."""
+    """Bias of int32 codes, with one scale and zero point, or one per code along ``axis``."""
 
     codes: Array
     scale: Array
@@ -40,11 +40,11 @@ class QuantizedBias:
     axis: int
 
     def dequantize(self) -> Array:
-        """The values in float32."""
+        """Return the values in float32."""
         shape = [1] * self.codes.ndim if self.scale.ndim else []
         if shape:
             shape[self.axis % self.codes.ndim] = -1
-        # The difference wraps around as it does in 32 bits.
+        # The difference wraps around as in int32 arithmetic.
         centered = (self.codes.astype(np.int64) - self.zero_point.reshape(shape)).astype(np.int32)
         values: Array = centered.astype(np.float32) * self.scale.reshape(shape)
         return values
@@ -60,11 +60,11 @@ class ActivationQuantizer:
     """A QuantizeLinear node, with one scale and zero point or one per channel."""
 
     tensor: str
-    output: str  # the name of its codes
+    output: str  # name of its codes
     scale: Array
     zero_point: Array
-    type: str  # the ONNX type of the codes
-    axis: int  # of the channels
+    type: str  # ONNX type of the codes
+    axis: int  # axis of the channels
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,12 +72,12 @@ class QuantizedModel:
     """The contents of a quantized model.
 
     Attributes:
-        weights, biases: by the names of their codes in the file; biases have 32 bits.
-        activations: quantizers in the order of the graph.
-        readers: the nodes that read a weight, a bias or the codes of an activation, by its name.
-        skipped: what else is quantized, and why it is not read.
+        weights, biases: tensors by the names of their codes in the file; biases are int32.
+        activations: QuantizeLinear nodes in graph order.
+        readers: nodes that read a weight, a bias or the codes of an activation, by its name.
+        skipped: quantized tensors that cannot be read, with the reason.
         nodes: number of nodes per operator.
-        float_nbytes: bytes of float constants that belong to no quantizer.
+        float_nbytes: bytes of float constants that are not quantization parameters.
 
     >>> import onnx
     >>> model = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] y)
@@ -102,7 +102,7 @@ class QuantizedModel:
 
     @classmethod
     def of(cls, graph: QuantizedGraph) -> "QuantizedModel":
-        """Convert the records of a graph; if a constant is dequantized in two ways, the first counts."""
+        """Convert the records of a graph; if a constant is dequantized in two ways, the first is used."""
         view = _View()
         for record in graph.records:
             view.add(record)
@@ -110,7 +110,7 @@ class QuantizedModel:
         return cls(*parts, dict(graph.operators), graph.float_nbytes)
 
     def summary(self) -> "Summary":
-        """A table of all quantized tensors; ``str`` of it is text."""
+        """Return a table of all quantized tensors; ``str`` formats it as text."""
         rows = [
             SummaryRow(name, "weight", str(tensor.spec), tensor.shape, tensor.nbytes, self.readers.get(name, ()))
             for name, tensor in self.weights.items()
@@ -127,10 +127,10 @@ class QuantizedModel:
 
 
 def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, whoever wrote it, from a file or from memory; see ``QuantizedModel`` for an example.
+    """Read a quantized model, written by any tool, from a file or from memory; ``QuantizedModel`` has an example.
 
     Raises:
-        FileFormatError, UnsupportedError: as ``load``.
+        FileFormatError, UnsupportedError: see ``qo.load``.
     """
     model = load_model(source).proto
     return QuantizedModel.of(QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model))
@@ -165,7 +165,7 @@ class _View:
             else:
                 tensor = _tensor(weight)
                 if self.weights.setdefault(name, tensor) != tensor:
-                    self.skipped[name] = "it is dequantized in two ways; the first is read"
+                    self.skipped[name] = "it is dequantized in two ways; only the first is read"
         except DetentError as error:
             self.skipped[describe(weight.node)] = str(error)
         else:
@@ -195,16 +195,16 @@ def _check_bias(weight: WeightCodes) -> None:
     scales, shape = weight.qparams.scale.shape, weight.codes.shape
     if scales and scales != (shape[axis := weight.qparams.axis_in(len(shape))],):
         raise FileFormatError(
-            f"scales of shape {scales} for codes of shape {shape}: expected one, or {shape[axis]} along axis {axis}"
+            f"got scales of shape {scales} for codes of shape {shape}: expected one, or {shape[axis]} along axis {axis}"
         )
 
 
 def _constant_params(weight: WeightCodes) -> QdqParams:
-    """The parameters of the constant itself; the node may see some of its rows or another shape."""
+    """Return the parameters of the constant itself; the node may read only rows of it, or a reshaped copy."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":
         return qparams
-    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # whatever rows are picked
+    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # independent of the picked rows
     if "Cast" in weight.path or (qparams.scale.ndim and not is_per_column):
         raise UnsupportedError("its codes are moved or cast before they are dequantized")
     return replace(qparams, axis=len(weight.codes.shape) - 1)
@@ -218,8 +218,8 @@ class SummaryRow:
     kind: str  # weight, bias or activation
     type: str  # its spec, or the type of its codes
     shape: tuple[int, ...] | None  # None for activations
-    nbytes: int  # of codes, scales and zero points; 0 for activations
-    readers: tuple[str, ...]  # the nodes that read it
+    nbytes: int  # bytes of codes, scales and zero points; 0 for activations
+    readers: tuple[str, ...]  # nodes that read it
 
 
 @dataclass(frozen=True)
@@ -232,15 +232,15 @@ class Summary:
     float_nbytes: int
 
     def count(self, kind: str) -> int:
-        """How many rows are of that kind."""
+        """Count the rows of that kind."""
         return sum(row.kind == kind for row in self.rows)
 
     def nbytes(self, kind: str) -> int:
-        """The bytes of the rows of that kind."""
+        """Add up the bytes of the rows of that kind."""
         return sum(row.nbytes for row in self.rows if row.kind == kind)
 
     def to_json(self) -> str:
-        """The summary as a JSON object."""
+        """Return the summary as a JSON object."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:

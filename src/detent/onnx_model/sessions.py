@@ -1,10 +1,10 @@
 """Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and inner tensors.
 
-ONNX Runtime replaces quantizers around an operator by an integer kernel if all its conditions hold, and otherwise
-computes in float without a warning. ``kernels_of`` reads back from the optimized graph which kernel a layer got.
+ONNX Runtime fuses an operator and the Q/DQ pairs around it into an integer kernel if all its conditions hold.
+Otherwise it computes in float without a warning. ``kernels_of`` reads each layer's kernel from the optimized graph.
 
-Inner tensors are made outputs of the model while a session is created: ``record`` yields them batch by batch, a
-``Probe`` hands them to readers, in groups that fit into memory.
+To read inner tensors, they become outputs of the model while a session is created. ``record`` yields them batch by
+batch; a ``Probe`` passes them to callbacks, in groups that fit into memory.
 """
 
 import platform
@@ -62,22 +62,22 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
 FLOAT_NBYTES = 4
-MAX_SHAPE_ELEMENTS = 256  # constants with more are not shapes
-_NO_ARRAYS = frozenset(  # types that ONNX Runtime does not hand over as arrays
+MAX_SHAPE_ELEMENTS = 256  # elements; larger constants are not shapes
+_NO_ARRAYS = frozenset(  # types that ONNX Runtime does not return as arrays
     {
         *(TensorProto.INT2, TensorProto.UINT2, TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1),
         *(TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2, TensorProto.BFLOAT16),
     }
 )
-MIN_SHARED_NBYTES = 1024  # of an initializer that a session reads from the memory of an array
+MIN_SHARED_NBYTES = 1024  # smaller initializers are copied into the session, larger ones are read from an array
 _SHARED_DTYPES = {
     helper.np_dtype_to_tensor_dtype(np.dtype(kind)): np.dtype(kind) for kind in ("f4", "f8", "i1", "u1", "i4")
 }
-_SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # that ONNX Runtime adds to the names of nodes
+_SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # suffixes that ONNX Runtime adds to node names
 SPINNING = "session.intra_op.allow_spinning"
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # of MatMulNBits: 0 or 1 for float activations
 LOG_FATAL_ONLY = 4  # errors are raised; the log only repeats them
-_ERRORS: tuple[type[Exception], ...] = (  # of ONNX Runtime, which have no common base class
+_ERRORS: tuple[type[Exception], ...] = (  # errors of ONNX Runtime have no common base class
     RuntimeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
@@ -94,15 +94,15 @@ def make_session(
     """Create a session on the CPU.
 
     Args:
-        model: in memory or in a file.
-        optimize: False runs the graph as it is written, node by node.
-        threads: 0 for one per core.
-        config: settings of ONNX Runtime by their keys. Threads do not spin by default, since that takes as much CPU
-            time again as the model itself; to measure time, ``{SPINNING: "1"}`` is what users have.
-        write_to: where to write the optimized graph.
+        model: a model in memory or in a file.
+        optimize: False runs the graph as written, node by node.
+        threads: number of threads; 0 for one per core.
+        config: session settings of ONNX Runtime by key. Threads do not spin by default, because spinning doubles the
+            CPU time; to measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
+        write_to: path to write the optimized graph to.
 
     Raises:
-        UnsupportedError: ONNX Runtime failed to load the model; its reason is in the message.
+        UnsupportedError: ONNX Runtime failed to load the model; the message gives its reason.
 
     >>> from onnx import parser
     >>> model = parser.parse_model(
@@ -128,16 +128,16 @@ def make_session(
         lean, weights = without_weights(model)
         options.add_external_initializers(list(weights), list(map(ort.OrtValue.ortvalue_from_numpy, weights.values())))
         session = _start(lean.SerializeToString(), options)
-        session.weights = weights  # ONNX Runtime reads the arrays where they are: they must live as long as the session
+        session.weights = weights  # ONNX Runtime reads these arrays in place: keep them alive with the session
     except (ValueError, EncodeError) as error:
         raise UnsupportedError(f"ONNX Runtime failed to load the model: {error}") from error
     return session
 
 
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
-    """A copy of a model without the data of its large initializers, and these as arrays.
+    """Copy a model without the data of its large initializers; return the copy, and the data as arrays.
 
-    Large initializers that no node reads are left out: ONNX Runtime drops them, and then misses them.
+    Large initializers that no node reads are left out: ONNX Runtime drops them, then fails because they are missing.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     kept = {value.name for value in (*model.graph.input, *model.graph.output)}
@@ -166,14 +166,14 @@ def ort_errors(action: str = "run") -> Iterator[None]:
     """Raise errors of ONNX Runtime as UnsupportedError."""
     try:
         yield
-    except DetentError:  # some are RuntimeErrors too
+    except DetentError:  # some DetentErrors are RuntimeErrors
         raise
     except _ERRORS as error:
         raise UnsupportedError(f"ONNX Runtime failed to {action} the model: {error}") from error
 
 
 def array_outputs(model: ModelProto) -> list[str]:
-    """The outputs that ONNX Runtime hands over as arrays: tensors, but none of bfloat16 or of few bits.
+    """List the outputs that ONNX Runtime returns as arrays: tensors, except bfloat16, float8 and 4 bits or less.
 
     >>> from onnx import parser
     >>> array_outputs(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -189,7 +189,7 @@ def array_outputs(model: ModelProto) -> list[str]:
 
 
 def optimized(model: ModelSource) -> ModelProto:
-    """The optimized graph that ONNX Runtime runs on this machine.
+    """Return the optimized graph that ONNX Runtime runs on this machine.
 
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -201,19 +201,19 @@ def optimized(model: ModelSource) -> ModelProto:
         path = Path(directory, "optimized.onnx")
         make_session(model, write_to=fspath(path))
         running = onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
-    _rename_hiding(running.graph, frozenset())
+    _rename_shadowing(running.graph, frozenset())
     return running
 
 
-def _rename_hiding(graph: GraphProto, outer: Set[str]) -> None:
-    """Rename results in bodies that hide a name around them: ONNX Runtime makes such graphs, and refuses to load them.
+def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
+    """Rename tensors of subgraphs that shadow an outer name: ONNX Runtime writes such graphs, but cannot load them.
 
-    Its convolutions in blocks of channels get their names (``reorder_token_0``) in each graph anew.
+    Its blocked convolutions restart their numbering (``reorder_token_0``) in each graph.
     """
     kept = {value.name for value in (*graph.input, *graph.output)}
-    made = {name for node in graph.node for name in node.output if name} - kept
-    names, new = made | kept | {tensor.name for tensor in graph.initializer}, dict[str, str]()
-    for name in sorted(made & outer):
+    computed = {name for node in graph.node for name in node.output if name} - kept
+    names, new = computed | kept | {tensor.name for tensor in graph.initializer}, dict[str, str]()
+    for name in sorted(computed & outer):
         count = 0
         while f"{name}_inner_{count}" in names | outer:
             count += 1
@@ -222,44 +222,44 @@ def _rename_hiding(graph: GraphProto, outer: Set[str]) -> None:
     _rename(graph, new)
     for node in graph.node:
         for body in subgraphs(node):
-            _rename_hiding(body, outer | names)
+            _rename_shadowing(body, outer | names)
 
 
 def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
-    """Rename tensors of a graph, in bodies, too; those that a body makes itself under such a name come next."""
+    """Rename tensors of a graph and its subgraphs, except where a subgraph defines the name itself."""
     for node in graph.node if new else ():
         for names in (node.input, node.output):
             names[:] = [new.get(name, name) for name in names]
         for body in subgraphs(node):
-            hidden = {name for each in body.node for name in each.output}
-            hidden |= {each.name for each in (*body.input, *body.initializer)}
-            _rename(body, {name: to for name, to in new.items() if name not in hidden})
+            defined = {name for each in body.node for name in each.output}
+            defined |= {each.name for each in (*body.input, *body.initializer)}
+            _rename(body, {name: to for name, to in new.items() if name not in defined})
 
 
 def runtime_record(running: ModelProto) -> RuntimeRecord:
-    """What ONNX Runtime made of a model on this machine; ``running`` is the optimized graph."""
+    """Record the version, the machine and the integer kernels of ``running``, an optimized graph."""
     return RuntimeRecord(ort.__version__, platform.machine(), integer_kernels(running))
 
 
 def integer_kernels(running: ModelProto) -> dict[str, str]:
-    """The integer kernels of an optimized graph, by the name of the node of the file that they compute."""
+    """Map each node of the file to its integer kernel in an optimized graph."""
     nodes = (node for node in running.graph.node if node.op_type.startswith(CODE_OPERATORS) and node.name)
     return {written_name(node.name): node.op_type for node in nodes}
 
 
 def written_name(name: str) -> str:
-    """The name that a node of an optimized graph has in the file."""
+    """Return the name that a node of an optimized graph has in the file."""
     return _SUFFIX.sub("", name)
 
 
 def kernels_of(
     model: ModelProto, names: Mapping[str, str] | None = None, *, running: ModelProto | None = None
 ) -> dict[str, str]:
-    """The operator that computes each layer in ONNX Runtime on this machine, by the layer's name.
+    """Map each layer to the operator that computes it in ONNX Runtime on this machine.
 
-    Layers that run in float have the operator that reads their dequantized weight. ``names`` holds a layer of each
-    constant of codes, None takes those that the model's metadata name; others that share the codes are found.
-    ``running`` is the optimized graph.
+    For a layer that runs in float, this is the operator that reads its dequantized weight. ``names`` maps each constant
+    of codes to one layer that reads it; None reads it from the model's metadata. Further layers that share the codes
+    are included. ``running`` is the optimized graph.
     """
     if names is None:
         provenance = Provenance.read(model)
@@ -274,7 +274,7 @@ def kernels_of(
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
         sharing = [node.name for name in dequantized for node in source.consumers(name)]
         for each in dict.fromkeys((layer, *sharing)):
-            # Kernels may repack their weights: then only the node's name tells its layer.
+            # A kernel may repack its weight: then only the node's name identifies the layer.
             by_name = present.get(each) or _split_by_tokens(present, each)
             if own and (len(sharing) <= 1 or not by_name):
                 kernels[each] = own[0]
@@ -292,18 +292,19 @@ def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
 
 
 class Reading(NamedTuple):
-    """Tensors, inputs and constants among them, and a function that takes their arrays by name."""
+    """Names of tensors (computed, inputs or constants), and a callback for their arrays by name."""
 
     names: tuple[str, ...]
     take: Callable[[Mapping[str, Array]], None]
 
 
 class Probe:
-    """A model that runs as it is written, and whose inner tensors are read.
+    """A model that runs without optimizations, and callbacks that read its inner tensors.
 
-    Readings share a run as long as their tensors fit the budget, in bytes; for each further group the model runs once
-    more. ``kinds`` are element types of tensors: ONNX Runtime returns codes of 4 bits and float8 only as float32.
-    ``written`` is a probe of the model before ONNX Runtime optimized it, that runs first: its tensors are as large.
+    Readings share a run as long as their tensors fit the budget in bytes; each further group needs another run.
+    ``kinds`` are the element types of tensors: ONNX Runtime returns 4-bit and float8 codes only as float32. If
+    ``model`` is an optimized graph, ``written`` is the probe of the original model. It runs first, and the size of its
+    largest tensor bounds the sizes here.
     """
 
     def __init__(
@@ -323,11 +324,11 @@ class Probe:
         self._computed = names & operators.keys()
         self._cast = {name for name in self._computed if kinds.get(name, 0) in _NO_ARRAYS}
         self._widths = {name: _element_nbytes(kinds.get(name), operators[name]) for name in self._computed}
-        self._largest = 0  # elements of the largest tensor, if most shapes follow from the batch's
+        self._largest = 0  # elements of the largest tensor, if shape inference covers most tensors
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run the model on a batch, and hand the readings their arrays."""
+        """Run the model on a batch, and call each reading with its arrays."""
         if self._groups is None:
             self._groups = [self._prepare(group) for group in self._grouped(feeds)]
         for session, names, readings in self._groups:
@@ -366,7 +367,7 @@ class Probe:
         return groups
 
     def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """The bytes of each tensor: what follows from the batch's shapes, else a bound, else what the model says."""
+        """Estimate the bytes of each tensor: by shape inference, else by a bound, else by running the model."""
         shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
         counts = {name: prod(shapes[name]) for name in self._computed if name in shapes}
         if 2 * len(counts) >= len(self._computed):
@@ -377,12 +378,12 @@ class Probe:
             return nbytes
         names = sorted(self._computed)
         outputs = [self._output(name) for name in names]
-        asked = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
-        return dict(zip(names, asked.values(), strict=True))
+        measured = tensor_nbytes(self._model, outputs, feeds, nodes=self._cast_nodes(names), optimize=False)
+        return dict(zip(names, measured.values(), strict=True))
 
 
 def _element_nbytes(kind: int | None, operator: str) -> int:
-    """Bytes of an element as ONNX Runtime returns it, at most."""
+    """Upper bound for the bytes of an element as ONNX Runtime returns it."""
     if kind is None:
         return 2 if operator.startswith((QUANTIZE, "QLinear")) else FLOAT_NBYTES
     return 1 if kind in {TensorProto.INT8, TensorProto.UINT8} else FLOAT_NBYTES
@@ -396,9 +397,9 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """The bytes of inner tensors, or of results of added ``nodes``, for a batch, as float32.
+    """Compute the bytes of inner tensors, or of results of added ``nodes``, for a batch, as float32.
 
-    Shapes are inferred from those of the batch; if they depend on data, the model is run with Shape nodes.
+    Shapes are inferred from the batch; if they depend on data, the model runs with Shape nodes.
     """
     shapes = _inferred_shapes(model, feeds, nodes) if names else {}
     if not all(name in shapes for name in names):
@@ -415,7 +416,7 @@ def tensor_nbytes(
 def _inferred_shapes(
     model: ModelProto, feeds: Mapping[str, Array], nodes: Sequence[NodeProto]
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes that follow from those of a batch and from small constants; large constants are not copied."""
+    """Infer shapes from a batch and from small constants; large constants are not copied."""
     lean = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     lean.graph.node.extend([*model.graph.node, *nodes])
     lean.graph.output.extend(model.graph.output)
@@ -440,7 +441,7 @@ def _inferred_shapes(
 
 
 def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, threads: int = 0) -> Iterator[Feed]:
-    """Run a model and yield some of its tensors by name, batch after batch."""
+    """Run a model and yield some of its tensors by name, batch by batch."""
     tensors = list(dict.fromkeys(names))
     inputs = Graph(model).inputs
     computed = [name for name in tensors if name not in inputs]
@@ -456,7 +457,7 @@ def record(model: ModelProto, names: Iterable[str], feeds: Iterable[Feed], *, th
 
 @contextmanager
 def _more_outputs(model: ModelProto, names: list[str], nodes: Iterable[NodeProto] = ()) -> Iterator[None]:
-    """Add nodes and outputs to a model for a while; copying a large model would take memory."""
+    """Add nodes and outputs to a model temporarily, to avoid a copy of a large model."""
     graph = model.graph
     outputs, before = len(graph.output), len(graph.node)
     present = {value.name for value in graph.output}

@@ -1,19 +1,19 @@
-"""Targets: what the runtimes and CPUs need of a quantized model, as data.
+"""Targets: how each runtime and CPU needs codes stored, as data.
 
 ==================== ============= ============== ===========================================================
 target               weights       depthwise      for
 ==================== ============= ============== ===========================================================
-onnxruntime          uint8, zp 128 int8           every CPU: exact, because two signed bytes never saturate
+onnxruntime          uint8, zp 128 int8           every CPU: exact, its kernels do not saturate
 onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one bit less
 onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere its int16 accumulators saturate
 openvino             uint8, zp 128 int8           every CPU
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ===========================================================
 
-Codes shifted by 128 together with their zero point mean the same numbers. AVX2 multiplies an unsigned by a signed byte
-and adds two products in 16 bits, which saturates if weights are signed and large; unsigned weights are widened first by
-the runtimes. Signed 8-bit activations are shifted as well: their kernels are slow. Activations of fewer than 8 bits are
-stored in 8 behind a Clip, weights of fewer than 8 in 4 or 8.
+Codes and zero point shifted together by 128 represent the same values. AVX2 multiplies unsigned by signed bytes and
+adds two products into an int16 accumulator, which saturates if weights are signed and large. Kernels for unsigned
+weights widen them first. Signed 8-bit activations are shifted too, because their kernels are slow. Activations of fewer
+than 8 bits are stored in 8 bits after a Clip, weights of fewer than 8 bits in 4 or 8.
 """
 
 import platform
@@ -37,7 +37,7 @@ MIN_ACTIVATION_BITS = 8
 
 
 class Container(NamedTuple):
-    """How codes are stored: the ONNX type, and what is added to codes and zero points."""
+    """Storage of codes: the ONNX type, and the shift that is added to codes and zero points."""
 
     kind: int
     shift: int = 0
@@ -45,11 +45,13 @@ class Container(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A runtime, on some CPUs, and how it needs codes stored.
+    """A runtime on a kind of CPU, and how codes are stored for it.
 
     Attributes:
-        unsigned_weights: whether signed 8-bit weights of dense layers are stored as unsigned ones.
-        limit: the largest magnitude of a weight's code, None for all that the format has.
+        name: name in ``TARGETS``.
+        runtime: the runtime that loads the file.
+        unsigned_weights: whether signed 8-bit weights of dense layers are stored as unsigned codes.
+        limit: largest magnitude of a weight's code, None for no limit.
         needs_vnni: whether int16 accumulators saturate on CPUs without VNNI.
 
     >>> from detent.formats import get_format
@@ -69,24 +71,24 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """The spec with the codes that the target takes; SpecError if it limits codes and the spec is affine."""
+        """Limit a weight's spec to the codes of this target; SpecError for an affine spec with too many codes."""
         if self.limit is None or not spec.format.is_integer or max(-spec.qmin, spec.qmax) <= self.limit:
             return spec
         if not spec.symmetric:
-            raise SpecError(f"target {self.name!r} takes symmetric weights, got {spec}")
+            raise SpecError(f"target {self.name!r} needs symmetric weights, got {spec}: use a symmetric spec")
         return spec.replace(qmin=-self.limit, qmax=self.limit)
 
     def weight_container(self, format: Format, *, depthwise: bool = False, least: int = 4) -> Container:
-        """How codes of a weight are stored, in a type of at least ``least`` bits."""
+        """Choose the storage of a weight's codes, in a type of at least ``least`` bits."""
         kind = element_type(format, least)
         if kind == TensorProto.INT8 and self.unsigned_weights and not depthwise:
             return Container(TensorProto.UINT8, 128)
         return Container(kind)
 
     def activation_container(self, format: Format, *, least: int = MIN_ACTIVATION_BITS) -> Container:
-        """How codes of an activation are stored, in a type of at least ``least`` bits.
+        """Choose the storage of an activation's codes, in a type of at least ``least`` bits.
 
-        ONNX Runtime puts operators of its own between quantizers, and these take no type of fewer than 8 bits.
+        ONNX Runtime inserts operators between Q/DQ nodes that do not support types of fewer than 8 bits.
         """
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
@@ -107,7 +109,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def get_target(value: Target | str) -> Target:
-    """The target of that name; a ``Target`` is returned as it is."""
+    """Return the target of that name; a ``Target`` is returned unchanged."""
     if isinstance(value, Target):
         return value
     if value not in TARGETS:
@@ -146,26 +148,26 @@ def _flags() -> list[str] | None:
 
 
 def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
-    """Advise a target that is faster on a CPU with VNNI or AVX2 than the chosen one; "" if there is none."""
+    """Advise a target that is faster than the chosen one on a CPU with VNNI or AVX2; "" for no advice."""
     if target != "onnxruntime":
         return ""
     if vnni:
-        return f"this CPU has VNNI: --target {target}-vnni computes the same codes faster here, but only on such CPUs"
+        return f"this CPU has VNNI: --target {target}-vnni computes the same codes faster, but only on CPUs with VNNI"
     if vnni is False and avx2:
-        return f"this CPU has AVX2 and no VNNI: --target {target}-avx2 is faster here, with one bit less in weights"
+        return f"this CPU has AVX2 and no VNNI: --target {target}-avx2 is faster here, with one weight bit less"
     return ""
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Why a target does not suit this CPU, with or without VNNI; "" if it does."""
+    """Explain why a target does not suit this CPU, with or without VNNI; "" if it does."""
     chosen = get_target(target)
     needs_vnni, limit, runtime = chosen.needs_vnni, chosen.limit, chosen.runtime
     if (needs_vnni or limit is not None) and platform.machine().lower() not in X86:
-        return f"target {target} is made for x86 CPUs, this one is {platform.machine()}: use --target {runtime}"
+        return f"target {target} is for x86 CPUs, this CPU is {platform.machine()}: use --target {runtime}"
     if needs_vnni and vnni is False:
         return (
-            f"target {target} needs a CPU with VNNI, this one has none: its int16 accumulators saturate here; "
-            f"--target {runtime} is exact on every CPU"
+            f"target {target} needs a CPU with VNNI, without it int16 accumulators saturate; this CPU lacks VNNI: "
+            f"use --target {runtime}, which is exact on every CPU"
         )
     if limit is not None and vnni:
         return (
