@@ -255,7 +255,7 @@ def test_a_layer_can_be_kept_in_float():
     node = next(each for each in written.graph.node if each.name == "first")
     kinds = {each.name: each.data_type for each in written.graph.initializer}
     assert kinds[node.input[1]] == TensorProto.FLOAT
-    with pytest.raises(DetentError, match="no layers"):
+    with pytest.raises(DetentError, match="unknown layers"):
         decisions.with_layers_in_float(["frist"], "by hand")
 
 
@@ -378,7 +378,7 @@ UNFIT = {
     "reader twice": (lambda d: placement_with(d, 1, readers=("first", "first")), "readers has 'first' twice"),
     "spec of a group's member": (
         lambda d: replace(placement_with(d, 1, group="b", spec=QuantSpec("uint4")), ranges={"b": d.ranges["b"]}),
-        "its spec must be",
+        "got the spec",
     ),
     "constant of a placement": (lambda d: placement_with(d, 0, constants=("w1",)), "w1"),
     "observed range": (
@@ -429,7 +429,7 @@ def test_decisions_are_frozen():
 def test_layers_in_float_need_a_name_and_a_reason():
     _, decisions = chain()
     assert not decisions.with_layers_in_float("first", "by hand").layers[0].is_quantized
-    with pytest.raises(SpecError, match="needs a reason"):
+    with pytest.raises(SpecError, match="reason is empty"):
         decisions.with_layers_in_float(["first"], "")
 
 

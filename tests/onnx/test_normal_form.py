@@ -112,7 +112,7 @@ def test_the_source_is_not_changed():
 def test_quantized_models_are_refused_unless_forced():
     plan = qo.plan(qo.prepare(conv_chain()))
     made = qo.insert(plan, qo.calibrate(plan, images()))
-    with pytest.raises(dt.UnsupportedError, match=r"quantized already.*force=True"):
+    with pytest.raises(dt.UnsupportedError, match=r"already quantized.*force=True"):
         qo.prepare(made)
     assert qo.prepare(made, force=True).graph.node
 

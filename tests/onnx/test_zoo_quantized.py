@@ -38,7 +38,7 @@ def test_quantized_models_are_refused(folder):
     model = ZOO["smart-turn"]
     if not model.is_installed:
         pytest.skip("pipecat-ai is not installed")
-    with pytest.raises(dt.UnsupportedError, match="quantized already"):
+    with pytest.raises(dt.UnsupportedError, match="already quantized"):
         qo.prepare(model.write(folder))
 
 

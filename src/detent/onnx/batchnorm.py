@@ -1,11 +1,11 @@
-"""Folding: arithmetic with constants after a layer, moved into its weight and bias.
+"""Batch norm folding: arithmetic with constants after a layer, folded into its weight and bias.
 
 ====================== ==============================================
 Conv, ConvTranspose    followed by BatchNormalization
 Conv, ConvTranspose    followed by Add, Sub, Mul, Div of a constant per channel
 ====================== ==============================================
 
-A quantizer can then stand right behind the layer, where runtimes fuse it.
+A Q/DQ pair can then follow the layer directly, where runtimes fuse it.
 """
 
 from typing import Any
@@ -20,22 +20,22 @@ __all__ = ["fold"]
 
 Array = NDArray[Any]
 FOLDED = ("Conv", "ConvTranspose")
-EPSILON = 1e-5
+EPSILON = 1e-5  # default of BatchNormalization
 
 
 def fold(graph: Graph) -> int:
-    """Move constants after layers into them; returns how many nodes are gone."""
-    gone = 0
+    """Fold constants after layers into them; returns the number of removed nodes."""
+    removed = 0
     for node in list(graph.nodes):
         while node.op_type in FOLDED and _fold_next(graph, node):
-            gone += 1
-    if gone:
+            removed += 1
+    if removed:
         graph.drop_unread()
-    return gone
+    return removed
 
 
 def _fold_next(graph: Graph, layer: NodeProto) -> bool:
-    """Fold the node after a layer into it, if that is possible."""
+    """Fold the node after a layer into it; returns whether that was possible."""
     result = layer.output[0]
     if any(name and name not in graph.constants for name in layer.input[1:]):
         return False
@@ -71,7 +71,7 @@ def _channels(layer: NodeProto, weight: Array) -> int:
 
 
 def _along(layer: NodeProto, weight: Array, gain: Array) -> Array:
-    """The gain of each output channel in the shape that multiplies the weight."""
+    """Reshape per-channel gains to broadcast over the weight."""
     if layer.op_type == "Conv":
         return gain.reshape(-1, *(1,) * (weight.ndim - 1))
     groups = int(attribute_of(layer, "group", 1))
@@ -80,9 +80,9 @@ def _along(layer: NodeProto, weight: Array, gain: Array) -> Array:
 
 
 def _affine(graph: Graph, node: NodeProto, x: str, channels: int, rank: int) -> tuple[Array, Array] | None:
-    """Gain and offset per channel of a node that multiplies and adds constants; None if it does anything else."""
+    """Return the per-channel gain and offset of a node that multiplies or adds constants; None for other nodes."""
     if node.op_type == "BatchNormalization":
-        return _normalisation(graph, node, x)
+        return _batch_norm(graph, node, x)
     if node.op_type not in {"Add", "Sub", "Mul", "Div"} or len(node.input) != 2:
         return None
     first = node.input[0] == x
@@ -111,7 +111,7 @@ def _nonzero(values: Array) -> Array:
     return np.where(values == 0, np.nan, values)
 
 
-def _normalisation(graph: Graph, node: NodeProto, x: str) -> tuple[Array, Array] | None:
+def _batch_norm(graph: Graph, node: NodeProto, x: str) -> tuple[Array, Array] | None:
     is_inference = not attribute_of(node, "training_mode", 0) and len([name for name in node.output if name]) == 1
     if node.input[0] != x or not is_inference or any(name not in graph.constants for name in node.input[1:5]):
         return None

@@ -1,7 +1,7 @@
 """Bias correction: the mean error of a layer's output, added to its bias (Nagel et al. 2019, "Data-Free Quantization").
 
-Rounding errors of weights do not cancel where inputs have a mean, which is what a Relu gives them. What a layer's
-channels are off by on average, on the samples, is added to its bias; ``qo.rewrite`` writes it as int32 codes.
+Rounding errors of weights do not cancel if inputs have a nonzero mean, as after a Relu. The mean error of each output
+channel on the samples is added to the layer's bias; ``qo.rewrite`` writes the bias as int32 codes.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ from detent.params import QuantParams
 __all__ = ["CorrectedBias", "corrected_biases"]
 
 Array = NDArray[Any]
-CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # of the outputs, by operator
-MAX_SAMPLES = 2  # batches that the error is averaged over
+CHANNEL_AXES = {"Conv": 1, "Gemm": -1}  # channel axis of the output, by operator
+MAX_SAMPLES = 2  # batches over which the error is averaged
 
 
 class CorrectedBias(NamedTuple):
-    """A bias, and the smallest and largest input that it was corrected for, where that is not quantized."""
+    """A corrected bias; for a float input, also the smallest and largest input in the samples."""
 
     bias: Array
     input_range: tuple[float, float] | None = None
@@ -32,7 +32,7 @@ class CorrectedBias(NamedTuple):
 def corrected_biases(
     plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
 ) -> dict[str, CorrectedBias]:
-    """The biases of layers that can have one, by the layers' names."""
+    """Correct the biases of layers that can have one, by layer name."""
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
         return {}

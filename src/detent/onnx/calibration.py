@@ -1,13 +1,13 @@
-"""Calibration: ranges of activations, and the scales and zero points made of them.
+"""Calibration: ranges of activations, and their scales and zero points.
 
-The float model runs on the calibration batches, and its tensors pass observers. Every batch runs once, its tensors are
-observed and forgotten: memory does not grow with the number of batches. With a budget, only so many bytes of tensors
-are taken from a run, and the batches pass as often as that needs.
+The float model runs once on each calibration batch. Its tensors are observed and freed, so memory does not grow with
+the number of batches. With a memory budget, each pass observes only as many tensors as fit, and the data is read
+several times.
 
-Each tensor has its min-max range or the range that its observer searches (MSE-optimal by default). The range of least
-error of a tensor is not always that of its layer: large values may be few, and count for much. So each tensor that
-layers read has the range under which these layers' outputs are closest to float. Tensors that reach an output of the
-model without another layer are never clipped: a detector whose scores are clipped has a better SQNR, and no detections.
+Each tensor gets its min-max range or the clipping range of its observer (MSE-optimal by default). The MSE-optimal range
+of a tensor is not always best for its layer: a few large values may matter most. So a tensor that layers read gets the
+range with the smaller error at these layers' outputs. Tensors that reach a model output without another layer are never
+clipped: clipped scores of a detector give a better SQNR, but no detections.
 """
 
 from collections import defaultdict
@@ -48,26 +48,26 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-FLOAT_FAILS = "the float model itself fails on these data"
+FLOAT_FAILS = "the float model itself computes NaN on this data"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-SAMPLES, SAMPLE_BYTES = 4, 64 << 20  # of the first batches that are kept for comparisons
+MAX_SAMPLES, MAX_SAMPLE_BYTES = 4, 64 << 20  # the first batches, kept in memory for the accuracy passes
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the data have shown.
+    """Observed activations of a model.
 
     Attributes:
-        observers: by the tensor's name.
-        samples: the first batches, for steps that run the model again.
-        batches: how many there were.
-        scaled: tensors that are others times a number, which are not observed.
-        fingerprint: a hash of them all.
+        observers: observers by tensor name.
+        samples: the first batches, for accuracy passes that run the model again.
+        batches: number of batches.
+        fingerprint: hash of all batches.
+        scaled: tensors that are a constant times another tensor, as (tensor, constant); these are not observed.
 
     >>> from detent.observers import MinMax
-    >>> Calibration({"x": MinMax().observe([1.0, 3.0])}, (), 1, "").ends("x")
+    >>> Calibration({"x": MinMax().observe([1.0, 3.0])}, (), 1, "").range("x")
     (1.0, 3.0)
     >>> Calibration({"x": MinMax().observe([1.0, 3.0])}, (), 1, "", {"y": ("x", 2.0)}).source("y")
     ('x', 2.0)
@@ -81,23 +81,23 @@ class Calibration:
     _params: dict[tuple[QuantizerPlacement, bool], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     def source(self, tensor: str) -> tuple[str, float]:
-        """The observed tensor that one is a multiple of, and the number it is multiplied by."""
+        """Return the observed tensor that ``tensor`` is a multiple of, and the factor; itself and 1.0 if observed."""
         factor = 1.0
         while tensor not in self.observers and tensor in self.scaled:
             tensor, part = self.scaled[tensor]
             factor *= part
         return tensor, factor
 
-    def ends(self, tensor: str) -> tuple[float, float]:
-        """The smallest and largest value seen."""
+    def range(self, tensor: str) -> tuple[float, float]:
+        """Return the smallest and largest observed value of a tensor."""
         name, factor = self.source(tensor)
-        low, high = Observer.range(self.observers[name])
-        return float(low) * factor, float(high) * factor
+        lo, hi = Observer.range(self.observers[name])
+        return float(lo) * factor, float(hi) * factor
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The same of all tensors."""
-        return {name: self.ends(name) for name in (*self.observers, *self.scaled)}
+        """Smallest and largest observed value of every tensor, by name."""
+        return {name: self.range(name) for name in (*self.observers, *self.scaled)}
 
 
 def calibrate(
@@ -112,23 +112,23 @@ def calibrate(
     """Observe all tensors that a plan may quantize.
 
     Args:
-        plan: as ``qo.plan`` makes it.
-        data: see ``qo.quantize``.
-        observer: of every tensor whose rule names none.
-        memory_budget: bytes of tensors that may be held at once.
-        progress: True for a bar, or a function of the batches done and in all.
+        plan: a plan from ``qo.plan``.
+        data: calibration batches, see ``qo.quantize``.
+        observer: observer of the tensors whose rule names none; None for the MSE-optimal range.
+        memory_budget: bytes of activations that may be held at once.
+        progress: True for a progress bar, or a function of (batches done, total).
         resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
 
     Raises:
-        SpecError: the budget needs several passes over data that can be read once.
-        NaNError: a tensor holds NaN; names it and the batch.
-        NotCalibratedError: there were no data.
+        SpecError: the budget needs several passes, but data is a one-shot iterator.
+        NaNError: a tensor holds NaN; the message names the tensor and the batch.
+        NotCalibratedError: data holds no batch.
 
     >>> from onnx import parser
     >>> import detent.onnx as qo
-    >>> made = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
+    >>> plan = qo.plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,1] x) => (float[1,1] y) <float[1,1] w = {3.0}> { [fc] y = MatMul(x, w) }'''))
-    >>> qo.calibrate(made, [np.float32([[2.0]])]).ends("x")
+    >>> qo.calibrate(plan, [np.float32([[2.0]])]).range("x")
     (2.0, 2.0)
     """
     batches = data if isinstance(data, Batches) else open_batches(data, inputs_of(plan.model))
@@ -144,24 +144,24 @@ def calibrate_groups(
     progress: Progress,
     resume_file: str | PathLike[str] | None,
 ) -> Calibration:
-    """Observe tensors in groups, one pass over the data for each; None for all tensors in one pass."""
+    """Observe tensors in groups, with one pass over the data per group; None for all tensors in one pass."""
     placements = plan.placements()
     observers = _observers(plan, placements, observer)
-    kept = _Kept(batches)
+    sampled = _SampledBatches(batches)
     groups = [list(observers)] if groups is None else groups
     check_passes(groups, resume_file)
     for number, names in enumerate(groups):
         part = {name: observers[name] for name in names}
-        source: Iterable[Feed] = kept if not number else batches
+        source: Iterable[Feed] = sampled if not number else batches
         stream = _Stream(plan.model, list(names), source, part, batches.count)
         core.calibrate(
             iter(stream) if batches.count is None else stream, part, progress=progress, resume_file=resume_file
         )
-    if not kept.count:
-        raise NotCalibratedError("there was no batch to calibrate with: give at least one")
+    if not sampled.count:
+        raise NotCalibratedError("calibration got no batch: pass at least one")
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
-    return Calibration(observers, tuple(kept.samples), kept.count, batches.fingerprint(), scaled)
+    return Calibration(observers, tuple(sampled.samples), sampled.count, batches.fingerprint(), scaled)
 
 
 def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
@@ -174,17 +174,17 @@ def _observers(
     plan: GraphPlan, placements: Sequence[QuantizerPlacement], observer: ObserverLike | None
 ) -> dict[str, Observer]:
     default = get_observer_spec("mse" if observer is None else observer)
-    asked: dict[str, ObserverSpec] = {}  # by group: the first rule that names one, of the layers that read its tensors
+    by_group: dict[str, ObserverSpec] = {}  # observer of the first layer that reads the group and whose rule names one
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
             data = plan.layers_by_name[layer.name].data
             groups = [each.group for each in placements if each.tensor == data]
-            asked.update({group: layer.observer for group in groups if group not in asked})
-    return {each.tensor: asked.get(each.group, default).make() for each in placements if not each.source_tensor}
+            by_group.update({group: layer.observer for group in groups if group not in by_group})
+    return {each.tensor: by_group.get(each.group, default).make() for each in placements if not each.source_tensor}
 
 
-class _Kept:
-    """Batches as they come, of which the first are kept."""
+class _SampledBatches:
+    """All batches; the first ones are kept as samples."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches, self.samples, self.count = batches, list[Feed](), 0
@@ -194,45 +194,45 @@ class _Kept:
         for feed in self.batches.hashed():
             self.count += 1
             size += sum(array.nbytes for array in feed.values())
-            if not self.samples or (len(self.samples) < SAMPLES and size <= SAMPLE_BYTES):
+            if not self.samples or (len(self.samples) < MAX_SAMPLES and size <= MAX_SAMPLE_BYTES):
                 self.samples.append(dict(feed))
             yield feed
 
 
 class _Stream:
-    """The tensors of each batch by name, which are checked for NaN once they were observed."""
+    """Tensors of each batch by name; after they are observed, they are checked for NaN."""
 
     def __init__(
         self,
         model: ModelProto,
         names: list[str],
         feeds: Iterable[Feed],
-        seen: Mapping[str, Observer],
+        observers: Mapping[str, Observer],
         count: int | None,
     ) -> None:
-        self.model, self.names, self.feeds, self.seen, self.count = model, names, feeds, seen, count
+        self.model, self.names, self.feeds, self.observers, self.count = model, names, feeds, observers, count
 
     def __len__(self) -> int:
         return self.count or 0
 
     def __iter__(self) -> Iterator[Feed]:
-        before = {name: observer.nonfinite for name, observer in self.seen.items()}
+        before = {name: observer.nonfinite for name, observer in self.observers.items()}
         for number, tensors in enumerate(record(self.model, self.names, self.feeds)):
             yield tensors
-            for name, observer in self.seen.items():
+            for name, observer in self.observers.items():
                 if observer.nonfinite > before[name]:
                     refuse_nan(f"tensor {name!r} of batch {number}", tensors[name], FLOAT_FAILS)
                     before[name] = observer.nonfinite
-            tensors.clear()  # or they would be held while the model runs on the next batch
+            tensors.clear()  # free them before the model runs on the next batch
 
 
 def observed_tensors(plan: GraphPlan) -> list[str]:
-    """The tensors that calibration observes, in order."""
+    """List the tensors that calibration observes, in graph order."""
     return [each.tensor for each in plan.placements() if not each.source_tensor]
 
 
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
-    """The tensors that a plan observes, in groups that fit a budget of bytes; sizes are those of the first batch."""
+    """Group the tensors that a plan observes, so that each group fits the budget in bytes on the first batch."""
     model, names = plan.model, observed_tensors(plan)
     inner = [name for name in names if name not in plan.graph.inputs]
     sizes = tensor_nbytes(model, inner, batches.check_first())
@@ -247,14 +247,14 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
         used += size
     if len(groups) > 1 and not batches.is_repeatable:
         raise SpecError(
-            f"the tensors of a batch take {sum(sizes.values()):,} bytes, a budget of {budget:,} needs {len(groups)} "
-            "passes, and the data can be read once: give a list, a file or a folder, which can be read more than once"
+            f"memory_budget={budget:,} needs {len(groups)} passes over the data ({sum(sizes.values()):,} bytes of "
+            "activations per batch), but data is a one-shot iterator: pass a list, a file or a directory"
         )
     return groups
 
 
 def activation_params(placement: QuantizerPlacement, calibration: Calibration, *, clipped: bool) -> QuantParams:
-    """The parameters of a tensor; those of a searched range are kept, since searching takes long."""
+    """Compute the parameters of a tensor from its clipping or min-max range; cached, because searching is slow."""
     key = placement, clipped
     if key not in calibration._params:
         calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
@@ -266,7 +266,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
     observer = calibration.observers.get(name)
     if observer is None:
         raise NotCalibratedError(
-            f"tensor {placement.group!r} was not observed: calibrate with the plan that is inserted"
+            f"tensor {placement.group!r} was not observed: call qo.calibrate with the plan that you insert"
         )
     if clipped:
         params = observer.params(placement.spec)
@@ -280,7 +280,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
 def choose_params(
     placements: Iterable[QuantizerPlacement], calibration: Calibration, clipped: Collection[str] | None = None
 ) -> dict[str, QuantParams]:
-    """The parameters of all groups of tensors, by name."""
+    """Compute the parameters of all groups; ``clipped`` are the groups with their clipping range, None for all."""
     return {
         each.group: activation_params(each, calibration, clipped=clipped is None or each.group in clipped)
         for each in placements
@@ -291,18 +291,18 @@ def choose_params(
 def range_decisions(
     params: Mapping[str, QuantParams], calibration: Calibration | None, clipped: Collection[str] | None = None
 ) -> dict[str, RangeDecision]:
-    """Chosen parameters as a part of Decisions."""
-    known = {} if calibration is None else calibration.ranges
+    """Convert chosen parameters to the ranges of ``Decisions``."""
+    observed = {} if calibration is None else calibration.ranges
     return {
         group: RangeDecision(
-            float(each.scale), int(each.zero_point), clipped is None or group in clipped, known.get(group)
+            float(each.scale), int(each.zero_point), clipped is None or group in clipped, observed.get(group)
         )
         for group, each in params.items()
     }
 
 
 def _bounded(params: QuantParams, placement: QuantizerPlacement) -> QuantParams:
-    """The parameters with a largest value that the Clip before them lets pass, so that it has nothing to do."""
+    """Shrink the scale until the largest code stays within the Clip before it, which is redundant then."""
     spec, codes, limit = params.spec, np.float32(params.spec.qmax - params.zero_point), np.float32(placement.clip_max)
     scale = np.float32(params.scale)
     if not np.isfinite(placement.clip_max) or placement.clip_max <= 0 or codes * scale <= limit:
@@ -319,9 +319,9 @@ def choose_clipped(
     placements: Sequence[QuantizerPlacement],
     isolated: IsolatedLayers,
 ) -> set[str]:
-    """The groups of tensors that have the clipping range of their observers, not the min-max range."""
+    """Choose the groups that get the clipping range of their observer instead of the min-max range."""
     layers = plan.layers_by_name
-    leaving = _leaving(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
+    leaving = _reaching_output(plan.graph, [layers[line.name].node.output[0] for line in plan.quantized])
     readers = defaultdict(list)
     for line in plan.quantized:
         if line.input is not None:
@@ -345,7 +345,7 @@ def _better_clipped(
     readers: dict[str, list[str]],
     isolated: IsolatedLayers,
 ) -> set[str]:
-    """The tensors whose readers come closer to float where outliers are clipped, on the first sample."""
+    """Choose the tensors whose readers have less error with clipped outliers, measured on the first sample."""
     candidates = {
         each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
         for each in placements
@@ -361,8 +361,8 @@ def _better_clipped(
     return {tensor for tensor, (full, clipped) in errors.items() if clipped < MAX_REMAINING_NOISE * full}
 
 
-def _leaving(graph: Graph, layer_results: Iterable[str]) -> set[str]:
-    """The tensors that reach an output of the model without passing another layer."""
+def _reaching_output(graph: Graph, layer_results: Iterable[str]) -> set[str]:
+    """Find the tensors that reach a model output without passing another quantized layer."""
     stops, leaving = set(layer_results), set(graph.outputs)
     for node in reversed(graph.nodes):
         if leaving & set(node.output) and not stops & set(node.output) and node.op_type != "Shape":

@@ -1,24 +1,24 @@
 """Decisions: everything that quantizing an ONNX model decides, as one value.
 
-``qo.decide`` looks at data, searches and compares; ``qo.rewrite`` applies what it decided. The same model and the same
-decisions give the same file, byte for byte, whatever the machine and the number of threads (and with the same version
-of onnx, where that has to convert the model to a newer opset):
+``qo.decide`` reads data, searches and compares; ``qo.rewrite`` applies the decisions. The same model and decisions give
+the same file, byte for byte, on every machine and with any number of threads. If the opset is converted, this needs the
+same version of onnx.
 
 ====================== ===============================================================================================
 target, opset, IR      the runtime that the file is for, and the versions of ONNX that it is written in
-constants              floats that ONNX Runtime computed from constants, where another machine may round differently
+constants              floats that ONNX Runtime computed from constants; another machine may round them differently
 layers                 specs, weight scales and corrected biases, or why a layer is kept in float
 equalized, smoothed    factors between layers (cross-layer equalization, SmoothQuant), in the order of application
-placements, ranges     behind which tensors Q/DQ pairs stand, and their scales and zero points
-onnx_version           the onnx that converted the model to a newer opset, which another one may do differently
-source, data, recipe,  digests and texts that the file carries on; nothing is decided by them
+placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
+onnx_version           version of onnx that converted the opset; other versions may convert it differently
+source, data, recipe,  digests and texts for the file's metadata; they do not change the model
 options, written_by
 ====================== ===============================================================================================
 
-Left out is what follows from these: codes, int32 biases, names, the Max nodes of ``ort_workarounds``. How they follow
-is ``rewrite_version``: a detent whose rewrite makes other bytes of the same decisions has another one.
+Decisions leave out what follows from them: codes, int32 biases, names, the Max nodes of ``ort_workarounds``. A version
+of detent that derives different bytes from the same decisions has a new ``rewrite_version``.
 
-Each value checks itself when it is made; ``qo.rewrite`` checks that it fits the model before it changes anything.
+Values are checked when they are created; ``qo.rewrite`` checks that they fit the model before it changes anything.
 """
 
 import json
@@ -55,15 +55,15 @@ __all__ = [
 Array = NDArray[Any]
 T = TypeVar("T")
 
-VERSION = 2  # of the value and its JSON
-REWRITE_VERSION = 2  # of the bytes that rewrite makes of the same decisions
-MAX_ENTRIES = 1 << 20  # layers, placements, ...; a model with more is not what anybody wrote
+VERSION = 2  # version of Decisions and its JSON
+REWRITE_VERSION = 2  # changes when rewrite writes different bytes for the same decisions
+MAX_ENTRIES = 1 << 20  # layers, placements, ...; real models have thousands
 MAX_INDEX_RANK = 16
 MAX_BIAS_CODE = (1 << 31) - 1
-OPSETS, IR_VERSIONS = range(13, 100), range(8, 11)  # that quantizers can be written in
-EQUALIZED_FACTORS = np.float32(1e-3), np.float32(1)  # smallest and largest factor, as equalization limits them
-GAIN_DIGITS = 3
-SMOOTHED_FACTORS = np.float32(1e-4), np.float32(1e4)
+OPSETS, IR_VERSIONS = range(13, 100), range(8, 11)  # versions that Q/DQ nodes can be written in
+EQUALIZED_FACTORS = np.float32(1e-3), np.float32(1)  # smallest and largest factor of equalization
+GAIN_DIGITS = 3  # decimals of a gain in dB
+SMOOTHED_FACTORS = np.float32(1e-4), np.float32(1e4)  # smallest and largest factor of SmoothQuant
 
 
 _parse_spec = lru_cache(QuantSpec.parse)  # a model has few specs and many layers
@@ -75,14 +75,14 @@ def _spec_from(value: object) -> QuantSpec:
         return _parse_spec(value)
     if isinstance(value, Mapping):
         return QuantSpec.from_dict(value)
-    raise SpecError(f"a spec is text such as 'int8/axis0' or an object, got {value!r:.60}")
+    raise SpecError(f"a spec must be text such as 'int8/axis0' or an object, got {value!r:.60}")
 
 
 LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: _spec_text(spec) or spec.to_dict(), _spec_from)}
 
 
 class _ComparedByContent:
-    """Values that hold arrays: they are equal where their JSON is."""
+    """Base of values that hold arrays; they are equal if their JSON is."""
 
     def __eq__(self, other: object) -> bool:
         return encode(self, LEAVES) == encode(other, LEAVES) if type(other) is type(self) else NotImplemented
@@ -93,16 +93,16 @@ class _ComparedByContent:
 
 @dataclass(frozen=True)
 class QuantizerPlacement:
-    """A tensor behind which a Q/DQ pair stands.
+    """A tensor that gets a Q/DQ pair.
 
     Attributes:
-        tensor: its name.
-        spec: how it is quantized.
-        group: the tensor whose scale and zero point it shares; its own name where it is the first of its group.
-        readers: names of the nodes that read the quantized tensor; empty for all.
-        clip_min, clip_max: bounds that a Relu or Clip before it enforces; they limited its range when it was decided.
-        source_tensor, factor: the tensor whose codes it has, and the factor of its scale; "" where it has its own.
-        constants: names of the numbers that its operator reads beside quantized tensors.
+        tensor: name of the tensor.
+        spec: spec of its codes.
+        group: first tensor of the group that shares scale and zero point; its own name if it is the first.
+        readers: names of the nodes that read the quantized tensor; empty for all readers.
+        clip_min, clip_max: bounds of a Relu or Clip before it, which limit its range.
+        source_tensor, factor: the tensor whose codes it shares, and the factor between their scales; "" for own codes.
+        constants: names of scalar constants that its operator reads, which are quantized too.
 
     >>> QuantizerPlacement("x", QuantSpec("uint8"), "x", ("fc",)).is_read_by_all
     False
@@ -121,14 +121,14 @@ class QuantizerPlacement:
     def __post_init__(self) -> None:
         where = f"placement of {self.tensor!r}"
         if self.spec.granularity != PerTensor() or self.spec.scale_format != "float":
-            raise SpecError(f"{where}: activations of a file have one float scale per tensor, got {self.spec}")
+            raise SpecError(f"{where}: expected a spec with one float scale per tensor, got {self.spec}")
         if not isfinite(self.factor) or self.factor <= 0:
-            raise SpecError(f"{where}: its factor must be positive and finite, got {self.factor}")
+            raise SpecError(f"{where}: factor must be positive and finite, got {self.factor}")
         _check_unique(where, "readers", self.readers)
 
     @property
     def is_read_by_all(self) -> bool:
-        """Whether every reader of the tensor reads it quantized."""
+        """Whether all readers of the tensor read its quantized values."""
         return not self.readers
 
 
@@ -137,10 +137,10 @@ class RangeDecision:
     """Scale and zero point of a group of activations.
 
     Attributes:
-        scale: a positive, normal float32.
-        zero_point: the code of 0.
+        scale: positive, normal float32.
+        zero_point: code of 0.
         clipped: True for the observer's clipping range, False for the min-max range.
-        observed_range: smallest and largest value in the calibration data, None where there were none.
+        observed_range: smallest and largest value in the calibration data, None without data.
 
     >>> RangeDecision(0.5, 3).params(QuantSpec("uint8"))
     dt.QuantParams('uint8/tensor/affine', scale=0.5, zero_point=3)
@@ -159,25 +159,25 @@ class RangeDecision:
             object.__setattr__(self, "observed_range", (float(np.float32(lo)), float(np.float32(hi))))
 
     def params(self, spec: QuantSpec) -> QuantParams:
-        """The parameters of a tensor with that spec."""
+        """Return the parameters of a tensor with that spec."""
         if float(np.float32(self.scale)) != self.scale:
-            raise ParamsError(f"a scale must be a float32, got {self.scale!r}: round it with float(np.float32(...))")
+            raise ParamsError(f"scale must be exact in float32, got {self.scale!r}: use float(np.float32(scale))")
         return QuantParams(spec, np.float32(self.scale), self.zero_point)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerDecision(_ComparedByContent):
-    """What happens to one layer.
+    """Decision for one layer.
 
     Attributes:
-        name: of its node.
-        reason: why it is kept in float; "" where it is quantized.
-        weight, input: the specs of both; None for what stays float.
-        weight_scale, weight_zero_point: arrays in the shape that the weight's granularity gives; None in float.
-        bias: what takes the place of its own bias (bias correction): int32 codes in the unit of both scales, as a layer
-            with a quantized input has them in the file, or float32; None keeps its own.
-        input_range: smallest and largest input that a float32 bias was corrected for.
-        index_rank: axes of the indices of a Gather whose table has scales per group; None for all other layers.
+        name: name of its node.
+        reason: why the layer is kept in float; "" for a quantized one.
+        weight, input: specs of its weight and its input; None for float.
+        weight_scale, weight_zero_point: arrays in the shape of the weight's granularity; None in float.
+        bias: corrected bias, None to keep the model's own. For a layer with a quantized input it holds int32 codes,
+            whose scale is the product of input and weight scale; otherwise float32.
+        input_range: smallest and largest input on which a float32 bias was corrected.
+        index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
     >>> layer.weight_params
@@ -207,7 +207,7 @@ class LayerDecision(_ComparedByContent):
         if self.reason:
             others = self.input, self.bias, self.input_range, self.index_rank
             if any(each is not None for each in (*stored, *others)):
-                raise SpecError(f"{where} is kept in float ({self.reason}) and must have no specs and no parameters")
+                raise SpecError(f"{where} is kept in float ({self.reason}): expected no specs and no parameters")
             return
         if any(each is None for each in stored):
             raise SpecError(
@@ -225,50 +225,52 @@ class LayerDecision(_ComparedByContent):
             or self.weight_scale is None
             or params.scale.shape != self.weight_scale.shape
         ):
-            raise ParamsError(f"{where}: its weight_scale must be float32 in the shape of {self.weight}")
+            raise ParamsError(f"{where}: weight_scale must be float32 in the shape of {self.weight}")
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
         if bias is not None and bias.dtype == np.int32:
             if self.input is None:
-                raise SpecError(f"{where}: its bias must be float32, since its input is not quantized")
+                raise SpecError(f"{where}: bias must be float32, because the input is not quantized; got int32")
             if bias.size and np.abs(bias.astype(np.int64)).max() > MAX_BIAS_CODE:
-                raise SpecError(f"{where}: its bias must hold codes of at most {MAX_BIAS_CODE}")
+                raise SpecError(f"{where}: bias codes must be at most {MAX_BIAS_CODE} in magnitude")
         elif bias is not None and (bias.dtype != np.float32 or not np.isfinite(bias).all()):
-            raise SpecError(f"{where}: its bias must be int32 codes or finite float32, got {bias.dtype}")
+            raise SpecError(f"{where}: bias must be int32 codes or finite float32, got {bias.dtype}")
         if self.input_range is not None:
             lo, hi = self.input_range
             if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
-                raise SpecError(f"{where}: input_range is for corrected biases, finite and in order, got {lo}, {hi}")
+                raise SpecError(
+                    f"{where}: input_range needs a corrected bias, and must be finite and in order; got {lo}, {hi}"
+                )
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weight is quantized."""
+        """Whether the layer's weight is quantized."""
         return not self.reason
 
     @cached_property
     def weight_params(self) -> QuantParams:
-        """The parameters of its weight."""
+        """Parameters of the layer's weight."""
         if self.weight is None or self.weight_scale is None:
             raise SpecError(f"layer {self.name!r} is kept in float: {self.reason}")
         return QuantParams(self.weight, self.weight_scale, self.weight_zero_point)
 
     def kept_in_float(self, reason: str) -> "LayerDecision":
-        """The same layer with a float weight."""
+        """Return the decision that keeps this layer in float."""
         return LayerDecision(self.name, reason)
 
 
 @dataclass(frozen=True, eq=False)
 class Equalized(_ComparedByContent):
-    """Cross-layer equalization of one tensor: each channel divided by a factor, which the next layers multiply by.
+    """Cross-layer equalization of one tensor: each channel is divided by a factor, and the next layers multiply by it.
 
     Attributes:
-        tensor: between the layers.
-        maker: the layer that makes it.
+        tensor: the tensor between the layers.
+        maker: the layer that computes it.
         readers: the layers that read it.
         factors: float32, one per channel, at most 1.
-        strength: exponent of the factors; 1 makes all channels equally large.
-        gain_db: how much less quantization error the outputs of the readers have.
+        strength: exponent of the factors; 1 gives all channels the same range.
+        gain_db: gain in SQNR at the readers' outputs.
 
     >>> print(Equalized("x", "a", ("b",), np.float32([1.0, 0.5]), 1.0, 6.0))
     equalized x (a, b) with strength 1: 6.0 dB less noise
@@ -294,15 +296,15 @@ class Equalized(_ComparedByContent):
 
 @dataclass(frozen=True, eq=False)
 class Smoothed(_ComparedByContent):
-    """SmoothQuant of one tensor: each channel divided by a factor, which the weights that read it are multiplied by.
+    """SmoothQuant of one tensor: each channel is divided by a factor, and the weights of its readers multiply by it.
 
     Attributes:
         tensor: the input of the layers.
-        layers: that read it.
+        layers: the layers that read it.
         factors: float32, one per channel.
-        folded: True where the normalization before it takes the division, False for a Mul node.
+        folded: True if the division is folded into the normalization before it, False for a Mul node.
         strength: exponent of the factors.
-        gain_db: how much less quantization error the layers' outputs have.
+        gain_db: gain in SQNR at the layers' outputs.
 
     >>> print(Smoothed("x", ("fc",), np.float32([4.0, 0.5]), True, 0.5, 6.0))
     smoothed x (fc) with strength 0.5: 6.0 dB less noise
@@ -323,24 +325,25 @@ class Smoothed(_ComparedByContent):
 
     def __str__(self) -> str:
         cost = "" if self.folded else ", at the cost of a Mul node"
-        what = f"smoothed {self.tensor} ({', '.join(self.layers)})"
-        return f"{what} with strength {self.strength:g}: {self.gain_db:.1f} dB less noise{cost}"
+        layers = ", ".join(self.layers)
+        gain = f"{self.gain_db:.1f} dB less noise{cost}"
+        return f"smoothed {self.tensor} ({layers}) with strength {self.strength:g}: {gain}"
 
 
 def _factors(where: str, factors: Array, limits: tuple[np.float32, np.float32]) -> Array:
-    """The factors as an array that cannot be written, once they are checked."""
-    values, (least, most) = np.asarray(factors), limits
+    """Check factors, and return them as a read-only array."""
+    values, (lowest, highest) = np.asarray(factors), limits
     if values.dtype != np.float32 or values.ndim != 1:
-        raise SpecError(f"{where}: its factors must be a vector of float32, got {values.dtype} of shape {values.shape}")
-    if not ((values >= least) & (values <= most)).all():  # which NaN is not
-        raise SpecError(f"{where}: its factors must lie in {least:g}..{most:g}")
+        raise SpecError(f"{where}: factors must be a float32 vector, got {values.dtype} of shape {values.shape}")
+    if not ((values >= lowest) & (values <= highest)).all():  # false for NaN
+        raise SpecError(f"{where}: factors must be in {lowest:g}..{highest:g}")
     return read_only(values)
 
 
 def _check_change(where: str, what: str, layers: tuple[str, ...], strength: float, gain_db: float) -> None:
-    """Refuse changes of no layer, of one layer twice, and figures that are not finite."""
+    """Reject changes without a layer or with a repeated one, and values that are not finite."""
     if not layers:
-        raise SpecError(f"{where}: its {what} must name at least one layer")
+        raise SpecError(f"{where}: {what} must name at least one layer")
     _check_unique(where, what, layers)
     if not (isfinite(strength) and isfinite(gain_db)):
         raise SpecError(f"{where}: strength and gain_db must be finite, got {strength} and {gain_db}")
@@ -348,20 +351,20 @@ def _check_change(where: str, what: str, layers: tuple[str, ...], strength: floa
 
 @dataclass(frozen=True, eq=False)
 class Decisions(_ComparedByContent):
-    """Everything that was decided for one model; the parts are tuples in the order of application.
+    """All decisions for one model; see the module's table.
 
     Attributes:
-        version, rewrite_version: the format of this value, and of the bytes that ``qo.rewrite`` makes of it.
-        written_by: the version of detent that decided.
-        onnx_version: the version of onnx that converted the model to the opset; "" where nothing was converted.
+        version, rewrite_version: versions of this value, and of the bytes that ``qo.rewrite`` writes from it.
+        written_by: version of detent that decided.
+        onnx_version: version of onnx that converted the opset; "" without a conversion.
         target: name of the target.
         opset, ir_version: versions of ONNX that the file is written in.
-        source, data: digests of the float model and of the calibration data; "" where they are not known.
-        recipe, options: JSON texts of the recipe and of the options that are not the defaults.
+        source, data: digests of the float model and of the calibration data; "" if unknown.
+        recipe, options: the recipe, and the options that differ from the defaults, as JSON.
         constants: computed floats by name.
         layers: a decision for every layer of the model.
         equalized, smoothed: factors, in the order of application.
-        placements: of Q/DQ pairs, in order.
+        placements: tensors with Q/DQ pairs, in graph order.
         ranges: scale and zero point by group.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
@@ -400,7 +403,9 @@ class Decisions(_ComparedByContent):
                 object.__setattr__(self, name, json.dumps(value, separators=(",", ":")))
         for name in ("constants", "layers", "equalized", "smoothed", "placements", "ranges"):
             if len(getattr(self, name)) > MAX_ENTRIES:
-                raise SpecError(f"decisions: {name} has {len(getattr(self, name))} entries, at most {MAX_ENTRIES}")
+                raise SpecError(
+                    f"decisions: {name} has {len(getattr(self, name))} entries, expected at most {MAX_ENTRIES}"
+                )
         constants = {name: read_only(value) for name, value in self.constants.items()}
         object.__setattr__(self, "constants", MappingProxyType(constants))
         object.__setattr__(self, "ranges", MappingProxyType(dict(self.ranges)))
@@ -415,25 +420,27 @@ class Decisions(_ComparedByContent):
             ("rewrite_version", self.rewrite_version, REWRITE_VERSION),
         ):
             if value != supported:
-                raise SpecError(f"decisions: this detent reads {name} {supported}, got {value!r}: decide again")
+                raise SpecError(
+                    f"decisions: got {name} {value!r}, this version of detent reads {supported}: call qo.decide again"
+                )
         for name, value, allowed in (("opset", self.opset, OPSETS), ("ir_version", self.ir_version, IR_VERSIONS)):
             if type(value) is not int or value not in allowed:
                 raise SpecError(f"decisions: {name} must be in {allowed[0]}..{allowed[-1]}, got {value!r}")
 
     def _check_groups(self) -> None:
-        """Refuse groups without a range, ranges without a group, and groups that begin behind their members."""
-        known: dict[str, QuantizerPlacement] = {}
+        """Reject groups without a range, ranges without a group, and members that come before their group."""
+        earlier: dict[str, QuantizerPlacement] = {}
         own = set()
         for each in self.placements:
             where = f"placement of {each.tensor!r}"
-            if each.source_tensor and each.source_tensor not in known:
-                raise SpecError(f"{where}: its source tensor {each.source_tensor!r} has no placement before it")
-            if each.group != each.tensor and each.group not in known:
-                raise SpecError(f"{where}: its group {each.group!r} has no placement before it")
-            first = known.get(each.source_tensor or each.group, each)
+            if each.source_tensor and each.source_tensor not in earlier:
+                raise SpecError(f"{where}: source_tensor {each.source_tensor!r} has no earlier placement")
+            if each.group != each.tensor and each.group not in earlier:
+                raise SpecError(f"{where}: group {each.group!r} has no earlier placement")
+            first = earlier.get(each.source_tensor or each.group, each)
             if each.spec != first.spec:
-                raise SpecError(f"{where}: its spec must be {first.spec}, as that of {first.tensor!r}, got {each.spec}")
-            known[each.tensor] = each
+                raise SpecError(f"{where}: got the spec {each.spec}, expected {first.spec} as for {first.tensor!r}")
+            earlier[each.tensor] = each
             if each.group == each.tensor and not each.source_tensor:
                 own.add(each.group)
         if own != set(self.ranges):
@@ -442,7 +449,7 @@ class Decisions(_ComparedByContent):
         self.tensor_params()
 
     def tensor_params(self) -> dict[str, QuantParams]:
-        """The parameters of each quantized activation, by tensor."""
+        """Return the parameters of each quantized activation, by tensor."""
         return dict(self._tensor_params)
 
     @cached_property
@@ -461,17 +468,17 @@ class Decisions(_ComparedByContent):
         return params
 
     def with_layers_in_float(self, names: Collection[str], reason: str) -> "Decisions":
-        """The same with some layers kept in float; Q/DQ pairs that only they read go, too.
+        """Return these decisions with some layers kept in float, and without Q/DQ pairs that only they read.
 
         Raises:
-            SpecError: there is no such layer, or no reason.
+            SpecError: a name is not a layer, or the reason is empty.
         """
         names = (names,) if isinstance(names, str) else names
         if not reason:
-            raise SpecError("a layer that is kept in float needs a reason, such as 'too sensitive'")
+            raise SpecError("reason is empty: pass one, such as 'too sensitive'")
         unknown = sorted(set(names) - {each.name for each in self.layers})
         if unknown:
-            raise SpecError(f"there are no layers {unknown}: decisions.layers has the names")
+            raise SpecError(f"unknown layers {unknown}: decisions.layers lists the names")
         layers = tuple(each.kept_in_float(reason) if each.name in names else each for each in self.layers)
         placements = []
         for each in self.placements:
@@ -483,12 +490,12 @@ class Decisions(_ComparedByContent):
         return replace(self, layers=layers, placements=tuple(placements), ranges=ranges)
 
     def to_json(self) -> str:
-        """All of it as JSON; ``from_json`` gives it back to the bit."""
+        """Return the decisions as JSON; ``from_json`` restores them bit for bit."""
         return json.dumps(encode(self, LEAVES), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Decisions":
-        """The decisions that ``to_json`` wrote.
+        """Parse decisions from the JSON of ``to_json``.
 
         Raises:
             FileFormatError: not JSON, unknown or missing keys, values of a wrong type.
@@ -500,7 +507,7 @@ class Decisions(_ComparedByContent):
 
 
 def scaled(params: QuantParams, factor: float) -> QuantParams:
-    """The parameters of a tensor's multiple: the same codes, another scale, rounded once."""
+    """Return the parameters of a tensor times a factor: the same codes, the scale multiplied and rounded once."""
     return QuantParams(params.spec, np.float32(params.scale * np.float64(factor)), params.zero_point)
 
 

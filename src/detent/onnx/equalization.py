@@ -1,13 +1,14 @@
-r"""Cross-layer equalization: channels of an activation made equally large, between the convolutions around it.
+r"""Cross-layer equalization: gives the channels of an activation between convolutions similar ranges.
 
 .. math:: \operatorname{relu}(W_1 x) = \operatorname{diag}(s) \operatorname{relu}(\operatorname{diag}(s)^{-1} W_1 x)
 
-(Nagel et al. 2019; Meller et al. 2019). One scale for a tensor serves its largest channels and starves the others. The
-factors go into the rows of the weight before it and the columns of those behind it. Rows have a scale each, so that
-nothing is lost there, and so have the channels of a depthwise convolution; columns of dense weights share a scale, and
-the strength is the one under which the layers' own outputs are closest to float.
+(Nagel et al. 2019; Meller et al. 2019). With one scale per tensor, the largest channels determine the precision of all
+others. The factors go into the rows of the weight before the tensor, and into the columns of the weights after it.
 
-``choose`` compares strengths on sample data, ``apply`` writes chosen factors into a model and needs no data.
+Each row has its own scale, so nothing is lost there; the channels of a depthwise convolution do too. Columns of dense
+weights share a scale, so the strength is chosen by the smallest error at the outputs of these layers.
+
+``choose`` compares strengths on sample data; ``apply`` writes chosen factors into a model and needs no data.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,16 +36,16 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
-MAX_FACTOR_RATIO = 1e3  # between the factors of a tensor
+MAX_FACTOR_RATIO = 1e3  # ratio of the largest to the smallest factor of a tensor
 MAX_REMAINING_NOISE = 0.9  # equalization must remove at least 10 % of the noise
-SAMPLES = 2  # batches that strengths are compared on
+MAX_SAMPLES = 2  # batches on which strengths are compared
 MIN_CHANNEL_VALUES = 256  # with fewer, the channel maximum is unreliable
 HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # positive factors pass through them
 
 
 @dataclass(frozen=True)
 class _Between:
-    """A tensor between convolutions: the node that makes it, and those that read it."""
+    """A tensor between convolutions: the node that computes it, and the nodes that read it."""
 
     tensor: str
     maker: NodeProto
@@ -52,13 +53,13 @@ class _Between:
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
-    """The factors of the tensors whose readers come closer to float by them."""
+    """Choose factors for the tensors whose readers have less output error with them."""
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
     graph = plan.graph
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
     if not between or not samples:
         return ()
-    channels = _observed_channels(plan, between, samples[:SAMPLES])
+    channels = _observed_channels(plan, between, samples[:MAX_SAMPLES])
     weights = {graph.node_name(node): graph.array(node.input[1]) for each in between for node in _nodes(each)}
     chosen = []
     for each in between:
@@ -71,13 +72,13 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
         strength, factors, ratio = best
         names = tuple(line.name for line in readers)
         chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db(ratio)))
-        for node, weight in _changed_weights(graph, each, factors, weights):  # the next tensors see these
+        for node, weight in _changed_weights(graph, each, factors, weights):  # for the next tensors
             weights[graph.node_name(node)] = weight
     return tuple(chosen)
 
 
 def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
-    """Write chosen factors into a model, which is changed."""
+    """Write chosen factors into a model, in place."""
     if not equalized:
         return model
     graph = Graph(model)
@@ -97,26 +98,27 @@ def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
 
 
 def _checked(graph: Graph, decision: Equalized) -> _Between:
-    """The tensor that a decision is about, if it is one that factors can pass through."""
+    """Return the tensor that a decision names; reject decisions that do not fit the model."""
     where = f"equalized {decision.tensor!r}"
     between = next((each for each in _between(graph) if each.tensor == decision.tensor), None)
     if between is None:
-        raise SpecError(f"{where}: the model has no such tensor that only convolutions make and read")
+        raise SpecError(f"{where}: the model has no such tensor between convolutions")
     names = graph.node_name(between.maker), tuple(graph.node_name(node) for node in between.readers)
     if names != (decision.maker, decision.readers):
         raise SpecError(
-            f"{where}: made by {names[0]!r} and read by {names[1]}, got {decision.maker!r}, {decision.readers}"
+            f"{where}: got maker {decision.maker!r} and readers {decision.readers}, expected {names[0]!r} and "
+            f"{names[1]}"
         )
     sizes = {len(graph.array(between.maker.input[1]))}
     for node in between.readers:
         sizes.add(graph.constants[node.input[1]].dims[1] * int(attribute_of(node, "group", 1)))
     if sizes != {len(decision.factors)}:
-        raise SpecError(f"{where}: expected {min(sizes)} factors, one per channel, got {len(decision.factors)}")
+        raise SpecError(f"{where}: got {len(decision.factors)} factors, expected {min(sizes)}, one per channel")
     return between
 
 
 def _between(graph: Graph) -> Iterator[_Between]:
-    """The tensors that one convolution makes and only convolutions read, with constant weights of their own."""
+    """Yield the tensors that a convolution computes and only convolutions read, with constant, unshared weights."""
     for node in graph.nodes:
         if node.op_type != "Conv" or node.input[1] not in graph.constants:
             continue
@@ -138,7 +140,7 @@ def _nodes(between: _Between) -> tuple[NodeProto, ...]:
 
 
 def _result(graph: Graph, node: NodeProto) -> str:
-    """The result of a layer, behind an activation that factors pass through."""
+    """Return the output of a layer, after an activation function that factors pass through."""
     result = node.output[0]
     readers = graph.consumers(result)
     passes = len(readers) == 1 and readers[0].op_type in HOMOGENEOUS and readers[0].input[0] == result
@@ -146,14 +148,14 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 class _Channels:
-    """The range of a tensor's channels in all samples, and the parts of them that its readers are compared on."""
+    """Per-channel range of a tensor over all samples, and the parts of the samples on which readers are compared."""
 
     def __init__(self) -> None:
         self.lo, self.hi = np.float32(0), np.float32(0)
-        self.count = 0  # of values in a channel
+        self.count = 0  # values per channel
         self.parts: list[list[Array]] = []
 
-    def see(self, x: Array, readers: list[Layer]) -> None:
+    def observe(self, x: Array, readers: list[Layer]) -> None:
         axes = tuple(axis for axis in range(x.ndim) if axis != 1)
         self.lo, self.hi = np.minimum(self.lo, x.min(axis=axes)), np.maximum(self.hi, x.max(axis=axes))
         self.count += x.size // x.shape[1]
@@ -166,14 +168,14 @@ def _observed_channels(plan: GraphPlan, between: list[_Between], samples: Sequen
         for each in between:
             if tensors[each.tensor].size:
                 layers = [plan.layers_by_name[plan.graph.node_name(node)] for node in each.readers]
-                channels[each.tensor].see(tensors[each.tensor], layers)
+                channels[each.tensor].observe(tensors[each.tensor], layers)
     return channels
 
 
 def _best_strength(
     plan: GraphPlan, readers: Sequence[LayerPlan], channels: _Channels, weights: list[Array]
 ) -> tuple[float, Array, float] | None:
-    """The strength, the factors and the part of the noise that is left; None where nothing helps enough."""
+    """Return the best strength, its factors, and the fraction of noise that remains; None if the gain is too small."""
     largest = np.maximum(-channels.lo, channels.hi).astype(np.float64)
     if not (largest > 0).any():
         return None
@@ -192,17 +194,17 @@ def _best_strength(
             if line.weight is None or line.input is None:
                 continue
             params = QuantParams.from_range(line.input, lo, hi, dtype="float32")
-            turned = _columns(layer.node, weight, factors)
-            coarse = fake_quantize(turned, weight_params(turned, line.weight))
+            scaled_weight = _columns(layer.node, weight, factors)
+            rounded = fake_quantize(scaled_weight, weight_params(scaled_weight, line.weight))
             for x, reference in zip(parts, expected, strict=True):
                 scaled = (x / factors.reshape(shape)).astype(np.float32)
-                total += noise(reference, probe.run(fake_quantize(scaled, params), coarse))
+                total += noise(reference, probe.run(fake_quantize(scaled, params), rounded))
         return total
 
     plain = error(np.ones(len(largest)))
     best: tuple[float, Array, float] | None = None
-    free = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
-    for strength in STRENGTHS[-1:] if free else STRENGTHS:
+    is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
+    for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
         factors = _factors(largest, strength)
         ratio = error(factors) / max(plain, 1e-30)
         if best is None or ratio < best[2]:
@@ -231,7 +233,7 @@ def _inverse(factors: Array) -> Array:
 def _changed_weights(
     graph: Graph, between: _Between, factors: Array, weights: dict[str, Array]
 ) -> Iterator[tuple[NodeProto, Array]]:
-    """The weights around a tensor with its factors in them, the maker's first."""
+    """Yield the weights before and after a tensor with its factors applied, the weight before it first."""
     rows = weights[graph.node_name(between.maker)]
     scaled = rows * _inverse(factors).reshape(-1, *(1,) * (rows.ndim - 1))
     yield between.maker, np.asarray(scaled, np.float32)
@@ -240,7 +242,7 @@ def _changed_weights(
 
 
 def _columns(node: NodeProto, weight: Array, factors: Array) -> Array:
-    """A weight whose inputs come divided by the factors."""
+    """Multiply the input channels of a weight by the factors."""
     groups = int(attribute_of(node, "group", 1))
     rows = factors.reshape(groups, 1, -1)  # the inputs of each group
     spread = np.broadcast_to(rows, (groups, len(weight) // groups, weight.shape[1])).reshape(len(weight), -1)

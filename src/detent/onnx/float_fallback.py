@@ -1,8 +1,8 @@
-"""Float fallback: which layers stay float, since they alone cause much of the noise at the outputs.
+"""Float fallback: keep the few layers in float that alone cause much of the noise at the outputs.
 
-A layer is kept in float where it causes a quarter of the noise, holds few weights, and the noise is less without it:
-where noise is as large as the signal, less of it in one place may be more in all. Noise of several layers about adds
-up, so that groups of layers are measured first, and only those that cause much are measured one by one.
+A layer is kept in float if it alone causes a quarter of the noise, holds few weights, and the noise drops without it.
+The last condition matters where noise is as large as the signal: errors of several layers may cancel. Otherwise noise
+about adds up over layers, so groups of layers are measured first, and only noisy groups are split further.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,21 +20,21 @@ from detent.params import QuantParams
 
 __all__ = ["NoiseByLayer", "choose_float"]
 
-MIN_NOISE_SHARE = 0.25  # of all noise, that a layer alone causes
-MAX_WEIGHT_SHARE = 0.1  # of the model's bytes, that a layer holds
-MAX_LAYERS = 5
+MIN_NOISE_SHARE = 0.25  # of the total noise; layers below it are not worth their float weights
+MAX_WEIGHT_SHARE = 0.1  # of the model's weight bytes; larger layers would undo the compression
+MAX_LAYERS = 5  # layers kept in float, at most
 NEGLIGIBLE_NOISE = 1e-4  # relative to output power; below it no layer is kept in float
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
-SEARCH_SAMPLES = 1  # batches on which layers are searched; whether it helps to keep them in float is compared on all
+SEARCH_SAMPLES = 1  # batches for the search; candidates are then measured on all samples
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
 
 
 def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> dict[str, float]:
-    """The layers that cause more than a quarter of all noise, hold few weights and are better left out; at most 5.
+    """Choose the layers to keep in float, at most 5, each with its share of the noise.
 
-    Each comes with its share of the noise.
+    A layer qualifies if it causes over a quarter of the noise, holds few weights, and the noise drops without it.
     """
     layers = NoiseByLayer(plan, params, samples)
     total = layers.noise_without()
@@ -44,7 +44,7 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     limit = MAX_WEIGHT_SHARE * plan.nbytes_before
     worst = [name for name in layers.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
     shares = {name: layers.noise([name]) / total for name in worst}
-    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # on all samples, too
+    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # on all samples
     ranked = sorted(shares, key=lambda name: -shares[name] / sizes[name])
     kept, remaining = dict[str, float](), total
     for name in ranked[:MAX_LAYERS]:
@@ -55,9 +55,10 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
 
 
 class NoiseByLayer:
-    """The noise at the outputs, relative to their power, with some layers quantized.
+    """Measures the noise at the outputs, relative to their power, with some layers quantized.
 
-    The quantizer of an activation belongs to the layers that read it, or if there are none, to the layer that makes it.
+    The Q/DQ pair of an activation belongs to the layers that read it; without such layers, to the layer that computes
+    it.
     """
 
     def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
@@ -75,19 +76,19 @@ class NoiseByLayer:
 
     @property
     def count(self) -> int:
-        """How many outputs are compared in all."""
+        """Number of compared outputs, over all samples."""
         return len(self._outputs) * len(self._samples)
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
-        """The noise when these layers are quantized and no others."""
+        """Measure the noise with only these layers quantized."""
         return self._noise(self._parts(layers), samples)
 
     def noise_without(self, layers: Iterable[str] = (), samples: int | None = None) -> float:
-        """The noise when all layers but these are quantized."""
+        """Measure the noise with all layers quantized except these."""
         return self._noise(self._all - self._parts(layers), samples)
 
     def worst(self, share: float) -> dict[str, float]:
-        """Layers that alone cause at least that share of all noise, with their shares; on the first sample only."""
+        """Find the layers that alone cause at least that share of the noise on the first sample, with their shares."""
         total = self.noise_without(samples=SEARCH_SAMPLES)
         shares: dict[str, float] = {}
 
@@ -106,7 +107,7 @@ class NoiseByLayer:
         return shares
 
     def _parts(self, layers: Iterable[str]) -> frozenset[str]:
-        """What is quantized with some layers: they themselves, by name, and tensors that belong to them."""
+        """Return the names of some layers and of the activations whose Q/DQ pairs belong to them."""
         names = set(layers)
         return frozenset(names | {tensor for tensor, owners in self._owners.items() if names & owners})
 
@@ -120,7 +121,7 @@ class NoiseByLayer:
         return total
 
     def _sample_noise(self, parts: frozenset[str], sample: int) -> Iterator[float]:
-        """The noise at each float output, relative to its power."""
+        """Yield the noise at each float output, relative to its power."""
         for old, new in zip(self._references[sample], self._run(self._samples[sample], parts), strict=True):
             if old.dtype == np.float32:
                 yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
@@ -138,7 +139,7 @@ class NoiseByLayer:
 
 
 def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str]:
-    """The layers that read a tensor, or if there are none, that make it, alone or with a Relu or Clip behind them."""
+    """Return the layers that read a tensor; without any, the layer that computes it, also before a Relu or Clip."""
     readers = frozenset(name for name in names if plan.layers_by_name[name].data == tensor)
     if readers:
         return readers

@@ -87,7 +87,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, repr=False)
 class GraphPlan(PlanTotals[LayerPlan]):
-    """How a recipe quantizes the layers of a model; ``str`` and notebooks show it as a table.
+    """Plan for quantizing the layers of a model; ``str`` and notebooks show it as a table.
 
     Attributes:
         recipe, target: what the plan was made for.

@@ -1,11 +1,11 @@
-"""Layer error: how much a quantized layer is off, at its own output and at the outputs of the model.
+"""Layer error: the quantization error of a layer, at its own output and at the outputs of the model.
 
-A ``Probe`` computes one layer, alone, from its inputs on sample data. Accuracy passes that choose between ways to
-quantize a layer compare its outputs; running the whole model for each would take hundreds of times longer. A part of
-the data is enough: some rows of a matrix, some blocks of an image.
+A ``Probe`` computes one layer alone, on sample data. Accuracy passes use it to compare candidates for a layer; running
+the whole model for each candidate would take hundreds of times longer. A part of the data is enough: some rows of a
+matrix, some blocks of an image.
 
-A ``SwitchableModel`` shows the effect of layers at the outputs of the model: one session in which each layer can be
-quantized or not. Float fallback and ``detent.sensitivity`` ask it.
+A ``SwitchableModel`` measures the effect of layers at the outputs of the model: one session in which each layer can be
+quantized or not. Float fallback and ``detent.sensitivity`` use it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,34 +30,34 @@ __all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "gain_db", "n
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
-PART_ROWS = 512  # of a matrix that are compared
-PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # of an image that are compared, and the side of the blocks they are taken in
+PART_ROWS = 512  # rows of a matrix that are compared
+PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image that are compared, and the side of the blocks they come in
 
 
 class Probe:
-    """A layer of its own."""
+    """One layer that runs alone, without its bias."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self._session: ort.InferenceSession | None = None
 
     def run(self, x: Array, weight: Array) -> Array:
-        """The result without a bias."""
+        """Compute the layer without its bias."""
         kind = self.layer.node.op_type
         if kind in MATMULS:
             matrix = weight.T if attribute_of(self.layer.node, "transB", 0) else weight
             return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
-            self._session = make_session(_alone(self.layer.node), threads=1)  # many sessions, few at work
+            self._session = make_session(_alone(self.layer.node), threads=1)  # many sessions, few run at once
         with ort_errors():
             result: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return result
 
 
 class IsolatedLayers:
-    """The quantized layers of a plan, each computed alone, on a part of the data that come to it in sample batches.
+    """Quantized layers of a plan, each computed alone on a part of its input in the sample batches.
 
-    The model runs once per sample, for all layers, when their inputs are first asked for.
+    The model runs once per sample for all layers, when ``inputs`` is first called for it.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
@@ -67,7 +67,7 @@ class IsolatedLayers:
         self._recorded = record(plan.model, [layer.data for layer in self._layers.values()], samples)
 
     def inputs(self, sample: int) -> Mapping[str, Array]:
-        """A part of the data that come to each layer in a sample, by the layers' names."""
+        """Return a part of each layer's input in a sample, by layer name."""
         while len(self._inputs) <= sample:
             tensors = next(self._recorded)
             parts = {name: part_of(layer, tensors[layer.data]) for name, layer in self._layers.items()}
@@ -75,39 +75,39 @@ class IsolatedLayers:
         return self._inputs[sample]
 
     def run(self, name: str, x: Array, weight: Array) -> Array:
-        """The result of a layer without its bias."""
+        """Compute a layer without its bias."""
         if name not in self._probes:
             self._probes[name] = Probe(self._layers[name])
         return self._probes[name].run(x, weight)
 
 
 def part_of(layer: Layer, x: Array) -> Array:
-    """A part of a layer's input that shows how well it is quantized: spread rows of a matrix, or blocks of an image."""
+    """Select a part of a layer's input to measure its error on: spread rows of a matrix, or blocks of an image."""
     if layer.node.op_type in MATMULS:
         flat = x.reshape(-1, x.shape[-1])
         return np.ascontiguousarray(flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS])  # a view would keep all of x
     sizes = layer.shape[2:]
-    gaps = attribute_of(layer.node, "dilations", [1] * len(sizes))
-    left = PART_POINTS
+    dilations = attribute_of(layer.node, "dilations", [1] * len(sizes))
+    remaining = PART_POINTS
     for number, axis in enumerate(sorted(range(2, x.ndim), key=lambda axis: x.shape[axis])):
-        fair = int(left ** (1 / (x.ndim - 2 - number)) + 1e-9)
-        whole = 2 * (sizes[axis - 2] - 1) * gaps[axis - 2] + 2  # wider than what one result is made of
-        side = max(fair, whole)
+        fair = int(remaining ** (1 / (x.ndim - 2 - number)) + 1e-9)
+        receptive = 2 * (sizes[axis - 2] - 1) * dilations[axis - 2] + 2  # wider than the receptive field
+        side = max(fair, receptive)
         if x.shape[axis] > side:
             x = x.take(_blocks(x.shape[axis], side), axis)
-        left = max(1, left // x.shape[axis])
+        remaining = max(1, remaining // x.shape[axis])
     return x
 
 
 def _blocks(length: int, side: int) -> NDArray[np.intp]:
-    """Indices of blocks of neighbours, evenly spread, as many as a side takes."""
+    """Return the indices of evenly spread blocks of adjacent pixels, at least ``side`` in total."""
     count = -(-side // BLOCK_SIDE)
     starts = np.linspace(0, length - BLOCK_SIDE, count).astype(np.intp)
     return (starts[:, None] + np.arange(BLOCK_SIDE)).ravel()
 
 
 def _alone(node: NodeProto) -> ModelProto:
-    """A model of one convolution, with its weight as an input."""
+    """Make a model of one convolution, with its weight as an input."""
     copy = NodeProto()
     copy.CopyFrom(node)
     del copy.input[:], copy.output[:]
@@ -120,19 +120,19 @@ def _alone(node: NodeProto) -> ModelProto:
 
 
 def noise(reference: Array, result: Array) -> float:
-    """The power of a difference."""
+    """Compute the power of the difference of two arrays."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
 
 
 def gain_db(remaining: float) -> float:
-    """A part of the noise that is left, as decibels of noise removed; at most 120."""
+    """Convert the fraction of noise that remains to a gain in dB, at most 120."""
     return float(-10 * np.log10(max(remaining, 1e-12)))
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A quantizer that a flag turns on: behind a tensor, for all nodes that read it or for one of them."""
+    """A Q/DQ pair that a flag turns on, for all readers of a tensor or for one."""
 
     flag: str
     tensor: str
@@ -143,8 +143,8 @@ class Switch:
 class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
-    Weights are inputs, so that each run may have others: layers under one label share a weight. Quantizers of
-    activations have switches, and saturate as those of a file.
+    Weights are inputs, so each run can replace them; layers under one label share a weight. Q/DQ pairs of activations
+    have switches, and saturate as in a file.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class SwitchableModel:
         self._session = make_session(graph.finish(), threads=threads)
 
     def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
-        """The outputs of these names with some weights replaced, and some quantizers turned on."""
+        """Compute outputs with some weights replaced and some Q/DQ pairs turned on."""
         if not names:  # ONNX Runtime would compute all outputs
             return []
-        given = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
+        arrays = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
         on = {flag: np.array(True) for flag in flags}
         with ort_errors():
-            outputs: list[Array] = self._session.run(names, {**feed, **given, **self._off, **on})
+            outputs: list[Array] = self._session.run(names, {**feed, **arrays, **self._off, **on})
         return outputs
 
 
@@ -191,7 +191,7 @@ def _weight_input(label: str) -> str:
 
 
 def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target) -> None:
-    """Let some nodes read a tensor through a quantizer if its flag is set."""
+    """Make some nodes read a tensor through a Q/DQ pair if its flag is set."""
     qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format), 0)
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
     pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams)

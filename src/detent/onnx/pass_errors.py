@@ -1,7 +1,7 @@
-"""Bugs in a pass of ``qo.quantize``, as errors that name the pass and, where it is known, the node or tensor.
+"""Errors for bugs in a pass of ``qo.quantize``: they name the pass and, if known, the node or tensor.
 
-A bug is an exception that nothing raised on purpose: neither a DetentError, nor one of the system (no memory, no disk),
-nor one of the caller's own code, such as data that fail while they are read.
+A bug is an exception that was not raised on purpose. DetentErrors, errors of the system (memory, disk) and errors of
+the caller's own code, such as data that fails to load, are not bugs.
 """
 
 import logging
@@ -23,8 +23,8 @@ __all__ = ["running"]
 _log = logging.getLogger(__name__)
 
 _DELIBERATE = (DetentError, OSError, MemoryError, ImportError, Warning)
-_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # what detent calls itself
-_VARIABLES = ("node", "layer", "line", "placement", "tensor")  # that tell where a pass was
+_CALLED = frozenset({"numpy", "onnx", "onnxruntime", "google", *sys.stdlib_module_names})  # packages detent calls
+_VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables that name the current node or tensor
 
 
 @contextmanager
@@ -47,9 +47,9 @@ the model if you can share it
     except Exception as error:
         _, body, *inner = (frame for frame, _ in walk_tb(error.__traceback__))
         own = [body, *(frame for frame in inner if _module(frame) == "detent")]
-        behind = inner[inner.index(own[-1]) + 1 :] if len(own) > 1 else inner
+        below = inner[inner.index(own[-1]) + 1 :] if len(own) > 1 else inner
         is_of_caller = own[-1].f_globals.get("__name__") == batches.__name__
-        if is_of_caller or any(_module(frame) not in _CALLED for frame in behind):
+        if is_of_caller or any(_module(frame) not in _CALLED for frame in below):
             raise
         where = next(filter(None, map(_place, reversed(own))), "")
         raise DetentError(
@@ -59,12 +59,12 @@ the model if you can share it
 
 
 def _module(frame: FrameType) -> str:
-    """The package that a frame's code belongs to."""
+    """Return the top-level package of a frame's code."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _place(frame: FrameType) -> str:
-    """The node, layer or tensor that a function was at; "" if no variable tells."""
+    """Describe the node, layer or tensor in a frame's variables; "" without such a variable."""
     for name in _VARIABLES:
         value = frame.f_locals.get(name)
         if isinstance(value, NodeProto):

@@ -1,14 +1,16 @@
-"""Placement: behind which tensors Q/DQ pairs stand, so that runtimes find integer operators to fuse.
+"""Placement: which tensors get Q/DQ pairs, so that runtimes can fuse integer kernels.
 
-A *chain* is a stretch of a network that can run in integers: the result of a quantized Conv or Gemm, behind the Relu
-or Clip that follows it, and what Add, Mul, Sigmoid, pools and Concat make of such results. Its tensors have Q/DQ pairs
-that all readers read from. Tensors outside of chains have one where a quantized layer reads them, for that layer alone:
-so inputs of MatMul are quantized and their results are not, and attention, normalization and activation functions stay
-float. What leads to no quantized layer any more stays float, too.
+A *chain* is a part of a network that can run on integer kernels without a float tensor in between. It begins with the
+output of a quantized Conv or Gemm, after a following Relu or Clip, and continues through Add, Mul, Sigmoid, pools and
+Concat. A tensor of a chain has one Q/DQ pair, which all its readers share.
 
-Operators that move data only (MaxPool, Reshape, Transpose, ...) have the same parameters before and behind them. A
-product with a positive constant has the same codes, and another scale: it costs nothing. Other constants in a chain,
-and gates that come from outside (the sigmoid of a squeeze-and-excitation block), are quantized for their reader.
+A tensor outside of chains gets a Q/DQ pair only for the quantized layers that read it. So inputs of MatMul are
+quantized and its outputs are not; attention, normalization and activation functions are kept in float. A tensor that
+leads to no quantized layer is kept in float, too.
+
+Operators that only move data (MaxPool, Reshape, Transpose, ...) keep the parameters of their input. A product with a
+positive constant keeps the codes and changes the scale, at no cost. Other constants in a chain, and gates from outside
+(the sigmoid of a squeeze-and-excitation block), get a Q/DQ pair for the operator that reads them.
 """
 
 from collections.abc import Mapping
@@ -24,12 +26,11 @@ from detent.spec import QuantSpec
 
 __all__ = ["place_quantizers"]
 
-PRODUCTS = ("Conv", "Gemm")
+CHAIN_LAYERS = ("Conv", "Gemm")  # layers that begin a chain
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
-PAIRED = ("Add", "Mul")
+BINARY = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
-PAIR = 2
-MAX_RANGE_RATIO = 4.0  # inputs of a Concat whose ranges differ by more keep their own precision only in float
+MAX_RANGE_RATIO = 4.0  # a shared scale would cost Concat inputs with a smaller range over 2 bits
 Range = tuple[float, float]
 
 
@@ -39,9 +40,9 @@ def place_quantizers(
     specs: Mapping[str, QuantSpec],
     ranges: Mapping[str, Range] | None = None,
 ) -> list[QuantizerPlacement]:
-    """Where Q/DQ pairs of activations stand, in the order of the graph.
+    """Place the Q/DQ pairs of activations, in graph order.
 
-    Where ranges are known, a Concat of very different ones breaks its chain.
+    With ``ranges``, a Concat of inputs with very different ranges ends its chain.
     """
     return _Placer(graph, layers, specs, ranges).run()
 
@@ -65,7 +66,7 @@ class _Placer:
         self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
 
     def _leading(self) -> set[str]:
-        """The tensors that lead to a layer whose input is quantized."""
+        """Find the tensors that lead to a layer whose input is quantized."""
         leading = set(self.readers)
         for node in reversed(self.graph.nodes):
             if node.op_type != "Shape" and leading & set(node.output):
@@ -77,13 +78,13 @@ class _Placer:
         for node in self.graph.nodes:
             if id(node) in passed:
                 continue
-            bound = self._bound_behind(node)
+            bound = self._bound_after(node)
             result = node.output[0] if bound is None else bound.output[0]
             spec = self._chain_spec(node)
             if spec is not None and result in self.leading and not self._escapes(node, bound):
                 clip_min, clip_max = (-np.inf, np.inf) if bound is None else _limits(self.graph, bound)
                 constants = tuple(
-                    name for name in node.input if node.op_type in PAIRED and name in self.graph.constants
+                    name for name in node.input if node.op_type in BINARY and name in self.graph.constants
                 )
                 finest = self._finest_spec(result, spec)
                 self.chain[result] = QuantizerPlacement(
@@ -108,12 +109,12 @@ class _Placer:
         return placements
 
     def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
-        """The spec of the layers that read a tensor, that with most bits where they differ."""
+        """Return the spec with the most bits among the layers that read a tensor."""
         specs = [self.specs[name] for name in self.readers.get(tensor, ())]
         return max(specs, key=lambda spec: spec.bits, default=default)
 
-    def _bound_behind(self, node: NodeProto) -> NodeProto | None:
-        """The Relu or Clip that alone reads a node's result, where a quantizer can take over its work."""
+    def _bound_after(self, node: NodeProto) -> NodeProto | None:
+        """Return the Relu or Clip that is the only reader of a node, if its lower bound is 0."""
         result = node.output[0]
         readers = self.graph.consumers(result)
         if len(readers) != 1 or readers[0].op_type not in {"Relu", "Clip"} or result in self.graph.outputs:
@@ -121,27 +122,27 @@ class _Placer:
         return readers[0] if _limits(self.graph, readers[0])[0] == 0 else None
 
     def _escapes(self, node: NodeProto, bound: NodeProto | None) -> bool:
-        """Whether a result, or what is bounded of it, is read by somebody outside of the graph."""
+        """Whether a node's output, or the Relu or Clip after it, is a model output or read by a subgraph."""
         names = [node.output[0], *([] if bound is None else [bound.output[0]])]
         return any(name in self.graph.outputs or name in self.graph.captured for name in names)
 
     def _chain_spec(self, node: NodeProto) -> QuantSpec | None:
-        """The spec of a node's result as part of a chain; None where it is none."""
+        """Return the spec of a node's output in a chain; None outside of chains."""
         layer = self.by_node.get(id(node))
-        if layer is not None and node.op_type in PRODUCTS:
+        if layer is not None and node.op_type in CHAIN_LAYERS:
             return self.specs.get(layer.name)
         chained = [name for name in node.input if name in self.chain]
         if node.op_type not in CHAINED or not chained or self._scaled_by(node) is not None:
             return None
         others = [name for name in node.input if name not in self.chain]
-        if not all(node.op_type in PAIRED and (self._is_number(name) or self._is_gate(name)) for name in others):
+        if not all(node.op_type in BINARY and (self._is_scalar(name) or self._is_gate(name)) for name in others):
             return None
-        if node.op_type == "Concat" and self._is_mixed(node):
+        if node.op_type == "Concat" and self._has_unequal_ranges(node):
             return None
         return self.chain[chained[0]].spec
 
-    def _is_number(self, name: str) -> bool:
-        """Whether a tensor is one float."""
+    def _is_scalar(self, name: str) -> bool:
+        """Whether a tensor is a float constant of one element."""
         tensor = self.graph.constants.get(name)
         return tensor is not None and tensor.data_type == TensorProto.FLOAT and prod(tensor.dims) == 1
 
@@ -151,26 +152,26 @@ class _Placer:
 
     def _quantize_gates(self, node: NodeProto, spec: QuantSpec) -> None:
         for name in node.input:
-            if node.op_type in PAIRED and name not in self.chain and self._is_gate(name):
+            if node.op_type in BINARY and name not in self.chain and self._is_gate(name):
                 self.gates.setdefault(name, []).append(self.graph.node_name(node))
                 self.gate_spec = spec
 
     def _scaled_by(self, node: NodeProto) -> float | None:
-        """What a node multiplies a tensor of the chain by, if it is one positive number."""
-        if node.op_type not in {"Mul", "Div"} or len(node.input) != PAIR:
+        """Return the positive constant that a node multiplies a tensor of a chain by; None for other nodes."""
+        if node.op_type not in {"Mul", "Div"} or len(node.input) != 2:
             return None
-        numbers = [i for i, name in enumerate(node.input) if self._is_number(name)]
+        scalars = [i for i, name in enumerate(node.input) if self._is_scalar(name)]
         if (
-            len(numbers) != 1
-            or (node.op_type == "Div" and numbers[0] == 0)
-            or node.input[1 - numbers[0]] not in self.chain
+            len(scalars) != 1
+            or (node.op_type == "Div" and scalars[0] == 0)
+            or node.input[1 - scalars[0]] not in self.chain
         ):
             return None
-        shape = self.graph.constants[node.input[numbers[0]]].dims
-        value = float(self.graph.array(node.input[numbers[0]]).item())
+        shape = self.graph.constants[node.input[scalars[0]]].dims
+        value = float(self.graph.array(node.input[scalars[0]]).item())
         if not np.isfinite(value) or value <= 0 or len(shape) > 1:
             return None
-        # Where float operators read the product, its codes are no use, and a fusion such as GELU's would break.
+        # Float operators that read the product cannot use its codes, and fusions such as GELU's would break.
         if not all(self._reads_codes(reader) for reader in self.graph.consumers(node.output[0])):
             return None
         return value if node.op_type == "Mul" else 1 / value
@@ -185,10 +186,10 @@ class _Placer:
         result = node.output[0]
         self.chain[result] = QuantizerPlacement(result, source.spec, result, source_tensor=source.tensor, factor=factor)
 
-    def _is_mixed(self, node: NodeProto) -> bool:
+    def _has_unequal_ranges(self, node: NodeProto) -> bool:
         if self.ranges is None or any(name not in self.ranges for name in node.input):
             return False
-        widths = [high - low for low, high in (self.ranges[name] for name in node.input)]
+        widths = [hi - lo for lo, hi in (self.ranges[name] for name in node.input)]
         return max(widths) > MAX_RANGE_RATIO * min(widths)
 
     def _move(self, node: NodeProto) -> None:
@@ -206,7 +207,7 @@ def _only_moves(node: NodeProto) -> bool:
 
 
 def _limits(graph: Graph, node: NodeProto) -> Range:
-    """What a Relu or Clip enforces; NaN where that is no constant."""
+    """Return the bounds of a Relu or Clip; NaN if they are not constant."""
     if node.op_type == "Relu":
         return 0.0, np.inf
     limits = []

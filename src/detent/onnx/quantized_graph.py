@@ -1,9 +1,11 @@
-"""Decisions written into a graph: ``qo.rewrite``, and ``qo.insert`` for a plan.
+"""Applying decisions to a graph: ``qo.rewrite``, and ``qo.insert`` for a plan.
 
-``rewrite`` looks at no data and searches nothing: normal form, equalization and SmoothQuant factors, Q/DQ pairs behind
-activations, weights as codes, biases as int32 codes, the Max nodes of ``ort_workarounds``, metadata. Every step follows
-from the model and its decisions, names included, which are counted up in the order of insertion. So the same model and
-decisions give the same bytes; ``REWRITE_VERSION`` in ``decisions`` changes with them.
+``rewrite`` needs no data and searches nothing. It brings the model into normal form, applies the factors of cross-layer
+equalization and SmoothQuant, and inserts Q/DQ pairs for activations. Then it stores weights as codes and biases as
+int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata.
+
+Every step depends only on the model and its decisions, names included: they are numbered in the order of insertion. So
+the same model and decisions give the same bytes. If these bytes change, so does ``decisions.REWRITE_VERSION``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,19 +54,19 @@ __all__ = [
 
 Array = NDArray[Any]
 
-MIN_WEIGHT_BITS = 8  # of the types that Conv and Gather take; MatMul and Gemm take 4 bits, too
-ROOMY_BIAS_CODE = 1 << 30  # leaves as much for the sum of products, which is added in the same 32 bits
+MIN_WEIGHT_BITS = 8  # for Conv and Gather, which support no smaller type; MatMul and Gemm support 4 bits
+ROOMY_BIAS_CODE = 1 << 30  # leaves half of the int32 accumulator to the sum of products
 
 
 def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """The quantized model that decisions make of a float model.
+    """Apply decisions to their float model; returns the quantized model.
 
     Args:
-        model: the float model that the decisions were made for; a path or a ModelProto, which is not changed.
-        decisions: as ``qo.decide`` makes them, or changed since.
+        model: the float model that the decisions are for, as a path or a ModelProto; it is not changed.
+        decisions: decisions from ``qo.decide``, or an edited copy.
 
     Raises:
-        SpecError, ParamsError: the decisions are for another model, or do not fit it; the message names the entry.
+        SpecError, ParamsError: the decisions are for a different model, or do not fit it; the message names the entry.
         FileFormatError, UnsupportedError: see ``qo.quantize``.
 
     >>> import detent.onnx as qo
@@ -79,14 +81,14 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 
 def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """The float model that decisions quantize: in normal form, equalized and smoothed."""
+    """Return the float model before quantization: in normal form, equalized and smoothed."""
     if not isinstance(decisions, Decisions):
-        raise SpecError(f"decisions are a qo.Decisions, got {type(decisions).__name__}: qo.decide makes them")
+        raise SpecError(f"decisions must be a qo.Decisions, got {type(decisions).__name__}: call qo.decide")
     original = load_model(model)
     if decisions.source and decisions.source != original.digest:
         raise SpecError(
-            f"the decisions were made for a model with digest {decisions.source}, this one has {original.digest}: give "
-            "that model, or decide again"
+            f"the model has digest {original.digest}, the decisions are for a model with digest {decisions.source}: "
+            "pass that model, or call qo.decide again"
         )
     _check_opset(original.proto, decisions)
     prepared = to_normal_form(
@@ -100,15 +102,15 @@ def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 
 def _check_opset(model: ModelProto, decisions: Decisions) -> None:
-    """Refuse opsets that the model would not have got."""
+    """Reject an opset that ``qo.decide`` would not choose for this model."""
     own = Graph(model).opset
     allowed = {max(own, needed_opset(low_bits=low_bits)) for low_bits in (False, True)}
     if decisions.opset not in allowed:
         raise SpecError(f"decisions: opset must be one of {sorted(allowed)} for this model, got {decisions.opset}")
     if own < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
         raise UnsupportedError(
-            f"onnx {decisions.onnx_version} converted the model from opset {own} to {decisions.opset}, and onnx "
-            f"{onnx.__version__}, which is installed, may convert it differently: install that version, or decide again"
+            f"onnx {onnx.__version__} is installed, but onnx {decisions.onnx_version} converted the model from opset "
+            f"{own} to {decisions.opset}, and versions may differ: install that version, or call qo.decide again"
         )
 
 
@@ -121,17 +123,19 @@ def insert(
     source: str = "",
     options: str = "",
 ) -> ModelProto:
-    """The quantized model of a plan; it carries decisions for ``dt.verify`` if the plan's model is from ``qo.prepare``.
+    """Apply a plan to its model; returns the quantized model.
+
+    If the plan's model is from ``qo.prepare``, the metadata holds decisions for ``dt.verify``.
 
     Args:
-        plan: what is quantized; its model is not changed.
-        calibration: what the data have shown; needed where activations are quantized.
-        params: parameters of tensors, by name, in place of those that the calibration gives.
-        biases: of layers, by name, in place of their own.
-        source, options: what the file says of the model it was made from and of the call, see ``Provenance``.
+        plan: the plan; its model is not changed.
+        calibration: result of ``qo.calibrate``; needed if the plan quantizes activations.
+        params: parameters of tensors by name, instead of those from the calibration.
+        biases: biases of layers by name, instead of the model's own.
+        source, options: digest of the float model and options for the metadata, see ``Provenance``.
 
     Raises:
-        NotCalibratedError: activations are quantized, and there is no calibration.
+        NotCalibratedError: the plan quantizes activations, and ``calibration`` is missing.
 
     >>> from onnx import parser
     >>> import detent.onnx as qo
@@ -141,8 +145,8 @@ def insert(
     ['DequantizeLinear', 'MatMul']
     """
     placements = plan.placements(None if calibration is None else calibration.ranges)
-    known = {} if calibration is None else choose_params(placements, calibration)
-    placements, known = placed(plan, placements, known | dict(params or {}))
+    chosen = {} if calibration is None else choose_params(placements, calibration)
+    placements, chosen = placed(plan, placements, chosen | dict(params or {}))
     decisions = Decisions(
         written_by=__version__,
         target=plan.target.name,
@@ -153,7 +157,7 @@ def insert(
         recipe=plan.recipe.to_json(),
         options=options,
         placements=tuple(placements),
-        ranges=range_decisions(known, calibration),
+        ranges=range_decisions(chosen, calibration),
     )
     corrected = {name: CorrectedBias(np.asarray(bias)) for name, bias in (biases or {}).items()}
     layers = layer_decisions(plan, decisions.tensor_params(), corrected)
@@ -163,7 +167,7 @@ def insert(
 
 
 def _is_normal_form(model: ModelProto) -> bool:
-    """Whether ``rewrite`` would leave a model as it is before it writes quantizers."""
+    """Whether a model is in normal form, so that ``rewrite`` would change nothing before it inserts Q/DQ pairs."""
     copy = ModelProto()
     copy.CopyFrom(model)
     again = to_normal_form(copy, Graph(model).opset, force=True).model
@@ -174,7 +178,7 @@ def _is_normal_form(model: ModelProto) -> bool:
 def placed(
     plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
 ) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
-    """Placements with the specs of the parameters that their groups have, and these parameters."""
+    """Return placements with the specs of their groups' parameters, and the parameters in use."""
     specs: dict[str, QuantSpec] = {}
     with_specs, used = [], {}
     for each in placements:
@@ -187,8 +191,8 @@ def placed(
             spec = params[each.group].spec
         else:
             raise NotCalibratedError(
-                f"recipe {plan.recipe.name or plan.recipe!r} quantizes activations: calibrate with data first, or use "
-                "a weight-only recipe such as 'w8a16'"
+                f"recipe {plan.recipe.name or plan.recipe!r} quantizes activations and needs a calibration: call "
+                "qo.calibrate first, or use a weight-only recipe such as 'w8a16'"
             )
         specs[each.tensor] = spec
         with_specs.append(replace(each, spec=spec))
@@ -198,10 +202,10 @@ def placed(
 def layer_decisions(
     plan: GraphPlan, tensor_params: Mapping[str, QuantParams], biases: Mapping[str, CorrectedBias]
 ) -> tuple[LayerDecision, ...]:
-    """What a plan decides for each layer."""
+    """Convert the rows of a plan to decisions, one per layer name."""
     chosen: dict[str, LayerDecision] = {}
     for line in plan.layers:
-        if line.name not in chosen or line.is_quantized:  # branches of an If may have nodes of one name, all in float
+        if line.name not in chosen or line.is_quantized:  # branches of an If may share node names; these are float
             chosen[line.name] = _layer_decision(plan, line, tensor_params, biases.get(line.name))
     return tuple(chosen.values())
 
@@ -230,34 +234,34 @@ def _layer_decision(
 
 
 def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
-    """The unit of a bias: the product of the scales of a layer's input and weight."""
+    """Compute the scale of a bias's codes: the product of the scales of a layer's input and weight."""
     return np.asarray(np.float32(incoming.scale) * np.asarray(weight.scale, np.float32), np.float32)
 
 
 def stays_float(bias: Array, scale: Array) -> bool:
-    """Whether a bias has no unit of its own: its weight has other scales than one, or one per channel."""
+    """Whether a bias cannot become int32 codes, because the weight has neither one scale nor one per channel."""
     return bool(scale.ndim) and scale.shape != bias.shape
 
 
 def bias_codes(bias: Array, scale: Array) -> Array:
-    """The int32 codes of a bias."""
+    """Quantize a bias to int32 codes."""
     codes = np.clip(np.rint(bias.astype(np.float64) / scale), -MAX_BIAS_CODE, MAX_BIAS_CODE)
     return np.asarray(codes, np.int32)
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:
-    """Weight scales so wide that bias and products add up in 32 bits, and that both scales' product is normal."""
-    least = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS_CODE)
-    least = np.maximum(least, 2 * float(np.finfo(np.float32).smallest_normal) / float(incoming.scale))
-    least = least if params.scale.ndim else least.max(initial=0.0)
-    if least.shape != params.scale.shape or (least <= params.scale).all():
+    """Enlarge weight scales until bias and products fit an int32 sum, and the bias scale is a normal float32."""
+    minimum = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS_CODE)
+    minimum = np.maximum(minimum, 2 * float(np.finfo(np.float32).smallest_normal) / float(incoming.scale))
+    minimum = minimum if params.scale.ndim else minimum.max(initial=0.0)
+    if minimum.shape != params.scale.shape or (minimum <= params.scale).all():
         return params
-    wider = np.nextafter(least.astype(np.float32), np.float32(np.inf))
+    wider = np.nextafter(minimum.astype(np.float32), np.float32(np.inf))
     return QuantParams(params.spec, np.maximum(params.scale, wider), params.zero_point)
 
 
 def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bool = True) -> ModelProto:
-    """Write quantizers into a model in normal form, which is changed, and decisions if they can be replayed."""
+    """Insert Q/DQ nodes into a model in normal form, in place; write decisions if ``is_replayed``."""
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
     writer = _Writer(graph, target, decisions)
@@ -274,7 +278,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     share_floats(graph)
     graph.drop_unread()
     finished = graph.finish()
-    del finished.graph.value_info[:]  # inferred shapes, which runtimes infer again; a tenth of a small file
+    del finished.graph.value_info[:]  # inferred shapes: a tenth of a small file, and runtimes infer them again
     Provenance(
         writer.weight_names,
         writer.activation_names,
@@ -290,7 +294,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
-    """The layers of a model in normal form, if the decisions fit it."""
+    """Check that decisions fit a model in normal form; returns its layers by name."""
     layers = {layer.name: layer for layer in layers_of(graph)}
     _check_layers(graph, layers, decisions)
     for each in decisions.placements:
@@ -301,7 +305,7 @@ def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
 
 
 def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decisions) -> None:
-    """Refuse decisions for layers that the model does not have, or that cannot be quantized so."""
+    """Reject decisions for layers that the model does not have, or that cannot be applied."""
     names = {each.name for each in decisions.layers}
     if names != set(layers):
         unknown, missing = sorted(names - set(layers)), sorted(set(layers) - names)
@@ -317,75 +321,75 @@ def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decision
 def _layer_problem(
     graph: Graph, layer: Layer, line: LayerDecision, placements: Mapping[str, QuantizerPlacement]
 ) -> str:
-    """Why a decision cannot be applied to a layer; "" where it can."""
+    """Explain why a decision cannot be applied to a layer; "" if it can."""
     params = line.weight_params
     problem = layer.reason or weight_problem(params.spec, layer)
     if problem:
         return problem
     expected = params.spec.granularity.tiling(layer.shape).scale_shape
     if params.scale.shape != expected:
-        return f"its weight_scale must have shape {expected}, got {params.scale.shape}"
+        return f"weight_scale must have shape {expected}, got {params.scale.shape}"
     if line.input is not None:
         placement = placements.get(layer.data)
         if activation_problem(line.input):
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
-            return f"its input is quantized, and no placement says so for tensor {layer.data!r}"
+            return f"its input is quantized, but tensor {layer.data!r} has no placement for it"
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
     if (line.index_rank is not None) != is_grouped_table:
-        return "index_rank is for Gather layers with a scale per group, and needed there"
+        return "expected index_rank exactly for Gather layers with per-group scales"
     indices = graph.shape(layer.data)
     if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
-        return f"its index_rank must be {len(indices)}, as its indices have, got {line.index_rank}"
+        return f"index_rank must be {len(indices)}, the rank of its indices, got {line.index_rank}"
     return ""
 
 
 def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) -> str:
-    """Why a bias cannot take the place of a layer's own; "" where it can."""
+    """Explain why a bias cannot replace a layer's own; "" if it can."""
     channels = (layer.shape[layer.axis],)
     if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
-        return "its bias cannot be replaced: only Conv and Gemm have one, and it must be a constant"
+        return "bias cannot be replaced: expected a Conv or Gemm with a constant bias"
     if bias.shape != channels:
-        return f"its bias must have shape {channels}, got {bias.shape}"
+        return f"bias must have shape {channels}, got {bias.shape}"
     if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
-        return f"its bias must be float32, since its weight has scales of shape {params.scale.shape}"
+        return f"bias must be float32, because the weight has scales of shape {params.scale.shape}"
     return ""
 
 
 def readers_of(graph: Graph, placement: QuantizerPlacement) -> list[NodeProto]:
-    """The nodes that read a tensor quantized."""
+    """Return the nodes that read a tensor's quantized values."""
     names = set(placement.readers)
     nodes = graph.consumers(placement.tensor)
     return [node for node in nodes if placement.is_read_by_all or graph.node_name(node) in names]
 
 
 def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
-    """Why no Q/DQ pair can stand there; "" where one can."""
+    """Explain why a Q/DQ pair cannot be placed there; "" if it can."""
     if problem := activation_problem(placement.spec):
         return problem
     tensor, producer = placement.tensor, graph.producer(placement.tensor)
     if producer is None and tensor not in graph.inputs:
         return "the model has no such tensor"
     if graph.kind(tensor) not in {TensorProto.UNDEFINED, TensorProto.FLOAT}:
-        return f"it holds {TensorProto.DataType.Name(graph.kind(tensor))}, not FLOAT"
+        return f"expected a FLOAT tensor, got {TensorProto.DataType.Name(graph.kind(tensor))}"
     names = {graph.node_name(node) for node in graph.consumers(tensor)}
-    strangers = sorted(set(placement.readers) - names)
-    if strangers:
-        return f"nodes {strangers} do not read it"
+    wrong_readers = sorted(set(placement.readers) - names)
+    if wrong_readers:
+        return f"nodes {wrong_readers} do not read it"
     for name in placement.constants:
         if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
-            return f"{name!r} is not a constant number"
-        if _reader_of_number(graph, name, tensor) is None:
-            return f"the operator that makes it does not read {name!r}"
+            return f"{name!r} is not a scalar constant"
+        if _reader_of_scalar(graph, name, tensor) is None:
+            return f"the operator that computes it does not read {name!r}"
     if placement.source_tensor:
         return _scaled_problem(graph, placement, producer)
     return ""
 
 
-def _reader_of_number(graph: Graph, name: str, result: str) -> NodeProto | None:
-    """The node that reads a constant and makes a tensor, alone or with Relu and Clip behind it."""
+def _reader_of_scalar(graph: Graph, name: str, result: str) -> NodeProto | None:
+    """Find the node that reads a constant and computes a tensor, directly or before a Relu or Clip."""
     node = graph.producer(result)
     while node is not None and name not in node.input and node.op_type in {"Relu", "Clip"}:
         node = graph.producer(node.input[0])
@@ -393,7 +397,7 @@ def _reader_of_number(graph: Graph, name: str, result: str) -> NodeProto | None:
 
 
 def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
-    """Why a tensor does not have the codes of its source tensor; "" where it does."""
+    """Explain why a tensor cannot share the codes of its source tensor; "" if it can."""
     if producer is None or producer.op_type not in {"Mul", "Div"} or placement.source_tensor not in producer.input:
         return f"it is not {placement.source_tensor!r} times a constant"
     others = [name for name in producer.input if name != placement.source_tensor]
@@ -403,12 +407,12 @@ def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeP
     if producer.op_type == "Div" and (producer.input[0] != placement.source_tensor or not value):
         return f"it is not {placement.source_tensor!r} divided by a constant"
     factor = value if producer.op_type == "Mul" else 1 / value
-    return "" if placement.factor == factor else f"its factor must be {factor!r}, got {placement.factor!r}"
+    return "" if placement.factor == factor else f"factor must be {factor!r}, got {placement.factor!r}"
 
 
 @dataclass
 class _StoredWeight:
-    """The constants of a quantized weight, and the tensor that they are dequantized to."""
+    """Constants of a quantized weight, and the name of its dequantized tensor."""
 
     names: tuple[str, str, str]
     qparams: QdqParams
@@ -416,20 +420,20 @@ class _StoredWeight:
 
 
 class _Writer:
-    """Writes quantizers into a graph, and remembers what later ones build on."""
+    """Inserts Q/DQ nodes into a graph; keeps the parameters and names that later nodes need."""
 
     def __init__(self, graph: Graph, target: Target, decisions: Decisions) -> None:
         self.graph, self.target, self._writer = graph, target, QdqWriter(graph)
         self.weight_names: dict[str, str] = {}
         self.activation_names: dict[str, str] = {}
         self._tensor_params = decisions.tensor_params()
-        self._input_params: dict[str, QuantParams] = {}  # of the data that come to a node, by its name
+        self._input_params: dict[str, QuantParams] = {}  # parameters of a node's input, by node name
         self._group_constants: dict[str, tuple[str, str]] = {}  # names of scale and zero point, by group
-        self._codes: dict[str, str] = {}  # tensors of codes, by the tensor they are made of
+        self._codes: dict[str, str] = {}  # name of the codes, by the quantized tensor
         self._stored: dict[tuple[str, QuantParams, Container], _StoredWeight] = {}
 
     def write_activation(self, placement: QuantizerPlacement) -> None:
-        """Put a Q/DQ pair behind a tensor."""
+        """Insert a Q/DQ pair after a tensor."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
@@ -442,13 +446,13 @@ class _Writer:
         self._codes[tensor] = pair.codes
         self.activation_names[pair.nodes[-2].name] = tensor
         for node in readers:
-            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # it reads them in another position
+            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # else it is not the first input
                 self._input_params[node.name] = params
         for name in placement.constants:
-            self._write_number(name, placement.tensor)
+            self._write_scalar(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
-        """Dequantize the codes of another tensor by a scale of their own, in place of a product with a constant."""
+        """Replace a product with a constant: dequantize the source tensor's codes with a scale of their own."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
@@ -463,7 +467,7 @@ class _Writer:
             self._input_params[node.name] = params
 
     def write_layer(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
-        """Let a layer read its weight, and its bias where its input is quantized, from codes."""
+        """Store a layer's weight as codes, and its bias too if its input is quantized."""
         graph, params = self.graph, line.weight_params
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
@@ -473,8 +477,8 @@ class _Writer:
         if layer.node.op_type == "Gather":
             self._write_table(line, layer, node)
             return
-        least = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
-        container = self.target.weight_container(params.spec.format, depthwise=layer.depthwise, least=least)
+        min_bits = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
+        container = self.target.weight_container(params.spec.format, depthwise=layer.depthwise, least=min_bits)
         stored = self._store(layer, params, container)
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
@@ -492,8 +496,8 @@ class _Writer:
         self.graph.insert([dequantize])
         self.graph.set_input(node, 2, dequantized)
 
-    def _write_number(self, name: str, result: str) -> None:
-        """Let the node that makes a tensor read a constant number as a code: the number itself is the scale."""
+    def _write_scalar(self, name: str, result: str) -> None:
+        """Store a scalar constant of the node that computes ``result`` as a code, with its magnitude as the scale."""
         graph, value = self.graph, np.float32(self.graph.array(name).item())
         scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
         shape = tuple(graph.constants[name].dims)
@@ -501,13 +505,13 @@ class _Writer:
         code_name = graph.add_constant(f"{name}_code", np.full(shape, int(code)), TensorProto.UINT8)
         names = code_name, *self._writer.parameters(name, qparams)
         dequantized = graph.fresh(f"{name}_dequantized")
-        node = _reader_of_number(graph, name, result)
+        node = _reader_of_scalar(graph, name, result)
         if node is not None:
             graph.redirect(name, dequantized, [node])
             graph.insert([self._writer.dequantized(names, dequantized, name, qparams)])
 
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
-        """Look rows of codes up, in place of a Gather of floats."""
+        """Replace a Gather of float rows by one of codes."""
         params, graph = line.weight_params, self.graph
         container = self.target.weight_container(params.spec.format, depthwise=True, least=MIN_WEIGHT_BITS)
         stored = self._store(layer, params, container)
@@ -517,7 +521,7 @@ class _Writer:
         graph.insert(nodes)
 
     def _store(self, layer: Layer, params: QuantParams, container: Container) -> _StoredWeight:
-        """The constants of a weight; layers that share it share them."""
+        """Add the constants of a weight; layers that share the weight share them."""
         key = layer.weight, params, container
         if key in self._stored:
             return self._stored[key]

@@ -1,14 +1,14 @@
-r"""SmoothQuant: outliers in some channels of a matmul's input, moved into its weight (Xiao et al. 2022).
+r"""SmoothQuant: moves outliers from the input channels of a matmul into its weight (Xiao et al. 2022).
 
 .. math:: X W = (X \operatorname{diag}(s)^{-1}) (\operatorname{diag}(s) W), \qquad
           s_j = \max|X_j|^\alpha / \max|W_j|^{1 - \alpha}
 
-No single strength fits all layers, so each has the one under which its own output is closest to float, or none.
-Strengths are compared on data that the factors were not made of: what looks like an outlier in a handful of rows is
-often chance, and factors made of chance cost more than they bring. The division is folded into the normalization before
-the layer where nobody else reads that, and is a Mul node elsewhere.
+No strength alpha fits all layers, so each layer gets the strength with the smallest error at its own output, or none.
+Strengths are evaluated on rows that did not determine the factors: an outlier in a handful of rows is often chance, and
+factors from chance do more harm than good. The division is folded into the normalization before the layer if no other
+node reads it; otherwise it is a Mul node.
 
-``choose`` compares strengths on sample data, ``apply`` writes chosen factors into a model and needs no data.
+``choose`` compares strengths on sample data; ``apply`` writes chosen factors into a model and needs no data.
 """
 
 from collections import defaultdict
@@ -37,13 +37,13 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
-ROWS = 256  # of each tensor that strengths are compared on
-MAX_REMAINING_NOISE_FOLDED = 0.95  # folded away, smoothing must remove at least 5 % of the noise
-MAX_REMAINING_NOISE = 0.7  # and 30 % where it costs a Mul node
+SAMPLED_ROWS = 256  # rows of each tensor on which strengths are compared
+MAX_REMAINING_NOISE_FOLDED = 0.95  # if folded, smoothing must remove at least 5 % of the noise
+MAX_REMAINING_NOISE = 0.7  # with a Mul node, at least 30 %
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
-    """The factors of the inputs of matmuls whose outputs come closer to float by them."""
+    """Choose factors for the inputs of matmuls whose output error they reduce."""
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
@@ -55,7 +55,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
     rows = _rows(plan.model, list(groups), samples, np.random.default_rng(seed))
     chosen = []
     for tensor, names in groups.items():
-        if tensor not in rows:  # there was nothing in it
+        if tensor not in rows:  # the tensor is empty
             continue
         matrices = [_matrix(plan.graph, plan.layers_by_name[name]) for name in names]
         best = _best_strength(rows[tensor], matrices, [specs[name] for name in names])
@@ -69,7 +69,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
 
 
 def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
-    """Write chosen factors into a model, which is changed."""
+    """Write chosen factors into a model, in place."""
     if not smoothed:
         return model
     graph = Graph(model)
@@ -81,22 +81,22 @@ def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
 def _rows(
     model: ModelProto, tensors: list[str], samples: Sequence[Feed], rng: np.random.Generator
 ) -> dict[str, tuple[Array, Array]]:
-    """Two halves of some rows of each tensor, each with the range of its channels as two rows more."""
+    """Sample rows of each tensor in two halves; each half also holds the per-channel maxima and minima as rows."""
     kept: dict[str, tuple[list[Array], list[Array]]] = defaultdict(lambda: ([], []))
-    each = max(1, ROWS // len(samples))
+    per_sample = max(1, SAMPLED_ROWS // len(samples))
     for number, recorded in enumerate(record(model, tensors, samples)):
         for name, values in recorded.items():
             flat = values.reshape(-1, values.shape[-1])
             parts = [flat] if len(samples) > 1 else [flat[0::2], flat[1::2]]
             for half, part in enumerate(parts, number):
                 if len(part):
-                    chosen = rng.choice(len(part), min(each, len(part)), replace=False)
+                    chosen = rng.choice(len(part), min(per_sample, len(part)), replace=False)
                     kept[name][half % 2].extend([part[np.sort(chosen)], part.max(0)[None], part.min(0)[None]])
     return {name: (np.concatenate(a), np.concatenate(b)) for name, (a, b) in kept.items() if a and b}
 
 
 def _matrix(graph: Graph, layer: Layer) -> Array:
-    """A layer's weight, its inputs along axis 0."""
+    """Return a layer's weight with its inputs along axis 0."""
     weight = graph.array(layer.weight)
     return weight.T if attribute_of(layer.node, "transB", 0) else weight
 
@@ -104,7 +104,7 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
-    """The strength, the factors and the part of the noise that is left; None where nothing helps."""
+    """Return the best strength, its factors, and the fraction of the noise that remains; None without candidates."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
     powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
@@ -148,7 +148,7 @@ def _factors(x: Array, w: Array, strength: float) -> Array:
 
 
 def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:
-    """Where constants before a tensor can take the division: a normalization's, which nobody else reads."""
+    """Find the constants of a normalization that can absorb the division; None if other nodes read its output."""
     readers = graph.consumers(tensor)
     if tensor in graph.outputs or tensor in graph.captured or {graph.node_name(each) for each in readers} != set(names):
         return None
@@ -186,7 +186,7 @@ def _apply(graph: Graph, decision: Smoothed) -> None:
     nodes = _checked_nodes(graph, decision)
     norm = _norm_before(graph, tensor, decision.layers) if decision.folded else None
     if decision.folded and norm is None:
-        raise SpecError(f"smoothed {tensor!r}: no normalization before it can take the factors; set folded=False")
+        raise SpecError(f"smoothed {tensor!r}: no normalization before it can absorb the factors: set folded=False")
     for node in nodes:
         weight = graph.array(node.input[1])
         column = factors if attribute_of(node, "transB", 0) else factors[:, None]
@@ -205,19 +205,19 @@ def _apply(graph: Graph, decision: Smoothed) -> None:
 
 
 def _checked_nodes(graph: Graph, decision: Smoothed) -> list[NodeProto]:
-    """The nodes of the layers that a decision names, if factors can be moved into them."""
+    """Return the nodes of the layers that a decision names; reject layers that cannot absorb the factors."""
     where = f"smoothed {decision.tensor!r}"
     by_name = {graph.node_name(node): node for node in graph.consumers(decision.tensor)}
     nodes = []
     for name in decision.layers:
         node = by_name.get(name)
         if node is None or node.op_type not in MATMULS or node.input[0] != decision.tensor:
-            raise SpecError(f"{where}: layer {name!r} is no MatMul or Gemm that reads it")
+            raise SpecError(f"{where}: layer {name!r} is not a MatMul or Gemm that reads this tensor")
         weight = graph.constants.get(node.input[1])
         if weight is None or len(weight.dims) != 2:
-            raise SpecError(f"{where}: layer {name!r} has no constant matrix")
+            raise SpecError(f"{where}: the weight of layer {name!r} is not a constant matrix")
         inputs = weight.dims[1 if attribute_of(node, "transB", 0) else 0]
         if inputs != len(decision.factors):
-            raise SpecError(f"{where}: layer {name!r} has {inputs} inputs, got {len(decision.factors)} factors")
+            raise SpecError(f"{where}: got {len(decision.factors)} factors, layer {name!r} has {inputs} inputs")
         nodes.append(node)
     return nodes

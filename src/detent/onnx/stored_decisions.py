@@ -1,16 +1,16 @@
-"""Decisions in the metadata of the file that was rewritten by them, and read back from it.
+"""Decisions stored in the metadata of a quantized file.
 
-They are the JSON of ``Decisions`` with four differences, which make it a few percent of the file:
+They are the JSON of ``Decisions`` with four differences, which shrink it to a few percent of the file:
 
-- what the entry ``detent`` says already (target, source, data, recipe, options, version of detent) is not repeated;
-- fields with their defaults are left out, and the group of a placement that is its own tensor;
-- an array is one of
-  ``{"initializer": name, "shape": [...], "digest": ...}``  the file holds it; the digest is of its bytes
-  ``{"fill": number, "dtype": ..., "shape": [...]}``        one number throughout; the dtype is left out for float32
-  ``{"base85": text, "dtype": ..., "shape": [...]}``        its bytes, little endian (``base64.b85decode`` of Python)
-- zero points that are all 0 are left out; float32 numbers have as many digits as they need.
+- Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
+- Fields with default values are left out, and so is the group of a placement if it is the tensor itself.
+- An array is one of
+  ``{"initializer": name, "shape": [...], "digest": ...}``  a constant of the file, with a digest of its bytes
+  ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
+  ``{"base85": text, "dtype": ..., "shape": [...]}``        its bytes, little endian (Python's ``base64.b85decode``)
+- Zero points that are all 0 are left out; float32 numbers have as many digits as they need.
 
-A file is untrusted: sizes are bounded by what the file holds, and everything else is checked as ``Decisions`` are.
+Files are untrusted: sizes are bounded by the size of the file, and ``Decisions`` checks everything else.
 """
 
 import base64
@@ -47,7 +47,7 @@ Array = NDArray[Any]
 WHERE = "the decisions of the file"
 _REPEATED = {"written_by": "made_by", "target": "target", "source": "source", "data": "data"} | {
     name: name for name in ("recipe", "options")
-}  # fields of Decisions, and of Provenance
+}  # fields of Decisions -> fields of Provenance
 _PARTS = {
     "layers": LayerDecision,
     "equalized": Equalized,
@@ -59,15 +59,15 @@ _KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.
 _DTYPES = ("float32", "float64", "int32", "uint8")
 _FLOAT32 = ("scale", "observed_range", "input_range")  # numbers, or pairs of them, that are float32
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-MIN_REFERRED = 12  # elements of an array that is shorter as a reference
-MIN_ELEMENTS = 1 << 16  # that decisions may always hold beside as many as the file's constants have
-DIGITS = 8
+MIN_REFERRED = 12  # elements; below, the bytes are shorter than a reference
+ALWAYS_ALLOWED_ELEMENTS = 1 << 16  # array elements that decisions may hold in addition to twice the file's constants
+DIGITS = 8  # hexadecimal digits of a digest
 
 
 def to_metadata(decisions: Decisions, model: ModelProto) -> dict[str, Any]:
-    """Decisions for the metadata of the model that they made."""
-    held = _Initializers(model, decisions)
-    entry: dict[str, Any] = encode(decisions, {**LEAVES, np.ndarray: Leaf(held.write, _unread)})
+    """Encode decisions for the metadata of ``model``, the quantized model."""
+    initializers = _Initializers(model, decisions)
+    entry: dict[str, Any] = encode(decisions, {**LEAVES, np.ndarray: Leaf(initializers.write, _unread)})
     for name, cls in _PARTS.items():
         entry[name] = _each(entry[name], _defaults(cls), _compact)
     defaults = _defaults(Decisions)
@@ -79,7 +79,7 @@ def to_metadata(decisions: Decisions, model: ModelProto) -> dict[str, Any]:
 
 
 def why_unreadable(provenance: Provenance | None) -> str:
-    """Why there are no decisions that this detent can apply; "" where there are."""
+    """Explain why this version of detent cannot apply the decisions of a file; "" if it can."""
     if provenance is None or provenance.decisions is None:
         return "the file carries no decisions, which qo.quantize writes into its metadata"
     for name, expected in (("version", VERSION), ("rewrite_version", REWRITE_VERSION)):
@@ -88,14 +88,14 @@ def why_unreadable(provenance: Provenance | None) -> str:
             raise FileFormatError(f"{WHERE}: {name} must be an integer, got {version!r:.60}")
         if version != expected:
             return (
-                f"the file's decisions have {name} {version}, this detent applies {expected}: use detent "
+                f"the file's decisions have {name} {version}, this version of detent applies {expected}: use detent "
                 f"{provenance.made_by or 'of that time'}, or quantize again"
             )
     return ""
 
 
 class ChangedConstant(NamedTuple):
-    """A constant that decisions refer to, and whose bytes are no longer those that were written."""
+    """A constant that decisions refer to, and whose bytes were changed after the file was written."""
 
     name: str
     digest_written: str
@@ -103,9 +103,9 @@ class ChangedConstant(NamedTuple):
 
 
 class StoredDecisions(NamedTuple):
-    """The decisions in a file, and the constants that they refer to and that were changed since.
+    """Decisions of a file, and the constants they refer to that were changed after the file was written.
 
-    There are no decisions where such a change made them impossible.
+    ``decisions`` is None if such a change made them invalid.
     """
 
     decisions: Decisions | None
@@ -113,10 +113,10 @@ class StoredDecisions(NamedTuple):
 
 
 def read_decisions(model: ModelProto, provenance: Provenance) -> StoredDecisions:
-    """The decisions in a file's metadata.
+    """Read the decisions from a file's metadata.
 
     Raises:
-        FileFormatError: they are malformed, contradict themselves, or refer to what the file does not hold.
+        FileFormatError: they are malformed or contradictory, or refer to a constant that the file does not have.
     """
     reader = _Reader(model)
     try:
@@ -131,7 +131,7 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     entry: dict[str, Any] = {**_defaults(Decisions), **(provenance.decisions or {})}
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
-        raise FileFormatError(f"{WHERE}: unexpected {repeated}, which the entry itself has")
+        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong into the metadata entry itself")
     for name, cls in _PARTS.items():
         entry[name] = _each(entry.get(name), _defaults(cls), _whole)
     entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})
@@ -144,7 +144,7 @@ def _unread(value: object) -> object:
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """The fields of a class that have a default, as JSON."""
+    """Return the defaults of a class's fields as JSON."""
     defaults = {}
     for field in fields(cls):
         value = field.default if field.default_factory is MISSING else field.default_factory()
@@ -154,7 +154,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _each(entries: Any, defaults: Mapping[str, Any], change: Any) -> Any:  # noqa: ANN401 - JSON
-    """A list or an object of entries, each changed; other values are left for ``decode`` to refuse."""
+    """Change each entry of a list or an object; other values are left for ``decode`` to reject."""
     if isinstance(entries, dict):
         return {name: change(each, defaults) if isinstance(each, dict) else each for name, each in entries.items()}
     if isinstance(entries, list):
@@ -181,7 +181,7 @@ def _whole(entry: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]
 
 
 class _ZerosLike(NamedTuple):
-    """Zero points that the file leaves out: as many as another array has."""
+    """Zero points that the file leaves out: zeros in the shape of the array ``entry``."""
 
     entry: Any
 
@@ -207,7 +207,7 @@ def _little_endian(values: Array) -> bytes:
 
 
 class _Initializers:
-    """The constants of a model that arrays can refer to, by type and content."""
+    """Constants of a model that arrays can refer to, by type and content."""
 
     def __init__(self, model: ModelProto, decisions: Decisions) -> None:
         sizes = {values.size for values in _arrays(decisions)}
@@ -217,14 +217,14 @@ class _Initializers:
                 self._names.setdefault((_KINDS[tensor.data_type], _little_endian(array_of(tensor))), tensor)
 
     def write(self, values: Array) -> dict[str, Any]:
-        content, about = _little_endian(values), {"shape": list(values.shape), **_dtype_entry(values)}
+        content, layout = _little_endian(values), {"shape": list(values.shape), **_dtype_entry(values)}
         if values.size > 1 and content == content[: values.itemsize] * values.size:
-            return {"fill": encode(values.flat[0].item()), **about}
+            return {"fill": encode(values.flat[0].item()), **layout}
         tensor = self._names.get((str(values.dtype), content)) if values.size >= MIN_REFERRED else None
         if tensor is None:
-            return {"base85": base64.b85encode(content).decode("ascii"), **about}
+            return {"base85": base64.b85encode(content).decode("ascii"), **layout}
         reference: dict[str, Any] = {"initializer": tensor.name, "digest": _digest(content)}
-        return reference if list(tensor.dims) == about["shape"] else {**reference, "shape": about["shape"]}
+        return reference if list(tensor.dims) == layout["shape"] else {**reference, "shape": layout["shape"]}
 
 
 def _dtype_entry(values: Array) -> dict[str, str]:
@@ -237,46 +237,51 @@ def _arrays(decisions: Decisions) -> list[Array]:
 
 
 class _Reader:
-    """Reads arrays, of no more elements in all than the file's constants have, or a few."""
+    """Reads arrays, with a limit on their total number of elements by the size of the file's constants."""
 
     def __init__(self, model: ModelProto) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self.changed: list[ChangedConstant] = []
-        self._left = MIN_ELEMENTS + 2 * sum(prod(tensor.dims) for tensor in model.graph.initializer)
+        self._left = ALWAYS_ALLOWED_ELEMENTS + 2 * sum(prod(tensor.dims) for tensor in model.graph.initializer)
 
     def read(self, value: Any) -> Array:  # noqa: ANN401 - JSON
         if isinstance(value, _ZerosLike):
             return np.zeros(self.read(value.entry).shape, np.int32)
         if not isinstance(value, dict):
-            raise FileFormatError(f"an array is an object, got {value!r:.60}")
+            raise FileFormatError(f"an array must be an object, got {value!r:.60}")
         if "initializer" in value:
             return self._referred(value)
         form = "fill" if "fill" in value else "base85"
         entry = table({"dtype": "float32", **value}, "an array", (form, "dtype", "shape"))
         shape = self._shape(entry["shape"])
         if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPES:
-            raise FileFormatError(f"the type of an array is one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}")
+            raise FileFormatError(
+                f"the dtype of an array must be one of {', '.join(_DTYPES)}, got {entry['dtype']!r:.60}"
+            )
         dtype = np.dtype(entry["dtype"]).newbyteorder("<")
         if form == "fill":
             number = entry["fill"]
             number = float(number) if isinstance(number, str) and number in {"inf", "-inf", "nan"} else number
             if isinstance(number, bool) or not isinstance(number, int | float):
-                raise FileFormatError(f"an array is filled with a number, got {number!r:.60}")
+                raise FileFormatError(f"fill must be a number, got {number!r:.60}")
             if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
                 raise FileFormatError(f"{number!r:.60} does not fit {dtype.name}")
             return np.full(shape, number, dtype.newbyteorder("="))
         if not isinstance(entry["base85"], str):
-            raise FileFormatError(f"the bytes of an array are text, got {entry['base85']!r:.60}")
+            raise FileFormatError(f"base85 must be text, got {entry['base85']!r:.60}")
         content = base64.b85decode(entry["base85"])
-        if len(content) != prod(shape) * dtype.itemsize:
-            raise FileFormatError(f"an array of shape {shape} and type {dtype.name} has {len(content)} bytes")
+        expected = prod(shape) * dtype.itemsize
+        if len(content) != expected:
+            raise FileFormatError(
+                f"an array of shape {shape} and dtype {dtype.name} needs {expected} bytes, got {len(content)}"
+            )
         return np.frombuffer(content, dtype).astype(dtype.newbyteorder("=")).reshape(shape)
 
     def _shape(self, value: object) -> tuple[int, ...]:
         shape = as_shape(value, error=FileFormatError)
         self._left -= prod(shape)
         if self._left < 0:
-            raise FileFormatError("their arrays have more elements than twice the constants of the file")
+            raise FileFormatError("arrays have more elements in total than twice the constants of the file")
         return shape
 
     def _referred(self, value: dict[str, Any]) -> Array:
@@ -284,11 +289,11 @@ class _Reader:
         name = entry["initializer"]
         tensor = self._tensors.get(name) if isinstance(name, str) else None
         if tensor is None or tensor.data_type not in _KINDS:
-            raise FileFormatError(f"they refer to {name!r:.60}, which is no constant of floats or int32 in the file")
+            raise FileFormatError(f"{name!r:.60} is not a float or int32 constant of the file")
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
         values = array_of(tensor)
         if prod(shape) != values.size:
-            raise FileFormatError(f"they refer to {name!r} with shape {shape}, it has {tuple(tensor.dims)}")
+            raise FileFormatError(f"got the shape {shape} for constant {name!r} of shape {tuple(tensor.dims)}")
         digest = _digest(_little_endian(values))
         if digest != entry["digest"]:
             self.changed.append(ChangedConstant(name, str(entry["digest"])[:DIGITS], digest))
