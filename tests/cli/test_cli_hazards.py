@@ -162,13 +162,13 @@ def test_compare_takes_both_kinds_of_reports(inside, tmp_path, capsys, suffix):
     assert main(["compare", "a.json", str(tmp_path / f"b{suffix}"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["b"]["title"] == "another"
-    assert found["is_of_one_origin"]
+    assert found["has_common_layers"]
 
 
 def test_compare_of_a_page_of_somebody_else(inside, tmp_path, capsys):
     (tmp_path / "b.html").write_text("<html></html>")
     assert main(["compare", "a.json", str(tmp_path / "b.html")]) == 2
-    assert "is no page of detent's" in capsys.readouterr().err
+    assert "is not a detent report" in capsys.readouterr().err
 
 
 def test_report_of_widths_needs_a_budget(inside, capsys):
@@ -182,7 +182,7 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
     arguments = ["sensitivity", "model.onnx", "-d", "few.npz", "--widths", "4,8", "--budget", "60%", "-r", str(goal)]
     assert main(arguments) == 0
     page = qr.Report.load(goal)
-    assert page.damage_basis == "sensitivity"
+    assert page.noise_share_basis == "sensitivity"
     assert page.sqnr_db == pytest.approx(page.mix.measured_sqnr_db, abs=0.5)
     assert not page.reproduction.data
 

@@ -157,7 +157,7 @@ def _tensor(name, rng, of):
 def big_report(count=200):
     """A report of a large model, without a model."""
     rng = np.random.default_rng(0)
-    kinds = ("integers", "quantized", "float")
+    kinds = ("integer", "quantized", "float")
     layers = []
     for i in range(count):
         name = f"/model/backbone/stage{i // 20}/block{i % 20}/conv{i}/Conv"
@@ -168,7 +168,7 @@ def big_report(count=200):
                 name,
                 "Conv" if i % 2 else "MatMul",
                 status,
-                "" if is_float else "QLinearConv" if status == "integers" else "Conv",
+                "" if is_float else "QLinearConv" if status == "integer" else "Conv",
                 "recurrent layers are not supported" if is_float else "",
                 "",
                 None if is_float else _tensor(name, rng, "codes"),
@@ -179,4 +179,4 @@ def big_report(count=200):
                 147456 if is_float else 37120 + i,
             )
         )
-    return qr.Report("big.onnx", 29_000_000, 7_600_000, tuple(layers), damage_basis="output", batches=8)
+    return qr.Report("big.onnx", 29_000_000, 7_600_000, tuple(layers), noise_share_basis="output", batches=8)

@@ -221,7 +221,7 @@ def test_sorting_on_a_phone(show):
 
     browser = show("big", 360)
     chooser = Select(browser.find_element(By.ID, "sort"))
-    assert chooser.first_selected_option.text == "Damage"
+    assert chooser.first_selected_option.text == "Noise share"
     chooser.select_by_visible_text("Bytes")
     values = [float(value) for value in column(browser, 8)]
     assert values == sorted(values, reverse=True)
@@ -255,11 +255,11 @@ def test_filters(show):
     box.clear()
     box.send_keys(" ")
     kinds = {}
-    for kind in ("all", "quantized", "integers", "float"):
+    for kind in ("all", "quantized", "integer", "float"):
         run(browser, "document.querySelector(`input[value=${arguments[0]}]`).click()", kind)
         kinds[kind] = len(column(browser, 0))
     assert kinds["quantized"] + kinds["float"] == kinds["all"] == total
-    assert 0 < kinds["integers"] < kinds["quantized"]
+    assert 0 < kinds["integer"] < kinds["quantized"]
 
 
 def test_rows_open_by_button_row_and_all_at_once(show):

@@ -132,7 +132,7 @@ def test_values_that_are_no_numbers_are_told():
     watched = QuantizerStats(artifact, artifact.quantize_nodes[0])
     watched.reading().take({"x": np.float32([1, 2, np.inf]), "q": np.uint8([5, 7, 255])})
     found = watched.result()
-    assert found.note == "1 values were infinite or not a number"
+    assert found.note == "1 values were NaN or infinite"
     assert sum(found.histogram.counts) == 2
     assert found.codes_used == 3
     assert not np.isfinite(found.sqnr_db)
@@ -251,26 +251,26 @@ def test_result_sqnr_is_that_of_both_models(made):
     assert 0.9 <= page.agreement <= 1
 
 
-def test_layers_come_by_damage(made):
+def test_layers_come_by_noise_share(made):
     model, path, _ = made
     page = qr.build(path, feeds(), source=model)
-    assert page.damage_basis == "output"
-    damage = [layer.damage for layer in page.layers]
-    assert damage == sorted(damage, reverse=True)
-    assert sum(damage) == pytest.approx(1, abs=1e-4)
+    assert page.noise_share_basis == "output"
+    shares = [layer.noise_share for layer in page.layers]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(1, abs=1e-4)
     sqnr = [layer.output_sqnr_db for layer in page.layers]
     assert sqnr == sorted(sqnr)
 
 
-def test_damage_takes_the_best_that_there_is(made):
+def test_noise_share_takes_the_best_that_there_is(made):
     model, path, result = made
     given = {"source": model, "result": result}
     bases = [
-        qr.build(path, feeds(), **given, sensitivity=made_sensitivity()).damage_basis,
-        qr.build(path, feeds(), **given).damage_basis,
-        qr.build(path, **given).damage_basis,
-        qr.build(path, feeds()).damage_basis,
-        qr.build(path).damage_basis,
+        qr.build(path, feeds(), **given, sensitivity=made_sensitivity()).noise_share_basis,
+        qr.build(path, feeds(), **given).noise_share_basis,
+        qr.build(path, **given).noise_share_basis,
+        qr.build(path, feeds()).noise_share_basis,
+        qr.build(path).noise_share_basis,
     ]
     assert bases == ["sensitivity", "output", "weight", "input", "none"]
 
@@ -282,7 +282,7 @@ def test_sensitivity_ranks_by_the_option_of_the_layer(made):
     found = replace(found, layers=(loud, *found.layers[1:]))
     page = qr.build(path, result=result, sensitivity=found, mix=made_mix())
     assert [layer.name for layer in page.layers] == ["fc2", "fc1", "fc0"]
-    assert [layer.damage for layer in page.layers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=1e-5)
+    assert [layer.noise_share for layer in page.layers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=1e-5)
     assert page.mix.measured_sqnr_db == 20.25
     assert page.mix.options["fc0"] == "int8/axis0"
 
@@ -295,7 +295,7 @@ def test_real_sensitivity_fits(made):
     smallest = found.curve()[0][0]
     mix = found.choose(smallest + 200)
     page = qr.build(path, result=result, sensitivity=found, mix=mix)
-    assert page.damage_basis == "sensitivity"
+    assert page.noise_share_basis == "sensitivity"
     assert len(page.sensitivity.layers) == 3
     assert page.sensitivity == found
     assert page.mix == mix
@@ -308,7 +308,7 @@ def test_float_layers_say_why_and_come_last(tmp_path):
     for given in ({"result": result}, {}):
         page = qr.build(path, feeds(), source=model, **given)
         last = page.layers[-1]
-        assert (last.name, last.status, last.weight, last.damage) == ("fc1", "float", None, None)
+        assert (last.name, last.status, last.weight, last.noise_share) == ("fc1", "float", None, None)
         assert last.reason
         assert page.counts[:2] == (3, 2)
         assert last.nbytes == last.nbytes_float == 16 * 16 * 4
@@ -358,14 +358,14 @@ def test_a_foreign_file(made, tmp_path):
     save(foreign, tmp_path / "foreign.onnx")
     page = qr.build(tmp_path / "foreign.onnx", feeds(), source=model)
     own = qr.build(path, feeds(), source=model)
-    assert page.reproduction.made_by == page.reproduction.recipe_toml == ""
+    assert page.reproduction.written_by == page.reproduction.recipe_toml == ""
     assert page.reproduction.origin == "other"
     for layer in own.layers:
         other = by_name(page)[layer.name]
         assert other.status == layer.status
         assert other.weight.sqnr_db == layer.weight.sqnr_db
         assert other.input.clip_fraction == layer.input.clip_fraction
-    assert "another program" in page.to_html()
+    assert "another tool" in page.to_html()
     assert "--skip" not in page.to_html()
     assert "--skip" in own.to_html()
 
@@ -430,7 +430,7 @@ def test_a_file_that_no_runtime_takes(made):
     file.graph.node.add(op_type="Odd", domain="elsewhere", input=["y"], output=["z"], name="odd")
     file.graph.output[0].name = "z"
     page = qr.build(file)
-    assert any("kernels of layers are not known" in note for note in page.notes)
+    assert any("kernels of layers are unknown" in note for note in page.notes)
     assert {layer.status for layer in page.layers} == {"quantized"}
     assert all(layer.weight.codes_used for layer in page.layers)
     with pytest.raises(UnsupportedError) as caught:
@@ -487,7 +487,7 @@ def test_a_source_with_other_ends_is_a_note(made):
     other = float_model()
     other.graph.input[0].name = other.graph.node[0].input[0] = "z"
     page = qr.build(path, feeds(), source=other)
-    assert any("other inputs" in note for note in page.notes)
+    assert any("inputs of the float model differ" in note for note in page.notes)
     assert page.output_sqnr_db == {}
 
 
@@ -498,8 +498,8 @@ def test_a_source_with_other_ends_is_a_note(made):
         (lambda path: qr.build(path.with_name("none.onnx")), FileFormatError, "no such file"),
         (lambda path: qr.build(path, [np.zeros((1, 3), np.float32)]), ShapeError, "takes (any, 12)"),
         (lambda path: qr.build(path, [np.zeros((1, 12))]), DtypeError, "float64"),
-        (lambda path: qr.build(path, verification="ok"), DtypeError, "what dt.verify returns"),
-        (lambda path: qr.build(path, tables=[("a", ["b"], [])]), DtypeError, "tables holds qr.Table"),
+        (lambda path: qr.build(path, verification="ok"), DtypeError, "expected the result of dt.verify"),
+        (lambda path: qr.build(path, tables=[("a", ["b"], [])]), DtypeError, "in tables, expected qr.Table"),
     ],
     ids=["float", "missing", "shape", "dtype", "verification", "tables"],
 )

@@ -24,7 +24,7 @@ def test_json_comes_back(page):
 
 
 def test_figures_that_are_not_finite_come_back():
-    layer = qr.Layer("a", "Conv", "integers", output_sqnr_db=math.inf)
+    layer = qr.Layer("a", "Conv", "integer", output_sqnr_db=math.inf)
     page = qr.Report("a", None, 8, (layer, replace(layer, name="b", output_sqnr_db=-math.inf)))
     text = page.to_json()
     assert "Infinity" not in text
@@ -42,7 +42,7 @@ def change(page, edit):
 
 HOSTILE = {
     "not json": (lambda about: None, "is not valid JSON"),
-    "another kind": (lambda about: about.update(kind="recipe"), "no report of detent's"),
+    "another kind": (lambda about: about.update(kind="recipe"), "not a detent report"),
     "another version": (lambda about: about.update(version=9), "version 9"),
     "unknown key": (lambda about: about.update(extra=1), "unexpected ['extra']"),
     "missing key": (lambda about: about.pop("layers"), "missing ['layers']"),
@@ -52,19 +52,22 @@ HOSTILE = {
     "huge bytes": (lambda about: about.update(nbytes_after=1 << 70), "report.nbytes_after must be an integer"),
     "status": (lambda about: about["layers"][0].update(status="gone"), "report.layers[0].status must be one of"),
     "name": (lambda about: about["layers"][0].update(name=None), "report.layers[0].name must be text"),
-    "number": (lambda about: about["layers"][0].update(damage="much"), "report.layers[0].damage must be a number"),
+    "number": (
+        lambda about: about["layers"][0].update(noise_share="much"),
+        "report.layers[0].noise_share must be a number",
+    ),
     "nested": (
         lambda about: about["layers"][0]["weight"]["histogram"].update(counts=[1.5]),
         "report.layers[0].weight.histogram.counts[0] must be an integer",
     ),
     "too many bins": (
         lambda about: about["layers"][0]["weight"]["histogram"].update(counts=[1] * 65),
-        "1 to 64 counts",
+        "expected 1 to 64",
     ),
-    "no width": (lambda about: about["layers"][0]["weight"]["histogram"].update(width=0), "positive width"),
+    "no width": (lambda about: about["layers"][0]["weight"]["histogram"].update(width=0), "width > 0"),
     "negative size": (lambda about: about["sizes"][0].update(nbytes=-1), "expected at least 0"),
-    "damage": (lambda about: about["layers"][0].update(damage=7), "a share from 0 to 1"),
-    "nan damage": (lambda about: about["layers"][0].update(damage="nan"), "a share from 0 to 1"),
+    "noise share": (lambda about: about["layers"][0].update(noise_share=7), "a share from 0 to 1"),
+    "nan noise share": (lambda about: about["layers"][0].update(noise_share="nan"), "a share from 0 to 1"),
     "half a character": (lambda about: about.update(title="\ud800"), "report.title must be text of whole"),
     "half a key": (lambda about: about["output_sqnr_db"].update({"\ud800": 1.0}), "must be text of whole"),
     "pair": (lambda about: about.update(facts=[["a"]]), "report.facts[0] must be a list of 2"),
@@ -101,6 +104,18 @@ def test_other_texts_are_refused(text, said):
 def test_text_that_is_too_large_is_refused():
     with pytest.raises(FileFormatError, match=f"at most {TEXT_LIMIT}"):
         qr.Report.from_json(" " * (TEXT_LIMIT + 1))
+
+
+def test_notebooks_show_reports_and_comparisons_as_tables(page):
+    assert "\n" not in repr(page)
+    text = page._repr_html_()
+    assert text.count("<tr>") == 1 + len(page.layers)
+    assert "small &amp; &lt;b&gt;bold" in text
+    assert "<b>" not in text
+    both = qr.compare(page, page)
+    assert repr(both) == f"<Comparison of {page.title!r} and {page.title!r}: {len(page.layers)} layers>"
+    assert both._repr_html_().count("<tr>") == 1 + len(page.layers)
+    assert "<b>" not in both._repr_html_()
 
 
 def test_files_of_both_kinds_come_back(page, tmp_path):
@@ -248,12 +263,12 @@ def test_other_codes_are_a_change(page):
 def test_reports_without_a_common_layer(page):
     other = replace(page, layers=tuple(replace(layer, name=f"other {layer.name}") for layer in page.layers))
     both = qr.compare(page, other)
-    assert not both.is_of_one_origin
+    assert not both.has_common_layers
     assert str(both).splitlines()[2] == "the two models share no layer names: were both made from the same float model?"
     assert "share no layer names" in both.to_html()
-    assert not json.loads(both.to_json())["is_of_one_origin"]
+    assert not json.loads(both.to_json())["has_common_layers"]
     assert "in common" not in qr.compare(page, page).to_html()
-    assert qr.compare(page, replace(page, layers=())).is_of_one_origin
+    assert qr.compare(page, replace(page, layers=())).has_common_layers
 
 
 def summary_rows(html):
@@ -261,29 +276,29 @@ def summary_rows(html):
 
 
 def test_comparison_leaves_out_what_neither_knows(page):
-    everything = ["Size", "Output SQNR", "Agreement", "Layers quantized", "Layers in integers", "Recipe"]
+    everything = ["Size", "Output SQNR", "Top-1 agreement", "Layers quantized", "Layers on integer kernels", "Recipe"]
     known = replace(page, agreement=0.5)
     assert summary_rows(qr.compare(known, page).to_html()) == [*everything, "Verified"]
     bare = qr.Report("bare", None, 8)
-    assert summary_rows(qr.compare(bare, bare).to_html()) == ["Size", "Layers quantized", "Layers in integers"]
+    assert summary_rows(qr.compare(bare, bare).to_html()) == ["Size", "Layers quantized", "Layers on integer kernels"]
 
 
 def test_the_worst_output_is_the_one_that_counts(page):
     several = replace(page, output_sqnr_db={"a": 40.0, "b": 12.5, "c": math.inf})
     assert (several.worst_output, several.sqnr_db) == ("b", 12.5)
     text = several.to_html()
-    assert '<span class="big">12.5 dB</span><span class="note">the worst, b, against ' in text
+    assert '<span class="big">12.5 dB</span><span class="note">worst output b, compared with ' in text
     assert "12.5 dB" in str(several)
     assert replace(page, output_sqnr_db={"a": 1.0, "b": math.nan}).worst_output == "b"
     assert replace(page, output_sqnr_db={}).sqnr_db is None
 
 
 def test_codes_moved_are_no_codes_that_differ(page):
-    """From end to end codes move without a fault; the verdict is about parts that get the same input."""
+    """End to end, codes may differ; verification compares parts that get the same input."""
     text = page.to_html()
     assert "12,345 codes compared, none differ" in text.partition("<dt>Verified</dt>")[2][:200]
-    runs = text.partition("<h3>From end to end</h3>")[2].partition("</table>")[0]
-    assert "Codes moved by another order of sums" in runs
+    runs = text.partition("<h3>End to end</h3>")[2].partition("</table>")[0]
+    assert "Codes changed by accumulation order" in runs
     assert "Codes that differ" not in runs
 
 
@@ -306,7 +321,7 @@ def test_infinite_figures_have_no_change():
 
 
 def test_comparison_takes_reports(page, tmp_path):
-    with pytest.raises(DtypeError, match="compare takes two reports, got str"):
+    with pytest.raises(DtypeError, match="got str, expected two reports"):
         qr.compare(page, "page.json")
     qr.compare(page, page).save(tmp_path / "both.html")
     qr.compare(page, page).save(tmp_path / "both.json")

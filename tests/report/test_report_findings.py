@@ -11,7 +11,7 @@ from report_models import feeds, float_model, made_mix, made_sensitivity, made_v
 import detent.report as qr
 import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
-from detent.report.document import option_of
+from detent.report.document import matching_candidate
 
 # Options
 
@@ -29,35 +29,35 @@ from detent.report.document import option_of
         ("unknown", ("int8/axis0",), ""),
     ],
 )
-def test_option_of_a_spec(spec, options, expected):
-    assert option_of(spec, options) == expected
+def test_matching_candidate_a_spec(spec, options, expected):
+    assert matching_candidate(spec, options) == expected
 
 
-def test_damage_is_that_of_the_option_a_layer_has(tmp_path):
+def test_noise_share_is_that_of_the_option_a_layer_has(tmp_path):
     model, path, result = quantized(tmp_path, "w8a16")
     found = qs.measure(model, feeds(), widths=(2, 8))
     page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
     noise = {layer.name: layer.noise["int8/axis0"] for layer in found.layers}
     total = sum(noise.values())
-    assert page.damage_basis == "sensitivity"
-    assert {layer.name: layer.damage for layer in page.layers} == {
+    assert page.noise_share_basis == "sensitivity"
+    assert {layer.name: layer.noise_share for layer in page.layers} == {
         name: pytest.approx(value / total, rel=1e-3) for name, value in noise.items()
     }
 
 
-def test_layers_of_no_measured_option_have_no_damage_by_it(tmp_path):
+def test_layers_of_no_measured_option_have_no_noise_share_by_it(tmp_path):
     model, path, result = quantized(tmp_path, "w8a16")
     found = qs.measure(model, feeds(), widths=(2, 4))
     page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
-    assert page.damage_basis == "output"
+    assert page.noise_share_basis == "output"
 
 
-def test_damage_of_a_recipe_that_was_measured(tmp_path):
+def test_noise_share_of_a_recipe_that_was_measured(tmp_path):
     model, path, result = quantized(tmp_path)
     found = qs.measure(model, feeds(), "w8a8")
     page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
-    assert page.damage_basis == "sensitivity"
-    assert all(layer.damage is not None for layer in page.layers if layer.is_quantized)
+    assert page.noise_share_basis == "sensitivity"
+    assert all(layer.noise_share is not None for layer in page.layers if layer.is_quantized)
 
 
 # Names
@@ -160,5 +160,5 @@ def test_hostile_verification_and_sensitivity(path, value):
 
 def test_version_1_is_refused():
     document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
-    with pytest.raises(FileFormatError, match="has version 1, this detent reads 3: make it again"):
+    with pytest.raises(FileFormatError, match="has version 1, this version of detent reads 4: build it again"):
         qr.Report.from_json(json.dumps(document))

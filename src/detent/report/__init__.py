@@ -1,8 +1,7 @@
-"""The report: what quantization did to a model, layer by layer, as one HTML page and as JSON. Imported as ``qr``.
+"""Reports on quantized models, layer by layer, as a single HTML file and as JSON. Import as ``qr``.
 
-``build`` looks at a quantized file, ``build_from_evaluation`` at one that ``detent.evaluate`` has evaluated, and
-``compare`` puts two reports side by side. ``import detent.report`` loads nothing heavy: ONNX comes with ``build``,
-Jinja with the first page.
+``build`` reports on a quantized file, ``build_from_evaluation`` on one that ``detent.evaluate`` has evaluated, and
+``compare`` compares two reports. ``import detent.report`` is light: ``build`` imports ONNX, ``to_html`` imports Jinja.
 """
 
 from detent.report.builder import build, build_from_evaluation

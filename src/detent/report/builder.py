@@ -1,4 +1,4 @@
-"""Builders of reports: from a quantized file, or from its evaluation. ONNX is imported when one is called."""
+"""Builders of reports, from a quantized file or from its evaluation. ONNX is imported when one is called."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "build_from_evaluation"]
 
-EVALUATION_BATCHES = 4  # whose activations are looked at
+EVALUATION_BATCHES = 4  # held-out batches on which activations are measured
 
 
-def build(  # noqa: PLR0913 - all that may be known of a model
+def build(  # noqa: PLR0913 - all optional inputs of a report
     artifact: "ModelSource",
     data: "BatchSource | None" = None,
     *,
@@ -36,59 +36,62 @@ def build(  # noqa: PLR0913 - all that may be known of a model
     tables: Sequence[Table] = (),
     command: str = "",
 ) -> Report:
-    """Look at a quantized file: its weights, what goes through its quantizers, and how far it is from the float model.
+    """Build the report of a quantized file: statistics of weights and activations, and accuracy by layer.
 
     Args:
-        artifact: a quantized ONNX file, of ``qo.quantize``, ``qt.export_onnx`` or another program.
-        data: batches, of which the first eight are run once; without them, nothing is known of activations.
-        source: the float model that it was made from; without it, and without ``result``, nothing is compared.
-        result: what ``qo.quantize`` returned: specs, reasons, and the float model after equalizing and smoothing.
-        verification: what ``dt.verify`` returned.
-        sensitivity: what ``qs.measure`` returned; ranks layers by the noise that each causes alone.
-        mix: what ``choose`` returned.
-        title: of the report; the file's name by default.
-        facts, tables: labels, texts and tables for the summary.
-        command: the command line that made the file.
+        artifact: a quantized ONNX file, from ``qo.quantize``, ``qt.export_onnx`` or another tool.
+        data: batches; activations are measured on the first eight. Without data there are no statistics of activations.
+        source: the float model; without it and without ``result`` nothing is compared with float.
+        result: the report of ``qo.quantize``, with specs, reasons, and the float model after accuracy passes.
+        verification: the result of ``dt.verify``.
+        sensitivity: the result of ``qs.measure``; layers are then ranked by it.
+        mix: the mix that ``Sensitivity.choose`` returned.
+        title: title of the report; the name of the file by default.
+        facts: further labels and texts for the summary.
+        tables: further tables for the summary.
+        command: command line that produced the file.
 
     Raises:
         FileFormatError, UnsupportedError: the file cannot be read, or is not quantized.
-        SpecError, ShapeError, DtypeError: data that do not fit the model.
+        SpecError, ShapeError, DtypeError: the data do not fit the model.
 
     >>> import tempfile, numpy as np, detent.onnx as qo, detent.report as qr
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[1,2] x) => (float[1,1] y) <float[2,1] w = {3.0, -1.0}> { [fc] y = MatMul(x, w) }''')
     >>> data = [np.float32([[2.0, 0.5]])]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = qo.quantize(model, f"{folder}/small.onnx", data)
-    ...     page = qr.build(f"{folder}/small.onnx", data, source=model, result=result)
-    >>> page.title, page.layers[0].name, page.layers[0].weight.codes_available, page.layers[0].status
-    ('small.onnx', 'fc', 255, 'integers')
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result = qo.quantize(model, f"{directory}/small.onnx", data)
+    ...     report = qr.build(f"{directory}/small.onnx", data, source=model, result=result)
+    >>> report.title, report.layers[0].name, report.layers[0].weight.codes_available, report.layers[0].status
+    ('small.onnx', 'fc', 255, 'integer')
     """
     from detent.report.contents import ReportInputs, measure_report  # noqa: PLC0415 - imports ONNX
 
     if verification is not None and not isinstance(verification, VerifyReport):
-        raise DtypeError(f"verification is what dt.verify returns, got {type(verification).__name__}")
+        raise DtypeError(f"got verification of type {type(verification).__name__}, expected the result of dt.verify")
     for table in tables:
         if not isinstance(table, Table):
-            raise DtypeError(f"tables holds qr.Table(title, columns, rows), got {type(table).__name__}")
-    named = tuple((str(label), str(text)) for label, text in (facts or {}).items())
+            raise DtypeError(f"got {type(table).__name__} in tables, expected qr.Table(title, columns, rows)")
+    labels = tuple((str(label), str(text)) for label, text in (facts or {}).items())
     path = artifact if isinstance(artifact, str | PathLike) else getattr(artifact, "path", None)
     name = title or ("model in memory" if path is None else Path(path).name)
-    given = ReportInputs(source, result, verification, sensitivity, mix, str(name), named, tuple(tables), str(command))
-    return measure_report(artifact, data, given)
+    inputs = ReportInputs(
+        source, result, verification, sensitivity, mix, str(name), labels, tuple(tables), str(command)
+    )
+    return measure_report(artifact, data, inputs)
 
 
 def build_from_evaluation(evaluation: "Evaluation", *, command: str = "") -> Report:
-    """Build the report of a model that ``detent.evaluate`` has evaluated; its metrics are those of the evaluation.
+    """Build the report of a model that ``detent.evaluate`` has evaluated, with the metrics of the evaluation.
 
     >>> import tempfile, numpy as np, detent.evaluate as qe, detent.report as qr
     >>> from onnx import parser
     >>> model = parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
     ...     g (float[N,2] x) => (float[N,1] y) <float[2,1] w = {3.0, -1.0}> { [fc] y = MatMul(x, w) }''')
     >>> data = [np.float32([[i, 0.5]]) for i in range(20)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     evaluation = qe.quantize_and_evaluate(model, f"{folder}/small.onnx", data)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     evaluation = qe.quantize_and_evaluate(model, f"{directory}/small.onnx", data)
     ...     report = qr.build_from_evaluation(evaluation)
     >>> report.output_sqnr_against
     'the float model, on 2 held-out batches'

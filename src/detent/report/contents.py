@@ -1,6 +1,6 @@
-"""Contents of a report, assembled from the quantized file, from what is known of it, and from a run over data.
+"""Contents of a report, assembled from the quantized file, the optional inputs and a run over data.
 
-``tensor_stats`` measures weights and activations, ``file_layers`` finds the layers; nothing is measured here.
+``tensor_stats`` measures weights and activations, ``file_layers`` lists the layers; this module combines them.
 """
 
 import platform
@@ -33,7 +33,7 @@ from detent.report.document import (
     Status,
     Table,
     Tensor,
-    option_of,
+    matching_candidate,
     short,
 )
 from detent.report.file_layers import FileLayer, find_layers, kernels_by_layer, origin_of
@@ -51,8 +51,8 @@ from detent.verification.verify_report import VerifyReport
 
 __all__ = ["BATCHES", "ReportInputs", "measure_report"]
 
-BATCHES = 8
-PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")
+BATCHES = 8  # for activation statistics
+PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # whose versions a report lists
 
 
 @dataclass(frozen=True)
@@ -70,76 +70,77 @@ class ReportInputs:
     command: str = ""
 
 
-def measure_report(source: ModelSource, data: BatchSource | None, given: ReportInputs) -> Report:
+def measure_report(source: ModelSource, data: BatchSource | None, inputs: ReportInputs) -> Report:
     """Build the report of a file."""
     model = load_model(source)
     artifact, size = open_quantized(model), model.nbytes
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
         batches = open_batches(data, model.inputs)
-        batches.check_first()  # fail before anything takes long
+        batches.check_first()  # fail early
     file_layers = find_layers(artifact)
-    reference = _reference(given)
-    weights = _Weights(artifact, file_layers, reference, given.result)
+    reference = _reference(inputs)
+    weights = _Weights(artifact, file_layers, reference, inputs.result)
     feeds = () if batches is None else islice(iter(batches), BATCHES)
-    beside = reference if batches is not None else None
-    activations = measure_activations(artifact, feeds, beside, weights.comparable())
-    kernels, unknown = _kernels(artifact, file_layers, given.result)
-    layers = _layers(artifact, file_layers, weights, activations, kernels, given.result)
-    layers, basis = _ranked(layers, {} if given.sensitivity is None else _alone(given.sensitivity, given.mix, layers))
-    sqnr, against = _output_sqnr(given, activations)
-    agreement = None if given.verification is None else given.verification.agreement
+    float_model = reference if batches is not None else None
+    activations = measure_activations(artifact, feeds, float_model, weights.comparable())
+    kernels, kernel_notes = _kernels(artifact, file_layers, inputs.result)
+    layers = _layers(artifact, file_layers, weights, activations, kernels, inputs.result)
+    noise = {} if inputs.sensitivity is None else _sensitivity_noise(inputs.sensitivity, inputs.mix, layers)
+    layers, basis = _ranked(layers, noise)
+    sqnr, against = _output_sqnr(inputs, activations)
+    agreement = None if inputs.verification is None else inputs.verification.agreement
     return Report(
-        title=given.title,
-        nbytes_before=_nbytes_before(given),
+        title=inputs.title,
+        nbytes_before=_nbytes_before(inputs),
         nbytes_after=size,
         layers=layers,
         others=_others(artifact, file_layers, activations),
         sizes=sizes,
-        damage_basis=basis,
+        noise_share_basis=basis,
         output_sqnr_db=sqnr,
         output_sqnr_against=against,
         agreement=activations.agreement if agreement is None else agreement,
         batches=activations.batches,
-        facts=given.facts,
-        tables=given.tables,
-        sensitivity=given.sensitivity,
-        mix=given.mix,
-        verification=given.verification,
-        reproduction=_reproduction(model, artifact, given),
-        steps=() if given.result is None else (*given.result.steps, *given.result.hints),
-        notes=tuple(dict.fromkeys((*artifact.notes, *activations.notes, *unknown))),
+        facts=inputs.facts,
+        tables=inputs.tables,
+        sensitivity=inputs.sensitivity,
+        mix=inputs.mix,
+        verification=inputs.verification,
+        reproduction=_reproduction(model, artifact, inputs),
+        steps=() if inputs.result is None else (*inputs.result.steps, *inputs.result.hints),
+        notes=tuple(dict.fromkeys((*artifact.notes, *activations.notes, *kernel_notes))),
     )
 
 
 def _kernels(
     artifact: QuantizedGraph, file_layers: list[FileLayer], result: QuantizeReport | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The kernels, and why they are not known: a file may be made for another runtime."""
+    """Return the kernel of each layer, and notes if ONNX Runtime cannot load the file."""
     kernels = {} if result is None else {line.name: line.kernel for line in result.layers if line.kernel}
     if all(layer.weight is None or layer.name in kernels for layer in file_layers):
         return kernels, ()
     try:
         return {**kernels_by_layer(artifact, file_layers), **kernels}, ()
     except UnsupportedError as error:
-        return kernels, (f"the kernels of layers are not known: {error}",)
+        return kernels, (f"the kernels of layers are unknown: {error}",)
 
 
-def _reference(given: ReportInputs) -> ModelProto | None:
-    """The float model: as it was after equalizing and smoothing where that is known, as it was given otherwise."""
-    if given.result is not None:
-        return given.result.plan.model
-    return None if given.source is None else load(given.source)
+def _reference(inputs: ReportInputs) -> ModelProto | None:
+    """Return the float model to compare with: after accuracy passes if there is a ``result``, or else the source."""
+    if inputs.result is not None:
+        return inputs.result.plan.model
+    return None if inputs.source is None else load(inputs.source)
 
 
-def _nbytes_before(given: ReportInputs) -> int | None:
-    if given.result is not None:
-        return given.result.nbytes_before
-    return None if given.source is None else load_model(given.source).nbytes
+def _nbytes_before(inputs: ReportInputs) -> int | None:
+    if inputs.result is not None:
+        return inputs.result.nbytes_before
+    return None if inputs.source is None else load_model(inputs.source).nbytes
 
 
 class _Weights:
-    """The weights of all layers, measured once."""
+    """Statistics of all weights, measured once."""
 
     def __init__(
         self,
@@ -152,21 +153,21 @@ class _Weights:
         floats = None if reference is None else FloatWeights(Graph(reference))
         specs = {} if result is None else {line.name: line.weight for line in result.plan.layers}
         self.tensors: dict[str, Tensor] = {}
-        self._same: set[str] = set()
+        self._unchanged: set[str] = set()  # layers whose weight was only rounded
         for layer in file_layers:
             if layer.weight is None:
                 continue
             expected = None if floats is None else floats.of(node_name(layer.node), layer.node.op_type)
-            self.tensors[layer.name], is_same = measure_weight(layer.weight, expected, specs.get(layer.name))
-            if is_same:
-                self._same.add(layer.name)
+            self.tensors[layer.name], is_unchanged = measure_weight(layer.weight, expected, specs.get(layer.name))
+            if is_unchanged:
+                self._unchanged.add(layer.name)
 
     def comparable(self) -> list[str]:
-        """The results that mean the same in both models: those of layers whose weights were not scaled or trained."""
+        """Return the tensors that can be compared with float: outputs of layers whose weight was only rounded."""
         return [
             layer.output
             for layer in self._layers
-            if layer.output and (self._prepared or layer.name in self._same or layer.output in self._outputs)
+            if layer.output and (self._prepared or layer.name in self._unchanged or layer.output in self._outputs)
         ]
 
 
@@ -198,10 +199,10 @@ def _layer(
     kernel: str,
     line: LayerReport | None,
 ) -> Layer:
-    status: Status = "float" if not layer.is_quantized else "integers" if kernel in INTEGER_KERNELS else "quantized"
+    status: Status = "float" if not layer.is_quantized else "integer" if kernel in INTEGER_KERNELS else "quantized"
     reason = ""
     if not layer.is_quantized:
-        reason = (line.reason if line is not None else "") or layer.reason or "no quantizer in the file"
+        reason = (line.reason if line is not None else "") or layer.reason or "not quantized in the file"
     activation = None if layer.quantizer is None else activations.tensors.get(layer.quantizer.node)
     if activation is not None and line is not None and line.input:
         activation = replace(activation, spec=line.input)
@@ -223,69 +224,71 @@ def _layer(
 
 
 def _others(artifact: QuantizedGraph, file_layers: list[FileLayer], activations: ActivationStats) -> tuple[Tensor, ...]:
-    """Quantizers that no layer reads: of additions, concatenations and the like."""
-    taken = {layer.quantizer.node for layer in file_layers if layer.quantizer is not None}
+    """Return quantized activations that no layer reads, such as inputs of Add and Concat."""
+    read = {layer.quantizer.node for layer in file_layers if layer.quantizer is not None}
     return tuple(
         activations.tensors.get(each.node) or QuantizerStats(artifact, each).result()
         for each in artifact.quantize_nodes
-        if each.node not in taken
+        if each.node not in read
     )
 
 
-def _ranked(layers: tuple[Layer, ...], alone: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
-    """Layers by damage, worst first: by one measure for all of them, the best that there is."""
+def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
+    """Sort layers by noise share, largest first, with the first basis that has any noise."""
     measures: dict[Basis, dict[str, float]] = {
-        "sensitivity": alone,
+        "sensitivity": sensitivity,
         "output": _noise({each.name: each.output_sqnr_db for each in layers}),
         "weight": _noise({each.name: each.weight.sqnr_db for each in layers if each.weight is not None}),
         "input": _noise({each.name: each.input.sqnr_db for each in layers if each.input is not None}),
     }
     names = {each.name for each in layers if each.is_quantized}
     for basis, noise in measures.items():
-        known = {name: value for name, value in noise.items() if name in names and np.isfinite(value)}
-        total = sum(known.values())
+        finite = {name: value for name, value in noise.items() if name in names and np.isfinite(value)}
+        total = sum(finite.values())
         if total > 0:
-            shares = {name: short(value / total) for name, value in known.items()}
-            shared = [replace(each, damage=shares.get(each.name)) for each in layers]
-            # Those that are not known come last, those in float after them.
-            shared.sort(key=lambda each: (not each.is_quantized, -1.0 if each.damage is None else -each.damage - 2.0))
-            return tuple(shared), basis
+            shares = {name: short(value / total) for name, value in finite.items()}
+            ranked = [replace(each, noise_share=shares.get(each.name)) for each in layers]
+            # Quantized layers without a share come after those with one, layers in float come last.
+            ranked.sort(
+                key=lambda each: (not each.is_quantized, -1.0 if each.noise_share is None else -each.noise_share - 2.0)
+            )
+            return tuple(ranked), basis
     return tuple(sorted(layers, key=lambda each: not each.is_quantized)), "none"
 
 
 def _noise(sqnr_db: Mapping[str, float | None]) -> dict[str, float]:
-    """Relative noise power of those whose SQNR is known."""
+    """Convert SQNR in dB to relative noise power; None is left out."""
     return {name: float(10 ** (-db / 10)) for name, db in sqnr_db.items() if db is not None}
 
 
-def _alone(sensitivity: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
-    """The noise of each layer with the option that it has: that of the mix, the recipe's, or that of its spec."""
+def _sensitivity_noise(sensitivity: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
+    """Return the measured noise of each layer with the candidate of the mix, of the recipe, or of its spec."""
     specs = {each.name: each.weight.spec for each in layers if each.weight is not None}
     noise = {}
     for each in sensitivity.layers:
         if mix is not None:
             option = mix.options.get(each.name, "")
-        elif sensitivity.recipe is not None:  # its only option is what the recipe says of it
+        elif sensitivity.recipe is not None:  # the recipe is the only candidate
             option = next(iter(each.noise), "")
         else:
-            option = option_of(specs.get(each.name, ""), tuple(each.noise))
+            option = matching_candidate(specs.get(each.name, ""), tuple(each.noise))
         if option in each.noise:
             noise[each.name] = short(float(each.noise[option]))
     return noise
 
 
-def _output_sqnr(given: ReportInputs, activations: ActivationStats) -> tuple[dict[str, float], str]:
-    if given.result is not None and given.result.outputs_sqnr_db:
-        return {name: short(db) for name, db in given.result.outputs_sqnr_db.items()}, "the float model"
+def _output_sqnr(inputs: ReportInputs, activations: ActivationStats) -> tuple[dict[str, float], str]:
+    if inputs.result is not None and inputs.result.outputs_sqnr_db:
+        return {name: short(db) for name, db in inputs.result.outputs_sqnr_db.items()}, "the float model"
     if activations.outputs:
         return dict(activations.outputs), "the float model"
-    run = None if given.verification is None else given.verification.end_to_end.get("optimized")
+    run = None if inputs.verification is None else inputs.verification.end_to_end.get("optimized")
     if run is not None and run.output_sqnr_db:
-        return {name: short(db) for name, db in run.output_sqnr_db.items()}, "what it was verified with"
+        return {name: short(db) for name, db in run.output_sqnr_db.items()}, "the source of the verification"
     return {}, ""
 
 
-def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: ReportInputs) -> Reproduction:
+def _reproduction(model: LoadedModel, artifact: QuantizedGraph, inputs: ReportInputs) -> Reproduction:
     provenance = artifact.provenance or Provenance()
     recipe, toml = _recipe(provenance.recipe)
     versions = {"detent": detent.__version__, "python": platform.python_version()}
@@ -299,16 +302,16 @@ def _reproduction(model: LoadedModel, artifact: QuantizedGraph, given: ReportInp
         toml,
         provenance.data,
         "" if model.path is None else _sha256(model.path),
-        given.command,
+        inputs.command,
         versions,
         platform.machine(),
         native.current_level(),
-        origin_of(artifact) if given.result is None else "onnx",
+        origin_of(artifact) if inputs.result is None else "onnx",
     )
 
 
 def _recipe(text: str) -> tuple[str, str]:
-    """The name of a recipe and its TOML; of one that cannot be read, its text."""
+    """Return name and TOML of a recipe; if it cannot be read, "" and its text."""
     if not text:
         return "", ""
     try:

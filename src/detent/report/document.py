@@ -1,9 +1,7 @@
-"""Report: everything that is known of a quantized model, as a value that JSON and a page can hold.
+"""Report: all statistics and metrics of a quantized model, as a value that can be written as JSON and HTML.
 
-Verification and sensitivity are held as ``dt.verify`` and ``qs.measure`` returned them. None stands for what is not
-known: without data there is no clip fraction, without the float weight no SQNR of a weight. Nothing is guessed.
-
-JSON has version 2; version 1, which held copies of the verification and the sensitivity, is refused.
+It contains the results of ``dt.verify`` and ``qs.measure``. Unknown values are None, never estimates: without data
+there is no clip fraction, without the float weight there is no SQNR of a weight.
 """
 
 import json
@@ -22,7 +20,7 @@ from detent.metrics import worst_output
 from detent.recipe import RECIPE_LEAF, Recipe
 from detent.sensitivity.layer_noise import Mix, Sensitivity
 from detent.spec import QuantSpec
-from detent.tables import table_lines
+from detent.tables import html_table, table_lines
 from detent.verification.verify_report import Difference, Kernel, VerifyReport
 
 __all__ = [
@@ -35,28 +33,34 @@ __all__ = [
     "Table",
     "Tensor",
     "check_suffix",
-    "option_of",
+    "matching_candidate",
     "short",
-    "write_page",
+    "write_report",
 ]
 
-Status = Literal["integers", "quantized", "float"]
+Status = Literal["integer", "quantized", "float"]
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
-BINS = 64
-DIGITS = 6
-VERSION, KIND = 3, "detent-report"
+BINS = 64  # of a histogram
+DIGITS = 6  # significant digits of numbers in a report
+VERSION, KIND = 4, "detent-report"
 ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
 MAX_LAYERS_SHOWN = MAX_CHARS_SHOWN = 20
 
 
 def short(value: float) -> float:
-    """A number with as many digits as a report shows at most."""
+    """Round a number to the significant digits of a report."""
     return float(f"{value:.{DIGITS}g}")
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts in at most 64 bins of one width, of "values", or of "codes" less their zero point.
+    """Counts in at most 64 bins of equal width.
+
+    Attributes:
+        low: lower edge of the first bin.
+        width: width of a bin.
+        counts: count of each bin.
+        of: what is counted: "values", or "codes" minus their zero point.
 
     >>> Histogram(-1.0, 0.5, (1, 3, 2, 2)).high
     1.0
@@ -69,31 +73,34 @@ class Histogram:
 
     def __post_init__(self) -> None:
         if not 0 < len(self.counts) <= BINS or min(self.counts) < 0:
-            raise SpecError(f"a histogram has 1 to {BINS} counts of at least 0, got {len(self.counts)}")
+            raise SpecError(f"got {len(self.counts)} counts of a histogram, expected 1 to {BINS}, each at least 0")
         if not (0 < self.width < 1e300 and abs(self.low) < 1e300):
-            raise SpecError(f"a histogram has a finite start and a positive width, got {self.low} and {self.width}")
+            raise SpecError(f"got low={self.low} and width={self.width}, expected finite numbers and width > 0")
 
     @property
     def high(self) -> float:
-        """Where the last bin ends."""
+        """Upper edge of the last bin."""
         return self.low + self.width * len(self.counts)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What is known of a weight or an activation and its quantizer.
+    """Statistics of a weight or an activation, and its quantization.
 
     Attributes:
-        shape: of a weight; () of activations, whose shapes vary.
-        elements: how many were looked at.
-        minimum, maximum: of the values that were seen; of weights as they are decoded.
-        clip_low, clip_high: the quantizer's range in the units of the histogram, if it is the same for all elements.
-        sqnr_db: of quantizing this tensor alone.
-        clip_fraction: the share of elements beyond the range.
-        code_low, code_high: the smallest and the largest code that occur, less the zero point.
-        digest: of codes, scales and zero points of a weight.
-        scales: how many there are.
-        histogram: of the values of activations, of the codes of weights.
+        spec: how it is quantized.
+        shape: shape of a weight; () for activations, whose shapes vary.
+        elements: number of elements measured.
+        minimum, maximum: smallest and largest value; for weights after dequantization.
+        clip_low, clip_high: clipping range in the units of the histogram; None if elements have different ranges.
+        sqnr_db: SQNR of quantizing this tensor.
+        clip_fraction: share of elements outside the clipping range.
+        codes_used, codes_available: number of different codes that occur, and that exist.
+        code_low, code_high: smallest and largest code that occurs, minus the zero point.
+        digest: SHA-256 of a weight's codes, scales and zero points.
+        scales: number of scales.
+        histogram: histogram of an activation's values, or of a weight's codes.
+        note: further information.
 
     >>> Tensor("w", "uint8/axis0", code_low=-8, code_high=7).codes_text
     'codes -8..7'
@@ -120,30 +127,33 @@ class Tensor:
 
     @property
     def code_usage(self) -> float | None:
-        """The share of the codes that occur."""
+        """Share of the available codes that occur."""
         return self.codes_used / self.codes_available if self.codes_used is not None and self.codes_available else None
 
     @property
     def codes_text(self) -> str:
-        """The codes that occur, from the smallest to the largest; "" where they are not known."""
+        """Smallest and largest code as text; "" if unknown."""
         return "" if self.code_low is None or self.code_high is None else f"codes {self.code_low}..{self.code_high}"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What became of one layer.
+    """Statistics of one layer.
 
     Attributes:
-        name, type: of its node, or of its module where it comes from PyTorch.
-        status: "integers" where the runtime computes with integers, "quantized" where it decodes and computes in
-            float, "float" where it was kept in float.
-        kernel: the operator that computes it in ONNX Runtime on this machine.
+        name, type: name and type of the node, or of the module if the file was exported from PyTorch.
+        status: "integer" if it runs on an integer kernel, "quantized" if it is dequantized and computed in float,
+            "float" if it was kept in float.
+        kernel: operator that runs the layer in ONNX Runtime on this machine.
         reason: why it was kept in float.
-        output_sqnr_db: of what it computes, beside the float model, with all layers before it quantized too.
-        damage: its share of the noise, by what ``Report.damage_basis`` says.
-        nbytes_float, nbytes: of its weight in float32, and in the file with its scales.
+        note: further information.
+        weight, input: statistics of its weight and of its input.
+        output_sqnr_db: SQNR of its output compared with the float model, with all earlier layers quantized.
+        noise_share: its share of the noise of all layers; ``Report.noise_share_basis`` says which noise.
+        nbytes_float: bytes of its weight in float32.
+        nbytes: bytes of its weight in the file, with scales and zero points.
 
-    >>> Layer("fc", "MatMul", "integers", kernel="QGemm").is_quantized
+    >>> Layer("fc", "MatMul", "integer", kernel="QGemm").is_quantized
     True
     """
 
@@ -156,13 +166,15 @@ class Layer:
     weight: Tensor | None = None
     input: Tensor | None = None
     output_sqnr_db: float | None = None
-    damage: float | None = None
+    noise_share: float | None = None
     nbytes_float: int | None = None
     nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.damage is not None and not 0 <= self.damage <= 1:
-            raise SpecError(f"the damage of layer {self.name!r} is a share from 0 to 1, got {self.damage}")
+        if self.noise_share is not None and not 0 <= self.noise_share <= 1:
+            raise SpecError(
+                f"the noise share of layer {self.name!r} must be a share from 0 to 1, got {self.noise_share}"
+            )
 
     @property
     def is_quantized(self) -> bool:
@@ -172,19 +184,19 @@ class Layer:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a part of the file."""
+    """Size of a part of the file, in bytes."""
 
     name: str
     nbytes: int
 
     def __post_init__(self) -> None:
         if self.nbytes < 0:
-            raise SpecError(f"the part {self.name!r} has {self.nbytes} bytes, expected at least 0")
+            raise SpecError(f"got {self.nbytes} bytes for the part {self.name!r}, expected at least 0")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a user's own, which the summary shows; a column of numbers is set flush right.
+    """A table that a user adds to the summary; columns of numbers are aligned right.
 
     >>> Table("Accuracy", ("model", "top 1"), (("float",),))
     Traceback (most recent call last):
@@ -210,19 +222,22 @@ class Table:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What it takes to make the same file again.
+    """Everything needed to produce the file again.
 
     Attributes:
-        made_by: the version of detent that wrote the file; "" where another program did.
+        written_by: version of detent that wrote the file; "" if another tool did.
+        target: target of the quantization.
         recipe, recipe_toml: name and text of the recipe.
-        data: a hash of the calibration data.
-        sha256: of the file.
-        versions: of the packages that made this report.
-        machine, level: the processor family, and the instruction set of the kernels.
-        origin: "onnx" of files that ``qo.quantize`` wrote, "torch" of those of ``qt.export_onnx``.
+        data: hash of the calibration data.
+        sha256: hash of the file.
+        command: command line that produced the file.
+        versions: versions of the packages that built this report.
+        machine: processor family.
+        instruction_set: instruction set of detent's kernels.
+        origin: "onnx" for files from ``qo.quantize``, "torch" for files from ``qt.export_onnx``, or "other".
     """
 
-    made_by: str = ""
+    written_by: str = ""
     target: str = ""
     recipe: str = ""
     recipe_toml: str = ""
@@ -231,24 +246,24 @@ class Reproduction:
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     machine: str = ""
-    level: str = ""
+    instruction_set: str = ""
     origin: Literal["onnx", "torch", "other"] = "other"
 
 
-def option_of(spec: str, options: Sequence[str]) -> str:
-    """The option that a weight of that spec was measured with, "" where there is none, or no telling which.
+def matching_candidate(spec: str, options: Sequence[str]) -> str:
+    """Return the candidate that a weight with that spec was measured with; "" if none or several match.
 
-    Options are as a user says them, the spec is as the layer has it: its axis is the one of the layer's outputs, and
-    it says all that options leave out.
+    The spec of a layer is complete and has the layer's own axis; candidates are short texts, as users write them.
     """
-    own = _parsed(spec)
-    if own is None:
+    layer_spec = _parsed(spec)
+    if layer_spec is None:
         return ""
     parsed = {option: each for option in options if (each := _parsed(option)) is not None}
-    like = [option for option, each in parsed.items() if _key(each) == _key(own)]
-    if len(like) > 1:  # symmetric and affine ones, say
-        like = [option for option in like if replace(parsed[option], granularity=own.granularity) == own]
-    return like[0] if len(like) == 1 else ""
+    matches = [option for option, each in parsed.items() if _key(each) == _key(layer_spec)]
+    if len(matches) > 1:  # e.g. symmetric and affine candidates
+        granularity = layer_spec.granularity
+        matches = [option for option in matches if replace(parsed[option], granularity=granularity) == layer_spec]
+    return matches[0] if len(matches) == 1 else ""
 
 
 def _parsed(text: str) -> QuantSpec | None:
@@ -259,7 +274,7 @@ def _parsed(text: str) -> QuantSpec | None:
 
 
 def _key(spec: QuantSpec) -> tuple[object, ...]:
-    """The format and how many elements share a scale, wherever they lie."""
+    """Return the format and the kind and size of the granularity, without its axis."""
     granularity = spec.granularity.to_dict()
     return spec.format.name, granularity["kind"], granularity.get("size"), str(granularity.get("sizes"))
 
@@ -272,10 +287,10 @@ def _read_difference(value: object) -> Difference:
     entry = table(value, "a difference", [each.name for each in fields(Difference)])
     index, scalars = entry["index"], {name: each for name, each in entry.items() if name != "index"}
     if not isinstance(index, list) or not all(type(each) is int for each in index):
-        raise FileFormatError("the index of a difference is a list of integers")
+        raise FileFormatError("the index of a difference must be a list of integers")
     for name, each in scalars.items():
         if not isinstance(each, str | int | float | NoneType):
-            raise FileFormatError(f"{name} of a difference is a number or a text, got {type(each).__name__}")
+            raise FileFormatError(f"{name} of a difference must be a number or text, got {type(each).__name__}")
         if isinstance(each, str):
             storable(name, each)
     return Difference(**scalars, index=tuple(index))
@@ -297,27 +312,33 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class Report:
-    """What quantization did to a model; ``build`` makes one, ``str`` is a table of the most sensitive layers.
+    """Report on a quantized model, from ``build``; ``str`` is a table of the most sensitive layers.
 
     Attributes:
-        layers: by damage, worst first; those in float come last.
+        title: title of the report.
+        nbytes_before: size of the float model in bytes; None if unknown.
+        nbytes_after: size of the quantized model in bytes.
+        layers: layers by noise share, largest first; layers in float come last.
         others: quantized activations that no layer reads directly.
-        sizes: what the bytes of the file are.
-        damage_basis: what damage is a share of: the noise at the outputs that a layer causes alone ("sensitivity"), the
-            noise in results ("output"), in weights ("weight") or in inputs ("input"), each relative to its signal.
-        output_sqnr_against: what outputs were compared with.
-        agreement: top-1 agreement.
-        facts, tables: a user's own.
-        sensitivity, mix, verification: as ``qs.measure``, ``choose`` and ``dt.verify`` returned them.
-        steps: what was done to keep the accuracy.
-        notes: what could not be looked at.
+        sizes: sizes of the parts of the file.
+        noise_share_basis: the noise that noise shares are computed from, relative to the signal: at the model's outputs
+            with only that layer quantized ("sensitivity"), in the layer's output ("output"), weight or input.
+        output_sqnr_db: SQNR of each float output.
+        output_sqnr_against: the reference of that SQNR, as text.
+        agreement: top-1 agreement, 0 to 1.
+        batches: number of batches on which activations were measured.
+        facts, tables: labels, texts and tables that a user added to the summary.
+        sensitivity, mix, verification: results of ``qs.measure``, ``Sensitivity.choose`` and ``dt.verify``.
+        reproduction: everything needed to produce the file again.
+        steps: accuracy passes that changed the model.
+        notes: measurements that were not possible, and why.
 
-    >>> page = Report("small", 100, 30, (Layer("fc", "Gemm", "integers", "QGemm", damage=1.0),))
-    >>> print(page)
-    small: 100 -> 30 bytes (0.300), 1 of 1 layers quantized, 1 in integers
-    layer  type  runs as  damage   SQNR   clip
-    fc     Gemm  QGemm    100.0 %  -      -
-    >>> page.counts, Report.from_json(page.to_json()) == page, page.to_html()[:15]
+    >>> report = Report("small", 100, 30, (Layer("fc", "Gemm", "integer", "QGemm", noise_share=1.0),))
+    >>> print(report)
+    small: 100 -> 30 bytes (0.300), 1 of 1 layers quantized, 1 on integer kernels
+    layer  type  runs as  noise share  SQNR   clip
+    fc     Gemm  QGemm    100.0 %      -      -
+    >>> report.counts, Report.from_json(report.to_json()) == report, report.to_html()[:15]
     ((1, 1, 1), True, '<!DOCTYPE html>')
     """
 
@@ -327,7 +348,7 @@ class Report:
     layers: tuple[Layer, ...] = ()
     others: tuple[Tensor, ...] = ()
     sizes: tuple[Size, ...] = ()
-    damage_basis: Basis = "none"
+    noise_share_basis: Basis = "none"
     output_sqnr_db: Mapping[str, float] = field(default_factory=dict)
     output_sqnr_against: str = ""
     agreement: float | None = None
@@ -343,75 +364,77 @@ class Report:
 
     def __post_init__(self) -> None:
         if self.agreement is not None and not 0 <= self.agreement <= 1:
-            raise SpecError(f"agreement is a share from 0 to 1, got {self.agreement}")
+            raise SpecError(f"agreement must be a share from 0 to 1, got {self.agreement}")
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many layers there are, how many are quantized, and how many run in integers."""
+        """Number of layers, of quantized layers, and of layers on integer kernels."""
         quantized = sum(layer.is_quantized for layer in self.layers)
-        return len(self.layers), quantized, sum(layer.status == "integers" for layer in self.layers)
+        return len(self.layers), quantized, sum(layer.status == "integer" for layer in self.layers)
 
     @property
     def worst_output(self) -> str:
-        """The output of the lowest SQNR, "" where nothing was compared."""
+        """Name of the output with the lowest SQNR; "" if outputs were not compared."""
         return worst_output(self.output_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
-        """The SQNR of the worst output, None where nothing was compared."""
+        """Lowest SQNR of all outputs; None if outputs were not compared."""
         return self.output_sqnr_db.get(self.worst_output)
 
     def to_json(self) -> str:
-        """Everything, as JSON; figures that are no finite numbers are written as text."""
+        """Serialize to JSON with a version; NaN and infinite numbers are written as text."""
         document = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """The report that ``to_json`` wrote.
+        """Read a report that ``to_json`` wrote; the text is untrusted.
 
         Raises:
-            FileFormatError: no JSON, another version, or keys and values that a report does not have.
+            FileFormatError: not JSON, an unsupported version, or unexpected keys and values.
         """
         document = parse(text, "the report")
         kind, version = (document.pop(key, None) for key in ("kind", "version"))
         if kind != KIND:
             shown = str(kind)[:MAX_CHARS_SHOWN]
-            raise FileFormatError(f"the text is no report of detent's: its kind is {shown!r}, not {KIND!r}")
+            raise FileFormatError(f"the text is not a detent report: its kind is {shown!r}, expected {KIND!r}")
         if type(version) is not int or version != VERSION:  # True and 1.0 equal 1
             shown = str(version)[:MAX_CHARS_SHOWN]
-            raise FileFormatError(f"the report has version {shown}, this detent reads {VERSION}: make it again")
+            raise FileFormatError(
+                f"the report has version {shown}, this version of detent reads {VERSION}: build it again"
+            )
         try:
             return decode(cls, document, "report", _LEAVES)
         except SpecError as error:
-            raise FileFormatError(f"the report cannot be read: {error}") from error
+            raise FileFormatError(f"invalid report: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Report":
-        """The report of a .json or .html file that ``save`` wrote.
+        """Read a .json or .html file that ``save`` wrote.
 
         Raises:
-            FileFormatError: no such file, another suffix, too large, or no report.
+            FileFormatError: the file is missing, too large, not a report, or has an unsupported suffix.
         """
         source = Path(path)
         check_suffix(source)
         try:
             if source.stat().st_size > TEXT_LIMIT:
-                raise FileFormatError(f"{source} is larger than the {TEXT_LIMIT} bytes that are read")
+                raise FileFormatError(f"{source} is larger than {TEXT_LIMIT} bytes, the limit for reports")
             text = source.read_text(encoding="utf-8")
         except OSError as error:
             raise FileFormatError(f"{source} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise FileFormatError(f"{source} is no UTF-8 text: {error}") from error
+            raise FileFormatError(f"{source} is not UTF-8 text: {error}") from error
         if source.suffix.lower() == ".json":
             return cls.from_json(text)
         island = ISLAND.search(text)
         if island is None:
-            raise FileFormatError(f"{source} is no page of detent's: it holds no report-data")
+            raise FileFormatError(f"{source} is not a detent report: it has no report-data element")
         return cls.from_json(island.group(1))
 
     def to_html(self) -> str:
-        """One page that needs no network.
+        """Render a single HTML file that loads nothing.
 
         Raises:
             UnsupportedError: Jinja is not installed.
@@ -424,45 +447,56 @@ class Report:
         """Write a .html or .json file, atomically: readers see the old file or the new one.
 
         Raises:
-            FileFormatError: another suffix.
+            FileFormatError: unsupported suffix.
         """
-        write_page(self, path)
+        write_report(self, path)
 
     def __str__(self) -> str:
-        total, quantized, integers = self.counts
+        rows = [_row(layer) for layer in self.layers[:MAX_LAYERS_SHOWN]]
+        more = len(self.layers) - len(rows)
+        lines = [*(table_lines([_HEAD, *rows]) if rows else []), *([f"and {more} more"] if more else [])]
+        return "\n".join([self._headline(), *lines])
+
+    def __repr__(self) -> str:
+        return f"<Report {self._headline()}>"
+
+    def _repr_html_(self) -> str:
+        return html_table([_HEAD, *map(_row, self.layers)], right=(3, 4, 5), notes=[self._headline(), *self.notes])
+
+    def _headline(self) -> str:
+        total, quantized, integer = self.counts
         before = "" if self.nbytes_before is None else f"{self.nbytes_before:,} -> "
         ratio = f" ({self.nbytes_after / self.nbytes_before:.3f})" if self.nbytes_before else ""
         sqnr = "" if self.sqnr_db is None else f", {self.sqnr_db:.1f} dB"
-        head = (
+        return (
             f"{self.title}: {before}{self.nbytes_after:,} bytes{ratio}, {quantized} of {total} layers quantized, "
-            f"{integers} in integers{sqnr}"
+            f"{integer} on integer kernels{sqnr}"
         )
-        rows = [_row(layer) for layer in self.layers[:MAX_LAYERS_SHOWN]]
-        lines = table_lines([("layer", "type", "runs as", "damage", "SQNR", "clip"), *rows]) if rows else []
-        rest = [f"and {total - MAX_LAYERS_SHOWN} more"] if total > MAX_LAYERS_SHOWN else []
-        return "\n".join([head, *lines, *rest])
 
 
-class Page(Protocol):
-    """What can be written as a page."""
+class Renderable(Protocol):
+    """A value that has a JSON and an HTML form."""
 
     def to_json(self) -> str: ...
 
     def to_html(self) -> str: ...
 
 
-def write_page(page: Page, path: str | os.PathLike[str]) -> None:
+def write_report(report: Renderable, path: str | os.PathLike[str]) -> None:
     """Write a .html or .json file, atomically."""
     target = Path(path)
     check_suffix(target)
-    text = page.to_json() if target.suffix.lower() == ".json" else page.to_html()
+    text = report.to_json() if target.suffix.lower() == ".json" else report.to_html()
     storage.write_atomic(target, text.encode())
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse files that are neither HTML nor JSON."""
+    """Reject files that are neither .html nor .json."""
     if path.suffix.lower() not in {".html", ".json"}:
-        raise FileFormatError(f"reports are .html or .json files, got {os.fspath(path)!r}: give it such a suffix")
+        raise FileFormatError(f"got {os.fspath(path)!r}, expected a report with the suffix .html or .json")
+
+
+_HEAD = ("layer", "type", "runs as", "noise share", "SQNR", "clip")
 
 
 def _row(layer: Layer) -> tuple[str, ...]:
@@ -471,7 +505,7 @@ def _row(layer: Layer) -> tuple[str, ...]:
         layer.name,
         layer.type,
         layer.kernel or layer.status,
-        "-" if layer.damage is None else f"{layer.damage:.1%}".replace("%", " %"),
+        "-" if layer.noise_share is None else f"{layer.noise_share:.1%}".replace("%", " %"),
         "-" if layer.output_sqnr_db is None else f"{layer.output_sqnr_db:.1f} dB",
         "-" if clip is None else f"{clip:.2%}".replace("%", " %"),
     )

@@ -1,7 +1,7 @@
-"""The layers of a quantized file: each with the codes of its weight and the QuantizeLinear node of its input.
+"""Layers of a quantized file: each with the codes of its weight and the QuantizeLinear node of its input.
 
-A thin view of ``qdq_reader``, whoever wrote the file: nodes with weights, lookups of quantized tables, and products of
-two activations. Names are those of the metadata where detent wrote the file, those of the nodes otherwise.
+Layers are nodes with weights, embedding lookups in quantized tables, and activation-activation matmuls, in files from
+any tool. Names come from the metadata if detent wrote the file, or else from the nodes.
 """
 
 from dataclasses import dataclass
@@ -18,48 +18,48 @@ __all__ = ["FileLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of"
 
 Origin = Literal["onnx", "torch", "other"]
 
-_PASSING = (*MOVING, "Identity", "MaxPool")  # keep numbers as they are; pools pick some of them
-SUFFIX = ".weight"
+_PASSING = (*MOVING, "Identity", "MaxPool")  # operators that only move or select values
+SUFFIX = ".weight"  # of parameter names in PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class FileLayer:
-    """A layer of the file."""
+    """A layer of a quantized file."""
 
     name: str
     node: NodeProto
     weight: WeightCodes | None = None
-    quantizer: QuantizeNode | None = None  # of its input
+    quantizer: QuantizeNode | None = None  # QuantizeLinear node of its input
     float_weight: str = ""
-    reason: str = ""  # why it is float, if the file tells
+    reason: str = ""  # why it is in float, if known
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weight is, or the input of a product of two activations."""
+        """Whether its weight is quantized, or the inputs of an activation-activation matmul."""
         return self.weight is not None or (self.quantizer is not None and not self.float_weight)
 
     @property
     def output(self) -> str:
-        """The tensor that it makes."""
+        """Name of its output tensor; "" without one."""
         return self.node.output[0] if self.node.output else ""
 
 
 def origin_of(artifact: QuantizedGraph) -> Origin:
-    """Tell what the file was made from: an ONNX file, a PyTorch module, or something else."""
+    """Detect whether the file was made from an ONNX model, from a PyTorch module, or by another tool."""
     provenance = artifact.provenance
     if provenance is None:
         return "other"
-    if provenance.data or provenance.source:  # no export of a module knows them
+    if provenance.data or provenance.source:  # qt.export_onnx writes neither
         return "onnx"
     nodes = {node_name(node) for node in artifact.graph.nodes}
-    if not nodes.isdisjoint(provenance.weights.values()):  # a node may be called anything, fc.weight as well
+    if not nodes.isdisjoint(provenance.weights.values()):  # nodes of ONNX models may be named like fc.weight
         return "onnx"
     names = (*provenance.weights.values(), *provenance.activations.values())
     return "torch" if any(name.endswith((SUFFIX, "_quantizer")) for name in names) else "onnx"
 
 
 def find_layers(artifact: QuantizedGraph) -> list[FileLayer]:
-    """All layers, in the order of the graph."""
+    """Return all layers, in the order of the graph."""
     return _Finder(artifact).layers()
 
 
@@ -98,14 +98,14 @@ class _Finder:
         if not name or name in self.taken:
             name = own
         count = 1
-        while name in self.taken:  # files may have two nodes of one name
+        while name in self.taken:  # two nodes may have the same name
             count += 1
             name = f"{own}#{count}"
         self.taken.add(name)
         return name
 
     def _table(self, node: NodeProto) -> WeightCodes | None:
-        """Codes of which rows are looked up, before or after they become numbers."""
+        """Return the codes of an embedding table; its rows may be gathered before or after DequantizeLinear."""
         if node.op_type != "Gather":
             return None
         return self.by_name.get(node.input[0], self.by_output.get(node.input[0]))
@@ -117,10 +117,10 @@ class _Finder:
     def _quantizer(self, node: NodeProto, weight: WeightCodes | None) -> QuantizeNode | None:
         for name in node.input[:2]:
             origin = self._origin(name)
-            maker = self.graph.producer(origin)
+            producer = self.graph.producer(origin)
             is_weight = weight is not None and self.by_output.get(origin) is weight
-            if maker is not None and maker.op_type == DEQUANTIZE and not is_weight:
-                return self.quantizers.get(maker.input[0])
+            if producer is not None and producer.op_type == DEQUANTIZE and not is_weight:
+                return self.quantizers.get(producer.input[0])
         return None
 
     def _origin(self, name: str) -> str:
@@ -128,7 +128,7 @@ class _Finder:
 
 
 def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[str, str]:
-    """The operator that computes each layer in ONNX Runtime on this machine."""
+    """Return the operator that runs each layer in ONNX Runtime on this machine."""
     nodes = {each.weight.name: node_name(each.node) for each in layers if each.weight is not None}
-    kernels = kernels_of(artifact.model, names=nodes)  # other programs name no layers, and PyTorch's are modules
+    kernels = kernels_of(artifact.model, names=nodes)  # by node: metadata may lack layer names, or name modules
     return {each.name: kernels[node_name(each.node)] for each in layers if node_name(each.node) in kernels}

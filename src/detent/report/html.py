@@ -1,8 +1,8 @@
-"""Reports as HTML: numbers as text, charts as SVG paths, pages by Jinja templates.
+"""Reports as HTML: number formats, charts as SVG paths, and Jinja templates.
 
-Everything is in the page: styles, script and data; it loads nothing. Jinja escapes every text, since a file may name
-its layers as it likes. The policy in the page's head lets the page's own style and script run, by their hashes, and
-forbids all connections.
+The file contains its styles, script and data, and loads nothing. Jinja escapes all text, because layer names come from
+untrusted files. A Content-Security-Policy allows only the report's own style and script, by their hashes, and forbids
+all connections.
 """
 
 import re
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 __all__ = ["render_comparison", "render_report", "skip_argument"]
 
-NONE = "\u2013"
+NONE = "\u2013"  # an en dash, for unknown values
 MINUS = "\u2212"
-WIDTH, HEIGHT = 320.0, 96.0
+WIDTH, HEIGHT = 320.0, 96.0  # of a histogram, in SVG units
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
-CURVE_POINTS = 256  # of a curve that are drawn
-MIN_SHARE_SHOWN = 1e-4
+CURVE_POINTS = 256  # largest number of points drawn
+MIN_SHARE_SHOWN = 1e-4  # smaller shares are shown as "< 0.01 %"
 Lines = tuple[float | None, float | None]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number of so many digits, with a real minus sign."""
+    """Format a number with that many significant digits and a typographic minus sign."""
     if value is None or isnan(value):
         return NONE
     if not isfinite(value):
@@ -50,14 +50,14 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def db(value: float | None) -> str:
-    """Decibels with one digit after the point."""
+    """Format decibels with one decimal."""
     if value is None or not isfinite(value):
         return number(value)
     return f"{value:.1f}".replace("-", MINUS)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share in percent, behind a narrow space; what is not 0 never looks like 0."""
+    """Format a share in percent, with a narrow space; small shares are never shown as 0."""
     if value is None or not isfinite(value):
         return NONE
     if value == 0:
@@ -68,19 +68,19 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def nbytes(value: float | None) -> str:
-    """Bytes with a unit, by thousands."""
+    """Format bytes with an SI unit."""
     return NONE if value is None else bytes_text(value, is_padded=True).replace("-", MINUS)
 
 
 def noise_db(value: float | None) -> str:
-    """The SQNR in decibels of a relative noise power."""
+    """Format a relative noise power as SQNR in decibels."""
     if value is None or not value >= 0:
         return NONE
     return db(sqnr_of(value))
 
 
 def signed(value: float | None, digits: int = 1) -> str:
-    """A change with its sign."""
+    """Format a change with its sign."""
     if value is None:
         return NONE
     if isinstance(value, int):
@@ -91,86 +91,90 @@ def signed(value: float | None, digits: int = 1) -> str:
 
 @dataclass(frozen=True)
 class Bars:
-    """A histogram as a drawing."""
+    """A histogram as SVG."""
 
-    path: str  # strokes of the bars within the range
-    clipped: str  # and of those beyond
+    path: str  # bars inside the clipping range
+    clipped: str  # bars outside the clipping range
     thick: float
-    low: float | None  # where the clip lines stand; None where they are outside or not known
+    low: float | None  # positions of the clip lines; None if unknown or outside the drawing
     high: float | None
-    first: float  # the values at both ends of the drawing
+    first: float  # values at the left and right edge
     last: float
-    data: str  # what a tooltip needs
+    data: str  # data for tooltips
     text: str
 
 
 def bars(tensor: Tensor) -> Bars | None:
-    """The drawing of a tensor's histogram, its clip lines within it; None without a histogram."""
-    shown = tensor.histogram
-    if shown is None:
+    """Draw a tensor's histogram with its clip lines; None without a histogram."""
+    histogram = tensor.histogram
+    if histogram is None:
         return None
-    half = 0.5 if shown.of == "codes" else 0.0  # the bins of codes are centred on them
+    half = 0.5 if histogram.of == "codes" else 0.0  # the bins of codes are centered on them
     lines = (
         None if tensor.clip_low is None else tensor.clip_low - half,
         None if tensor.clip_high is None else tensor.clip_high + half,
     )
-    low, high = _extent(shown, lines)
-    span = (high - low) or 1.0
-    places = [None if line is None or not low <= line <= high else WIDTH * (line - low) / span for line in lines]
-    inside, outside = _strokes(shown, lines, low, span)
-    counts = ",".join(map(str, shown.counts))
-    data = f"{shown.low:.7g}|{shown.width:.7g}|{low:.7g}|{high:.7g}|{shown.of}|{counts}"
-    last = high if shown.of == "values" else _last_code(tensor, shown)
-    wide = WIDTH * shown.width / span
-    thick = max(wide - (0.8 if wide > 2.5 else 0.0), 0.5)
-    text = _described(tensor, shown)
-    return Bars(inside, outside, thick, places[0], places[1], low + half, last, data, text)
+    low, high = _extent(histogram, lines)
+    width = (high - low) or 1.0
+    positions = [None if line is None or not low <= line <= high else WIDTH * (line - low) / width for line in lines]
+    inside, outside = _strokes(histogram, lines, low, width)
+    counts = ",".join(map(str, histogram.counts))
+    data = f"{histogram.low:.7g}|{histogram.width:.7g}|{low:.7g}|{high:.7g}|{histogram.of}|{counts}"
+    last = high if histogram.of == "values" else _last_code(tensor, histogram)
+    bar_width = WIDTH * histogram.width / width
+    thick = max(bar_width - (0.8 if bar_width > 2.5 else 0.0), 0.5)
+    text = _description(tensor, histogram)
+    return Bars(inside, outside, thick, positions[0], positions[1], low + half, last, data, text)
 
 
-def _extent(shown: Histogram, lines: Lines) -> tuple[float, float]:
-    """Both ends of a drawing: a line that lies a little outside is worth the space, one far outside is not."""
-    low, high, room = shown.low, shown.high, shown.high - shown.low
-    near = [line for line in lines if line is not None and low - room <= line <= high + room]
+def _extent(histogram: Histogram, lines: Lines) -> tuple[float, float]:
+    """Return both ends of the x axis: it includes clip lines up to one width of the histogram away."""
+    low, high, width = histogram.low, histogram.high, histogram.high - histogram.low
+    near = [line for line in lines if line is not None and low - width <= line <= high + width]
     return min([low, *near]), max([high, *near])
 
 
-def _strokes(shown: Histogram, lines: Lines, low: float, span: float) -> tuple[str, str]:
-    """The bars between the lines and those beyond, each an upright stroke."""
-    most = log1p(max(shown.counts)) or 1.0
+def _strokes(histogram: Histogram, lines: Lines, low: float, width: float) -> tuple[str, str]:
+    """Draw the bars between the clip lines and those outside, each as a vertical stroke."""
+    highest = log1p(max(histogram.counts)) or 1.0
     parts: tuple[list[str], list[str]] = ([], [])
-    for i, count in enumerate(shown.counts):
+    for i, count in enumerate(histogram.counts):
         if not count:
             continue
-        left, right = shown.low + i * shown.width, shown.low + (i + 1) * shown.width
+        left, right = histogram.low + i * histogram.width, histogram.low + (i + 1) * histogram.width
         middle = (left + right) / 2
-        beyond = (lines[0] is not None and right <= lines[0]) or (lines[1] is not None and left >= lines[1])
-        top = HEIGHT - max(1.5, (HEIGHT - 4) * log1p(count) / most)
-        parts[beyond].append(f"M{WIDTH * (middle - low) / span:.4g} {HEIGHT:g}V{top:.3g}")
+        is_outside = (lines[0] is not None and right <= lines[0]) or (lines[1] is not None and left >= lines[1])
+        top = HEIGHT - max(1.5, (HEIGHT - 4) * log1p(count) / highest)
+        parts[is_outside].append(f"M{WIDTH * (middle - low) / width:.4g} {HEIGHT:g}V{top:.3g}")
     return "".join(parts[0]), "".join(parts[1])
 
 
-def _last_code(tensor: Tensor, shown: Histogram) -> float:
-    """The last bin of codes may hold fewer than the others."""
-    end = shown.high - 0.5
+def _last_code(tensor: Tensor, histogram: Histogram) -> float:
+    """Return the last code of the last bin, which may cover fewer codes than the other bins."""
+    end = histogram.high - 0.5
     return end if tensor.clip_high is None else min(end, tensor.clip_high)
 
 
-def _described(tensor: Tensor, shown: Histogram) -> str:
-    total = sum(shown.counts) or 1
-    fullest = max(range(len(shown.counts)), key=shown.counts.__getitem__)
-    half = 0.5 if shown.of == "codes" else 0.0
-    start, stop = shown.low + fullest * shown.width + half, shown.low + (fullest + 1) * shown.width - half
-    what = "codes less their zero point" if shown.of == "codes" else "values"
+def _description(tensor: Tensor, histogram: Histogram) -> str:
+    """Describe a histogram in words, for screen readers."""
+    total = sum(histogram.counts) or 1
+    fullest = max(range(len(histogram.counts)), key=histogram.counts.__getitem__)
+    half = 0.5 if histogram.of == "codes" else 0.0
+    start = histogram.low + fullest * histogram.width + half
+    stop = histogram.low + (fullest + 1) * histogram.width - half
+    noun = "codes minus their zero point" if histogram.of == "codes" else "values"
     low, high = (
-        (tensor.minimum, tensor.maximum) if shown.of == "values" else (shown.low + 0.5, _last_code(tensor, shown))
+        (tensor.minimum, tensor.maximum)
+        if histogram.of == "values"
+        else (histogram.low + 0.5, _last_code(tensor, histogram))
     )
-    where = f"are {number(start)}" if start == stop else f"lie from {number(start)} to {number(stop)}"
+    where = f"are {number(start)}" if start == stop else f"are from {number(start)} to {number(stop)}"
     parts = [
-        f"Histogram of {number(tensor.elements)} {what} from {number(low)} to {number(high)}",
-        f"{percent(shown.counts[fullest] / total)} of them {where}",
+        f"Histogram of {number(tensor.elements)} {noun} from {number(low)} to {number(high)}",
+        f"{percent(histogram.counts[fullest] / total)} of them {where}",
     ]
     if tensor.clip_low is not None and tensor.clip_high is not None:
-        parts.append(f"the quantizer holds {number(tensor.clip_low)} to {number(tensor.clip_high)}")
+        parts.append(f"the clipping range is {number(tensor.clip_low)} to {number(tensor.clip_high)}")
     if tensor.clip_fraction is not None:
         parts.append(f"{percent(tensor.clip_fraction)} are clipped")
     return "; ".join(parts) + "."
@@ -178,7 +182,7 @@ def _described(tensor: Tensor, shown: Histogram) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of the bar of sizes."""
+    """A part of the bar of file sizes."""
 
     name: str
     nbytes: int
@@ -189,7 +193,7 @@ class Slice:
 
 
 def slices(sizes: Sequence[Size]) -> list[Slice]:
-    """The parts of a bar of width 100."""
+    """Return the parts of a bar of width 100."""
     total = sum(part.nbytes for part in sizes) or 1
     parts, at = [], 0.0
     for tone, part in enumerate(sizes):
@@ -201,7 +205,7 @@ def slices(sizes: Sequence[Size]) -> list[Slice]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of bytes and SQNR as a drawing, with ticks."""
+    """A line chart of bytes and SQNR as SVG, with ticks."""
 
     path: str
     dots: tuple[tuple[float, float, str], ...]
@@ -213,13 +217,13 @@ class Curve:
 
 
 def curve_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Bytes and predicted SQNR of a sensitivity's curve, thinned to about ``CURVE_POINTS``; the last point stays."""
+    """Thin a curve to about ``CURVE_POINTS`` points; the last point stays."""
     step = -(-len(points) // CURVE_POINTS) or 1
     return (*points[:-1:step], *points[-1:]) if step > 1 else points
 
 
 def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve | None:
-    """The drawing of what bytes buy; None without at least two points."""
+    """Draw the predicted SQNR over the bytes of all weights; None with fewer than two points."""
     points = [(size, value) for size, value in points if isfinite(value)]
     if len(points) < 2:
         return None
@@ -228,36 +232,38 @@ def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve 
     finite = [value for value in mixes if value is not None and isfinite(value)]
     x0, x1, y0, y1 = min(xs), max(xs), min(ys + finite), max(ys + finite)
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def position(x: float, y: float) -> tuple[float, float]:
         across = (x - x0) / ((x1 - x0) or 1.0)
         up = (y - y0) / ((y1 - y0) or 1.0)
         return round(CURVE_WIDTH * min(max(across, 0.0), 1.0), 1), round(CURVE_HEIGHT * (1 - up), 1)
 
-    places = [place(x, y) for x, y in zip(xs, ys, strict=True)]
-    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
-    dots = tuple((x, y, f"{nbytes(a)}: {db(b)} dB") for (x, y), a, b in zip(places, xs, ys, strict=True))
-    x_ticks = tuple((place(x0 + i * (x1 - x0) / 4, y0)[0], nbytes(x0 + i * (x1 - x0) / 4)) for i in range(5))
-    y_ticks = tuple((place(x0, y0 + i * (y1 - y0) / 4)[1], db(y0 + i * (y1 - y0) / 4)) for i in range(5))
-    text = f"From {db(ys[0])} dB at {nbytes(xs[0])} to {db(ys[-1])} dB at {nbytes(xs[-1])}, in {len(points)} steps."
+    positions = [position(x, y) for x, y in zip(xs, ys, strict=True)]
+    path = "M" + "L".join(f"{x:g} {y:g}" for x, y in positions)
+    dots = tuple((x, y, f"{nbytes(a)}: {db(b)} dB") for (x, y), a, b in zip(positions, xs, ys, strict=True))
+    x_ticks = tuple((position(x0 + i * (x1 - x0) / 4, y0)[0], nbytes(x0 + i * (x1 - x0) / 4)) for i in range(5))
+    y_ticks = tuple((position(x0, y0 + i * (y1 - y0) / 4)[1], db(y0 + i * (y1 - y0) / 4)) for i in range(5))
+    text = f"From {db(ys[0])} dB at {nbytes(xs[0])} to {db(ys[-1])} dB at {nbytes(xs[-1])}, {len(points)} points."
     predicted, measured = (
-        place(mix.nbytes, each) if mix is not None and each is not None and isfinite(each) else None for each in mixes
+        position(mix.nbytes, each) if mix is not None and each is not None and isfinite(each) else None
+        for each in mixes
     )
     return Curve(path, dots, x_ticks, y_ticks, text, predicted, measured)
 
 
+NOISE_SHARE = "Noise share: {}, divided by the sum over all layers."
 BASES = {
-    "sensitivity": "Damage is a layer's share of the noise at the outputs when it alone is quantized.",
-    "output": "Damage is a layer's share of the noise in all layers' results; it includes error of earlier layers.",
-    "weight": "Damage is a layer's share of the rounding noise of all weights, each relative to its weight.",
-    "input": "Damage is a layer's share of the rounding noise of all inputs, each relative to its input.",
-    "none": "Nothing is known of the damage: give data and the float model to measure it.",
+    "sensitivity": NOISE_SHARE.format("noise at the model's outputs with only this layer quantized"),
+    "output": NOISE_SHARE.format("noise in this layer's output, including error of earlier layers"),
+    "weight": NOISE_SHARE.format("relative quantization error of this layer's weight"),
+    "input": NOISE_SHARE.format("relative quantization error of this layer's input"),
+    "none": "Noise shares were not measured: build the report with data and the float model.",
 }
 _NUMERIC = re.compile(r"[\s<>=~±+\-\u2212\u2013.,\d]*\d[\d.,]*\s*(%|dB|ms|s|x|\u00d7|[kMG]?B|bytes|bits?)?")
 
 
 def render_report(report: Report) -> str:
-    """The page of a report."""
-    total, quantized, integers = report.counts
+    """Render a report."""
+    total, quantized, integer = report.counts
     points = () if report.sensitivity is None else curve_points(report.sensitivity.curve())
     return _render(
         "report.html.j2",
@@ -265,24 +271,24 @@ def render_report(report: Report) -> str:
         report=report,
         total=total,
         quantized=quantized,
-        integers=integers,
-        basis=BASES[report.damage_basis],
+        integer=integer,
+        basis=BASES[report.noise_share_basis],
         parts=slices(report.sizes),
         points=points,
         curve=curve(points, report.mix),
-        most_damage=max((each.damage or 0.0 for each in report.layers), default=0.0) or 1.0,
+        largest_share=max((each.noise_share or 0.0 for each in report.layers), default=0.0) or 1.0,
         island=_island(report.to_json()),
     )
 
 
 def render_comparison(both: Comparison) -> str:
-    """The page of two reports side by side."""
+    """Render a comparison of two reports."""
     title = f"{both.a.title} and {both.b.title}"
     return _render("comparison.html.j2", title, both=both, island=_island(both.to_json()))
 
 
 def skip_argument(name: str) -> str:
-    """What to type behind --skip for that layer alone, whatever its name: patterns and the shell take no part of it."""
+    """Return the argument of --skip for exactly that layer, escaped for patterns and the shell."""
     return shlex.quote(exact_pattern(name))
 
 
@@ -307,7 +313,7 @@ def _hash(text: str) -> str:
 
 
 def _island(text: str) -> str:
-    """JSON that no text in it can leave: a script element ends at the first ``</``."""
+    """Escape JSON for a script element, which would end at the first ``</``."""
     escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
     return re.sub("[<>&\u2028\u2029]", lambda match: escaped[match.group()], text)
 
@@ -315,7 +321,7 @@ def _island(text: str) -> str:
 @cache
 def _environment() -> "Environment":
     try:
-        import jinja2  # noqa: PLC0415 - an extra
+        import jinja2  # noqa: PLC0415 - optional
     except ImportError as error:
         raise UnsupportedError(f"HTML reports need jinja2: {install_hint('jinja2')}") from error
     environment = jinja2.Environment(
@@ -335,7 +341,7 @@ def _environment() -> "Environment":
 
 
 def _key(value: float | None) -> str:
-    """What a column is sorted by; what is not known sorts last."""
+    """Return the sort key of a number; unknown values sort last."""
     if value is None or value != value:  # noqa: PLR0124 - only NaN differs from itself
         return ""
     return f"{value:.8g}" if isfinite(value) else ("1e308" if value > 0 else "-1e308")

@@ -1,12 +1,12 @@
 """Statistics of weights and activations: ranges, clipping, SQNR, code usage, histograms.
 
-Weights are read from the file. Activations come from one pass over some batches: the file runs as it is written, so
-that each tensor is what its quantizer sees, and the float model runs beside it. Of layer outputs, an evenly spread part
-of each batch is kept for the comparison; quantizers see everything.
+Weights are read from the file. Activations are measured in one pass over some batches: the quantized model runs
+unoptimized, so that each tensor is exactly the input of its quantizer, and the float model runs on the same batches.
+Statistics of quantizers use all elements; the comparison of layer outputs uses an evenly spaced subset of each batch.
 
-Histograms are of data whose range is not known before all of it was seen. Bins are ``[k w, (k + 1) w)`` for integers k
-and a width w that is a power of two. Where data need more bins than there are, w doubles and pairs of bins become one:
-no count is lost, and the order of batches does not matter to the bins.
+The range of a histogram is unknown until all data were seen. Bins are ``[k w, (k + 1) w)`` for integers k and a width w
+that is a power of two. If data need more bins than available, w doubles and pairs of bins are merged: no count is lost,
+and the bins do not depend on the order of batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,18 +46,18 @@ __all__ = [
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-FINE_BINS = 2048  # bins that are kept; what is shown has fewer, each made of whole ones
+FINE_BINS = 2048  # bins while counting; the histogram of a report merges them
 FLOAT_NBYTES = 4
-SAME_SHARE = 0.995  # of the elements lie within half a step of the weight that was rounded, or were clipped
-SLACK = 1e-3  # of a step
-WIDE = 4  # codes that take up a smaller part of their type are of fewer bits
-MAX_RESULT_ELEMENTS = 1 << 17  # of one result of one batch that are kept
-MAX_CODES_COUNTED = 1 << 16
+MIN_ROUNDED_SHARE = 0.995  # share of elements that must be the rounded or clipped float weight
+ROUNDING_SLACK = 1e-3  # relative to the scale
+WIDE_TYPE_RATIO = 4  # if a type has over 4 times the range of the codes, the codes have fewer bits than the type
+MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
+MAX_CODES_COUNTED = 1 << 16  # number of codes of 16-bit formats
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
 class Distribution:
-    """Values, counted batch by batch."""
+    """Histogram, minimum and maximum of values, updated batch by batch."""
 
     def __init__(self) -> None:
         self.minimum, self.maximum = np.inf, -np.inf
@@ -67,7 +67,7 @@ class Distribution:
         self._counts = np.zeros(0, np.int64)
 
     def add(self, values: Array) -> None:
-        """Count a batch; what is not finite is counted apart."""
+        """Add a batch; non-finite values are only counted."""
         flat = np.asarray(values).ravel()
         finite = np.isfinite(flat)
         if not finite.all():
@@ -80,21 +80,22 @@ class Distribution:
         self.minimum, self.maximum = min(self.minimum, low), max(self.maximum, high)
         self._widen()
         width = self._width()
-        # Powers of two scale float32 without error, unless the quotient is subnormal, which belongs to bin 0 or -1.
-        places = np.floor(flat.astype(np.float64) / width).astype(np.int64)
+        # Division by a power of two is exact, except for subnormal quotients, which are in bin 0 or -1 anyway.
+        bins = np.floor(flat.astype(np.float64) / width).astype(np.int64)
         first, last = floor(self.minimum / width), floor(self.maximum / width)
         counts = np.zeros(last - first + 1, np.int64)
         if self._counts.size:
             counts[self._first - first : self._first - first + self._counts.size] = self._counts
-        counts += np.bincount(places - first, minlength=counts.size)
+        counts += np.bincount(bins - first, minlength=counts.size)
         self._first, self._counts = first, counts
 
     def _width(self) -> float:
         return float(2.0 ** (self._exponent or 0))
 
     def _widen(self) -> None:
-        reach = max(self.maximum - self.minimum, abs(self.maximum) * 1e-6, abs(self.minimum) * 1e-6, 1e-30)
-        needed = max(frexp(min(reach, 1e300) / (FINE_BINS - 2))[1], -100)
+        """Double the width of bins until the range fits."""
+        extent = max(self.maximum - self.minimum, abs(self.maximum) * 1e-6, abs(self.minimum) * 1e-6, 1e-30)
+        needed = max(frexp(min(extent, 1e300) / (FINE_BINS - 2))[1], -100)
         if self._exponent is None:
             self._exponent = needed
         while self._exponent < needed:
@@ -105,7 +106,7 @@ class Distribution:
             self._first = (self._first - odd) // 2
 
     def histogram(self, bins: int = 48) -> Histogram | None:
-        """At most so many bins; None where nothing was counted."""
+        """Return a histogram with at most ``bins`` bins; None if nothing was counted."""
         if not self._counts.size:
             return None
         per_bin = max(1, ceil(self._counts.size / bins))
@@ -117,7 +118,7 @@ class Distribution:
 
 
 def code_histogram(counts: Array, low: float) -> Histogram | None:
-    """Counts of codes, the first of which is ``low``, in at most 64 bins of whole codes."""
+    """Return a histogram of codes in at most 64 bins of whole codes; ``low`` is the first code."""
     if not counts.size:
         return None
     per_bin = max(1, ceil(counts.size / BINS))
@@ -127,36 +128,36 @@ def code_histogram(counts: Array, low: float) -> Histogram | None:
 
 
 class FloatWeights:
-    """The weights of the float model, by the nodes that read them."""
+    """Weights of the float model, by the nodes that read them."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._nodes = {(graph.node_name(node), node.op_type): node for node in reversed(graph.nodes)}
 
     def of(self, name: str, op_type: str) -> Array | None:
-        """The weight of the first node of that name and type; None where it has none."""
+        """Return the weight of the first node with that name and type; None without one."""
         node, graph = self._nodes.get((name, op_type)), self._graph
         constants = [] if node is None else [each for each in node.input[:2] if each in graph.constants]
         return graph.array(constants[0]) if constants and graph.kind(constants[0]) == TensorProto.FLOAT else None
 
 
 def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) -> bool:
-    """Whether codes are those of a weight, rounded; and not of one that was scaled, folded or trained before."""
+    """Return whether codes are the rounded float weight, and not one that was scaled, folded or trained since."""
     if expected.shape != decoded.shape or not expected.size:
         return False
-    near = np.abs(expected - decoded) <= (0.5 + SLACK) * scale
-    if codes.dtype.kind in "iu":  # those beyond the range have the outermost code, and go further out
-        ends = (codes == codes.min()) | (codes == codes.max())
-        near |= ends & (np.abs(expected) > np.abs(decoded)) & (np.sign(expected) == np.sign(decoded))
-    return float(np.mean(near)) >= SAME_SHARE
+    is_rounded = np.abs(expected - decoded) <= (0.5 + ROUNDING_SLACK) * scale
+    if codes.dtype.kind in "iu":  # clipped elements have the smallest or largest code, and a larger magnitude
+        is_extreme = (codes == codes.min()) | (codes == codes.max())
+        is_rounded |= is_extreme & (np.abs(expected) > np.abs(decoded)) & (np.sign(expected) == np.sign(decoded))
+    return float(np.mean(is_rounded)) >= MIN_ROUNDED_SHARE
 
 
 def measure_weight(
     weight: WeightCodes, expected: Array | None = None, spec: QuantSpec | None = None
 ) -> tuple[Tensor, bool]:
-    """What is known of a weight, and whether it is the float model's, given as ``expected``.
+    """Return the statistics of a weight, and whether it is the rounded float weight ``expected``.
 
-    The spec is the recipe's: the file knows only the type of its codes.
+    ``spec`` is the recipe's spec: the file has only the type of the codes.
     """
     codes = weight.codes
     layout = layout_in_file(weight, codes.shape)
@@ -190,7 +191,7 @@ def _oriented(expected: Array | None, shape: tuple[int, ...]) -> Array | None:
 def _weight_spec_text(weight: WeightCodes, shape: tuple[int, ...]) -> str:
     try:
         return f"{weight.qparams.format.name}/{weight.qparams.granularity(shape)}"
-    except DetentError:  # a type that has no format here, or an axis that the data have not
+    except DetentError:  # a type without a format in detent, or an axis that the weight does not have
         return str(TensorProto.DataType.Name(weight.qparams.kind)).lower()
 
 
@@ -204,7 +205,7 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
     low, high = int(weight.qparams.low) - shift, int(weight.qparams.high) - shift
     if spec is not None and spec.format.is_integer and spec.qmin <= first - shift and last - shift <= spec.qmax:
         low, high = int(spec.qmin), int(spec.qmax)
-    elif high - low > WIDE * (last - first):  # codes of few bits in a wide type, whose range says nothing of theirs
+    elif high - low > WIDE_TYPE_RATIO * (last - first):  # few bits in a wide type: the clipping range is unknown
         histogram = code_histogram(counts, first - shift)
         return replace(base, codes_used=used, codes_available=high - low + 1, histogram=histogram)
     padded = np.pad(counts, (first - shift - low, high - (last - shift)))
@@ -219,7 +220,7 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
 
 
 def stored_nbytes(artifact: QuantizedGraph, layer: FileLayer) -> tuple[int | None, int | None]:
-    """The bytes of a layer's weight in float32, and in the file with scales and zero points; None where it has none."""
+    """Return the bytes of a layer's weight in float32, and in the file with its scales; None without a weight."""
     graph = artifact.graph
     if layer.weight is not None:
         names = {name for name in (layer.weight.name, *layer.weight.constants) if name in graph.constants}
@@ -238,7 +239,7 @@ def _nbytes(graph: Graph, name: str) -> int:
 
 
 def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
-    """What the bytes of a file are; what is left is the graph and its metadata."""
+    """Return the sizes of the parts of a file; bytes that are not constants are graph and metadata."""
     graph = artifact.graph
     names: dict[str, str] = {}
     for weight in artifact.weights:
@@ -263,7 +264,7 @@ def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
 
 
 class QuantizerStats:
-    """What goes through one quantizer, summed over batches."""
+    """Statistics of one quantizer's input, over all batches."""
 
     def __init__(self, artifact: QuantizedGraph, quantizer: QuantizeNode) -> None:
         self._quantizer, self._qparams = quantizer, quantizer.qparams
@@ -275,7 +276,7 @@ class QuantizerStats:
         self._counts: Array | None = None
 
     def reading(self) -> Reading:
-        """The tensors to look at."""
+        """Return the tensors to read from each run."""
         return Reading((self._x, self._quantizer.codes), self._take)
 
     def _take(self, arrays: Mapping[str, Array]) -> None:
@@ -294,7 +295,7 @@ class QuantizerStats:
         self._noise.add(x.astype(np.float32), decoded.astype(np.float32))
         if codes.dtype.kind == "f" and not self._qparams.format.is_integer:
             return
-        # A code is clamped where the nearest whole number lies outside.
+        # An element is clipped if its rounded code is out of range.
         limits = self._qparams.low - 0.5, self._qparams.high + 0.5
         low, high = ((limit - zero).astype(np.float32) * scale for limit in limits)
         self._clipped += int(np.count_nonzero((x < low) | (x > high)))
@@ -309,7 +310,7 @@ class QuantizerStats:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def result(self) -> Tensor:
-        """The statistics; of quantizers that saw nothing, what the file says."""
+        """Return the statistics; without data only what the file contains."""
         qparams, seen = self._qparams, self._seen
         base = Tensor(
             self._x, _activation_spec_text(self._quantizer), elements=self._elements, scales=int(qparams.scale.size)
@@ -324,7 +325,7 @@ class QuantizerStats:
         if not self._elements:
             return base
         if seen.not_finite:
-            base = replace(base, note=f"{seen.not_finite:,} values were infinite or not a number")
+            base = replace(base, note=f"{seen.not_finite:,} values were NaN or infinite")
         if seen.count:
             base = replace(base, minimum=short(seen.minimum), maximum=short(seen.maximum), histogram=seen.histogram())
         if is_integer:
@@ -334,7 +335,7 @@ class QuantizerStats:
 
 
 def _narrowed(artifact: QuantizedGraph, quantizer: QuantizeNode) -> QdqParams:
-    """The parameters with the codes that a Clip before the quantizer leaves."""
+    """Return the parameters with the code range that a Clip before the quantizer leaves."""
     node, graph = artifact.graph.producer(quantizer.x), artifact.graph
     names = [] if node is None else list(node.input[1:3])
     if len(names) != 2 or not all(name in graph.constants for name in names) or quantizer.qparams.scale.ndim:
@@ -366,9 +367,9 @@ def _activation_spec_text(quantizer: QuantizeNode) -> str:
 class ActivationStats:
     """Statistics of activations, over all batches."""
 
-    tensors: Mapping[str, Tensor]  # by the name of the QuantizeLinear node
-    results: Mapping[str, float]  # SQNR of tensors that both models have
-    outputs: Mapping[str, float]  # SQNR of the model's outputs
+    tensors: Mapping[str, Tensor]  # by name of the QuantizeLinear node
+    results: Mapping[str, float]  # SQNR in dB of layer outputs that both models have
+    outputs: Mapping[str, float]  # SQNR in dB of the model's outputs
     agreement: float | None
     batches: int
     notes: tuple[str, ...]
@@ -377,7 +378,7 @@ class ActivationStats:
 def measure_activations(
     artifact: QuantizedGraph, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
 ) -> ActivationStats:
-    """Run the file, and the float model beside it; the SQNR of ``results`` is measured where both models have them."""
+    """Run the quantized and the float model, and measure the SQNR of the tensors ``results`` that both have."""
     quantizers = {each.node: QuantizerStats(artifact, each) for each in artifact.quantize_nodes}
     readings = [each.reading() for each in quantizers.values()]
     floats = None if reference is None else _FloatModel(artifact, reference, results)
@@ -400,7 +401,7 @@ def measure_activations(
 
 
 class _FloatModel:
-    """The float model, whose results are kept until the file's own are there."""
+    """The float model; keeps its tensors of a batch until the quantized model has run."""
 
     def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
         graph = Graph(reference)
@@ -414,10 +415,10 @@ class _FloatModel:
         self.fits = set(self.inputs) <= set(artifact.graph.inputs)
         self.has_outputs = set(self.outputs) <= computed
         if not self.fits:
-            self.notes["the source has other inputs than the file: results were not compared"] = None
+            self.notes["not compared with float: the inputs of the float model differ from the file's"] = None
             self.results = []
         elif not self.has_outputs:
-            self.notes["the source has other outputs than the file: outputs were not compared"] = None
+            self.notes["outputs not compared: the outputs of the float model differ from the file's"] = None
         self._kept: dict[str, Array] = {}
         self._expected: list[Array] = []
         self._probe = Probe(reference, self._readings(self._keep, self._keep_outputs))
@@ -435,13 +436,13 @@ class _FloatModel:
         return self._readings(self._compare, self._compare_outputs) if self.fits else []
 
     def _keep(self, name: str, arrays: Feed) -> None:
-        self._kept[name] = _some(arrays[name])
+        self._kept[name] = _subset(arrays[name])
 
     def _keep_outputs(self, arrays: Feed) -> None:
         self._expected = [np.asarray(arrays[name]) for name in self.outputs]
 
     def _compare(self, name: str, arrays: Feed) -> None:
-        expected, got = self._kept.pop(name), _some(arrays[name])
+        expected, got = self._kept.pop(name), _subset(arrays[name])
         if expected.shape == got.shape and expected.dtype.kind == got.dtype.kind == "f":
             noise = self.noise.setdefault(name, SignalNoise())
             noise.add(expected.astype(np.float32), got.astype(np.float32))
@@ -450,8 +451,8 @@ class _FloatModel:
         self.comparison.add(self._expected, [np.asarray(arrays[name]) for name in self.outputs])
 
 
-def _some(values: Array) -> Array:
-    """At most so many elements, evenly spread; an odd step meets every channel."""
+def _subset(values: Array) -> Array:
+    """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements; the odd step covers all channels."""
     flat = np.asarray(values).ravel()
-    step = -(-flat.size // MAX_RESULT_ELEMENTS)
+    step = -(-flat.size // MAX_OUTPUT_ELEMENTS)
     return flat.copy() if step <= 1 else flat[:: step | 1].copy()

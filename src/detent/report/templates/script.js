@@ -10,7 +10,7 @@
   const isDark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
   const showTheme = () => {
     theme.textContent = isDark() ? "Light" : "Dark";
-    theme.setAttribute("aria-label", isDark() ? "Use light colours" : "Use dark colours");
+    theme.setAttribute("aria-label", isDark() ? "Use light colors" : "Use dark colors");
     theme.setAttribute("aria-pressed", String(isDark()));
   };
   theme.addEventListener("click", () => {
@@ -91,7 +91,7 @@
   // Filtering: every word has to be in the row.
   const texts = new Map(bodies.map((body) => [body, body.rows[0].textContent.toLowerCase()]));
   const fits = (status, kind) =>
-    kind === "all" || status === kind || (kind === "quantized" && status === "integers");
+    kind === "all" || status === kind || (kind === "quantized" && status === "integer");
   const filter = () => {
     const words = find("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const kind = document.querySelector('input[name="kind"]:checked').value;
