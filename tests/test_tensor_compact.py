@@ -57,7 +57,7 @@ def test_missing_or_extra_arrays(name):
         params = dt.QuantParams.from_data(spec, X)
         arrays = compact(params)
         changed = {k: v for k, v in arrays.items() if k != name} if name in arrays else arrays | {name: np.ones(1)}
-        with pytest.raises(dt.FileFormatError, match="exactly the keys"):
+        with pytest.raises(dt.FileFormatError, match="expected exactly"):
             expand(params.spec, changed, params.scale.shape)
 
 

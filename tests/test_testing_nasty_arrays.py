@@ -121,7 +121,7 @@ def test_finite_arrays_have_a_range_unless_they_are_empty(name):
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "0.1", None], ids=repr)
 def test_a_scale_that_cannot_be_is_refused(scale):
-    with pytest.raises(dt.ParamsError, match="expected a finite number above 0"):
+    with pytest.raises(dt.ParamsError, match="expected a positive finite number"):
         nasty_arrays(scale=scale)
 
 

@@ -1,11 +1,11 @@
-"""detent: neural-network quantization where what you train is what you ship.
+"""detent: quantization of neural networks, with bit-exact verification of the exported file.
 
-A spec says how numbers are quantized, params hold the scales and zero points, operators compute, and ``FakeQuantize``
-keeps state::
+A spec describes a quantization, params are its scales and zero points, operators compute codes and values, and
+``FakeQuantize`` has state::
 
     spec (QuantSpec)  ->  params (QuantParams)  ->  codes (QuantizedTensor)  ->  values
 
-``import detent`` loads NumPy and ml_dtypes and nothing heavier.
+``import detent`` loads NumPy and ml_dtypes, but neither PyTorch nor ONNX.
 """
 
 from detent import convention, formats, granularity, metrics, observers, packing, rounding, ste

@@ -1,4 +1,4 @@
-"""``python -m detent``: the same as the command ``detent``."""
+"""Entry point of ``python -m detent``, equal to the command ``detent``."""
 
 import sys
 

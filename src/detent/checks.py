@@ -1,6 +1,6 @@
-"""Checks that every public function makes alike: integers, numbers, shapes, arrays, float types, NaN.
+"""Checks shared by all public functions: integers, numbers, shapes, arrays, float types, NaN.
 
-The four float types of data, and the compute type of each, are defined here and nowhere else.
+This module alone defines the four float types of data and their compute types.
 """
 
 import operator
@@ -18,8 +18,8 @@ from detent.errors import DetentError, DtypeError, NaNError, ShapeError, SpecErr
 
 __all__ = ["FLOATS", "compute_dtype", "float_array", "float_dtype"]
 
-SIZE_LIMIT = 1 << 62
-RANK_LIMIT = 64  # that of NumPy
+SIZE_LIMIT = 1 << 62  # elements per axis: byte counts still fit int64
+RANK_LIMIT = 64  # the limit of NumPy
 
 
 def as_integer(
@@ -30,12 +30,12 @@ def as_integer(
     at_most: int | None = None,
     error: type[DetentError] = SpecError,
 ) -> int:
-    """The value as a Python integer inside the bounds; NumPy integers are integers, booleans are not."""
+    """Convert to a Python integer and check its bounds; NumPy integers are accepted, booleans are not."""
     bounds = "" if at_least is None else f" of at least {at_least}"
     if at_least is not None and at_most is not None:
         bounds = f" in {at_least}..{at_most if at_most < 1 << 31 else f'2**{at_most.bit_length()}-1'}"
     try:
-        number = operator.index(value)  # type: ignore[arg-type]  # anything else is the error below
+        number = operator.index(value)  # type: ignore[arg-type]  # other types raise TypeError
     except TypeError:
         number = None
     if number is None or isinstance(value, bool | np.bool_):
@@ -46,12 +46,12 @@ def as_integer(
 
 
 def as_number(what: str, value: object, error: type[DetentError] = SpecError) -> float:
-    """The value as a finite Python float; booleans and strings are not numbers."""
+    """Convert to a finite Python float; booleans and strings are rejected."""
     if isinstance(value, bool | np.bool_ | str) or not isinstance(value, SupportsFloat):
         raise error(f"{what} must be a number, got {value!r}")
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer above the largest float
         number = inf
     if not isfinite(number):
         raise error(f"{what} must be a finite number, got {value!r}")
@@ -59,30 +59,30 @@ def as_number(what: str, value: object, error: type[DetentError] = SpecError) ->
 
 
 def as_shape(shape: object, what: str = "shape", error: type[DetentError] = ShapeError) -> tuple[int, ...]:
-    """The sizes as a tuple of Python integers."""
+    """Convert to a tuple of Python integers."""
     if type(shape) is tuple and all(type(size) is int and 0 <= size < SIZE_LIMIT for size in shape):
         return shape
     if isinstance(shape, str | bytes) or not isinstance(shape, Iterable):
         raise error(f"{what} must be a tuple of sizes such as (64, 256), got {shape!r}")
     sizes = tuple(shape)
     if len(sizes) > RANK_LIMIT:
-        raise error(f"{what} has {len(sizes)} sizes, arrays have at most {RANK_LIMIT} axes")
+        raise error(f"{what} has {len(sizes)} sizes, expected at most {RANK_LIMIT}")
     return tuple(
         as_integer(f"a size of {what}", size, at_least=0, at_most=SIZE_LIMIT - 1, error=error) for size in sizes
     )
 
 
 def are_sizes(values: object) -> bool:
-    """Whether it is a list of sizes that can be those of an array."""
+    """Tell whether the value is a list that can be the shape of an array."""
     is_short = isinstance(values, list) and len(values) <= RANK_LIMIT
     return is_short and all(type(value) is int and 0 <= value < SIZE_LIMIT for value in values)  # type: ignore[attr-defined]
 
 
 def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
-    """The value as a NumPy array; ragged lists and masked arrays are rejected."""
+    """Convert to a NumPy array; ragged lists and masked arrays are rejected."""
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(
-            f"{what} is a masked array, whose mask would be lost: fill it first, for example {what}.filled(0)"
+            f"{what} is a masked array, and its mask would be lost: fill it first, for example {what}.filled(0)"
         )
     try:
         return np.asarray(value)
@@ -90,26 +90,26 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
         raise DtypeError(f"{what} is not an array of numbers: {fault}") from fault
 
 
-def plain(value: object) -> Any:  # noqa: ANN401 - whatever the array holds
-    """A NumPy scalar or 0-d array, which is what files make of numbers and strings, as the Python value it holds."""
+def plain(value: object) -> Any:  # noqa: ANN401 - any element
+    """Convert a NumPy scalar or 0-d array to its Python value: files load numbers and strings as such arrays."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim)
     return value.item() if is_scalar else value  # type: ignore[attr-defined]  # as is_scalar says
 
 
 def read_only(values: NDArray[Any]) -> NDArray[Any]:
-    """A C-contiguous copy that cannot be written."""
+    """Return a C-contiguous, read-only copy."""
     copy = np.array(values, order="C", copy=True)
     copy.setflags(write=False)
     return copy
 
 
 def first_index(mask: NDArray[np.bool_]) -> tuple[int, ...]:
-    """The index of the first True in C order."""
+    """Return the index of the first True in C order."""
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
 
 
 def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
-    """The index of the first NaN or infinity in C order."""
+    """Return the index of the first NaN or infinity in C order."""
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         return first_index(~np.isfinite(values))
 
@@ -117,7 +117,7 @@ def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
 def refuse_nan(
     name: str, x: NDArray[Any], repair: str = "clean the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if there is any NaN, with its count, its first index and ``repair``."""
+    """Raise if x contains NaN; the message has the count, the first index and ``repair``."""
     with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
@@ -138,23 +138,23 @@ _DTYPES = frozenset(FLOATS.values())
 
 
 def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
-    """The dtype if it is one that data may have; ``name`` says whose it is in the error."""
+    """Check that the dtype is one of ``FLOATS``; the message calls its owner ``name``."""
     if isinstance(dtype, np.dtype) and dtype in _DTYPES:
         return dtype
-    known = FLOATS.get(dtype) if isinstance(dtype, str) else None
-    if known is None and isinstance(dtype, np.dtype | type):
+    checked = FLOATS.get(dtype) if isinstance(dtype, str) else None
+    if checked is None and isinstance(dtype, np.dtype | type):
         with suppress(TypeError):
-            known = np.dtype(dtype)
-    if known is None or known not in _DTYPES:
+            checked = np.dtype(dtype)
+    if checked is None or checked not in _DTYPES:
         raise DtypeError(
-            f"{name} has dtype {dtype if known is None else known}, expected float16, bfloat16, float32 or float64: "
-            f"convert it first, for example {name}.astype('float32')"
+            f"{name} has dtype {dtype if checked is None else checked}, expected float16, bfloat16, float32 or "
+            f"float64: convert it first, for example {name}.astype('float32')"
         )
-    return known
+    return checked
 
 
 def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
-    """The value as a float array in the machine's byte order; arrays of other libraries are rejected, not copied."""
+    """Convert to a float array in native byte order; arrays of other libraries are rejected, not copied."""
     if type(value) is np.ndarray and value.dtype in _DTYPES:
         return value
     if not isinstance(value, np.ndarray | np.generic | list | tuple | float | int):
@@ -165,10 +165,10 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
 
 
 def compute_type(dtype: Any, xp: Any) -> Any:  # noqa: ANN401 - types of the array library xp
-    """The compute type of data of that dtype, which is also that of its scales: float64 for float64, else float32."""
+    """Return the compute type of a dtype, used for scales too: float64 for float64, else float32."""
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """``compute_type`` for NumPy dtypes, which compare faster than the classes in ``np``."""
+    """Return ``compute_type`` as a NumPy dtype; dtypes compare faster than the classes in ``np``."""
     return FLOATS["float64"] if dtype == FLOATS["float64"] else FLOATS["float32"]

@@ -1,12 +1,11 @@
-"""Codec: JSON and short texts, read as untrusted.
+"""Codec: JSON and short texts from untrusted files.
 
-Whatever a text holds, reading it raises a DetentError or returns, in time and memory that follow from the limits below:
-how long it is, how many lists, objects and values it may hold. Values are checked before arrays are made of them, and
-messages quote the beginning only.
+Reading any text either raises a DetentError or returns. The limits below (length, number of lists, objects and values)
+bound its time and memory. Values are checked before they become arrays, and messages quote only their beginning.
 
-Frozen dataclasses are written by their fields and read by their annotations; a ``Leaf`` adds a type. Arrays keep every
-bit. Numbers that are not finite are written as "inf", "-inf" and "nan", because JSON has none of them. Calls are short
-texts such as ``name(1, k=2)``.
+Frozen dataclasses are written field by field and read by their annotations; a ``Leaf`` adds a type. Arrays keep every
+bit. JSON has no infinities and NaN: they are written as "inf", "-inf" and "nan". Calls are short texts such as
+``name(1, k=2)``.
 """
 
 import json
@@ -30,13 +29,13 @@ from detent.errors import DetentError, FileFormatError, SpecError, closest
 __all__ = []
 
 T = TypeVar("T")
-TEXT_LIMIT = 1 << 26
-CONTAINER_LIMIT = 1 << 19  # lists and objects, which take thirty times as much memory as text
+TEXT_LIMIT = 1 << 26  # characters
+CONTAINER_LIMIT = 1 << 19  # lists and objects: they take thirty times as much memory as their text
 VALUE_LIMIT = 1 << 23
-INTEGER_LIMIT = 1 << 62
-EXACT_LIMIT = 1 << 53  # float64 holds every smaller integer
-MAX_MESSAGE = 2000
-MAX_CHARS_SHOWN = 60
+INTEGER_LIMIT = 1 << 62  # fits int64, with room for sums
+EXACT_LIMIT = 1 << 53  # float64 represents every integer up to here
+MAX_MESSAGE = 2000  # characters of an error message
+MAX_CHARS_SHOWN = 60  # characters of a name quoted in a message
 _SPECIAL: Mapping[str, float] = MappingProxyType({"inf": inf, "-inf": -inf, "nan": nan})
 _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 
@@ -44,25 +43,25 @@ _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 def parse(
     text: str, what: str, *, error: type[DetentError] = FileFormatError, limit: int = TEXT_LIMIT
 ) -> dict[str, Any]:
-    """The object that a JSON text holds."""
+    """Parse the JSON text of an object."""
     if not isinstance(text, str):
-        raise error(f"{what} is JSON text, got {type(text).__name__}")
+        raise error(f"got {type(text).__name__} for {what}, expected JSON text")
     if len(text) > limit:
-        raise error(f"{what} has {len(text)} characters, at most {limit} are read")
-    for name, count, most in _counts(text):
-        if count > most:
-            raise error(f"{what} has {count} {name}, at most {most} are read")
+        raise error(f"{what} has {len(text)} characters, expected at most {limit}")
+    for name, count, count_limit in _counts(text):
+        if count > count_limit:
+            raise error(f"{what} has {count} {name}, expected at most {count_limit}")
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError, MemoryError) as fault:
         raise error(f"{what} is not valid JSON: {fault}") from fault
     if not isinstance(value, dict):
-        raise error(f"{what} is a JSON object, got {brief(value)}")
+        raise error(f"got {brief(value)} for {what}, expected a JSON object")
     return value
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """How many containers and values a JSON text holds, or more: brackets and commas in strings count, too."""
+    """Return upper bounds of the numbers of containers and values: brackets and commas in strings count, too."""
     return (
         ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
         ("values", text.count(","), VALUE_LIMIT),
@@ -70,10 +69,10 @@ def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of JSON pairs, none of which may come twice."""
+    """Make a dict of JSON pairs; duplicate keys are errors."""
     if len(dict(pairs)) != len(pairs):
-        twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the keys {brief(twice)} come more than once")
+        duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"duplicate keys {brief(duplicates)}")
     return dict(pairs)
 
 
@@ -89,16 +88,15 @@ def table(
     error: type[DetentError] = FileFormatError,
     version: int | None = None,
 ) -> dict[str, Any]:
-    """The value if it is an object with exactly these keys; with a version, without that entry."""
+    """Check that the value is an object with exactly these keys; ``version`` is checked and removed."""
     expected = {*keys} if version is None else {"version", *keys}
     if not isinstance(value, Mapping):
-        raise error(f"{what} is an object with the keys {', '.join(sorted(expected))}, got {brief(value)}")
+        raise error(f"got {brief(value)} for {what}, expected an object with the keys {', '.join(sorted(expected))}")
     if set(value) != expected:
         unexpected, missing = sorted(map(str, set(value) - expected)), sorted(expected - set(value))
-        raise error(
-            f"{what} needs exactly the keys {', '.join(sorted(expected))}: unexpected {brief(unexpected)}, "
-            f"missing {missing}"
-        )
+        problems = [f"unexpected keys {brief(unexpected)}"] if unexpected else []
+        problems += [f"missing keys {missing}"] if missing else []
+        raise error(f"{what}: {', '.join(problems)}; expected exactly {', '.join(sorted(expected))}")
     entries = dict(value)
     if version is not None:
         check_version(entries.pop("version"), version, what, error=error)
@@ -106,9 +104,11 @@ def table(
 
 
 def check_version(given: object, version: int, what: str, *, error: type[DetentError] = FileFormatError) -> None:
-    """Raise unless it is the version that this detent reads."""
+    """Raise unless ``given`` is the version that this release reads."""
     if type(given) is not int or given != version:
-        raise error(f"this detent reads version {version} of {what}, got {brief(given)}: update detent")
+        raise error(
+            f"got version {brief(given)} of {what}, but this release of detent reads version {version}: update detent"
+        )
 
 
 _FAULTS = (
@@ -121,7 +121,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Turn whatever goes wrong with untrusted data inside the block into one error."""
+    """Convert exceptions that untrusted data cause inside the block to one error; ``keep`` passes unchanged."""
     try:
         yield
     except _FAULTS as fault:
@@ -131,7 +131,7 @@ def reading(
 
 
 class Leaf(NamedTuple):
-    """How values of a type are written as JSON, and how they are read; reading may raise any DetentError."""
+    """Functions that write values of a type as JSON and read them; ``read`` may raise any DetentError."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -142,7 +142,7 @@ _NO_LEAVES: Leaves = MappingProxyType({})
 
 
 def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 - any part of a document
-    """Dataclasses, mappings, tuples, arrays and plain values as JSON-ready data."""
+    """Convert dataclasses, mappings, tuples, arrays and plain values to JSON-ready data."""
     if type(value) in leaves:
         return leaves[type(value)].write(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -159,7 +159,7 @@ def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 -
 
 
 def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
-    """The dataclass that ``encode`` wrote."""
+    """Read a dataclass from the data of ``encode``."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
     decoded = {name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()}
@@ -230,11 +230,11 @@ def _plain(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an
 
 
 def _text(value: str, where: str) -> str:
-    """Text that can be written again: JSON can hold halves of characters."""
+    """Check that the text can be encoded: JSON strings may contain lone surrogates."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _wrong(where, "text of whole characters", value) from error
+        raise _wrong(where, "text without lone surrogates", value) from error
     return value
 
 
@@ -243,21 +243,21 @@ def _wrong(where: str, expected: str, value: object) -> FileFormatError:
 
 
 def encode_array(values: NDArray[Any]) -> dict[str, object]:
-    """An array of floats or integers as JSON; every float survives the round trip."""
+    """Convert an array of floats or integers to JSON-ready data; every float is kept exactly."""
     return {"dtype": str(values.dtype), "shape": list(values.shape), "values": encode(values.ravel().tolist())}
 
 
 def decode_array(value: object, what: str, *, error: type[DetentError] = FileFormatError) -> NDArray[Any]:
-    """The array that ``encode_array`` wrote; its shape and dtype must fit its values."""
+    """Read an array from the data of ``encode_array``; shape and dtype must match the values."""
     entry = table(value, what, ("dtype", "shape", "values"), error=error)
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
-        raise error(f"{what} is a list of numbers of type {', '.join(sorted(_STORED_DTYPES))}, got {brief(entry)}")
+        raise error(f"got {brief(entry)} for {what}, expected numbers of dtype {', '.join(sorted(_STORED_DTYPES))}")
     shape = entry["shape"]
     if not are_sizes(shape) or len(listed) != prod(shape):
-        raise error(f"{what} holds as many numbers as its shape says, got {len(listed)} of shape {brief(shape)}")
+        raise error(f"{what} has {len(listed)} numbers, which does not match its shape {brief(shape)}")
     if not all(_is_exact(each) for each in listed):
-        raise error(f"{what} holds numbers that float64 holds, or 'inf', '-inf' and 'nan', got {brief(listed)}")
+        raise error(f"got {brief(listed)} for {what}, expected numbers in the range of float64, 'inf', '-inf' or 'nan'")
     values = np.array([_SPECIAL.get(each, each) for each in listed], np.float64)
     with np.errstate(all="ignore"):
         array = values.astype(dtype)
@@ -267,7 +267,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
 
 
 def _is_exact(value: object) -> bool:
-    """Whether it is a number that float64 holds, or the name of one; JSON such as 1e999 is neither."""
+    """Tell whether float64 represents the value exactly; "inf", "-inf" and "nan" count, JSON such as 1e999 does not."""
     if type(value) is int:
         return abs(value) <= EXACT_LIMIT
     return isfinite(value) if type(value) is float else isinstance(value, str) and value in _SPECIAL
@@ -282,13 +282,15 @@ _INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-def parse_call(what: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tuple[str, Settings]:
-    """The name and the settings of a call; ``known`` says which settings each name has, in order."""
+def parse_call(what: str, text: str, signatures: Mapping[str, tuple[str, ...]]) -> tuple[str, Settings]:
+    """Parse the name and the settings of a call; ``signatures`` lists the settings of each name, in order."""
     match = _CALL.fullmatch(text) if len(text) <= CALL_LIMIT else None
-    if match is None or match[1] not in known:
+    if match is None or match[1] not in signatures:
         name = text[:CALL_LIMIT].partition("(")[0]
-        raise SpecError(f"unknown {what} {text[:CALL_LIMIT]!r}{closest(name, known)} expected {_forms(known)}")
-    name, names = match[1], known[match[1]]
+        raise SpecError(
+            f"unknown {what} {text[:CALL_LIMIT]!r}{closest(name, signatures)} expected {_forms(signatures)}"
+        )
+    name, names = match[1], signatures[match[1]]
     settings: Settings = {}
     by_keyword = False
     for place, part in enumerate(match[2].split(",") if (match[2] or "").strip() else ()):
@@ -296,14 +298,14 @@ def parse_call(what: str, text: str, known: Mapping[str, tuple[str, ...]]) -> tu
         by_keyword = by_keyword or keyword is not None
         key = keyword[1] if keyword else "" if by_keyword or place >= len(names) else names[place]
         if key not in names or key in settings:
-            takes = f"takes {', '.join(names)}, each once and in this order" if names else "takes no settings"
-            raise SpecError(f"{what} {text!r}: {part.strip()!r} has no place, {name} {takes}")
+            expected = f"expected {', '.join(names)}, each once and in this order" if names else "expected no settings"
+            raise SpecError(f"unexpected setting {part.strip()!r} of {what} {text!r}: {expected}")
         settings[key] = _value(keyword[2] if keyword else part.strip())
     return name, settings
 
 
-def _forms(known: Mapping[str, tuple[str, ...]]) -> str:
-    return ", ".join(f"{name}({', '.join(names)})" if names else name for name, names in known.items())
+def _forms(signatures: Mapping[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{name}({', '.join(names)})" if names else name for name, names in signatures.items())
 
 
 def _value(text: str) -> Setting:
@@ -313,7 +315,7 @@ def _value(text: str) -> Setting:
 
 
 def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
-    """The call without the settings that have their default; by keyword from the first one that is left out."""
+    """Format a call without default settings; settings after the first default are keywords."""
     parts, by_keyword = [], False
     for key, value in settings.items():
         if value == defaults[key]:
@@ -324,18 +326,18 @@ def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str
 
 
 def as_text(what: str, value: object) -> str:
-    """The value as a string that is not empty and that every file can hold."""
+    """Check that the value is a string that is not empty and can be encoded."""
     text = plain(value)
     if not isinstance(text, str) or not text:
         hint = f": use {value.__name__!r}" if isinstance(value, type) else ""
-        raise SpecError(f"{what} is text that is not empty, got {value!r}{hint}")
+        raise SpecError(f"got {value!r} for {what}, expected text that is not empty{hint}")
     return storable(what, text)
 
 
 def storable(what: str, text: str) -> str:
-    """The text if it is Unicode without lone surrogates."""
+    """Check that the text has no lone surrogates, which files cannot contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise SpecError(f"{what} holds half a surrogate pair, which no file can hold: {text!r}") from error
+        raise SpecError(f"{what} contains a lone surrogate, which cannot be stored: {text!r}") from error
     return text

@@ -1,12 +1,12 @@
-"""Conventions: the rules of one quantization system, as plain data.
+"""Conventions: the quantization rules of other systems, as plain data.
 
-Systems with the formula ``q = round(x / s) + z`` differ in eight places: whether they divide or multiply by the
-reciprocal, how they round, whether the zero point is added before or after rounding, how a symmetric scale comes from a
-range, whether the lowest code is used, whether the range must hold zero, what a zero range gives, and where gradients
-pass. A Convention is one row of that table.
+Systems with the formula ``q = round(x / s) + z`` differ in eight rules: division or multiplication by the reciprocal,
+rounding, zero point added before or after rounding, the symmetric scale of a range, whether the lowest code is used,
+whether the range must include zero, the scale of a zero range, and where gradients pass. A Convention is one row of that
+table.
 
-Presets follow a system's documented formula; a comment says where its code contradicts it. A scale may differ from the
-system's own by one unit in the last place, because ours is computed in float64.
+Presets follow the documented formula of a system; a comment says where its code differs. A scale may differ from that of
+the system by one ulp, because detent computes it in float64.
 """
 
 import sys
@@ -42,7 +42,7 @@ _PRESETS: dict[str, "Convention"] = {}
 
 @dataclass(frozen=True)
 class ZeroRange:
-    """What a range without width gives.
+    """Rule for ranges of width zero.
 
     ============ ==========================================================================
     unit         scale 1, zero point the code nearest 0 (a symmetric spec keeps its own)
@@ -57,32 +57,33 @@ class ZeroRange:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        known = get_args(ZeroRangeKind)
-        if self.kind not in known:
+        kinds = get_args(ZeroRangeKind)
+        if self.kind not in kinds:
             raise SpecError(
-                f"unknown zero range {self.kind!r}{closest(str(self.kind), known)} expected {', '.join(known)}"
+                f"unknown zero range {self.kind!r}{closest(str(self.kind), kinds)} expected {', '.join(kinds)}"
             )
         if isinstance(self.value, bool) or not isinstance(self.value, int | float):
-            raise SpecError(f"the value of a zero range is a number, got {self.value!r}")
+            raise SpecError(f"got {self.value!r} as value of a zero range, expected a number")
         needs_value = self.kind in {"eps", "width"}
         if not (0.0 < self.value <= sys.float_info.max if needs_value else self.value == 0):
             expected = "a positive finite value" if needs_value else "no value"
-            raise SpecError(f"zero range {self.kind!r} takes {expected}, got {self.value!r}")
+            raise SpecError(f"got value {self.value!r} for zero range {self.kind!r}, expected {expected}")
         object.__setattr__(self, "value", float(self.value))
 
 
 @dataclass(frozen=True, repr=False)
 class Convention:
-    """One system's answers to the eight questions.
+    """Quantization rules of one system.
 
     Attributes:
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
-        rounding: how codes are rounded; half_away rounds zero points so, too.
+        rounding: rounding of codes; with half_away, also of zero points.
         zero_point: added "after_round" or "before_round".
         symmetric_scale: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.
-        include_zero: whether an affine range is widened to hold zero.
-        mask: where the gradient passes if no estimator is named.
+        include_zero: whether an affine range is widened to include zero.
+        zero_range: rule for ranges of width zero.
+        mask: default straight-through estimator: where the gradient passes.
 
     >>> import detent as dt
     >>> dt.Convention.torch.division, dt.Convention.onnx.division
@@ -99,7 +100,7 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    if TYPE_CHECKING:  # set below; as annotations at run time they would count as fields to some tools
+    if TYPE_CHECKING:  # set below; annotations at run time would make some tools list them as fields
         onnx: ClassVar["Convention"]
         torch: ClassVar["Convention"]
         torch_fused: ClassVar["Convention"]
@@ -114,7 +115,7 @@ class Convention:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
-            raise SpecError(f"a convention's name is an identifier such as 'my_runtime', got {self.name!r}")
+            raise SpecError(f"got {self.name!r} as name of a convention, expected an identifier such as 'my_runtime'")
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             if value not in choices:
@@ -124,14 +125,14 @@ class Convention:
                 )
         for field in ("narrow", "include_zero"):
             if not isinstance(getattr(self, field), bool):
-                raise SpecError(f"convention {self.name!r}: {field} is True or False, got {getattr(self, field)!r}")
+                raise SpecError(
+                    f"got {field}={getattr(self, field)!r} in convention {self.name!r}, expected True or False"
+                )
         object.__setattr__(self, "rounding", get_rounding(self.rounding))
         if not isinstance(self.zero_range, ZeroRange):
-            raise SpecError(f"convention {self.name!r}: zero_range is a ZeroRange, got {self.zero_range!r}")
+            raise SpecError(f"got zero_range={self.zero_range!r} in convention {self.name!r}, expected a ZeroRange")
         if self != _PRESETS.get(self.name, self):
-            raise SpecError(
-                f"{self.name!r} is the name of a preset with other rules: give this convention its own name"
-            )
+            raise SpecError(f"convention {self.name!r} differs from the preset of that name: choose a different name")
 
     def __repr__(self) -> str:
         if self.name in _PRESETS:
@@ -139,7 +140,7 @@ class Convention:
         return f"dt.Convention({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in fields(self))})"
 
     def to_dict(self) -> dict[str, object]:
-        """Every field as JSON-ready data."""
+        """Return every field as JSON-ready data."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         return plain | {
             "rounding": str(self.rounding),
@@ -148,7 +149,7 @@ class Convention:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "Convention":
-        """The convention that ``to_dict`` described; missing and unknown keys are errors."""
+        """Read the data of ``to_dict``; missing and unknown keys are errors."""
         entries = table(data, "a convention", [field.name for field in fields(cls)], error=SpecError)
         zero_range = table(entries["zero_range"], "a convention's zero_range", ("kind", "value"), error=SpecError)
         return cls(**{**entries, "zero_range": ZeroRange(**zero_range)})
@@ -162,23 +163,23 @@ _TORCH_EPS = ZeroRange("eps", 2.0**-23)
 _ROWS = (
     Convention("onnx",               "divide",     half_even, "after_round",  "qmax",      True,  True,  _UNIT,      "code_inclusive"),
     Convention("torch",              "reciprocal", half_even, "after_round",  "half_span", False, True,  _TORCH_EPS, "code_inclusive"),
-    # Its operator leaves symmetric mode for one-sided ranges and raises scales below 6.1e-5; the rule of two-sided
-    # ranges is built, with torch's own floor of 2^-23.
+    # Its operator switches to affine for one-sided ranges and raises scales below 6.1e-5; this preset uses the rule for
+    # two-sided ranges, and the floor of 2^-23 of torch's observers.
     Convention("torch_fused",        "reciprocal", half_even, "after_round",  "tight",     False, True,  _TORCH_EPS, "code_inclusive"),
     Convention("compressed_tensors", "divide",     half_even, "before_round", "half_span", False, True,  _TORCH_EPS, "identity"),
-    # Its GPU text rounds half to even without a zero point and uses +-127 for int8; the documented CPU rule is built.
+    # Its GPU source rounds half to even, has no zero point and uses +-127 for int8; this preset is the documented CPU rule.
     Convention("oxicuda",            "divide",     half_away, "before_round", "qmax",      False, False, ZeroRange("width", 1e-8), "value_inclusive"),
-    # Its clamped backward forgets the zero point; Clipped(on="value") here includes it. Its scale floor comes after
-    # the zero point was computed from scale 0; here it comes before.
+    # Its clamped backward ignores the zero point; Clipped(on="value") here includes it. It computes the zero point from
+    # scale 0 before it raises the scale to its floor; here the floor is applied first.
     Convention("entrenar",           "divide",     half_away, "before_round", "qmax",      True,  False, ZeroRange("eps", 1e-10), "identity"),
     Convention("torsh",              "divide",     half_away, "after_round",  "half_span", False, False, ZeroRange("unit_at_qmin"), "identity"),
-    # Its backward recomputes a per-batch scale even in EMA and fixed mode; here backward uses the forward's.
+    # Its backward recomputes a per-batch scale even in EMA and fixed mode; here backward uses the scale of forward.
     Convention("rlx",                "divide",     half_away, "after_round",  "qmax",      True,  True,  ZeroRange("eps", 1e-12), "identity"),
     Convention("baracuda",           "reciprocal", half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
-    # Its forward divides and its mask multiplies by the reciprocal; here both divide.
+    # Its forward divides, its mask multiplies by the reciprocal; here both divide.
     Convention("baracuda_channel",   "divide",     half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
-    # Its documentation says the mask is inclusive, its code is strict and rounds before the zero point is added; the
-    # strict bounds are kept, on the forward's own codes.
+    # Its documented mask is inclusive; its code has exclusive bounds and rounds before it adds the zero point. This preset
+    # has exclusive bounds, on the codes of forward.
     Convention("baracuda_token",     "divide",     half_even, "before_round", "qmax",      False, True,  _UNIT,      "code_exclusive"),
 )
 # fmt: on
@@ -190,7 +191,7 @@ for _preset in _ROWS:
 
 
 def get_convention(value: Convention | str) -> Convention:
-    """The preset of that name; a Convention passes through.
+    """Look up a preset by name; a Convention passes through.
 
     >>> get_convention("torch")
     dt.Convention.torch

@@ -1,20 +1,20 @@
-"""Everything detent raises on purpose.
+"""Errors: the exceptions that detent raises on purpose.
 
 ::
 
     DetentError
-    ├── SpecError           (ValueError)           a format, granularity, convention or spec that cannot exist
-    ├── ParamsError         (ValueError)           a scale or zero point that breaks the contract
-    ├── RangeError          (ValueError)           bounds that give no parameters: lo > hi, NaN, infinite, empty
-    ├── ShapeError          (ValueError)           shapes that do not fit each other
+    ├── SpecError           (ValueError)           an invalid format, granularity, convention or spec
+    ├── ParamsError         (ValueError)           an invalid scale, zero point or code
+    ├── RangeError          (ValueError)           an invalid range: lo > hi, NaN, infinite or empty
+    ├── ShapeError          (ValueError)           a wrong shape, or an axis that does not exist
     ├── DtypeError          (TypeError)            an array or value of the wrong type
-    ├── OutError            (ValueError)           an ``out`` array that cannot take the result
+    ├── OutError            (ValueError)           an ``out`` array that cannot hold the result
     ├── NaNError            (ValueError)           NaN where the policy forbids it
-    ├── NotCalibratedError  (RuntimeError)         used before it has parameters
-    ├── StateError          (ValueError)           saved state that does not fit
-    ├── FileFormatError     (ValueError)           a file that is not what it claims to be
-    ├── UnsupportedError    (NotImplementedError)  a combination that no kernel implements
-    └── VerificationError   (AssertionError)       a file that does not compute what its source computes
+    ├── NotCalibratedError  (RuntimeError)         a quantizer or observer without data
+    ├── StateError          (ValueError)           saved state of a different object
+    ├── FileFormatError     (ValueError)           a damaged or unexpected file
+    ├── UnsupportedError    (NotImplementedError)  a combination without an implementation
+    └── VerificationError   (AssertionError)       a file that does not match its source model
 
 A message says what was given, what was expected and how to repair it.
 """
@@ -45,36 +45,36 @@ logging.getLogger("detent").addHandler(logging.NullHandler())
 
 
 class DetentError(Exception):
-    """The root of the tree: ``except detent.DetentError`` catches every deliberate failure.
+    """Base class: ``except detent.DetentError`` catches every error that detent raises on purpose.
 
     >>> import detent as dt
     >>> try:
     ...     dt.QuantSpec.parse("int44")
     ... except dt.DetentError as error:
     ...     print(error)
-    unknown format 'int44': did you mean 'int4'? Known formats: int1..int16, uint1..uint16, float8_e4m3fn, \
-float8_e5m2, float4_e2m1fn, nf4, and the specs mxfp4, mxfp8, mxfp8_e5m2, nvfp4
+    unknown format 'int44': did you mean 'int4'? expected int1..int16, uint1..uint16, float8_e4m3fn, \
+float8_e5m2, float4_e2m1fn, nf4, or one of the specs mxfp4, mxfp8, mxfp8_e5m2, nvfp4
     """
 
 
 class SpecError(DetentError, ValueError):
-    """A format, granularity, rounding, convention, estimator or spec that cannot exist."""
+    """An invalid format, granularity, rounding, convention, estimator or spec."""
 
 
 class ParamsError(DetentError, ValueError):
-    """A scale that is not a positive normal number, or a zero point outside the codes' range."""
+    """A scale that is not a positive normal number, or a zero point or code outside the range of codes."""
 
 
 class RangeError(DetentError, ValueError):
-    """Bounds from which no parameters can be made."""
+    """A range that gives no parameters: lo > hi, NaN, infinite or empty."""
 
 
 class ShapeError(DetentError, ValueError):
-    """Shapes that do not fit each other, or an axis that does not exist."""
+    """A wrong shape, or an axis that does not exist."""
 
 
 class DtypeError(DetentError, TypeError):
-    """An array or value of the wrong type, integers where floats are expected among them."""
+    """An array or value of the wrong type, for example integers where floats are expected."""
 
 
 class OutError(DetentError, ValueError):
@@ -82,7 +82,7 @@ class OutError(DetentError, ValueError):
 
 
 class NaNError(DetentError, ValueError):
-    """NaN in data that must not hold any: ``count`` elements, of which ``first_index`` is the first in C order.
+    """NaN in data that must not contain any: ``count`` elements, the first (in C order) at ``first_index``.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize(np.array([1.0, np.nan], np.float32), dt.QuantParams.int8_symmetric())
@@ -102,23 +102,23 @@ or nan='qmin'
 
 
 class NotCalibratedError(DetentError, RuntimeError):
-    """A quantizer or observer was asked for parameters before it saw any data."""
+    """A quantizer or observer that has no parameters yet, because it has seen no data."""
 
 
 class StateError(DetentError, ValueError):
-    """Saved state that does not belong to the object it is loaded into."""
+    """Saved state that does not match the object it is loaded into."""
 
 
 class FileFormatError(DetentError, ValueError):
-    """A file or byte string that is truncated, oversized, foreign or contradicts itself."""
+    """A file or byte string that is truncated, oversized, inconsistent or of an unexpected format."""
 
 
 class UnsupportedError(DetentError, NotImplementedError):
-    """A combination that the contract defines but no kernel implements."""
+    """A combination of arguments that is not supported."""
 
 
 class VerificationError(DetentError, AssertionError):
-    """A file that does not compute what its source computes; ``report`` is the ``VerifyReport``."""
+    """A quantized file that does not match its source model; ``report`` is the ``VerifyReport``."""
 
     def __init__(self, message: str, report: object) -> None:
         super().__init__(message)
@@ -128,13 +128,13 @@ class VerificationError(DetentError, AssertionError):
         return type(self), (str(self), self.report)
 
 
-def closest(given: str, known: Iterable[str]) -> str:
-    """``: did you mean 'x'?`` for the closest known name, or a colon if none is close."""
-    matches = get_close_matches(given[:200], list(known), n=1, cutoff=0.5)  # longer texts are close to no name
+def closest(given: str, names: Iterable[str]) -> str:
+    """Format ``: did you mean 'x'?`` for the closest valid name, or a colon if none is close."""
+    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # no name is longer, and difflib is slow
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 
-# Packages that are not installed with detent itself, and the extra that brings each.
+# Optional packages, and the extra of detent that installs each.
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
         "typer": "cli",
@@ -147,11 +147,9 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     }
 )
 INSTALL = "pip install 'detent["
-NOTHING_QUANTIZED = (
-    "no layer was quantized"  # how that message begins, which commands answer with an exit code of its own
-)
+NOTHING_QUANTIZED = "no layer was quantized"  # the message begins with this; commands have an exit code for it
 
 
 def install_hint(package: str) -> str:
-    """The command that installs a package of an extra, or all extras."""
+    """Format the command that installs the extra of a package."""
     return f"{INSTALL}{EXTRAS.get(package, package)}]'"

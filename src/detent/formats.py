@@ -1,7 +1,7 @@
-"""Formats: the element type of a code, with the values it stands for at scale 1. One table, one row per format.
+"""Formats: the types of codes, and the value of each code at scale 1. One table, one row per format.
 
-Integer formats count from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Names follow
-ml_dtypes (``float8_e4m3fn``). Absent: the ``fnuz`` variants and 6-bit floats, which no CPU runtime consumes today.
+Integer formats range from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Names follow
+ml_dtypes (``float8_e4m3fn``). Not included: ``fnuz`` variants and 6-bit floats, which no CPU runtime supports today.
 """
 
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ BYTE = 8
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """The element type of a code.
+    """Type of a code.
 
     Attributes:
-        kind: "integer" (counts), "float" (sign, exponent, mantissa) or "codebook" (an index into levels).
-        qmin, qmax: the lowest and highest value at scale 1.
-        storage: the NumPy or ml_dtypes dtype of an unpacked code.
-        onnx: the TensorProto name, or None if ONNX has no such type.
-        magnitudes: for floats, the value of each code without its sign bit; for codebooks, of each code.
-        mantissa: for floats, the bits of the fraction.
+        kind: "integer", "float" (sign, exponent, mantissa) or "codebook" (an index into levels).
+        qmin, qmax: lowest and highest value at scale 1.
+        storage: NumPy or ml_dtypes dtype of an unpacked code.
+        onnx: TensorProto name, or None if ONNX has no such type.
+        magnitudes: for floats, the value of each code without its sign bit; for codebooks, the value of each code.
+        mantissa: for floats, the number of mantissa bits.
 
     >>> import detent as dt
     >>> dt.int4, dt.int4.qmin, dt.int4.qmax, dt.int4.storage, dt.int4.onnx
@@ -53,12 +53,12 @@ class Format:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers, which alone have zero points and a choice of rounding."""
+        """Whether codes are integers; only integers have zero points and a choice of rounding."""
         return self.kind == "integer"
 
     @cached_property
     def levels(self) -> tuple[float, ...]:
-        """The value of every code of a float or codebook format at scale 1, in the order of the code's bits.
+        """The value of every code of a float or codebook format at scale 1, ordered by the code's bits.
 
         >>> import detent as dt
         >>> dt.float4_e2m1fn.levels[:8]
@@ -70,7 +70,7 @@ class Format:
 
     @cached_property
     def finite_levels(self) -> tuple[float, ...]:
-        """The ascending finite values that encoding chooses among: magnitudes for floats, all for codebooks."""
+        """The finite values that encoding rounds to, ascending: magnitudes for floats, all values for codebooks."""
         return tuple(value for value in self.magnitudes if -inf < value < inf)
 
     @cached_property
@@ -88,7 +88,10 @@ def _integer(bits: int, *, signed: bool) -> Format:
 
 
 def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
-    """A sign bit, ``exponent`` bits of bias 2^(exponent-1)-1, ``mantissa`` bits; the last codes are ``specials``."""
+    """Make a float format: a sign bit, ``exponent`` bits with bias 2^(exponent-1)-1, ``mantissa`` bits.
+
+    ``specials`` are the values of the last codes.
+    """
     bias = (1 << (exponent - 1)) - 1
     finite = (1 << (exponent + mantissa)) - len(specials)
 
@@ -125,14 +128,14 @@ nf4 = Format("nf4", "codebook", 4, True, -1.0, 1.0, "uint8", None, _NF4_LEVELS)
 _OTHERS = (float8_e4m3fn, float8_e5m2, float4_e2m1fn, nf4)
 
 FORMATS: MappingProxyType[str, Format] = MappingProxyType({row.name: row for row in (*_SIGNED, *_UNSIGNED, *_OTHERS)})
-KNOWN = f"int1..int{MAX_BITS}, uint1..uint{MAX_BITS}, {', '.join(row.name for row in _OTHERS)}"
+FORMAT_NAMES = f"int1..int{MAX_BITS}, uint1..uint{MAX_BITS}, {', '.join(row.name for row in _OTHERS)}"
 
 
 def get_format(value: Format | str) -> Format:
-    """The format of that name; a Format passes through.
+    """Look up a format by name; a Format passes through.
 
     Raises:
-        SpecError: unknown name; the message holds the closest known one.
+        SpecError: unknown name; the message suggests the closest one.
 
     >>> get_format("uint4")
     dt.uint4
@@ -140,7 +143,7 @@ def get_format(value: Format | str) -> Format:
     if isinstance(value, Format):
         return value
     if not isinstance(value, str):
-        raise DtypeError(f"a format is a dt.Format or its name, got {value!r}; for example dt.int8 or 'int8'")
+        raise DtypeError(f"got {value!r} as format, expected a dt.Format or its name: for example dt.int8 or 'int8'")
     if value not in FORMATS:
-        raise SpecError(f"unknown format {value!r}{closest(value, FORMATS)} Known formats: {KNOWN}")
+        raise SpecError(f"unknown format {value!r}{closest(value, FORMATS)} expected {FORMAT_NAMES}")
     return FORMATS[value]

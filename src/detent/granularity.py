@@ -1,7 +1,7 @@
-"""Granularity: which elements of an array share one (scale, zero point) pair, a parameter set, *set* for short.
+"""Granularity: which elements of an array share one (scale, zero point) pair, called a parameter set.
 
-Every granularity is a tiling of the array by equal blocks: a block spans ``block[i]`` indices of axis ``i`` and the
-last block of an axis may be ragged. ``axis`` always names the axis that is *kept*.
+Every granularity tiles the array with equal blocks: a block spans ``block[i]`` indices of axis ``i``, and the last
+block of an axis may be shorter. ``axis`` always names the axis that is *kept*: scales differ along it.
 
 ============================ ====================================== ================================================
 value                        scale shape for x of shape (d0..dn)    string
@@ -41,19 +41,19 @@ __all__ = [
     "granularity_from_dict",
 ]
 
-MAX_AXES = 64  # of an array, in NumPy and PyTorch
+MAX_AXES = 64  # the limit of NumPy and PyTorch
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an array of one shape falls into sets.
+    """Division of an array of one shape into parameter sets.
 
     Attributes:
-        block: how many indices of each axis a set spans, at least 1.
-        grid: how many sets lie along each axis.
-        scale_shape: the shape of scales and zero points; ``prod(grid) == prod(scale_shape)``.
+        block: number of indices of each axis that a set spans, at least 1.
+        grid: number of sets along each axis.
+        scale_shape: shape of scales and zero points; ``prod(grid) == prod(scale_shape)``.
 
     >>> PerGroup(4).tiling((2, 10))
     Tiling(shape=(2, 10), block=(1, 4), grid=(2, 3), scale_shape=(2, 3))
@@ -74,11 +74,11 @@ class Tiling:
 
     @property
     def sets(self) -> int:
-        """The number of sets, which is the number of scales."""
+        """The number of parameter sets, equal to the number of scales."""
         return prod(self.grid)
 
     def spread(self, values: Any, xp: Any = np) -> Any:  # noqa: ANN401 - arrays of any library
-        """Each element's own value, broadcastable to the array, from one value per set; ``xp`` is the array library.
+        """Expand one value per set to an array of values per element, broadcastable to the data; ``xp`` is the library.
 
         >>> PerGroup(2).tiling((3,)).spread(np.array([1, 2]))
         array([1, 1, 2])
@@ -91,9 +91,9 @@ class Tiling:
         return values
 
     def merged(self) -> "Tiling":
-        """The same sets of the same elements in C order, over as few axes as can tell them apart.
+        """Merge adjacent axes, without changing which element (in C order) belongs to which set.
 
-        Adjacent axes become one if a set spans both whole, or if each index of both has its own set.
+        Two adjacent axes become one if a set spans both entirely, or if each pair of indices has its own set.
 
         >>> PerAxis(1).tiling((2, 3, 4, 5)).merged().shape
         (2, 3, 20)
@@ -118,26 +118,26 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Granularity(ABC):
-    """What all granularities can do; make one of the subclasses."""
+    """Base class of granularities: the assignment of elements to parameter sets."""
 
     kind: ClassVar[str]
 
     @property
     def set_size(self) -> int | None:
-        """How many elements a full set has, or None if the data's shape decides."""
+        """The number of elements in a full set; None if it depends on the data's shape."""
         return None
 
     def tiling(self, shape: Shape) -> Tiling:
-        """How an array of that shape falls into sets.
+        """Divide an array of that shape into parameter sets.
 
         Raises:
-            ShapeError: no shape, or the array has too few axes.
+            ShapeError: not a shape, or an array with too few axes.
         """
         return _tiling(self, as_shape(shape))
 
     @abstractmethod
     def _tiling(self, shape: Shape) -> Tiling:
-        """``tiling`` of a checked shape, not cached."""
+        """Compute ``tiling`` for a checked shape, without the cache."""
 
     def __str__(self) -> str:
         return self.kind
@@ -154,7 +154,7 @@ def _tiling(granularity: Granularity, shape: Shape) -> Tiling:
 
 @dataclass(frozen=True)
 class PerTensor(Granularity):
-    """One set for the whole array.
+    """Per-tensor granularity: one parameter set for the whole array.
 
     >>> PerTensor().tiling((2, 3)).scale_shape
     ()
@@ -194,7 +194,7 @@ PerChannel = PerAxis  # the name that most people search for
 
 @dataclass(frozen=True)
 class PerToken(Granularity):
-    """One set per vector along the last axis.
+    """Per-token granularity: one parameter set per vector along the last axis.
 
     >>> PerToken().tiling((2, 3, 4)).scale_shape
     (2, 3)
@@ -210,7 +210,7 @@ class PerToken(Granularity):
 
 @dataclass(frozen=True)
 class PerGroup(Granularity):
-    """One set per ``size`` consecutive elements along ``axis``; the last group may be ragged.
+    """Per-group granularity: one parameter set per ``size`` consecutive elements of ``axis``; the last may be shorter.
 
     >>> PerGroup(128).tiling((4, 300)).scale_shape
     (4, 3)
@@ -226,7 +226,7 @@ class PerGroup(Granularity):
 
     @property
     def set_size(self) -> int:
-        """The group's size."""
+        """The group size."""
         return self.size
 
     def _tiling(self, shape: Shape) -> Tiling:
@@ -240,7 +240,7 @@ class PerGroup(Granularity):
 
 @dataclass(frozen=True, init=False, repr=False)
 class PerBlock(Granularity):
-    """One set per block of the trailing axes; leading axes are kept as they are.
+    """Per-block granularity: one parameter set per block of the trailing axes and per index of the leading axes.
 
     >>> PerBlock(128, 128).tiling((3, 300, 128)).scale_shape
     (3, 3, 1)
@@ -251,7 +251,7 @@ class PerBlock(Granularity):
 
     def __init__(self, *sizes: int) -> None:
         if not sizes:
-            raise SpecError("PerBlock needs at least one size, for example PerBlock(128, 128)")
+            raise SpecError("PerBlock() got no sizes, expected at least one: for example PerBlock(128, 128)")
         object.__setattr__(self, "sizes", tuple(as_integer("PerBlock size", size, at_least=1) for size in sizes))
 
     @property
@@ -263,8 +263,8 @@ class PerBlock(Granularity):
         leading = len(shape) - len(self.sizes)
         if leading < 0:
             raise ShapeError(
-                f"{self} needs an array of at least {len(self.sizes)} axes, got shape {shape}: "
-                "give fewer block sizes or reshape the array"
+                f"got an array of shape {shape} for {self}, expected at least {len(self.sizes)} axes: pass fewer block "
+                "sizes, or reshape the array"
             )
         block = (1,) * leading + self.sizes
         grid = tuple(_ceil_div(d, b) for d, b in zip(shape, block, strict=True))
@@ -295,10 +295,10 @@ CHANNEL = "channel"
 
 
 def get_granularity(value: Granularity | str) -> Granularity:
-    """The granularity that string names; a Granularity passes through.
+    """Parse a granularity from its string; a Granularity passes through.
 
     Raises:
-        SpecError: not a granularity; the message holds the closest valid form.
+        SpecError: not a granularity; the message suggests the closest valid form.
 
     >>> get_granularity("block8x16"), get_granularity("group32@0")
     (PerBlock(8, 16), PerGroup(size=32, axis=0))
@@ -306,7 +306,7 @@ def get_granularity(value: Granularity | str) -> Granularity:
     if isinstance(value, Granularity):
         return value
     if not isinstance(value, str):
-        raise DtypeError(f"a granularity is a value such as dt.PerAxis(0) or a string such as 'axis0', got {value!r}")
+        raise DtypeError(f"got {value!r} as granularity, expected e.g. dt.PerAxis(0) or the string 'axis0'")
     for pattern, make in _PATTERNS:
         match = pattern.fullmatch(value)
         if match:
@@ -326,20 +326,20 @@ _KINDS: Mapping[str, type[Granularity]] = {cls.kind: cls for cls in (PerTensor, 
 
 
 def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
-    """The granularity that ``to_dict`` described; missing and unknown keys are errors.
+    """Read the data of ``to_dict``; missing and unknown keys are errors.
 
     >>> granularity_from_dict({"kind": "block", "sizes": [8, 16]})
     PerBlock(8, 16)
     """
     kind = data.get("kind") if isinstance(data, Mapping) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise SpecError(f"not a granularity: {data!r}; expected for example {PerGroup(128).to_dict()!r}")
+        raise SpecError(f"got {data!r} as granularity, expected e.g. {PerGroup(128).to_dict()!r}")
     names = [field.name for field in fields(_KINDS[kind])]
     entries = table(data, f"a granularity of kind {kind!r}", ("kind", *names), error=SpecError)
     if kind != "block":
         return _KINDS[kind](*(entries[name] for name in names))
     if not isinstance(entries["sizes"], list):
-        raise SpecError(f"block sizes are a list of integers, got {entries['sizes']!r}")
+        raise SpecError(f"got {entries['sizes']!r} as block sizes, expected a list of integers")
     return PerBlock(*entries["sizes"])
 
 
@@ -350,10 +350,10 @@ def _as_axis(what: str, value: object) -> int:
 def _resolve_axis(granularity: Granularity, axis: int, shape: Shape) -> int:
     rank = len(shape)
     if rank == 0:
-        raise ShapeError(f"{granularity} needs an array of at least 1 axis, got a 0-d array: use PerTensor()")
+        raise ShapeError(f"got a 0-d array for {granularity}, expected at least 1 axis: use PerTensor()")
     if not -rank <= axis < rank:
         raise ShapeError(
-            f"{granularity} does not exist in an array of shape {shape}: expected an axis in {-rank}..{rank - 1}"
+            f"got {granularity} for an array of shape {shape}, expected an axis from {-rank} to {rank - 1}"
         )
     return axis % rank
 

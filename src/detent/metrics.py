@@ -1,8 +1,8 @@
-"""Metrics: how far quantized data are from the original, and how well the codes are used.
+"""Metrics: quantization error, and the use of the codes.
 
-Sums have the contract's one order in float64 (docs/numerics.md, section 5), so a metric is the same on every machine.
-Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` take data batch
-by batch: their sums go over batches in order.
+Sums have a fixed accumulation order in float64 (docs/numerics.md, section 5), so a metric is equal on every machine.
+Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` add up batches
+in the order they get them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from detent.tensor import QuantizedTensor
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
 
 Array = NDArray[Any]
-MAX_CLASSES = 10_000  # an output with more columns is not taken for scores of classes
+MAX_CLASSES = 10_000  # columns; an output with more of them is not treated as class scores
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
-    """The mean squared error.
+    """Return the mean squared error.
 
     >>> mse([1.0, 2.0], [1.0, 4.0])
     2.0
@@ -36,7 +36,7 @@ def mse(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def mae(x: ArrayLike, y: ArrayLike) -> float:
-    """The mean absolute error.
+    """Return the mean absolute error.
 
     >>> mae([1.0, 2.0], [1.0, 4.0])
     1.0
@@ -46,7 +46,7 @@ def mae(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def max_error(x: ArrayLike, y: ArrayLike) -> float:
-    """The largest absolute error.
+    """Return the largest absolute error.
 
     >>> max_error([1.0, 2.0], [1.0, 4.0])
     2.0
@@ -56,9 +56,10 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
-    """The signal-to-quantization-noise ratio ``10 log10(sum x^2 / sum (x - y)^2)`` in decibels.
+    """Return the SQNR (signal-to-quantization-noise ratio) in dB, ``10 log10(sum x^2 / sum (x - y)^2)``.
 
-    inf without noise, -inf without signal or with infinite noise, NaN if either holds NaN or both are infinite.
+    It is inf without noise, -inf without signal or with infinite noise, and NaN if x or y contains NaN, or if both
+    signal and noise are infinite.
 
     >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
     20.0
@@ -78,12 +79,12 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def sqnr_of(noise: float) -> float:
-    """The SQNR in decibels of a noise power relative to that of the signal."""
+    """Return the SQNR in dB of a noise power, relative to the signal power."""
     return -10 * log10(noise) if noise > 0 else inf
 
 
 class SignalNoise:
-    """Powers of signal and noise, summed over batches."""
+    """Signal power and noise power, summed over batches."""
 
     def __init__(self) -> None:
         self.signal = 0.0
@@ -101,7 +102,7 @@ class SignalNoise:
 
 
 class OutputComparison:
-    """The outputs of two models, batch by batch: SQNR of each float output, and top-1 agreement of the first."""
+    """Comparison of two models' outputs: SQNR of each float output, and top-1 agreement of the first output."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = list(names)
@@ -113,9 +114,9 @@ class OutputComparison:
         """Add a batch; outputs that are not float, or whose shapes differ, are not compared."""
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
             if not all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in (x, y)):
-                continue  # such as sequences of tensors
+                continue  # for example a sequence of tensors
             if x.shape != y.shape:
-                self.notes[f"output {name!r} has shape {y.shape}, the source's {x.shape}: not compared"] = None
+                self.notes[f"output {name!r} has shape {y.shape}, expected the source's {x.shape}: not compared"] = None
                 continue
             self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
             if i == 0 and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
@@ -128,17 +129,17 @@ class OutputComparison:
 
     @property
     def agreement(self) -> float | None:
-        """The share of samples with the same top-1 class; None if the first output holds no class scores."""
+        """The top-1 agreement, a share of samples; None if the first output has no class scores."""
         return self._agreeing / self._samples if self._samples else None
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:
-    """The output with the lowest SQNR, where NaN is the lowest; "" if there is none."""
+    """Return the output with the lowest SQNR (NaN is lowest); "" without outputs."""
     return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:
-    """The cosine of the angle between x and y; 1 if both are zero, 0 if one is.
+    """Return the cosine similarity of x and y; 1 if both are zero, 0 if one is.
 
     >>> round(cosine([1.0, 1.0], [2.0, 2.0]), 6)
     1.0
@@ -152,7 +153,7 @@ def cosine(x: ArrayLike, y: ArrayLike) -> float:
 
 
 def clip_fraction(x: ArrayLike, params: QuantParams) -> float:
-    """The share of elements whose code was clamped. NaN counts as clamped.
+    """Return the share of elements whose code is clamped; NaN counts as clamped.
 
     >>> import detent as dt, numpy as np
     >>> clip_fraction(np.array([1.0, 127.4, 128.0, 900.0], np.float32), dt.QuantParams.int8_symmetric())
@@ -168,7 +169,7 @@ def clip_fraction(x: ArrayLike, params: QuantParams) -> float:
 
 
 def code_usage(q: QuantizedTensor) -> float:
-    """The share of the spec's codes that occur.
+    """Return the share of the spec's codes that occur in q.
 
     >>> import detent as dt, numpy as np
     >>> code_usage(dt.quantize(np.arange(-7.0, 8.0), dt.QuantParams.int4_symmetric()))
@@ -178,7 +179,7 @@ def code_usage(q: QuantizedTensor) -> float:
 
 
 def entropy_bits(q: QuantizedTensor) -> float:
-    """The entropy of the codes in bits per element: what a perfect entropy coder would need.
+    """Return the entropy of the codes in bits per element, the limit of any entropy coder.
 
     >>> import detent as dt, numpy as np
     >>> entropy_bits(dt.quantize(np.array([0.0, 1.0, 2.0, 3.0]), dt.QuantParams.int4_symmetric()))
@@ -190,9 +191,9 @@ def entropy_bits(q: QuantizedTensor) -> float:
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """How often each code occurs, in the order of the codes' bits; NaN and infinite codes are left out."""
+    """Count the occurrences of each code, ordered by the codes' bits; NaN and infinite codes are left out."""
     if not isinstance(q, QuantizedTensor):
-        raise DtypeError(f"expected a QuantizedTensor, got {type(q).__name__}: make one with dt.quantize")
+        raise DtypeError(f"got {type(q).__name__}, expected a QuantizedTensor: make one with dt.quantize")
     if q.spec.format.kind != "float":
         return np.unique(q.codes, return_counts=True)[1].astype(np.int64)
     codes, counts = np.unique(q.codes.view(np.uint8), return_counts=True)
@@ -203,10 +204,10 @@ def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[Array, Array]:
     a, b = float_array(x, "x"), float_array(y, "y")
     if a.shape != b.shape:
-        raise ShapeError(f"x has shape {a.shape} and y {b.shape}: expected one shape")
+        raise ShapeError(f"got x of shape {a.shape} and y of shape {b.shape}, expected equal shapes")
     return a, b
 
 
 def _to_one(largest: float) -> tuple[float, float]:
-    """The power of two that brings the largest magnitude near 1, so squares keep every bit of a ratio."""
+    """Return the power of two that scales the largest magnitude to about 1, so squares do not over- or underflow."""
     return power_of_two(-frexp(largest)[1] if 0.0 < largest < inf else 0)

@@ -1,10 +1,10 @@
-"""Packing: codes of few bits side by side in bytes.
+"""Packing: codes of 1 to 16 bits, stored without gaps in bytes.
 
 Element ``i`` of a ``b``-bit array occupies bits ``i*b .. i*b + b - 1`` of the byte string, the lowest bit of a byte
-first; signed codes are two's complement, the last byte is padded with zeros. That is ONNX's order for 2 and 4 bits.
+first. Signed codes are two's complement, and the last byte is padded with zeros. ONNX uses this order for 2 and 4 bits.
 
-A layout is a permutation inside fixed blocks, applied before that: ``high_first`` puts the first of two nibbles high,
-``split_half`` pairs element j with j + 16 of a block of 32 (GGUF). Blocks that the data does not fill are padded.
+A layout permutes the elements inside fixed blocks before packing: ``high_first`` puts the first of two nibbles high,
+``split_half`` pairs element j with j + 16 of a block of 32 (GGUF). Incomplete blocks are padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of elements in a block: position ``i`` of the packed block holds element ``order[i]``."""
+    """Order of elements in a block: position ``i`` of the packed block has element ``order[i]``."""
 
     name: str
     order: tuple[int, ...] = (0,)
-    bits: int | None = None  # None: any
+    bits: int | None = None  # None: any bit width
 
 
 LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType(
@@ -46,7 +46,7 @@ LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType(
 
 
 def packed_size(count: int, bits: int, layout: str | Layout = "low_first") -> int:
-    """How many bytes ``count`` codes take.
+    """Return the bytes that ``count`` codes take.
 
     >>> packed_size(5, 3), packed_size(5, 4, "split_half")
     (2, 16)
@@ -57,15 +57,15 @@ def packed_size(count: int, bits: int, layout: str | Layout = "low_first") -> in
 
 
 def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Bytes:
-    """The codes as bytes, in C order.
+    """Pack codes into bytes, in C order.
 
     Args:
         codes: integers that fit ``bits`` bits, signed or unsigned, or small floats (their bit patterns are packed).
-        bits: 1 to 16.
-        layout: the order inside a block.
+        bits: bit width of a code, 1 to 16.
+        layout: order of elements inside a block.
 
     Raises:
-        ParamsError: a code that does not fit.
+        ParamsError: a code does not fit ``bits`` bits.
 
     >>> import numpy as np
     >>> pack(np.array([1, -2, 3], np.int8), bits=4).tobytes().hex()
@@ -79,15 +79,15 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
 
 
 def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
-    """The codes in C order as one- or two-byte integers; every code must fit, read as signed or as unsigned."""
+    """Convert codes to one- or two-byte integers in C order; every code must fit as signed or unsigned integer."""
     array = as_array("codes", codes)
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":
         if flat.dtype.itemsize != 1 or flat.dtype.kind == "b":
-            raise DtypeError(f"codes are integers or one-byte floats, got {array.dtype}")
+            raise DtypeError(f"got codes of dtype {array.dtype}, expected integers or one-byte floats")
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
-        raise ParamsError(f"codes in [{flat.min()}, {flat.max()}] do not fit {bits} bits: use more bits or clamp them")
+        raise ParamsError(f"codes in [{flat.min()}, {flat.max()}] do not fit {bits} bits: use more bits, or clamp them")
     itemsize = 1 if bits <= BYTE else 2
     return flat if flat.dtype.itemsize == itemsize else flat.astype(np.int64).astype(f"u{itemsize}")
 
@@ -95,10 +95,10 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
 def unpack(
     packed: Bytes, bits: int, count: int, *, signed: bool = False, layout: str | Layout = "low_first"
 ) -> NDArray[Any]:
-    """The ``count`` codes of a byte string: int8 or uint8 up to 8 bits, int16 or uint16 above.
+    """Unpack ``count`` codes of a byte string: int8 or uint8 up to 8 bits, int16 or uint16 above.
 
     Raises:
-        FileFormatError: the byte string does not have the size that count and bits make, or ends in bits of no code.
+        FileFormatError: the byte string has the wrong size, or its padding is not zero.
 
     >>> import numpy as np
     >>> unpack(np.array([0xE1, 0x03], np.uint8), bits=4, count=3, signed=True)
@@ -110,25 +110,25 @@ def unpack(
     data = np.ascontiguousarray(as_array("packed", packed))
     if data.dtype != np.uint8 or data.shape != (expected,):
         raise FileFormatError(
-            f"{count} codes of {bits} bits take {expected} bytes of uint8, got {data.dtype} of shape {data.shape}"
+            f"got {data.dtype} of shape {data.shape}, expected {expected} bytes of uint8 for {count} {bits}-bit codes"
         )
     padded = -(-count // len(order)) * len(order)
     if padded * bits % BYTE and data[-1] >> padded * bits % BYTE:
-        raise FileFormatError(f"the {-padded * bits % BYTE} bits after the last code are not zero")
+        raise FileFormatError(f"the {-padded * bits % BYTE} padding bits after the last code are not zero")
     codes = unpack_bits(data, bits, padded, signed=signed)
     if len(order) == 1:
         return codes
     ordered = codes.reshape(-1, len(order))[:, np.argsort(order)].reshape(-1)
     if ordered[count:].any():
-        raise FileFormatError(f"the {padded - count} codes that fill the last block are not zero")
+        raise FileFormatError(f"the {padded - count} padding codes of the last block are not zero")
     return ordered[:count]
 
 
 def _get_layout(layout: str | Layout, bits: int) -> Layout:
-    as_integer("the bits of a code", bits, at_least=1, at_most=MAX_BITS)
+    as_integer("the bit width", bits, at_least=1, at_most=MAX_BITS)
     row = LAYOUTS.get(layout) if isinstance(layout, str) else layout
     if not isinstance(row, Layout):
         raise SpecError(f"unknown layout {layout!r}{closest(str(layout), LAYOUTS)} expected {', '.join(LAYOUTS)}")
     if row.bits not in {None, bits}:
-        raise ShapeError(f"layout {row.name!r} is for {row.bits}-bit codes, got {bits} bits: use 'low_first'")
+        raise ShapeError(f"got {bits} bits for layout {row.name!r}, expected {row.bits} bits: use 'low_first'")
     return row

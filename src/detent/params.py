@@ -1,4 +1,4 @@
-"""QuantParams: the quantization parameters of a spec. Scale and zero point, one pair per set.
+"""QuantParams: the quantization parameters of a spec, one scale and zero point per parameter set.
 
 ::
 
@@ -6,8 +6,8 @@
            +-- from_data(spec, x) --------+--> QuantParams(spec, scale, zero_point)
            +-- QuantParams(spec, scale=s) +
 
-The scale keeps float32, or float64 for float64 data. Arrays are read-only; ``dataclasses.replace`` makes changed copies
-and checks them again.
+Scales are float32, or float64 for float64 data. Arrays are read-only; ``dataclasses.replace`` makes a changed copy and
+checks it again.
 """
 
 import json
@@ -43,7 +43,7 @@ __all__ = ["QuantParams"]
 
 JSON_VERSION = 1
 INT32_LIMIT = 1 << 31
-POWER_OF_TWO = 0.5  # the mantissa that frexp gives a power of two
+POWER_OF_TWO = 0.5  # np.frexp splits a power of two into this mantissa and an exponent
 Array: TypeAlias = NDArray[Any]
 Pair: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -55,12 +55,12 @@ class QuantParams:
 
     Args:
         spec: a QuantSpec or its short string.
-        scale: positive, finite, normal numbers in the granularity's scale shape. float64 arrays stay float64,
-            everything else becomes float32.
-        zero_point: integers in ``[qmin, qmax]``, broadcast to the scale's shape. None means the symmetric zero point,
-            the only one that symmetric specs may have, or the code nearest 0 for affine specs.
-        min_val, max_val: the range the parameters came from, if known; ``==`` ignores it.
-        block_scale, tensor_scale: the two-level scales of NVFP4; their product is the scale.
+        scale: positive, finite, normal numbers in the scale shape of the granularity. float64 arrays stay float64,
+            all others become float32.
+        zero_point: integers in ``[qmin, qmax]``, broadcast to the scale's shape. None means the spec's zero point if it
+            is symmetric (no other is valid), else the code nearest to 0.
+        min_val, max_val: range that the parameters were derived from, or None; ``==`` ignores it.
+        block_scale, tensor_scale: two-level scales of NVFP4; their product is the scale.
 
     >>> import detent as dt
     >>> dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
@@ -97,7 +97,7 @@ class QuantParams:
             put(self, name, None if bound is None else read_only(bound))
         block = None if block_scale is None else as_array("block_scale", block_scale)
         if block is not None and block.dtype != E4M3:
-            raise DtypeError(f"block_scale holds {E4M3}, got {block.dtype}: use from_range or from_data")
+            raise DtypeError(f"got block_scale of dtype {block.dtype}, expected {E4M3}: use from_range or from_data")
         put(self, "block_scale", None if block is None else read_only(block))
         tensor = None if tensor_scale is None else numbers("tensor_scale", tensor_scale).astype(np.float32)
         put(self, "tensor_scale", None if tensor is None else read_only(tensor))
@@ -113,17 +113,17 @@ class QuantParams:
         shape: tuple[int, ...] | None = None,
         dtype: DTypeLike = "float32",
     ) -> "QuantParams":
-        """Parameters that represent the range ``[lo, hi]`` of each set.
+        """Derive parameters that represent the range ``[lo, hi]`` of each parameter set.
 
         Args:
             spec: a QuantSpec or its short string.
             lo, hi: bounds in the scale's shape, or broadcastable to it.
-            shape: the shape of the data; needed only if lo and hi are scalars and the spec has many sets.
-            dtype: the scale's dtype.
+            shape: shape of the data; needed only if lo and hi are scalars and the spec has several parameter sets.
+            dtype: dtype of the scale.
 
         Raises:
-            RangeError: lo > hi, or bounds that are not finite.
-            ShapeError: bounds that do not have the scale's shape.
+            RangeError: lo > hi, or a bound that is not finite.
+            ShapeError: bounds that cannot be broadcast to the scale's shape.
 
         >>> import detent as dt
         >>> dt.QuantParams.from_range(dt.QuantSpec(dt.uint8), -1.0, 4.0).zero_point
@@ -137,13 +137,13 @@ class QuantParams:
         if isinstance(spec.granularity, PerTensor) and low.size == 1:
             low, high = low.reshape(()), high.reshape(())
         if not low.size:
-            raise RangeError(f"bounds of shape {low.shape} are empty: there is nothing to make parameters of")
+            raise RangeError(f"got empty bounds of shape {low.shape}, expected at least one range")
         check_scale_shape(spec.granularity, low.shape, "lo and hi")
         return cls.trusted(spec, derive(spec, low, high, scale_dtype(dtype)), low, high)
 
     @classmethod
     def trusted(cls, spec: QuantSpec, derived: Parameters, low: Array, high: Array) -> "QuantParams":
-        """The parameters that a scale rule has just derived from a range; nothing is checked or copied."""
+        """Wrap parameters that a scale rule has just derived, without checks or copies."""
         params = cls.__new__(cls)
         bounds = low.astype(np.float64, "C"), high.astype(np.float64, "C")
         arrays = (derived.scale, derived.zero_point, *bounds, derived.block_scale, derived.tensor_scale)
@@ -155,10 +155,10 @@ class QuantParams:
 
     @classmethod
     def from_data(cls, spec: QuantSpec | Format | str, x: ArrayLike) -> "QuantParams":
-        """Parameters from the smallest and largest element of each set.
+        """Derive parameters from the min-max range of each parameter set of x.
 
         Raises:
-            RangeError: x is empty or holds NaN or infinite values (observers skip and count those).
+            RangeError: x is empty or contains NaN or infinities (observers skip and count them).
 
         >>> import detent as dt, numpy as np
         >>> dt.QuantParams.from_data("int8/axis0", np.array([[1.0, -2.0], [0.5, 0.25]], np.float32)).scale * 127
@@ -168,17 +168,19 @@ class QuantParams:
         data = float_array(x)
         tiling = spec.granularity.tiling(data.shape)
         if not data.size:
-            raise RangeError(f"x of shape {data.shape} is empty: there is no range to take")
+            raise RangeError(
+                f"x of shape {data.shape} is empty, so it has no range: pass data with at least one element"
+            )
         lo, hi, nonfinite = minmax(data, tiling)
         if nonfinite:
             raise RangeError(
-                f"x holds {nonfinite} non-finite values of {data.size}, the first at index "
+                f"x contains {nonfinite} non-finite values in {data.size} elements, the first at index "
                 f"{first_nonfinite(data)}: clean the data, or use detent.observers.MinMax, which skips them"
             )
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
-        """New, calibrated parameters of the same spec; bounds are broadcast to the sets these parameters have.
+        """Derive parameters of this spec from new bounds, broadcast to the shape of this scale.
 
         >>> import detent as dt
         >>> dt.QuantParams.int8_symmetric().from_statistics(-2.0, 2.0).max_val
@@ -189,42 +191,42 @@ class QuantParams:
             shape = np.broadcast_shapes(low.shape, self.scale.shape)
         except ValueError:
             raise ShapeError(
-                f"bounds of shape {low.shape} do not fit {self.num_parameter_sets} sets of shape {self.scale.shape}"
+                f"got bounds of shape {low.shape}, expected a shape that broadcasts with the scale's {self.scale.shape}"
             ) from None
         low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
         return type(self).from_range(self.spec, low, high, dtype=self.scale.dtype)
 
     @classmethod
     def int8_symmetric(cls) -> "QuantParams":
-        """A placeholder: int8 per tensor, symmetric, scale 1, zero point 0."""
+        """Make a placeholder: int8 per tensor, symmetric, scale 1, zero point 0."""
         return cls(QuantSpec(int8), 1.0)
 
     @classmethod
     def uint8_asymmetric(cls) -> "QuantParams":
-        """A placeholder: uint8 per tensor, affine, scale 1, zero point 128."""
+        """Make a placeholder: uint8 per tensor, affine, scale 1, zero point 128."""
         return cls(QuantSpec(uint8), 1.0, 128)
 
     @classmethod
     def int4_symmetric(cls) -> "QuantParams":
-        """A placeholder: int4 per tensor, symmetric, scale 1, zero point 0."""
+        """Make a placeholder: int4 per tensor, symmetric, scale 1, zero point 0."""
         return cls(QuantSpec(int4), 1.0)
 
     @classmethod
     def channel_wise(cls, channels: int, element: Format | str, axis: int = 0) -> "QuantParams":
-        """A placeholder: one set per channel, scale 1."""
+        """Make a placeholder: one parameter set per channel, scale 1."""
         count = as_integer("the number of channels", channels, at_least=1, at_most=(1 << 31) - 1, error=ShapeError)
         return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(count, np.float32))
 
     @classmethod
     def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
-        """A placeholder: groups of ``size`` along the last axis, one set until calibrated, scale 1."""
+        """Make a placeholder: groups of ``size`` on the last axis, one parameter set until calibrated, scale 1."""
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
         """Check every invariant again.
 
         Raises:
-            ParamsError, ShapeError: the invariant that is broken, with the values.
+            ParamsError, ShapeError: an invariant is broken; the message shows the values.
         """
         check_scale_shape(self.spec.granularity, self.scale.shape, "scale")
         check_scale_values("scale", self.scale)
@@ -236,19 +238,20 @@ class QuantParams:
 
     @property
     def num_parameter_sets(self) -> int:
-        """How many (scale, zero point) pairs there are."""
+        """The number of parameter sets: (scale, zero point) pairs."""
         return int(self.scale.size)
 
     @property
     def is_per_channel(self) -> bool:
-        """Whether each index of one axis has its own set."""
+        """Whether each index of one axis has its own parameter set."""
         return isinstance(self.spec.granularity, PerAxis)
 
     def quantization_error_bound(self) -> float:
-        """The largest ``|x - dequantize(quantize(x))|`` of a value inside the representable range.
+        """Return the largest ``|x - dequantize(quantize(x))|`` for x inside the representable range.
 
-        Half of the largest scale for integers that round to the nearest, the whole scale for floor and stochastic; half
-        of the widest gap between adjacent values for other formats. Up to the rounding of ``x / s`` and the result.
+        For integers, this is half of the largest scale if codes round to the nearest, and the whole scale for floor and
+        stochastic rounding; for other formats, half of the widest gap between adjacent values. The float rounding of
+        ``x / scale`` and of the result is not included.
 
         >>> import detent as dt
         >>> dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5).quantization_error_bound()
@@ -258,12 +261,12 @@ class QuantParams:
         return float(self.scale.max(initial=0.0)) * self.spec.format.largest_gap * steps
 
     def compression_ratio(self, shape: tuple[int, ...] | None = None, *, include_params: bool = True) -> float:
-        """How many times smaller than float32 the codes are, scales and zero points counted.
+        """Return the size in float32 divided by the size of codes, scales and zero points.
 
         Args:
-            shape: the shape of the data. Without it, sets whose size the data decides (tensor, axis, token) count as
-                large, so that their parameters cost nothing; groups and blocks are counted.
-            include_params: False gives the ratio of the bits of an element alone.
+            shape: shape of the data. Without it, the parameters of groups and blocks are counted; those of the other
+                granularities are not, as their share depends on the shape.
+            include_params: False counts only the codes.
 
         >>> import detent as dt
         >>> dt.QuantParams.block_wise(32, dt.int4).compression_ratio()
@@ -278,19 +281,19 @@ class QuantParams:
         return 32.0 / bits
 
     def parameter_bits(self, sets: int | None = None) -> int:
-        """The bits of that many sets (default: all) in a file: scales, affine zero points, the tensor's scale."""
+        """Return the bits that ``sets`` parameter sets (default: all) take in a file."""
         count = self.num_parameter_sets if sets is None else sets
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
-        """Scale and zero point for kernels: both in the compute type, computed once."""
+        """Return scale and zero point in the compute type of kernels; cached."""
         cache = self.__dict__.setdefault("_cache", {})
         if dtype not in cache:
             cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
         return cast("Pair", cache[dtype])
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays, by field name; float8 block scales as their bits in uint8."""
+        """Return the arrays by field name; float8 block scales as their bits in uint8."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
         present = {name: value for name, value in arrays.items() if value is not None}
         if self.block_scale is not None:
@@ -299,11 +302,11 @@ class QuantParams:
 
     @classmethod
     def from_arrays(cls, spec: QuantSpec | str, arrays: Mapping[str, ArrayLike]) -> "QuantParams":
-        """The parameters that ``to_arrays`` took apart."""
+        """Make parameters from the arrays of ``to_arrays``."""
         names = {f.name for f in fields(cls)} - {"spec"}
         if not isinstance(arrays, Mapping) or not {"scale", "zero_point"} <= set(arrays) <= names:
             raise ParamsError(
-                f"expected the arrays 'scale', 'zero_point' and any of {sorted(names)}, got {list(arrays)!r}"[
+                f"got the arrays {list(arrays)!r}, expected 'scale', 'zero_point' and any of {sorted(names)}"[
                     :MAX_MESSAGE
                 ]
             )
@@ -311,12 +314,12 @@ class QuantParams:
         if "block_scale" in values:
             bits = np.asarray(values["block_scale"])
             if bits.dtype != np.uint8:
-                raise ParamsError(f"block_scale is stored as float8 bits in uint8, got {bits.dtype}")
+                raise ParamsError(f"got block_scale of dtype {bits.dtype}, expected float8 bits in uint8")
             values["block_scale"] = bits.view(E4M3)
         return cls(get_spec(spec), **values)
 
     def to_json(self) -> str:
-        """Spec and parameters as one line of JSON; every float survives the round trip.
+        """Write spec and parameters as one line of JSON; every float is kept exactly.
 
         >>> p = QuantParams.uint8_asymmetric()
         >>> QuantParams.from_json(p.to_json()) == p
@@ -327,10 +330,10 @@ class QuantParams:
 
     @classmethod
     def from_json(cls, text: str) -> "QuantParams":
-        """The parameters that ``to_json`` wrote.
+        """Read the JSON of ``to_json``.
 
         Raises:
-            ParamsError: not such JSON, or invalid parameters.
+            ParamsError: not JSON of ``to_json``, or invalid parameters.
         """
         with reading("not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
             data = parse(text, "a QuantParams", error=ParamsError)
@@ -346,7 +349,7 @@ class QuantParams:
         return (self.spec, *((str(part.dtype), part.shape, part.tobytes()) for part in parts if part is not None))
 
     def __reduce__(self) -> tuple[type["QuantParams"], tuple[object, ...]]:
-        """Copies and unpickled values are constructed and checked again."""
+        """Construct and check copies and unpickled values again."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __eq__(self, other: object) -> bool:
@@ -385,30 +388,30 @@ def get_params(value: ParamsLike, data: NDArray[Any]) -> QuantParams:
 def numbers(name: str, value: ArrayLike) -> NDArray[Any]:
     array = as_array(name, value)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS.values():
-        raise DtypeError(f"{name} must hold numbers, got {value!r}")
+        raise DtypeError(f"got {name}={value!r}, expected numbers")
     return array
 
 
 def as_scale(name: str, value: ArrayLike) -> NDArray[np.floating]:
-    """The scale as float64 if it is a float64 array, else as float32."""
+    """Convert a scale to float32, unless it is a float64 array."""
     is_double = isinstance(value, np.ndarray | np.generic) and value.dtype == np.float64
     with np.errstate(all="ignore"):
         return numbers(name, value).astype(np.float64 if is_double else np.float32)
 
 
 def as_zero_point(spec: QuantSpec, value: ArrayLike | None, shape: tuple[int, ...]) -> NDArray[np.int32]:
-    """The zero point as int32 in the scale's shape; None is the spec's own."""
+    """Convert a zero point to int32 in the scale's shape; None means the spec's default."""
     if value is None:
         affine = int(np.clip(0, spec.qmin, spec.qmax)) if spec.format.is_integer else 0
         return np.full(shape, spec.symmetric_zero_point if spec.symmetric else affine, np.int32)
     array = numbers("zero_point", value)
     if not (array == np.trunc(array)).all() or not (np.abs(array.astype(np.float64)) < INT32_LIMIT).all():
-        raise ParamsError(f"zero_point must hold int32 integers, got {brief(array)}: round it first")
+        raise ParamsError(f"got zero_point {brief(array)}, expected integers that fit int32: round it first")
     return broadcast("zero_point", array.astype(np.int32), shape)
 
 
 def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """The values in that shape; one value fits every shape."""
+    """Broadcast the values to that shape; a single value fits every shape."""
     if values.shape == shape:
         return values
     if values.size == 1:
@@ -416,16 +419,18 @@ def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArra
     try:
         return np.broadcast_to(values, shape)
     except ValueError:
-        raise ShapeError(f"{name} has shape {values.shape}, expected the scale's shape {shape}") from None
+        raise ShapeError(f"got {name} of shape {values.shape}, expected the scale's shape {shape}") from None
 
 
 def bounds(lo: ArrayLike, hi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Lo and hi as checked float64 arrays of one shape."""
+    """Convert lo and hi to float64 arrays of one shape, and check them."""
     arrays = [numbers(name, value).astype(np.float64) for name, value in (("lo", lo), ("hi", hi))]
     try:
         low, high = np.broadcast_arrays(*arrays)
     except ValueError:
-        raise ShapeError(f"lo has shape {arrays[0].shape} and hi {arrays[1].shape}: expected one shape") from None
+        raise ShapeError(
+            f"got lo of shape {arrays[0].shape} and hi of shape {arrays[1].shape}, expected equal shapes"
+        ) from None
     check_bounds(low, high)
     return low, high
 
@@ -435,22 +440,21 @@ def check_bounds(low: NDArray[np.float64], high: NDArray[np.float64]) -> None:
     bad = ~(np.isfinite(low) & np.isfinite(high))
     if bad.any():
         at = int(np.argmax(bad))
-        raise RangeError(f"bounds must be finite, got lo {low.flat[at]} and hi {high.flat[at]}{_where(bad)}")
+        raise RangeError(f"got lo {low.flat[at]} and hi {high.flat[at]}{_where(bad)}, expected finite bounds")
     bad = low > high
     if bad.any():
         at = int(np.argmax(bad))
         raise RangeError(
-            f"lo must not exceed hi, got lo {low.flat[at]} > hi {high.flat[at]}{_where(bad)}; "
-            "swap them if they were exchanged"
+            f"got lo {low.flat[at]} > hi {high.flat[at]}{_where(bad)}, expected lo <= hi: were they swapped?"
         )
 
 
 def _where(bad: NDArray[np.bool_]) -> str:
-    return f" in set {first_index(bad)} ({int(bad.sum())} of {bad.size} sets)" if bad.ndim else ""
+    return f" at index {first_index(bad)} ({int(bad.sum())} of {bad.size} parameter sets)" if bad.ndim else ""
 
 
 def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: str) -> None:
-    """Raise unless the granularity can have scales of that shape."""
+    """Raise if the granularity cannot have scales of that shape."""
     fits, expected = True, ""
     if isinstance(granularity, PerTensor):
         fits, expected = shape == (), "()"
@@ -462,18 +466,18 @@ def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: st
         fits, expected = len(shape) >= len(granularity.sizes), f"at least {len(granularity.sizes)} axes"
     if not fits:
         raise ShapeError(
-            f"{name} of granularity {granularity} must have shape {expected}, got {shape}"
-            + ("" if shape else "; give an array, or from_range(..., shape=x.shape)")
+            f"got {name} of shape {shape} for granularity {granularity}, expected {expected}"
+            + ("" if shape else ": pass an array, or use from_range(..., shape=x.shape)")
         )
 
 
 def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
-    """Raise unless every scale is a positive normal number."""
+    """Raise unless every scale is a positive normal float."""
     normal = np.finfo(scale.dtype).smallest_normal
     for bad, expected in (
         (np.isnan(scale), "a number"),
-        (np.isinf(scale), "finite"),
-        (scale <= 0, "positive"),
+        (np.isinf(scale), "a finite number"),
+        (scale <= 0, "a positive number"),
         (scale < normal, f"a normal number of at least {normal}"),
     ):
         if bad.any():
@@ -481,7 +485,7 @@ def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
 
 
 def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
-    """Raise unless every zero point is a code, and the symmetric one if the spec is symmetric."""
+    """Raise unless every zero point is a code; symmetric specs have a single valid one."""
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
     if spec.symmetric:
         low = high = spec.symmetric_zero_point
@@ -489,8 +493,8 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
     if outside.any():
         expected = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
         raise ParamsError(
-            f"a zero point of {spec} must be {expected}, got {int(zero_point[outside].flat[0])} in "
-            f"{int(outside.sum())} of {outside.size} sets"
+            f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])} in "
+            f"{int(outside.sum())} of {outside.size} parameter sets"
         )
 
 
@@ -511,32 +515,32 @@ def check_levels(
     block_scale: NDArray[np.generic] | None,
     tensor_scale: NDArray[np.floating] | None,
 ) -> None:
-    """Raise unless the scale has its scale format."""
+    """Raise unless the scales are valid in the spec's scale format."""
     two_level = spec.scale_format == "e4m3"
     given = block_scale is not None, tensor_scale is not None
     if given != (two_level, two_level):
         raise ParamsError(
-            f"block_scale and tensor_scale belong to scale_format 'e4m3' and are needed there, got {given} for "
-            f"{spec.scale_format!r}: use from_range or from_data"
+            f"block_scale and tensor_scale are {'missing' if two_level else 'set'} for scale_format "
+            f"{spec.scale_format!r}; 'e4m3' needs both, other scale formats have neither: use from_range or from_data"
         )
     if block_scale is not None and tensor_scale is not None:
         with np.errstate(all="ignore"):
             product = block_scale.astype(np.float32) * tensor_scale
         if product.shape != scale.shape or not np.array_equal(product, scale):
-            raise ParamsError("scale must equal block_scale * tensor_scale in float32: use from_range or from_data")
+            raise ParamsError("scale differs from block_scale * tensor_scale in float32: use from_range or from_data")
     if spec.scale_format == "e8m0" and not (np.frexp(scale)[0] == POWER_OF_TWO).all():
-        raise ParamsError(f"an e8m0 scale is a power of two, got {brief(scale)}: use from_range or from_data")
+        raise ParamsError(f"got e8m0 scale {brief(scale)}, expected powers of two: use from_range or from_data")
 
 
 def scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     checked = float_dtype(dtype, "the scale")
     if checked.itemsize < np.dtype(np.float32).itemsize:
-        raise DtypeError(f"a scale's dtype is float32 or float64, got {checked}")
+        raise DtypeError(f"got scale dtype {checked}, expected float32 or float64")
     return checked
 
 
 def forbid_writing(array: NDArray[Any] | None) -> None:
-    """Make an array read-only, and the arrays it is a view of."""
+    """Make an array read-only, together with the arrays it is a view of."""
     part: object = array
     while isinstance(part, np.ndarray):
         part.setflags(write=False)

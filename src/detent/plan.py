@@ -1,13 +1,13 @@
-"""Plan: everything about an operation decided and checked once, then run.
+"""Plan: an operation that is selected and checked once, and run many times.
 
 ::
 
     select(operation, shape, dtype, spec)  ->  Plan     cached, immutable, safe to share between threads
-    plan.can_implement(x, params, out)                  would it run?
+    plan.can_implement(x, params, out)                  does check accept them?
     plan.run(x, params, out=out)                        run; checks only for NaN, under the policy "raise"
 
-The public operators of ``detent.ops`` are ``find_plan``, ``check`` and ``run``. ``check`` rejects arrays of another
-shape or type, params of another spec, and outputs that cannot take the result.
+The public operators of ``detent.ops`` call ``find_plan``, ``check`` and ``run``. ``check`` rejects arrays of a wrong
+shape or type, params of a different spec, and ``out`` arrays that cannot hold the result.
 """
 
 import sys
@@ -43,16 +43,16 @@ from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee", "find_plan"]
 
 Array = NDArray[Any]
-STEP_LIMIT = 1 << 32
+STEP_LIMIT = 1 << 32  # the rounding counter is one word of Philox
 MAX_FLOAT = sys.float_info.max
-MAX_PLANS = 4096
+MAX_PLANS = 4096  # cached; when there are more, the cache is emptied
 
 
 @dataclass(frozen=True)
 class PrecisionGuarantee:
-    """What a plan promises: the type each operation rounds to, the type of sums, and the same bits in every run.
+    """Guarantees of a plan: the type of its arithmetic, the type of sums, and equal bits in every run.
 
-    ``bit_stable`` adds: on every machine, thread count and memory layout.
+    ``bit_stable`` means equal bits also on every machine, thread count and memory layout.
 
     >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
     'float32'
@@ -66,9 +66,9 @@ class PrecisionGuarantee:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """One operation on arrays of one shape, dtype and spec; make it with ``select``.
+    """Operation on arrays of one shape, dtype and spec; make it with ``select``.
 
-    ``dtype`` is the float type of the data ("dequantize": of the result), ``nan`` the policy for NaN.
+    ``dtype`` is the float type of the data (for "dequantize", of the result), ``nan`` is the policy for NaN.
 
     >>> import detent as dt, numpy as np
     >>> plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
@@ -96,30 +96,32 @@ class Plan:
         ste: EstimatorLike = None,
         nan: NaNPolicy | None = None,
     ) -> "Plan":
-        """The plan for an operation; the same arguments give the same plan.
+        """Select the plan for an operation; equal arguments return the cached plan.
 
         Raises:
-            UnsupportedError: no such operation.
-            ShapeError: the granularity does not fit the shape.
-            DtypeError: not a float type.
+            UnsupportedError: unknown operation.
+            ShapeError: the granularity is not possible for the shape.
+            DtypeError: dtype is not a float type.
 
         >>> Plan.select("quantize", shape=(4,), dtype="float32", spec="int8").sku  # doctest: +ELLIPSIS
         'quantize/float32/int8/tensor/symmetric/onnx/...'
         """
         row, spec = find_operation(operation), get_spec(spec)
         if ste is not None and not row.has_estimator:
-            raise SpecError(f"{operation} has no estimator, got ste {ste!r}: leave it out")
+            raise SpecError(f"got ste={ste!r}, but {operation} has no estimator: leave ste out")
         estimator = get_estimator(ste, spec.convention) if row.has_estimator else None
         if "mask" in row.outputs and not isinstance(estimator, Identity | Clipped):
-            raise SpecError(f"{estimator!r} weighs gradients, a mask only selects: use fake_quantize_backward")
+            raise SpecError(
+                f"got {estimator!r}, but a mask expresses only Identity and Clipped: use fake_quantize_backward"
+            )
         policy = row.nan[0] if nan is None else nan
         if policy not in row.nan:
             raise SpecError(
-                f"{operation} has no NaN policy {nan!r}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
+                f"unknown NaN policy {nan!r} of {operation}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
             )
         name = float_dtype(dtype, "the data").name
         key = (operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
-        if isinstance(estimator, Custom):  # a callable may hold on to large arrays: its plan is not kept
+        if isinstance(estimator, Custom):  # a callable may reference large arrays: its plan is not cached
             return _make_plan(*key)
         return _PLANS.get(key) or _remember(key, _make_plan(*key))
 
@@ -137,12 +139,12 @@ class Plan:
 
     @property
     def workspace_size(self) -> int:
-        """The bytes of scratch memory that the caller must provide: none."""
+        """The bytes of scratch memory that the caller must provide: always 0."""
         return 0
 
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
-        """What the plan promises about its arithmetic; Tanh calls the platform's tanh, which differs by machine."""
+        """The guarantees of the plan's arithmetic; Tanh uses the platform's tanh, which differs between machines."""
         return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
 
     @cached_property
@@ -158,7 +160,7 @@ class Plan:
         return (*self._row.inputs, "params", "out")
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
-        """Whether ``check`` accepts these operands: the inputs, the parameters and optionally ``out``."""
+        """Tell whether ``check`` accepts these operands: the inputs, the parameters and optionally ``out``."""
         try:
             self.check(*operands, out=out)
         except DetentError:
@@ -166,7 +168,7 @@ class Plan:
         return True
 
     def check(self, *operands: Array | QuantParams | None, out: Array | None = None) -> None:
-        """Raise an error unless ``run`` can take these operands.
+        """Raise unless these operands are valid for ``run``.
 
         >>> import detent as dt, numpy as np
         >>> plan = dt.Plan.select("quantize", shape=(3,), dtype="float32", spec="int8")
@@ -179,7 +181,7 @@ class Plan:
         given = dict(zip(names, operands, strict=False))
         if not len(names) - 1 <= len(operands) <= len(names):
             raise DtypeError(
-                f"{self.operation} takes {', '.join(names[:-1])} and optionally out, got {len(operands)} operands"
+                f"{self.operation} got {len(operands)} operands, expected {', '.join(names[:-1])} and optionally out"
             )
         inputs = {name: given[name] for name in names[:-2]}
         for name, array in inputs.items():
@@ -194,19 +196,19 @@ class Plan:
     ) -> Result:
         """Run on operands that ``check`` accepts: the inputs and the parameters.
 
-        Other operands may raise anything or give any result, but memory beyond the arrays is never touched.
+        Other operands give undefined results or exceptions, but memory outside the arrays is never accessed.
 
         Args:
             *operands: the inputs and the parameters.
-            out: where the result goes; None allocates it.
-            step: the counter of stochastic rounding.
-            grad_scale: the factor of learned gradients.
+            out: array for the result; None allocates it.
+            step: counter of stochastic rounding.
+            grad_scale: factor for the gradients of scale and zero point.
         """
         *inputs, params = operands
         if not isinstance(params, QuantParams):
             raise DtypeError(
-                f"run takes {', '.join(self._operands[:-1])} and keywords, its last operand is a "
-                f"{type(params).__name__}: give out as out="
+                f"got {type(params).__name__} as last operand of run, expected {', '.join(self._operands[:-1])}: pass "
+                "out as keyword"
             )
         scale, zero_point = params.compute_arrays(self._compute)
         if isinstance(self.ste, Custom):
@@ -222,13 +224,11 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """A callable's gradient of x, with the kernel's gradients of scale and zero point if the operation has them."""
+        """Return a callable's gradient of x, and the kernel's gradients of scale and zero point if there are any."""
         g, x = inputs
-        gx = as_array("the estimator's result", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
+        gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
-            raise DtypeError(
-                f"the estimator must return {g.dtype} of shape {g.shape}, got {gx.dtype} of shape {gx.shape}"
-            )
+            raise DtypeError(f"ste returned {gx.dtype} of shape {gx.shape}, expected {g.dtype} of shape {g.shape}")
         passed = Plan.select(self.operation, shape=self.shape, dtype=self.dtype, spec=self.spec, ste="identity")
         if len(self._row.outputs) == 1:
             return passed.run(gx, x, params, out=out, step=step)
@@ -237,7 +237,7 @@ class Plan:
 
     @cached_property
     def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """For each input the (dtype, shape) pairs it may have, the usual one first; packed ones are uint8 buffers."""
+        """The valid (dtype, shape) pairs of each input, the unpacked one first; packed ones are uint8 buffers."""
         byte: np.dtype[Any] = np.dtype("uint8")
         count = prod(self.shape)
         usual = [(FLOATS[self.dtype], self.shape)]
@@ -253,21 +253,23 @@ class Plan:
             return
         dtype, shape = accepted[0]
         if array.dtype != dtype:
-            raise DtypeError(f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select another plan")
+            raise DtypeError(
+                f"{name} has dtype {array.dtype}, expected {dtype}: convert it, or select a plan for its dtype"
+            )
         raise ShapeError(f"{name} has shape {array.shape}, expected {shape}: select a plan for this shape")
 
     def check_params(self, params: object) -> None:
-        """Raise unless the parameters fit the plan's spec and shape."""
+        """Raise unless the parameters match the plan's spec and shape."""
         check_is_params(params)
         params = cast("QuantParams", params)
         if params.spec != self.spec:
             raise ParamsError(
-                f"params belong to {params.spec!r}, the plan to {self.spec!r}: select a plan for the params' spec"
+                f"got params of {params.spec!r}, but the plan is for {self.spec!r}: select a plan for the params' spec"
             )
         if params.scale.shape != self.tiling.scale_shape:
             raise ShapeError(
-                f"params hold scales of shape {params.scale.shape}, data of shape {self.shape} with granularity "
-                f"{self.spec.granularity} needs {self.tiling.scale_shape}: make params from this data, or reshape it"
+                f"got params with scales of shape {params.scale.shape}, expected {self.tiling.scale_shape} for data of "
+                f"shape {self.shape} and granularity {self.spec.granularity}: make params from this data, or reshape it"
             )
         if params.scale.dtype == np.float64 and self.dtype != "float64":
             check_narrowed(params.scale)
@@ -275,14 +277,14 @@ class Plan:
     @cached_property
     def _accepted_outputs(self) -> list[tuple[np.dtype[Any], tuple[int, ...]]]:
         if "gs" in self._row.outputs:
-            raise OutError(f"{self.operation} returns three arrays and takes no out: leave it out")
+            raise OutError(f"got out for {self.operation}, which returns three arrays: call it without out")
         if "codes" not in self._row.outputs:
             return [(FLOATS[self.dtype], self.shape)]
         packed = packed_size(prod(self.shape), self.spec.bits)
         return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
 
 
-# All plans except those of callables: by the arguments of ``find_plan``, and by what ``select`` makes of them.
+# Cached plans, by the arguments of ``find_plan`` as given and as ``select`` resolves them; without plans of callables.
 _PLANS: dict[tuple[object, ...], Plan] = {}
 
 
@@ -294,11 +296,11 @@ def find_plan(
     ste: EstimatorLike = None,
     nan: NaNPolicy | None = None,
 ) -> Plan:
-    """``Plan.select``, with one look into the cache if the same arguments were given before."""
+    """Return ``Plan.select`` of the arguments, with a single cache lookup for arguments seen before."""
     key = (operation, shape, dtype, spec, ste, nan, current_kernels())
     try:
         plan = _PLANS.get(key)
-    except TypeError:  # an argument without a hash
+    except TypeError:  # an unhashable argument
         return Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
     if plan is None:
         plan = Plan.select(operation, shape=shape, dtype=dtype, spec=spec, ste=ste, nan=nan)
@@ -318,7 +320,7 @@ def _make_plan(
 ) -> Plan:
     tiling = spec.granularity.tiling(shape)
     problem = Problem(operation, tiling, dtype, spec, ste, nan)
-    # A callable is applied by the plan itself; its kernel lets the gradient pass.
+    # The plan applies a callable itself, and uses the kernel of Identity.
     runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
     return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))
 
@@ -326,7 +328,7 @@ def _make_plan(
 def _remember(key: tuple[object, ...], plan: Plan) -> Plan:
     if len(_PLANS) >= MAX_PLANS:
         _PLANS.clear()
-    return _PLANS.setdefault(key, plan)  # in one step: another thread may have been faster
+    return _PLANS.setdefault(key, plan)  # atomic: another thread may have added the plan
 
 
 def check_step(step: int) -> int:
@@ -342,24 +344,24 @@ def check_is_params(params: object) -> None:
 
 
 def as_factor(grad_scale: object) -> float | None:
-    """The factor of learned gradients as a float; None stays None."""
+    """Check the factor of the learned gradients; None passes through."""
     if grad_scale is None:
         return None
     if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float | np.floating | np.integer):
-        raise DtypeError(f"grad_scale must be a number or None, got {grad_scale!r}")
+        raise DtypeError(f"got grad_scale={grad_scale!r}, expected a number or None")
     if not -MAX_FLOAT <= grad_scale <= MAX_FLOAT:
-        raise SpecError(f"grad_scale must be a finite number, got {grad_scale!r}")
+        raise SpecError(f"got grad_scale={grad_scale!r}, expected a finite number")
     return float(grad_scale)
 
 
 def check_narrowed(scale: NDArray[np.floating]) -> None:
-    """Raise unless float64 scales are still positive normal numbers in float32."""
+    """Raise unless float64 scales are positive normal numbers also in float32."""
     with np.errstate(over="ignore", under="ignore"):
         narrow = scale.astype(np.float32)
     if not (np.isfinite(narrow) & (narrow >= np.finfo(np.float32).smallest_normal)).all():
         raise ParamsError(
-            f"float64 scales in [{scale.min()}, {scale.max()}] do not fit the float32 that data of fewer bits is "
-            "computed in: quantize float64 data, or rescale"
+            f"got float64 scales in [{scale.min()}, {scale.max()}], which do not fit float32, the compute type of data "
+            "other than float64: convert the data to float64, or rescale them"
         )
 
 
@@ -373,16 +375,16 @@ def check_out(
         expected = " or ".join(f"{dtype} of shape {shape}" for dtype, shape in accepted)
         raise OutError(f"out has dtype {out.dtype} and shape {out.shape}, expected {expected}")
     if not out.flags.writeable:
-        raise OutError("out is read-only: give it an array that can be written")
+        raise OutError("out is read-only: pass a writable array")
     if _overlaps_itself(out):
-        raise OutError(f"elements of out share memory (strides {out.strides}): give it an array of its own")
+        raise OutError(f"elements of out share memory (strides {out.strides}): pass an array without overlap")
     for name, array in inputs.items():
         if isinstance(array, np.ndarray) and _share_memory(out, array):
-            raise OutError(f"out overlaps {name} in memory: give it an array of its own")
+            raise OutError(f"out overlaps {name} in memory: pass a separate array")
 
 
 def _overlaps_itself(out: Array) -> bool:
-    """Whether two elements may share memory; arrays that only a solver could clear count as overlapping."""
+    """Tell whether two elements may share memory; strides too complex for this check count as overlap."""
     if out.flags.c_contiguous or not out.size:
         return False
     span = out.itemsize
@@ -398,6 +400,6 @@ def _share_memory(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]  # the stubs know 0 and -1 only
+        return bool(np.shares_memory(a, b, max_work=10_000))  # type: ignore[arg-type]  # the stubs allow only 0 and -1
     except np.exceptions.TooHardError:
         return True

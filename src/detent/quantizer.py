@@ -1,9 +1,9 @@
-"""FakeQuantize: fake quantization of arrays with state. A spec, a scale mode, an estimator and their state.
+"""FakeQuantize: fake quantization of arrays, with a spec, a scale mode, an estimator and state.
 
 =========== ============================== ============================== ======================
 mode        training forward               evaluation forward             before any data
 =========== ============================== ============================== ======================
-PerBatch    parameters of this batch       parameters of this batch       nothing is needed
+PerBatch    parameters of this batch       parameters of this batch       works
 EMA         state updated, then used       state used                     first batch is copied
 Fixed       parameters used                parameters used                NotCalibratedError
 Learned     parameters used                parameters used                first batch sets them
@@ -11,7 +11,7 @@ Learned     parameters used                parameters used                first 
 
 Backward uses the parameters of the last forward; it never recomputes a scale. The operator keeps a reference to the
 data of the last forward, not a copy. A state dict is flat: ``version``, ``spec`` as JSON, ``initialized`` and ``step``;
-the arrays of the parameters if there are any; ``observer.*`` in mode EMA.
+the arrays of the parameters, if initialized; ``observer.*`` in mode EMA.
 """
 
 from collections.abc import Mapping
@@ -55,18 +55,19 @@ class _Forward:
 class FakeQuantize:
     """Fake quantization with state; starts in training mode.
 
-    Copies share no state with it. Threads do not share an operator: give each its own copy.
+    Copies are independent. An operator is not thread-safe: each thread needs its own copy.
 
     Args:
         spec: a QuantSpec, a format or a short string.
-        mode: where the parameters come from.
-        ste: the estimator of backward; None is the mask of the spec's convention.
+        mode: scale mode, the source of the parameters.
+        ste: straight-through estimator of backward; None is the mask of the spec's convention.
 
     Attributes:
         enabled: if False, forward returns a copy of x and backward a copy of g, and the state does not change.
         training: set by ``train()`` and ``eval()``; only training changes the state, except in mode PerBatch.
-        step: the counter of stochastic rounding, one per forward.
-        scale_grad, zero_point_grad: mode Learned, the gradients of the last backward; symmetric specs have no second.
+        step: counter of stochastic rounding, incremented by each training forward.
+        scale_grad, zero_point_grad: in mode Learned, the gradients of the last backward; symmetric specs have no
+            zero_point_grad.
 
     >>> import detent as dt, numpy as np
     >>> fq = dt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -90,12 +91,12 @@ class FakeQuantize:
 
     @classmethod
     def q8(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Symmetric int8 per tensor, to be calibrated once."""
+        """Make a symmetric int8 per-tensor operator of mode Fixed, not yet calibrated."""
         return cls(QuantSpec(int8, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
     def q4(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Symmetric int4 per tensor, to be calibrated once."""
+        """Make a symmetric int4 per-tensor operator of mode Fixed, not yet calibrated."""
         return cls(QuantSpec(int4, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
@@ -109,7 +110,7 @@ class FakeQuantize:
         convention: Convention | str = Convention.onnx,
         ste: EstimatorLike = None,
     ) -> Self:
-        """Fixed per-tensor parameters: signed codes if symmetric, unsigned ones if not.
+        """Make an operator with fixed per-tensor parameters: signed codes if symmetric, else unsigned.
 
         >>> FakeQuantize.from_bits(4, symmetric=False, scale=0.5, zero_point=3).float_range()
         (-1.5, 6.0)
@@ -123,20 +124,20 @@ class FakeQuantize:
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        # All else is replaced, never changed in place.
+        # Everything except the gradients is replaced, never changed in place.
         grads = {name: copy(getattr(self, name)) for name in ("scale_grad", "zero_point_grad")}
         copied.__dict__.update({**vars(self), **grads})
         return copied
 
     def __call__(self, x: ArrayLike) -> Array:
-        """The same as ``forward``."""
+        """Call ``forward``."""
         return self.forward(x)
 
     def forward(self, x: ArrayLike) -> Array:
-        """Fake quantize x, after updating the state as the mode says.
+        """Update the state according to the mode, then fake-quantize x.
 
         Raises:
-            NotCalibratedError: mode Fixed, or evaluation, before there are parameters.
+            NotCalibratedError: there are no parameters yet, in mode Fixed or in evaluation.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8, scale=0.5).forward(np.array([0.3, 99.0]))
@@ -164,9 +165,9 @@ class FakeQuantize:
         return self.forward(x)
 
     def backward(self, g: ArrayLike, x: ArrayLike | None = None) -> Array:
-        """The gradient of x with the operator's estimator and the last forward's parameters.
+        """Return the gradient of x by the operator's estimator and the parameters of the last forward.
 
-        x is the data; None is the last forward's. Without a forward, the current parameters are used.
+        x is the data; None means that of the last forward. Before any forward, the current parameters are used.
         """
         gradient = float_array(g, "g")
         if not self.enabled or not gradient.size:
@@ -181,7 +182,7 @@ class FakeQuantize:
         return gx
 
     def backward_clamped(self, g: ArrayLike, x: ArrayLike) -> Array:
-        """The gradient of x if x lies in ``float_range()``, else 0, whatever the operator's own estimator.
+        """Return g where x lies in ``float_range()``, else 0, regardless of the operator's estimator.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8).backward_clamped(np.ones(2), np.array([127.0, 127.25]))
@@ -194,7 +195,7 @@ class FakeQuantize:
         return fake_quantize_backward(gradient, forward.x, forward.params, ste=Clipped(on="value"))
 
     def quantization_noise(self, x: ArrayLike) -> float:
-        """The mean squared error that forward would make on x; the state stays as it is.
+        """Return the mean squared error of forward on x, without changing the state.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8).quantization_noise(np.array([0.5, 1.0]))
@@ -209,14 +210,16 @@ class FakeQuantize:
     def _forward_of(self, x: ArrayLike | None) -> _Forward:
         if x is None:
             if self._last is None:
-                raise NotCalibratedError("backward(g) needs a forward before it: call forward(x), or backward(g, x)")
+                raise NotCalibratedError(
+                    "backward(g) was called before forward: call forward(x) first, or backward(g, x)"
+                )
             return self._last
         if self._last is None:
             return _Forward(float_array(x), self.params, self.step)
         return _Forward(float_array(x), self._last.params, self._last.step)
 
     def calibrate(self, x: ArrayLike) -> Self:
-        """Take the parameters from x, whatever they were before.
+        """Set the parameters from the range of x, discarding earlier ones.
 
         >>> import numpy as np
         >>> float(FakeQuantize.q8().calibrate(np.array([-2.0, 254.0], np.float32)).scale)
@@ -226,23 +229,23 @@ class FakeQuantize:
         return self
 
     def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
-        """Set the parameters by hand. In mode Learned a zero point may be fractional; forward rounds and clamps it."""
+        """Set the parameters. In mode Learned, a zero point may be fractional; forward rounds and clamps it."""
         self._scales = self._scales.updated(scale, zero_point)
         return self
 
     @property
     def spec(self) -> QuantSpec:
-        """How."""
+        """The spec."""
         return self._scales.spec
 
     @property
     def mode(self) -> ScaleMode:
-        """Where the parameters come from."""
+        """The scale mode."""
         return self._scales.mode
 
     @property
     def ste(self) -> Estimator:
-        """The estimator of backward."""
+        """The straight-through estimator of backward."""
         return self._ste
 
     @property
@@ -257,7 +260,7 @@ class FakeQuantize:
 
     @property
     def bits(self) -> int:
-        """The width of one code."""
+        """The bit width of a code."""
         return self.spec.bits
 
     @property
@@ -277,35 +280,37 @@ class FakeQuantize:
 
     @property
     def num_levels(self) -> int:
-        """How many different codes there are."""
+        """The number of different codes."""
         return self.spec.num_levels
 
     def quant_range(self) -> tuple[int | float, int | float]:
-        """The lowest and highest code."""
+        """Return the lowest and highest code."""
         return self.spec.qmin, self.spec.qmax
 
     def float_range(self) -> tuple[Any, Any]:
-        """The lowest and highest value of each set: floats for one set, arrays for more.
+        """Return the lowest and highest value of each parameter set: floats if per-tensor, else arrays.
 
         >>> FakeQuantize.from_bits(8, scale=0.5).float_range()
         (-63.5, 63.5)
         """
         params = self.params
         with np.errstate(all="ignore"):
-            lo, hi = ((end - params.zero_point).astype(params.scale.dtype) * params.scale for end in self.quant_range())
+            lo, hi = (
+                (code - params.zero_point).astype(params.scale.dtype) * params.scale for code in self.quant_range()
+            )
         return (float(lo), float(hi)) if params.scale.ndim == 0 else (lo, hi)
 
     def train(self, mode: bool = True) -> Self:
-        """Let forward change the state."""
+        """Switch to training mode, in which forward changes the state."""
         self.training = mode
         return self
 
     def eval(self) -> Self:
-        """Let forward use the state only."""
+        """Switch to evaluation mode, in which forward does not change the state."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: version, spec, ``initialized`` and ``step``; if initialized the parameters and their range."""
+        """Return version, spec, ``initialized`` and ``step``; if initialized, also the parameters and their range."""
         params, observer = self._scales.params, self._scales.observer
         flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
         flat |= {"initialized": self.is_initialized, "step": self.step}
@@ -314,18 +319,18 @@ class FakeQuantize:
         return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in flat.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Take over what ``state_dict`` of an operator with the same spec and mode returned.
+        """Load the ``state_dict`` of an operator with an equal spec and mode.
 
         Raises:
-            StateError: missing or unknown keys, another version, or numbers that do not fit the spec.
+            StateError: missing or unknown keys, unsupported version, or values that are invalid for the spec.
         """
         parts = _split_state(state)
         if parts.spec != self.spec:
-            raise StateError(f"the state belongs to {parts.spec!r}, this operator to {self.spec!r}: use the same spec")
+            raise StateError(f"got the state of {parts.spec!r}, but this operator has {self.spec!r}: use the same spec")
         if bool(parts.observed) != (self._scales.observer is not None):
-            has = "has" if parts.observed else "lacks"
-            raise StateError(f"the state {has} an observer, mode {self.mode} expects the opposite: use the same mode")
-        with reading(f"the state does not fit {self.spec}", error=StateError):
+            has = "has an" if parts.observed else "has no"
+            raise StateError(f"the state {has} observer, unlike an operator of mode {self.mode}: use the same mode")
+        with reading(f"the state is invalid for {self.spec}", error=StateError):
             scales = ScaleState.empty(self.spec, self.mode).loaded(parts.arrays, parts.observed)
         self._scales, self.step, self._last = scales, parts.step, None
         return self
@@ -337,9 +342,9 @@ class FakeQuantize:
 
 @dataclass(frozen=True, eq=False)
 class ScaleState:
-    """The parameters of one spec under one scale mode; only this class knows what each mode does.
+    """Parameters of one spec in one scale mode; all differences between modes are implemented here.
 
-    Its methods return the next state, so errors change nothing.
+    Methods return a new state, so an error leaves the old one unchanged.
     """
 
     spec: QuantSpec
@@ -351,11 +356,13 @@ class ScaleState:
     @classmethod
     def empty(cls, spec: QuantSpec, mode: ScaleMode) -> "ScaleState":
         if isinstance(mode, Learned) and spec.scale_format != "float":
-            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
+            raise SpecError(
+                f"mode Learned needs a float scale, got scale_format {spec.scale_format!r}: use another mode or spec"
+            )
         return cls(spec, mode, observer=EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None)
 
     def run(self, x: Array, *, training: bool, step: int) -> tuple[Array, "ScaleState"]:
-        """Fake-quantized x, and the state with the parameters that were used."""
+        """Fake-quantize x, and return also the state with the parameters that were used."""
         if isinstance(self.mode, PerBatch) and self.spec.rounding.kind != "stochastic":
             y, params = fake_quantize_dynamic(x, self.spec)
             return y, self.with_params(params)
@@ -363,7 +370,7 @@ class ScaleState:
         return fake_quantize(x, after.require(), step=step), after
 
     def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
-        """The state in which x is quantized. Values that are not finite do not count for ranges."""
+        """Return the state in which x is quantized; NaN and infinities do not count for ranges."""
         if isinstance(self.mode, PerBatch):
             return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
         if self.observer is not None and training:
@@ -381,7 +388,7 @@ class ScaleState:
         return self._with_observer(copy(self.observer).reset().observe(x))
 
     def updated(self, scale: ArrayLike, zero_point: ArrayLike | None) -> "ScaleState":
-        """The state with parameters set by hand; a learned zero point may be fractional."""
+        """Return the state with these parameters; a learned zero point may be fractional."""
         if not isinstance(self.mode, Learned) or zero_point is None:
             return self.with_params(QuantParams(self.spec, scale, zero_point))
         learned = numbers("zero_point", zero_point).astype(np.float32)
@@ -399,11 +406,13 @@ class ScaleState:
         observer = copy(self.observer).load_state_dict(observed)
         lo = observer.state_dict().get("lo")
         if state.params is not None and lo is not None and lo.shape != state.params.scale.shape:
-            raise ShapeError(f"the observer has ranges of shape {lo.shape}, the scales {state.params.scale.shape}")
+            raise ShapeError(
+                f"got observer ranges of shape {lo.shape}, expected the scale's {state.params.scale.shape}"
+            )
         return replace(state, observer=observer)
 
     def with_params(self, params: QuantParams, learned: Array | None = None) -> "ScaleState":
-        """``learned`` are the zero points of mode Learned before rounding."""
+        """Return the state with these parameters; ``learned`` are the zero points of mode Learned before rounding."""
         if isinstance(self.mode, Learned):
             learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
         return replace(self, params=params, learned=learned)
@@ -413,11 +422,11 @@ class ScaleState:
 
     def _whole(self, learned: Array) -> Array:
         if not np.isfinite(learned).all():
-            raise ParamsError(f"a learned zero point is finite, got {learned!r}")
+            raise ParamsError(f"got learned zero point {learned!r}, expected finite numbers")
         return np.asarray(whole_zero_point(numpy, self.spec, learned))
 
     def require(self) -> QuantParams:
-        """The parameters, or an error that says how to get some."""
+        """Return the parameters; raise if there are none yet."""
         if self.params is None:
             raise NotCalibratedError(
                 "FakeQuantize has no parameters yet: call calibrate(x), forward_with_calibration(x) or "
@@ -446,16 +455,16 @@ def _split_state(flat: Mapping[str, Any]) -> _SavedState:
     if not isinstance(flat, Mapping) or not all(isinstance(name, str) for name in flat) or not set(flat) >= _SCALARS:
         given = list(flat) if isinstance(flat, Mapping) else []
         missing = sorted(_SCALARS - set(given))
-        raise StateError(f"state holds the keys {given}, missing {missing}: expected what state_dict() returned")
+        raise StateError(f"got state with keys {given}, missing {missing}: expected the result of state_dict()")
     scalars = {name: plain(flat[name]) for name in _SCALARS}
     check_version(scalars["version"], STATE_VERSION, "FakeQuantize state", error=StateError)
     if not isinstance(scalars["initialized"], bool):
-        raise StateError(f"initialized is True or False, got {scalars['initialized']!r}")
+        raise StateError(f"got initialized={scalars['initialized']!r}, expected True or False")
     step = as_integer("the state's step", scalars["step"], at_least=0, at_most=STEP_LIMIT - 1, error=StateError)
     observed = {name.removeprefix(_OBSERVER): value for name, value in flat.items() if name.startswith(_OBSERVER)}
     arrays = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
     if scalars["initialized"] != bool(arrays):
-        raise StateError(f"initialized is {scalars['initialized']} but the state holds the arrays {sorted(arrays)}")
-    with reading("the state's spec cannot be read", error=StateError):
+        raise StateError(f"initialized is {scalars['initialized']}, but the state has the arrays {sorted(arrays)}")
+    with reading("cannot read the spec of the state", error=StateError):
         spec = QuantSpec.from_json(scalars["spec"])
     return _SavedState(spec, step, arrays, observed)

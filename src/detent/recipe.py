@@ -1,11 +1,12 @@
-"""Recipe: ordered rules that say which layers get which specs. Both frontends read it, and it knows neither.
+"""Recipe: ordered rules that assign specs to layers, for both frontends (PyTorch and ONNX).
 
-Later rules refine earlier ones: each field of a layer is that of the last matching rule that sets it. A rule with
-``skip=True`` keeps the layer in float, unless a later rule gives it a weight, input or output spec. Layers that no rule
-matches stay float; rules that match no layer are errors (``check_matched``), whose messages suggest what was meant.
+Later rules override earlier ones, field by field: each field of a layer comes from the last matching rule that sets it.
+A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a weight, input or output spec. Layers that
+no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
+similar names.
 
-The frontends choose what no rule sets: without a mode, activations follow a moving average (``EMA(0.99)``) and weights
-their current range.
+Frontends choose the defaults: without a mode, activations use an EMA range (``EMA(0.99)``) and weights their current
+range.
 
 Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
 per-group; inputs are unsigned and affine, per-tensor. ``a16`` is weight-only, below 8 bits in groups of 128. Below 8
@@ -43,20 +44,20 @@ PRESETS: MappingProxyType[str, str] = MappingProxyType(
         "w2a8": "2-bit weights, 8-bit inputs; the first and last layer at 8 bits",
         "fp8": "float8_e4m3fn weights and inputs",
         "w8a16": "8-bit weights only",
-        "w4a16": "the same as w4a16-g128",
+        "w4a16": "4-bit weights only, in groups of 128 (w4a16-g128)",
         "w4a16-g32": "4-bit weights only, in groups of 32",
         "w4a16-g64": "4-bit weights only, in groups of 64",
         "w4a16-g128": "4-bit weights only, in groups of 128",
     }
 )
-FLOAT_BITS, FULL_BITS = 16, 8
-COMMON_GROUP = 128
+FLOAT_BITS, FULL_BITS = 16, 8  # a16 keeps activations in float; first and last layers have at least 8 bits
+COMMON_GROUP = 128  # the group size of most published 4-bit models
 _NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
 _FULL = ("int8/axis0", "uint8/tensor/affine")
 _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
-EXCLUDED, NO_RULE = "excluded", "no rule matches"  # reasons of plans that keep a layer in float
-MAX_NAMES_SHOWN = 3
+EXCLUDED, NO_RULE = "excluded", "no rule matches"  # why a plan keeps a layer in float
+MAX_NAMES_SHOWN = 3  # suggestions in a message
 MAX_REPR_CHARS = 100  # a line of a notebook; the repr of a longer recipe has a line per rule
 _WILD = re.compile(r"[*?]|\[.*?\]")
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
@@ -64,7 +65,7 @@ LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a layer gets: the fields of the rules that matched it, merged."""
+    """Merged settings of one layer, and the indices of the rules that matched it."""
 
     weight: QuantSpec | None = None
     input: QuantSpec | None = None
@@ -78,7 +79,7 @@ class Decision:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """Ordered rules, of which later ones refine earlier ones, and a name.
+    """Ordered rules and a name; later rules override earlier ones, field by field.
 
     >>> import detent as dt
     >>> recipe = dt.Recipe([dt.Rule(types="Linear", weight="int4/axis0"), dt.Rule("head*", skip=True)])
@@ -91,13 +92,13 @@ class Recipe:
 
     def __init__(self, rules: Iterable[Rule], name: str = "") -> None:
         if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
-            raise SpecError(f"a recipe is made of a list of rules, got {rules!r}: use [dt.Rule(...)] or get_recipe")
+            raise SpecError(f"got {rules!r} as rules of a recipe, expected a list: use [dt.Rule(...)], or get_recipe")
         object.__setattr__(self, "rules", tuple(rules))
         for i, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
-                raise SpecError(f"rule {i} of a recipe is a dt.Rule, got {rule!r}")
+                raise SpecError(f"got {rule!r} as rule {i} of a recipe, expected a dt.Rule")
         if not isinstance(name, str):
-            raise SpecError(f"the name of a recipe is text, got {name!r}")
+            raise SpecError(f"got {name!r} as name of a recipe, expected text")
         object.__setattr__(self, "name", storable("the name of a recipe", name))
 
     @classmethod
@@ -109,14 +110,14 @@ class Recipe:
         ste: EstimatorLike | str = None,
         observer: ObserverLike | None = None,
     ) -> "Recipe":
-        """The recipe of that name; every rule gets ``mode``, ``ste`` and ``observer``.
+        """Make a preset recipe; ``mode``, ``ste`` and ``observer`` are set in every rule.
 
-        The grammar is ``w<bits>a<bits>[-g<group>]`` with 2 to 8 bits for weights and 2 to 8 or 16 (weight-only) for
-        activations, and ``fp8``. Below 8 bits the first and the last layer keep 8, except in weight-only presets, which
-        have groups of 128 by default.
+        Presets are ``fp8`` and ``w<bits>a<bits>[-g<group>]``, with 2 to 8 bits for weights, and 2 to 8 or 16
+        (weight-only) for activations. Below 8 bits, the first and the last layer keep 8 bits. Weight-only presets below
+        8 bits have group size 128 by default, for all layers.
 
         Raises:
-            SpecError: no such preset; the message holds the closest.
+            SpecError: unknown preset; the message suggests the closest.
 
         >>> print(Recipe.preset("w4a8", mode="learned"))
         Recipe 'w4a8', 3 rules
@@ -131,11 +132,11 @@ class Recipe:
         return cls(rules, full)
 
     def resolve(self, name: str, types: Iterable[str], *, first: bool = False, last: bool = False) -> Decision:
-        """What the layer gets.
+        """Merge the settings of all rules that match a layer.
 
         Args:
-            name: its full dotted name.
-            types: the names of its classes (of the whole MRO), or of its operation.
+            name: full dotted name of the layer.
+            types: names of its classes (the whole MRO), or of its operation.
             first, last: whether it is the first or the last layer with weights.
 
         >>> Recipe.preset("w4a8").resolve("conv1", ["Conv2d"], first=True).weight.bits
@@ -152,10 +153,10 @@ class Recipe:
         return Decision(**settings, skip=skip, rules=matched)  # type: ignore[arg-type]  # the fields of rules
 
     def check_matched(self, layers: Iterable[LayerLike]) -> None:
-        """Raise if a rule matches none of the layers, given as ``(name, types, first, last)``.
+        """Raise if a rule matches none of the layers, which are ``(name, types, first, last)``.
 
         Raises:
-            SpecError: names every such rule, whether its pattern or its types failed, and what is closest.
+            SpecError: lists every such rule, whether its pattern or its types failed, and the closest names.
 
         >>> Recipe([Rule("haed*", skip=True)]).check_matched([("body.0", ["Linear"]), ("head", ["Linear"])])
         Traceback (most recent call last):
@@ -171,28 +172,28 @@ class Recipe:
             raise SpecError("\n".join([f"{rules} none of the {len(checked)} layers:", *lines]))
 
     def to_json(self) -> str:
-        """The recipe as JSON, with a version.
+        """Write the recipe as JSON, with a version.
 
         Raises:
-            SpecError: a rule holds a callable.
+            SpecError: a rule has a callable as estimator.
         """
         return recipe_files.to_json(self.name, self.rules)
 
     @classmethod
     def from_json(cls, text: str) -> "Recipe":
-        """The recipe that ``to_json`` wrote.
+        """Read the JSON of ``to_json``.
 
         Raises:
-            SpecError: not JSON, another version, unknown keys, values of other types or that make no rule.
+            SpecError: not JSON, unsupported version, unknown keys, or invalid values.
         """
         name, rules = recipe_files.from_json(text)
         return cls(rules, name)
 
     def to_toml(self) -> str:
-        """The recipe as TOML, with a version.
+        """Write the recipe as TOML, with a version.
 
         Raises:
-            SpecError: a rule holds a callable.
+            SpecError: a rule has a callable as estimator.
 
         >>> print(Recipe.preset("w8a16", observer="mse").to_toml())
         version = 1
@@ -208,10 +209,10 @@ class Recipe:
 
     @classmethod
     def from_toml(cls, text: str) -> "Recipe":
-        r"""The recipe that ``to_toml`` or a person wrote.
+        r"""Read the TOML of ``to_toml``, or TOML written by hand.
 
         Raises:
-            SpecError: not TOML, another version, unknown keys, values of other types or that make no rule.
+            SpecError: not TOML, unsupported version, unknown keys, or invalid values.
 
         >>> Recipe.from_toml('version = 1\nrules = [{ types = "Linear", weight = "int4/group32" }]')
         dt.Recipe([dt.Rule(types=('Linear',), weight='int4/group32')])
@@ -221,10 +222,10 @@ class Recipe:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Recipe":
-        """The recipe of a .toml or .json file of at most 1 MiB.
+        """Read a recipe from a .toml or .json file of at most 1 MiB.
 
         Raises:
-            FileFormatError: no such file, another suffix, too large, not UTF-8.
+            FileFormatError: the file does not exist, is too large or not UTF-8, or has a different suffix.
             SpecError: the text is not a recipe.
 
         >>> Recipe.load("w8a8.toml")
@@ -243,21 +244,21 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         return cls(rules, name)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a .toml or .json file, atomically: readers see the old file or the new one.
+        """Write a .toml or .json file atomically: readers see the old file or the new one.
 
         Raises:
-            FileFormatError: another suffix, or larger than ``load`` reads.
-            SpecError: a rule holds a callable.
+            FileFormatError: a different suffix, or a recipe larger than ``load`` accepts.
+            SpecError: a rule has a callable as estimator.
 
         >>> Recipe([]).save("recipe.yaml")
         Traceback (most recent call last):
         ...
-        detent.errors.FileFormatError: recipes are .toml or .json files, got 'recipe.yaml': give it such a suffix
+        detent.errors.FileFormatError: got 'recipe.yaml', expected a recipe with the suffix .toml or .json
         """
         storage.write_atomic(path, recipe_files.to_bytes(Path(path), self.name, self.rules))
 
     def diff(self, other: "Recipe | str | PathLike[str]") -> str:
-        """What turns this recipe into the other, a line per rule; empty if they are equal.
+        """Return the changes from this recipe to the other, a line per rule; empty if they are equal.
 
         >>> print(Recipe.preset("w4a8").diff("w2a8"))
         - name 'w4a8'
@@ -295,7 +296,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
             return False
 
     def __str__(self) -> str:
-        """A table with a line per rule and a column per field that is set."""
+        """Format a table with a line per rule and a column per field that is set."""
         return "\n".join([self._title, *(table_lines(self._rows) if self.rules else [])])
 
     def _repr_html_(self) -> str:
@@ -314,7 +315,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         return [used, *([row.get(key, "-") for key in used] for row in rows)]
 
 
-# A recipe as a part of a JSON document.
+# Writes and reads a recipe as part of a JSON document.
 RECIPE_LEAF = Leaf(lambda recipe: json.loads(recipe.to_json()), lambda value: Recipe.from_json(json.dumps(value)))
 
 
@@ -329,14 +330,14 @@ def _as_layer(value: LayerLike) -> Layer:
         first, last = map(bool, places or (False, False))
         layer = Layer(name, (types,) if isinstance(types, str) else tuple(types), first, last)
     except (TypeError, ValueError) as error:
-        raise SpecError(f"a layer is (name, types, first, last), got {value!r}") from error
+        raise SpecError(f"got {value!r} as layer, expected (name, types, first, last)") from error
     if not isinstance(name, str) or not all(isinstance(each, str) for each in layer.types):
-        raise SpecError(f"the name of a layer and its types are text, got {name!r} and {types!r}")
+        raise SpecError(f"got layer name {name!r} and types {types!r}, expected text")
     return layer
 
 
 def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
-    """The recipe that a preset's name or the path of a .toml or .json file stands for; a Recipe passes through."""
+    """Make a preset by name, or read a .toml or .json file by path; a Recipe passes through."""
     if isinstance(value, Recipe):
         return value
     if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(recipe_files.SUFFIXES)):
@@ -344,12 +345,12 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
     if isinstance(value, str):
         return Recipe.preset(value)
     raise SpecError(
-        f"a recipe is a dt.Recipe, a preset such as 'w8a8' or the path of a .toml or .json file, got {value!r}"
+        f"got {value!r} as recipe, expected a dt.Recipe, a preset such as 'w8a8' or the path of a .toml or .json file"
     )
 
 
 def _rows(name: str) -> tuple[str, list[_PresetRow]]:
-    """The full name of a preset; what each rule matches, and its specs of weight and input."""
+    """Return the full name of a preset, and for each rule its pattern and its specs of weight and input."""
     if name == "fp8":
         return name, [("*", *_FP8)]
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
@@ -374,7 +375,7 @@ def _rows(name: str) -> tuple[str, list[_PresetRow]]:
 
 
 def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
-    """What failed, and the closest names or types; the rule matches none of the layers."""
+    """Explain why the rule matches none of the layers, with the closest names or types."""
     named = [layer for layer in layers if rule.matches_name(layer)]
     if named:
         types = {kind for layer in named for kind in layer.types}
@@ -389,7 +390,7 @@ def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
 
 def _no_name(rule: Rule, layers: list[Layer]) -> str:
     if rule.match in PLACES:
-        return f"no layer is the {rule.match[1:]} one with weights"
+        return f"there is no {rule.match[1:]} layer with weights"
     message = f"no name matches {rule.match!r}"
     wider = _wider(rule, layers)
     if wider:
@@ -399,7 +400,7 @@ def _no_name(rule: Rule, layers: list[Layer]) -> str:
 
 
 def _wider(rule: Rule, layers: list[Layer]) -> str | None:
-    """The glob with a star before, after or around it, if that matches a layer."""
+    """Return the glob with a star before, after or around it, if one of these matches a layer."""
     if rule.match.startswith("re:"):
         return None
     for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
@@ -411,9 +412,9 @@ def _wider(rule: Rule, layers: list[Layer]) -> str | None:
     return None
 
 
-def _meant(given: Iterable[str], known: Iterable[str]) -> str:
-    """``: did you mean 'a' or 'b'?`` for close matches, else the first of the known names."""
-    names = sorted(known)
+def _meant(given: Iterable[str], existing: Iterable[str]) -> str:
+    """Format ``: did you mean 'a' or 'b'?`` for close matches, else the first of the existing names."""
+    names = sorted(existing)
     by_lower = {name.lower(): name for name in names}
     close = dict.fromkeys(
         by_lower[match]
@@ -423,11 +424,11 @@ def _meant(given: Iterable[str], known: Iterable[str]) -> str:
     if close:
         return f": did you mean {' or '.join(map(repr, list(close)[:MAX_NAMES_SHOWN]))}?"
     some = ", ".join(map(repr, names[:MAX_NAMES_SHOWN]))
-    return f": there is {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
+    return f": existing names are {some}{', ...' if len(names) > MAX_NAMES_SHOWN else ''}" if names else ""
 
 
 def exact_pattern(name: str) -> str:
-    """A pattern that matches this name and no other."""
+    """Return a pattern that matches only this name."""
     if not name:
         return "re:"
     escaped = glob.escape(name)
@@ -437,7 +438,7 @@ def exact_pattern(name: str) -> str:
 
 
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
-    """The layers that ``skip`` keeps in float, by names or patterns with ``*``; ``hint`` says what lists the names."""
+    """Return the layers that ``skip`` names, by names or patterns with ``*``; ``hint`` says what lists the names."""
     skipped: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
@@ -462,7 +463,7 @@ Line = TypeVar("Line", bound=PlanLine)
 
 
 class PlanTotals(Generic[Line]):
-    """What the plans of all frontends have in common: a recipe, a line per layer, and sums over them."""
+    """Base class of the frontends' plans: a recipe, a line per layer, and their totals."""
 
     recipe: Recipe
     layers: tuple[Line, ...]
@@ -483,7 +484,7 @@ class PlanTotals(Generic[Line]):
         return sum(layer.nbytes_after for layer in self.layers)
 
     def _summary(self, target: str = "") -> str:
-        """The last line of the table."""
+        """Format the last line of the table."""
         recipe = self.recipe
         name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {len(recipe.rules)} rules"
         return (

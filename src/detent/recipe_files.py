@@ -1,11 +1,11 @@
-"""Recipes as JSON and TOML text, which hold the same data and are read as untrusted.
+"""Recipes as JSON and TOML text, with equal contents, read as untrusted.
 
 ::
 
     {version, name, rules: [{match, types, weight, input, output, mode, ste, observer, skip}, ...]}
 
-``version`` and ``rules`` are needed, everything else has its default; unknown keys and wrong types are rejected. Specs
-are their short text, or every field if there is none; modes, estimators and observers are texts.
+``version`` and ``rules`` are required, everything else has a default; unknown keys and wrong types are rejected. A spec
+is its short text, or a table of all fields if no text can express it; modes, estimators and observers are texts.
 """
 
 import json
@@ -23,12 +23,12 @@ from detent.spec import QuantSpec, spec_text
 __all__ = []
 
 VERSION = 1
-SIZE_LIMIT = 1 << 20
-DOTS_LIMIT = 64
+SIZE_LIMIT = 1 << 20  # bytes
+DOTS_LIMIT = 64  # dots outside of strings in a line of TOML; tomllib needs hours for keys of very many parts
 SUFFIXES = (".toml", ".json")
 _TOP = ("version", "name", "rules")
 _KEYS = ("match", "types", *SETTINGS, "skip")
-# The strings and comments of TOML, ended or not.
+# The strings and comments of TOML, terminated or not.
 _QUOTED = re.compile(
     r'"""(?:[^\\]|\\(?:.|\Z))*?(?:"{3,5}|\Z)'
     r"|'''.*?(?:'{3,5}|\Z)"
@@ -57,7 +57,7 @@ def to_bytes(path: Path, name: str, rules: tuple[Rule, ...]) -> bytes:
     write = to_toml if checked_suffix(path) == ".toml" else to_json
     data = write(name, rules).encode()
     if len(data) > SIZE_LIMIT:
-        raise FileFormatError(f"the recipe takes {len(data)} bytes, of at most {SIZE_LIMIT}: load would reject it")
+        raise FileFormatError(f"the recipe has {len(data)} bytes, but load reads at most {SIZE_LIMIT}: use fewer rules")
     return data
 
 
@@ -108,7 +108,7 @@ def read(path: Path) -> Contents:
     with path.open("rb") as file:
         data = file.read(SIZE_LIMIT + 1)
     if len(data) > SIZE_LIMIT:
-        raise FileFormatError(f"{path} is larger than the {SIZE_LIMIT} bytes that a recipe may have")
+        raise FileFormatError(f"{path} is too large for a recipe: expected at most {SIZE_LIMIT} bytes")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -119,25 +119,27 @@ def read(path: Path) -> Contents:
 
 def checked_suffix(path: Path) -> str:
     if path.suffix.lower() not in SUFFIXES:
-        raise FileFormatError(f"recipes are {' or '.join(SUFFIXES)} files, got {str(path)!r}: give it such a suffix")
+        raise FileFormatError(f"got {str(path)!r}, expected a recipe with the suffix {' or '.join(SUFFIXES)}")
     return path.suffix.lower()
 
 
 def _parsed(text: str, kind: str, parse: Callable[[], object]) -> Contents:
     if not isinstance(text, str):
-        raise SpecError(f"expected the {kind} of a recipe as text, got {type(text).__name__}: use load for a path")
+        raise SpecError(f"got {type(text).__name__}, expected the {kind} of a recipe as text: use load for a path")
     if len(text) > SIZE_LIMIT:
-        raise SpecError(f"{len(text)} characters are more than the {SIZE_LIMIT} that a recipe may have")
+        raise SpecError(f"got {len(text)} characters, expected at most {SIZE_LIMIT} for a recipe")
     with reading(f"not the {kind} of a recipe", error=SpecError, keep=SpecError):
         data = parse()
     return _contents(data)
 
 
 def _toml_data(text: str) -> object:
-    """The data of TOML; keys of very many parts, which take tomllib hours, are rejected first."""
+    """Parse TOML, after rejecting keys of very many parts."""
     dots = max((line.count(".") for line in _QUOTED.sub("", text).split("\n")), default=0)
     if dots > DOTS_LIMIT:
-        raise SpecError(f"not the TOML of a recipe: a line has {dots} dots outside of strings, at most {DOTS_LIMIT}")
+        raise SpecError(
+            f"not the TOML of a recipe: a line has {dots} dots outside of strings, expected at most {DOTS_LIMIT}"
+        )
     return tomllib.loads(text)
 
 
@@ -145,22 +147,24 @@ def _contents(data: object) -> Contents:
     table = _table("a recipe", data, _TOP)
     for key in ("version", "rules"):
         if key not in table:
-            raise SpecError(f"a recipe needs the keys 'version' and 'rules', got {brief(sorted(table))}: add {key!r}")
+            raise SpecError(
+                f"got a recipe with the keys {brief(sorted(table))}, expected 'version' and 'rules': add {key!r}"
+            )
     check_version(table["version"], VERSION, "recipes", error=SpecError)
     name, rules = table.get("name", ""), table["rules"]
     if not isinstance(name, str):
-        raise SpecError(f"the name of a recipe is text, got {brief(name)}")
+        raise SpecError(f"got {brief(name)} as name of a recipe, expected text")
     if not isinstance(rules, list):
-        raise SpecError(f"the rules of a recipe are a list of tables, got {brief(rules)}")
+        raise SpecError(f"got {brief(rules)} as rules of a recipe, expected a list of tables")
     return storable("the name of a recipe", name), tuple(_rule(i, rule) for i, rule in enumerate(rules))
 
 
 def _table(what: str, data: object, keys: tuple[str, ...]) -> Mapping[str, object]:
     if not isinstance(data, dict):
-        raise SpecError(f"{what} is a table with the keys {', '.join(keys)}, got {brief(data)}")
+        raise SpecError(f"got {brief(data)} as {what}, expected a table with the keys {', '.join(keys)}")
     for key in data:
         if key not in keys:
-            raise SpecError(f"{what} has no key {brief(key)}{closest(key[:80], keys)} expected {', '.join(keys)}")
+            raise SpecError(f"unknown key {brief(key)} in {what}{closest(key[:80], keys)} expected {', '.join(keys)}")
     return data
 
 
@@ -171,7 +175,7 @@ def _rule(i: int, data: object) -> Rule:
 
 
 def _field(key: str, value: object) -> object:
-    """The value of a rule's field, checked for the type that files give it."""
+    """Check the type of a field's value, and read a spec from its table."""
     if key in SPECS and isinstance(value, dict):
         with reading(f"{key} is not a spec", error=SpecError, keep=SpecError):
             return QuantSpec.from_dict(value)
@@ -180,5 +184,5 @@ def _field(key: str, value: object) -> object:
     kind = bool if key == "skip" else str
     if not isinstance(value, kind):
         also = {"types": " or a list of text", **dict.fromkeys(SPECS, " or a table of all fields")}.get(key, "")
-        raise SpecError(f"{key} is {'true or false' if kind is bool else 'text'}{also}, got {brief(value)}")
+        raise SpecError(f"got {brief(value)} as {key}, expected {'true or false' if kind is bool else 'text'}{also}")
     return value

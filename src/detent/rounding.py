@@ -1,15 +1,15 @@
-"""Rounding rules: how a real number becomes an integer code.
+"""Rounding rules: from a real number to an integer code.
 
 ========== =====================================================================
 half_even  to the nearest, ties to the even integer (IEEE, NumPy, torch, ONNX)
 half_away  to the nearest, ties away from zero (C's ``round``, Rust's ``f32::round``)
 floor      down
-stochastic up with the probability of the fractional part, from a counted random number
+stochastic up with the probability of the fractional part, by a counter-based random number
 ========== =====================================================================
 
-Stochastic rounding draws no hidden random numbers: the word for element ``i`` (C order) is the first output of
-Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0), so that every backend and
-thread count gives the same bits. The arithmetic lives in ``detent.kernels.reference``.
+Stochastic rounding has no hidden random state: the random word of element ``i`` (C order) is the first output of
+Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0). Every backend and thread
+count gives equal bits. The arithmetic is in ``detent.kernels.reference``.
 """
 
 import re
@@ -28,7 +28,7 @@ SEED_LIMIT = (1 << 64) - 1
 
 @dataclass(frozen=True, repr=False)
 class Rounding:
-    """A rounding rule; only ``stochastic`` has a seed.
+    """Rounding rule; only ``stochastic`` has a seed.
 
     Invariants: ``kind`` is one of KINDS; ``0 <= seed < 2**64``; ``seed == 0`` unless stochastic.
 
@@ -49,7 +49,9 @@ class Rounding:
             )
         object.__setattr__(self, "seed", as_integer("a rounding seed", self.seed, at_least=0, at_most=SEED_LIMIT))
         if self.seed and self.kind != "stochastic":
-            raise SpecError(f"only stochastic rounding has a seed, got seed {self.seed} for {self.kind!r}")
+            raise SpecError(
+                f"got seed {self.seed} for rounding {self.kind!r}, but only stochastic rounding has one: leave it out"
+            )
 
     def __str__(self) -> str:
         return f"stochastic({self.seed})" if self.kind == "stochastic" else self.kind
@@ -64,12 +66,12 @@ floor = Rounding("floor")
 
 
 def stochastic(seed: int = 0) -> Rounding:
-    """Stochastic rounding with that seed."""
+    """Make stochastic rounding with that seed."""
     return Rounding("stochastic", seed)
 
 
 def get_rounding(value: Rounding | str) -> Rounding:
-    """The rounding of that name ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through."""
+    """Parse a rounding ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through."""
     if isinstance(value, Rounding):
         return value
     match = re.fullmatch(r"(\w+?)(?:\(([0-9]{1,20})\))?", value) if isinstance(value, str) else None

@@ -1,23 +1,23 @@
-"""Rule: what some of a model's layers get. A recipe is a list of them.
+"""Rule: specs, scale mode, estimator and observer for some layers of a model. A recipe is a list of rules.
 
-A rule selects layers by their full dotted name and their types; fields that are None leave those layers as earlier
-rules have them. Rules know no framework: a layer is a name, the names of its types, and whether it is the first or the
-last one with weights.
+A rule selects layers by full dotted name and type; a field that is None keeps the value of earlier rules. Rules are
+independent of frameworks: a layer is a name, the names of its types, and whether it is the first or the last layer with
+weights.
 
-Whatever a rule sets has a short text. A spec has its own grammar, ``format/granularity/...``. Scale modes, estimators
-and observers are calls: ``name``, ``name(1)``, ``name(1, key=2)``, with the settings in the order of their class. A
-text leaves out defaults, so equal values have equal texts; the defaults belong to the version of the recipe files.
+Every field has a short text. The text of a spec is ``format/granularity/...``. Scale modes, estimators and observers
+are calls: ``name``, ``name(1)``, ``name(1, key=2)``, with the settings in the order of their class. A text leaves out
+defaults, so equal values have equal texts; a change of defaults needs a new version of the recipe files.
 
-Observers are described without data, and fresh ones are made from the description:
+A rule describes an observer without data, and ``make`` creates one:
 
 ========================================= ====================================================
-``minmax``                                the smallest and largest value
-``percentile(lower, upper, precision)``   all but the outermost parts, in percent
-``mse(norm, precision)``                  the least mean ``|error|^norm``
-``entropy(precision)``                    the least divergence of distributions
+``minmax``                                min-max range
+``percentile(lower, upper, precision)``   range between two percentiles
+``mse(norm, precision)``                  MSE-optimal range: least mean ``|error|^norm``
+``entropy(precision)``                    range of least KL divergence
 ========================================= ====================================================
 
-Their granularity is that of the spec. A moving average is not an observer here: it is the scale mode ``EMA``.
+The observer has the granularity of the spec. A moving average is not an observer here but the scale mode ``EMA``.
 """
 
 import fnmatch
@@ -64,7 +64,7 @@ SETTINGS = (*SPECS, "mode", "ste", "observer")
 
 @dataclass(frozen=True, init=False, repr=False)
 class ObserverSpec:
-    """Which observer, with which settings."""
+    """Description of an observer: kind and settings, without data."""
 
     kind: str
     settings: tuple[tuple[str, float], ...]
@@ -74,19 +74,19 @@ class ObserverSpec:
             raise SpecError(f"unknown observer {kind!r}{closest(str(kind), _CLASSES)} expected {', '.join(_CLASSES)}")
         unknown = [name for name in settings if name not in _SETTINGS[kind]]
         if unknown:
-            takes = ", ".join(_SETTINGS[kind]) or "no settings"
-            raise SpecError(f"observer {kind!r} has no setting {unknown[0]!r}: it takes {takes}")
+            names = ", ".join(_SETTINGS[kind]) or "no settings"
+            raise SpecError(f"unknown setting {unknown[0]!r} of observer {kind!r}: expected {names}")
         with reading(f"observer {kind!r}", error=SpecError):
             observer = _CLASSES[kind](**settings)  # type: ignore[arg-type]  # checks its settings
         object.__setattr__(self, "kind", kind)
-        # Adding zero makes -0.0 the 0.0 that it equals.
+        # Adding zero turns -0.0 into 0.0, so that equal settings have equal texts.
         object.__setattr__(self, "settings", tuple((name, getattr(observer, name) + 0) for name in _SETTINGS[kind]))
 
     @classmethod
     def parse(cls, text: str) -> "ObserverSpec":
-        """The description that a text such as ``"mse(2.4)"`` names; ``str`` gives such a text."""
+        """Parse a text such as ``"mse(2.4)"``; ``str`` writes it."""
         if not isinstance(text, str):
-            raise SpecError(f"an observer's text looks like 'mse(2.4)', got {text!r}")
+            raise SpecError(f"got {text!r} as observer, expected a text such as 'mse(2.4)'")
         if text.partition("(")[0].lower() in _AVERAGES:
             raise _no_average(text)
         kind, settings = parse_call("observer", text, _SETTINGS)
@@ -94,18 +94,18 @@ class ObserverSpec:
 
     @classmethod
     def of(cls, observer: Observer) -> "ObserverSpec":
-        """The description of an observer that has seen nothing and has no granularity of its own."""
-        for kind, known in _CLASSES.items():
-            if type(observer) is known:
+        """Describe an observer without data and without a granularity of its own."""
+        for kind, cls_of_kind in _CLASSES.items():
+            if type(observer) is cls_of_kind:
                 _check_bare(observer)
                 return cls(kind, **{name: getattr(observer, name) for name in _SETTINGS[kind]})
         if isinstance(observer, EMAMinMax):
             raise _no_average(observer)
-        names = ", ".join(known.__name__ for known in _CLASSES.values())
-        raise SpecError(f"a recipe's observer is one of {names}, got {observer!r}")
+        names = ", ".join(each.__name__ for each in _CLASSES.values())
+        raise SpecError(f"got {observer!r} as observer of a recipe, expected one of {names}")
 
     def make(self, granularity: Granularity | str = PerTensor()) -> Observer:
-        """A fresh observer with that granularity."""
+        """Make an observer with that granularity and without data."""
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
 
     def _defaults(self) -> dict[str, Setting]:
@@ -125,7 +125,7 @@ ObserverLike = ObserverSpec | Observer | type[Observer] | str
 
 
 def get_observer_spec(value: ObserverLike) -> ObserverSpec:
-    """The description that a text, an observer class or a fresh observer stands for; an ObserverSpec passes through."""
+    """Describe a text, an observer class or an observer without data; an ObserverSpec passes through."""
     if isinstance(value, ObserverSpec):
         return value
     if isinstance(value, str):
@@ -136,27 +136,31 @@ def get_observer_spec(value: ObserverLike) -> ObserverSpec:
         raise _no_average(value)
     if isinstance(value, Observer):
         return ObserverSpec.of(value)
-    raise SpecError(f"an observer is a text such as 'mse(2.4)', an observer class or a fresh observer, got {value!r}")
+    raise SpecError(
+        f"got {value!r} as observer, expected a text such as 'mse(2.4)', a class or an observer without data"
+    )
 
 
 def _check_bare(observer: Observer) -> None:
     if observer.count or observer.nonfinite:
-        raise SpecError(f"{observer!r} has observed {observer.count} values, a recipe needs a fresh one: reset() it")
+        raise SpecError(
+            f"got {observer!r} with {observer.count} observed values, expected one without data: reset() it"
+        )
     if observer.granularity != PerTensor():
         raise SpecError(
-            f"{observer!r} has a granularity, which a recipe takes from the spec that is observed for: leave it out"
+            f"got {observer!r} with a granularity, which a recipe takes from the spec: leave the granularity out"
         )
 
 
 def _no_average(value: object) -> SpecError:
     return SpecError(
-        f"a moving average is a scale mode, not an observer of a recipe, got {value!r}: use mode='ema(0.9)' or "
-        f"mode=dt.EMA(0.9), or one of the observers {', '.join(_CLASSES)}"
+        f"got {value!r} as observer, but a moving average is a scale mode: use mode='ema(0.9)' or mode=dt.EMA(0.9), or "
+        f"one of the observers {', '.join(_CLASSES)}"
     )
 
 
 class Layer(NamedTuple):
-    """What rules see of a layer."""
+    """Layer as rules see it: name, types, and whether it is the first or last with weights."""
 
     name: str
     types: tuple[str, ...]
@@ -166,21 +170,21 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Rule:
-    """Which layers, and what they get.
+    """Selection of layers, and their specs, scale mode, estimator and observer.
 
     Args:
-        match: a glob over the full dotted name (``*`` crosses dots; case counts), ``re:`` and a regular expression that
-            fits the whole name, or ``@first`` or ``@last``: the first or last layer with weights.
-        types: names of classes or operations, any of which the layer has; none means any layer.
+        match: a glob over the full dotted name (``*`` also matches dots; case-sensitive), ``re:`` and a regular
+            expression for the whole name, or ``@first`` or ``@last``: the first or last layer with weights.
+        types: names of classes or operations; the rule selects layers of any of these types. Empty means all types.
         weight, input, output: specs; None keeps the spec of earlier rules. A weight's text may have the granularity
             "channel", as in "int8/channel": the output channels, on whichever axis the layer keeps them.
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".
-        ste: an estimator, its text, such as "clipped(value)", or a callable.
-        observer: an observer's text, such as "mse(2.4)" or "percentile(0.1, 99.9)", its class, or a fresh one.
-        skip: leave the layer alone; a rule that skips names no specs.
+        ste: a straight-through estimator, its text, such as "clipped(value)", or a callable.
+        observer: an observer's text, such as "mse(2.4)" or "percentile(0.1, 99.9)", its class, or one without data.
+        skip: keep the layer in float; such a rule has no specs.
 
     Raises:
-        SpecError: a pattern or a value that cannot exist.
+        SpecError: an invalid pattern or value.
 
     >>> import detent as dt
     >>> dt.Rule(types="Linear", weight="int4/axis0", mode=dt.EMA(0.9))
@@ -222,13 +226,13 @@ class Rule:
         put(self, "skip", plain(skip))
         _pattern(self.match)
         if not isinstance(self.skip, bool):
-            raise SpecError(f"skip is True or False, got {skip!r}")
+            raise SpecError(f"got skip={skip!r}, expected True or False")
         named = [name for name in SPECS if getattr(self, name) is not None]
         if self.skip and named:
-            raise SpecError(f"a rule that skips layers gives them no {' or '.join(named)}: leave out one or the other")
+            raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: leave out one of them")
 
     def matches(self, layer: Layer) -> bool:
-        """Whether the rule selects the layer.
+        """Tell whether the rule selects the layer.
 
         >>> rule = Rule("features.*", types=("Conv2d", "Linear"))
         >>> rule.matches(Layer("features.0", ("Conv2d",))), rule.matches(Layer("features.1", ("ReLU",)))
@@ -237,18 +241,18 @@ class Rule:
         return self.matches_name(layer) and self.matches_types(layer)
 
     def matches_name(self, layer: Layer) -> bool:
-        """Whether the rule selects the layer's name, or its place."""
+        """Tell whether the layer's name matches, or its position for ``@first`` and ``@last``."""
         pattern = _pattern(self.match)
         if pattern is None:
             return layer.first if self.match == "@first" else layer.last
         return pattern.fullmatch(layer.name) is not None
 
     def matches_types(self, layer: Layer) -> bool:
-        """Whether the layer has one of the rule's types, or the rule has none."""
+        """Tell whether the layer has one of the rule's types; a rule without types matches all."""
         return not self.types or not set(self.types).isdisjoint(layer.types)
 
     def texts(self) -> dict[str, str]:
-        """What the rule sets, as short texts by field; those of special specs and of callables are only for reading."""
+        """Return the settings as short texts by field; texts of callables and of some specs cannot be parsed again."""
         specs = {name: getattr(self, name) for name in SPECS}
         texts = {name: spec_text(spec) or str(spec) for name, spec in specs.items() if spec is not None}
         if self.mode is not None:
@@ -296,29 +300,29 @@ def _as_types(types: Iterable[str] | str) -> tuple[str, ...]:
     if isinstance(types, str | type):
         return (as_text("a type", types),)
     if not isinstance(types, Iterable):
-        raise SpecError(f"types are names such as ('Linear', 'Conv2d'), got {types!r}")
+        raise SpecError(f"got types={types!r}, expected names such as ('Linear', 'Conv2d')")
     return tuple(dict.fromkeys(as_text("a type", name) for name in types))
 
 
 @lru_cache(maxsize=1024)
 def _pattern(match: str) -> re.Pattern[str] | None:
-    """What a layer's name must fit, or None for the place of a layer."""
+    """Compile the pattern for names; None for ``@first`` and ``@last``."""
     if match in PLACES:
         return None
     if match.startswith("@"):
         raise SpecError(
-            f"unknown place {match!r}{closest(match, PLACES)} expected {' or '.join(PLACES)}; for a name that begins "
-            f"with @ write '[@]{match[1:]}'"
+            f"unknown position {match!r}{closest(match, PLACES)} expected {' or '.join(PLACES)}; for a name that "
+            f"begins with @, write '[@]{match[1:]}'"
         )
     expression = match[3:] if match.startswith("re:") else fnmatch.translate(match)
     try:
         return re.compile(expression)
     except (re.error, RecursionError, OverflowError, Warning) as error:
-        raise SpecError(f"match {match[:200]!r} holds no regular expression: {error}") from error
+        raise SpecError(f"match {match[:200]!r} is not a valid regular expression: {error}") from error
 
 
 def as_mode(value: ScaleMode | str) -> ScaleMode:
-    """The mode that a call text names; a mode passes through."""
+    """Parse a scale mode from its text; a mode passes through."""
     if not isinstance(value, str):
         return _of_known_type("scale mode", get_scale_mode(value), _MODES)
     name, settings = parse_call("scale mode", value, {key: _names(cls) for key, cls in _MODES.items()})
@@ -330,7 +334,7 @@ def mode_text(mode: ScaleMode) -> str:
 
 
 def as_estimator(value: EstimatorLike | str) -> Estimator:
-    """The estimator that a call text names; callables are wrapped, an estimator passes through."""
+    """Parse an estimator from its text; callables are wrapped, an estimator passes through."""
     if not isinstance(value, str):
         estimator = get_estimator(value, Convention.onnx)
         return estimator if isinstance(estimator, Custom) else _of_known_type("estimator", estimator, _ESTIMATORS)
@@ -341,34 +345,34 @@ def as_estimator(value: EstimatorLike | str) -> Estimator:
 def estimator_text(estimator: Estimator) -> str:
     if isinstance(estimator, Custom):
         raise SpecError(
-            f"the estimator {estimator.function!r} is a callable, which no text can hold: name one of "
-            f"{', '.join(_ESTIMATORS)}, or set it in code with dataclasses.replace(rule, ste=...) after loading"
+            f"the estimator {estimator.function!r} is a callable and cannot be written as text: use one of "
+            f"{', '.join(_ESTIMATORS)}, or set it after loading with dataclasses.replace(rule, ste=...)"
         )
     return _text(estimator, _ESTIMATORS)
 
 
 def _names(cls: object) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]  # of dataclasses
+    return tuple(field.name for field in fields(cls))  # type: ignore[arg-type]  # dataclasses only
 
 
-def _of_known_type(what: str, value: Value, known: Mapping[str, Callable[..., object]]) -> Value:
-    if type(value) not in known.values():
-        raise SpecError(f"unknown {what} {value!r}: expected one of {', '.join(known)}")
+def _of_known_type(what: str, value: Value, classes: Mapping[str, Callable[..., object]]) -> Value:
+    if type(value) not in classes.values():
+        raise SpecError(f"unknown {what} {value!r}: expected one of {', '.join(classes)}")
     return value
 
 
-def _text(value: object, known: Mapping[str, Callable[..., object]]) -> str:
+def _text(value: object, classes: Mapping[str, Callable[..., object]]) -> str:
     cls = type(value)
-    name = next(name for name, each in known.items() if each is cls)
+    name = next(name for name, each in classes.items() if each is cls)
     own, default = ({key: getattr(of, key) for key in _names(cls)} for of in (value, cls()))
     return write_call(name, own, default)
 
 
 def check_axis(spec: QuantSpec, weight: str, shape: tuple[int, ...]) -> None:
-    """Refuse a spec that gives a weight scales along an axis it does not have."""
+    """Raise if the spec has an axis that the weight does not have."""
     kind, rank = spec.granularity, len(shape)
     if isinstance(kind, PerAxis | PerGroup) and not -rank <= kind.axis < rank:
         raise SpecError(
-            f"the recipe gives {weight} the spec {spec}, and its shape {shape} has no axis {kind.axis}: use axis0 for "
-            "output channels, or let the rule match other layers"
+            f"the recipe sets the spec {spec} for {weight}, but its shape {shape} has no axis {kind.axis}: use channel "
+            "for output channels, or change the layers that the rule matches"
         )

@@ -1,13 +1,13 @@
-"""Scale modes: where a stateful quantizer takes its parameters from.
+"""Scale modes: the source of a stateful quantizer's parameters.
 
 ============ =======================================================================================
-PerBatch()   the range of the batch at hand, in training and evaluation alike
-EMA(decay)   an exponential moving average of the batches' ranges; ``decay`` is the part kept
+PerBatch()   the range of the current batch, in training and evaluation
+EMA(decay)   an exponential moving average of the batches' ranges; ``decay`` is the weight of the old average
 Fixed()      set once, by calibration or by hand
-Learned()    a scale and zero point that gradients change (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
+Learned()    scale and zero point trained by gradients (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
 ============ =======================================================================================
 
-Modes have an order, that of the table: ``PerBatch() < EMA(d) < Fixed() < Learned()``, and averages by their decay.
+Modes are ordered as in the table: ``PerBatch() < EMA(d) < Fixed() < Learned()``; EMA modes by their decay.
 """
 
 import json
@@ -24,10 +24,10 @@ __all__ = ["EMA", "Fixed", "Learned", "PerBatch", "ScaleMode", "get_scale_mode"]
 @total_ordering
 @dataclass(frozen=True)
 class ScaleMode:
-    """What all modes can do; make one of the subclasses.
+    """Base class of scale modes.
 
-    They compare by kind, from the parameters that follow each batch to those that only gradients change, and two EMAs
-    by decay; a comparison with anything else is a TypeError.
+    Modes are ordered by kind, from PerBatch to Learned, and EMA modes by decay. Comparing a mode with another type
+    raises a TypeError.
 
     >>> ScaleMode.from_json('{"kind": "EMA", "decay": 0.9}')
     EMA(decay=0.9)
@@ -40,16 +40,16 @@ class ScaleMode:
 
     @property
     def _key(self) -> tuple[float, ...]:
-        """The place of the kind, then the settings."""
+        """The position of the kind in the order, then the settings."""
         return (*(place for place, kind in enumerate(_MODES.values()) if isinstance(self, kind)), *astuple(self))
 
     def to_json(self) -> str:
-        """The mode as one line of JSON."""
+        """Write the mode as one line of JSON."""
         return json.dumps({"kind": type(self).__name__, **asdict(self)})
 
     @staticmethod
     def from_json(text: str) -> "ScaleMode":
-        """The mode that ``to_json`` wrote.
+        """Read the JSON of ``to_json``.
 
         Raises:
             SpecError: not the JSON of a mode.
@@ -62,22 +62,22 @@ class ScaleMode:
 
 @dataclass(frozen=True)
 class PerBatch(ScaleMode):
-    """Parameters from the batch at hand."""
+    """Parameters from the range of the current batch."""
 
 
 @dataclass(frozen=True)
 class EMA(ScaleMode):
-    """Parameters from a moving average of the batches' ranges.
+    """Parameters from an exponential moving average of the batches' ranges (EMA range).
 
-    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. Systems that speak of an
-    averaging constant, or of the momentum of the *new* batch, mean ``1 - decay``.
+    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. The averaging constant or momentum of
+    other systems, which weights the *new* batch, is ``1 - decay``.
     """
 
     decay: float = 0.99
 
     def __post_init__(self) -> None:
         if isinstance(self.decay, bool) or not isinstance(self.decay, Real) or not 0.0 <= self.decay < 1.0:
-            raise SpecError(f"EMA decay is the part kept, a number in [0, 1), got {self.decay!r}")
+            raise SpecError(f"got EMA decay {self.decay!r}, expected a number in [0, 1): the weight of the old average")
         object.__setattr__(self, "decay", float(self.decay))
 
 
@@ -88,7 +88,7 @@ class Fixed(ScaleMode):
 
 @dataclass(frozen=True)
 class Learned(ScaleMode):
-    """A scale and zero point changed by gradients."""
+    """Scale and zero point trained by gradients."""
 
 
 _MODES: dict[str, type[ScaleMode]] = {"PerBatch": PerBatch, "EMA": EMA, "Fixed": Fixed, "Learned": Learned}
@@ -96,7 +96,7 @@ _NAMES: dict[str, ScaleMode] = {"per_batch": PerBatch(), "ema": EMA(), "fixed": 
 
 
 def get_scale_mode(value: ScaleMode | str) -> ScaleMode:
-    """The mode of that name ("per_batch", "ema", "fixed", "learned"); a mode passes through."""
+    """Look up a mode by name ("per_batch", "ema", "fixed", "learned"); a mode passes through."""
     if isinstance(value, ScaleMode):
         return value
     if isinstance(value, str) and value in _NAMES:

@@ -5,7 +5,7 @@ All arithmetic is in float64 and rounded once to the scale's dtype; zero points 
     symmetric   a = max(|lo|, |hi|)
       "qmax"       s = a / (qmax - z)
       "half_span"  s = a / ((qmax - qmin) / 2)
-      "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), a term with divisor 0 left out
+      "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), without terms of divisor 0
     affine      s = hi / n - lo / n,  n = qmax - qmin,  z = clamp(round(qmin - lo / s), qmin, qmax)
     e8m0        s = 2^(floor(log2 a) - emax)                                          OCP MX v1.0
     e4m3        s = e4m3(a / max / s_t) * s_t,  s_t = max over sets of a / (448 * max)   NVFP4
@@ -29,14 +29,14 @@ from detent.spec import QuantSpec
 __all__ = ["Parameters", "derive", "float_parameters", "whole_zero_point"]
 
 Float64 = NDArray[np.float64]
-Array: TypeAlias = Any  # of any library, as is the namespace that belongs to it
+Array: TypeAlias = Any  # an array of any library, whose namespace is xp
 Namespace: TypeAlias = Any
-MX_EXPONENTS = (-126, 127)
+MX_EXPONENTS = (-126, 127)  # e8m0 scales that are normal float32 numbers
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Scale and zero point of ranges, in the shape of the bounds, and the two-level scales of NVFP4."""
+    """Scale and zero point in the shape of the bounds, and the two-level scales of NVFP4."""
 
     scale: NDArray[np.floating]
     zero_point: NDArray[np.int32]
@@ -45,11 +45,11 @@ class Parameters:
 
 
 def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
-    """Scale and zero point of each range; lo and hi are finite float64 arrays of one shape with lo <= hi."""
+    """Derive scale and zero point of each range; lo and hi are finite float64 arrays of equal shape, lo <= hi."""
     derived = kernels.derive(spec, lo, hi, dtype)
     if derived is not None:
         return Parameters(derived[0], derived[1].astype(np.int32))
-    return _derive(spec, lo, hi, dtype)  # other scale formats, and whatever raises
+    return _derive(spec, lo, hi, dtype)  # other scale formats, and ranges that raise
 
 
 @np.errstate(all="ignore")
@@ -62,12 +62,12 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
     scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
     if spec.convention.zero_range.kind == "error" and empty.any():
         raise RangeError(
-            f"convention {spec.convention.name!r} rejects a range without width, {int(empty.sum())} of {empty.size} "
-            "sets have one: leave them out or choose another zero_range"
+            f"{int(empty.sum())} of {empty.size} ranges have width zero, which convention {spec.convention.name!r} "
+            "rejects: leave them out, or use a convention with a different zero_range"
         )
     if not np.isfinite(scale).all():
         raise RangeError(
-            f"the range [{lo.min()}, {hi.max()}] needs a scale beyond {dtype}: use dtype='float64' or rescale the data"
+            f"the scale of [{lo.min()}, {hi.max()}] overflows {dtype}: use dtype='float64', or rescale the data"
         )
     return Parameters(scale.reshape(lo.shape), zero_point.reshape(lo.shape))
 
@@ -81,9 +81,9 @@ def _largest(lo: Float64, hi: Float64) -> Float64:
 
 
 def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype: object) -> tuple[Array, Array, Array]:
-    """Scales in ``dtype``, zero points as int32, and which ranges have no width, for scales that are plain floats.
+    """Return float scales in ``dtype``, zero points in int32, and the mask of ranges of width zero.
 
-    Over any array namespace ``xp``, and without checks: a scale may be infinite, and a range without width gets scale
+    Works with any array namespace ``xp``, without checks: a scale may be infinite, and a range of width zero gets scale
     1 even if the convention rejects it.
     """
     exact, divisor = _symmetric(xp, spec, lo, hi) if spec.symmetric else _affine(xp, spec, lo, hi)
@@ -95,7 +95,7 @@ def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype
 
 
 def _symmetric(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, float]:
-    """The exact scale, and the divisor that turns a floored width into a floored scale."""
+    """Return the scale before rounding, and the divisor that converts a minimal width to a minimal scale."""
     below, above = spec.qmin - spec.symmetric_zero_point, spec.qmax - spec.symmetric_zero_point
     if spec.convention.symmetric_scale == "tight":
         scale = _divide(xp, hi, above)
@@ -113,7 +113,7 @@ def _affine(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array
 
 
 def _zero_range(xp: Namespace, spec: QuantSpec, scale: Array, divisor: float) -> tuple[Array, Array]:
-    """The scale after the convention's zero-range rule, and where that rule also decides the zero point."""
+    """Apply the convention's zero-range rule, and return also the mask where it sets the zero point."""
     rule = spec.convention.zero_range
     if rule.kind in {"eps", "width"}:
         floor = rule.value if rule.kind == "eps" else rule.value / divisor
@@ -134,12 +134,12 @@ def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: 
 
 
 def whole_zero_point(xp: Namespace, spec: QuantSpec, learned: Array) -> Array:
-    """The zero points that forward uses of learned ones: rounded half to even and clamped, as int32."""
+    """Round learned zero points half to even and clamp them, as forward uses them, in int32."""
     return xp.astype(xp.clip(xp.round(learned), spec.qmin, spec.qmax), xp.int32)
 
 
 def _divide(xp: Namespace, values: Array, divisor: float) -> Array:
-    """The quotient by an array: some libraries multiply by the reciprocal of a number."""
+    """Divide by an array: some libraries replace division by a scalar with a multiplication."""
     return values / xp.full_like(values, divisor)
 
 
@@ -152,7 +152,7 @@ def _at_most(xp: Namespace, values: Array, bound: float) -> Array:
 
 
 def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:
-    """The OCP MX scale of each set: the power of two that brings the largest magnitude to the format's top binade."""
+    """Return the OCP MX scales: the power of two that maps the largest magnitude to the format's top binade."""
     largest = _largest(lo, hi)
     top = int(np.frexp(spec.qmax)[1]) - 1
     exponent = np.clip(np.frexp(largest)[1] - 1 - top, *MX_EXPONENTS)
@@ -160,9 +160,9 @@ def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float
 
 
 def _two_level(spec: QuantSpec, lo: Float64, hi: Float64) -> Parameters:
-    """The NVFP4 scales: one float32 for the tensor, one float8 per set, and their product.
+    """Return the NVFP4 scales: one float32 per tensor, one float8 per parameter set, and their product.
 
-    The tensor's scale is floored so that its product with the smallest float8 is still a normal number.
+    The tensor scale has a lower bound, so that its product with the smallest float8 is a normal number.
     """
     block_max, block_min = float8_e4m3fn.qmax, 2.0**-6
     largest = _largest(lo, hi)
@@ -170,7 +170,7 @@ def _two_level(spec: QuantSpec, lo: Float64, hi: Float64) -> Parameters:
     floor = float(np.finfo(np.float32).smallest_normal) / block_min
     tensor = np.float32(max(total / (block_max * spec.qmax), floor) if total else 1.0)
     if not np.isfinite(tensor):
-        raise RangeError(f"the largest magnitude {total} needs a tensor scale beyond float32: rescale the data")
+        raise RangeError(f"the tensor scale of the largest magnitude {total} overflows float32: rescale the data")
     block = np.clip((largest / spec.qmax / np.float64(tensor)).astype(np.float32), block_min, block_max)
     stored = np.asarray(encode(np, float8_e4m3fn, block), np.uint8).view(ml_dtypes.float8_e4m3fn)
     effective = np.asarray(stored.astype(np.float32) * tensor)

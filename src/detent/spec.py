@@ -1,7 +1,7 @@
-"""QuantSpec: how numbers are quantized. Format, granularity, symmetry and convention.
+"""QuantSpec: format, granularity, symmetry and convention of a quantization.
 
-A spec holds no scales; those are in ``QuantParams``. Defaults are resolved when a spec is made, so specs that mean the
-same are equal, and JSON writes out every field.
+A spec has no scales; scales are in ``QuantParams``. Defaults are resolved on construction, so two specs with the same
+meaning are equal, and JSON contains every field.
 
 Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][/convention]``, in that order.
 """
@@ -20,7 +20,7 @@ from detent.checks import plain
 from detent.codec import parse, reading, table
 from detent.convention import PRESETS, Convention, get_convention
 from detent.errors import SpecError, closest
-from detent.formats import FORMATS, KNOWN, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
+from detent.formats import FORMAT_NAMES, FORMATS, Format, float4_e2m1fn, float8_e4m3fn, float8_e5m2, get_format
 from detent.granularity import CHANNEL, Granularity, PerGroup, PerTensor, get_granularity, granularity_from_dict
 from detent.rounding import Rounding, get_rounding, half_even
 
@@ -33,21 +33,21 @@ _SYMMETRY: Mapping[str, bool] = {"symmetric": True, "affine": False}
 
 @dataclass(frozen=True, init=False, repr=False)
 class QuantSpec:
-    """How numbers are quantized.
+    """Description of a quantization, without scales.
 
     Args:
-        format: the element type of a code, or its name.
+        format: type of a code, or its name.
         granularity: which elements share a scale, or its string.
         symmetric: None means symmetric for signed integers and all non-integer formats, affine for unsigned integers.
-        convention: whose rules apply.
+        convention: rules of rounding and scales, those of ONNX by default.
         rounding: None means the convention's. Small floats and codebooks always round half to even.
-        qmin, qmax: the range of codes of an integer format; None means the full range, or for signed symmetric formats
-            the range without the lowest code if the convention is ``narrow``.
+        qmin, qmax: range of codes of an integer format. None means the full range; if the convention is ``narrow``,
+            signed symmetric formats leave out the lowest code.
         scale_format: "float" (float32 or float64), "e8m0" (a power of two, OCP MX) or "e4m3" (a float8 per group
             times a float32 per tensor, NVFP4).
 
-    Invariants: ``format.qmin <= qmin < qmax <= format.qmax``; symmetric specs have ``zero_point`` inside the range and
-    ``qmax - zero_point >= 1``; formats without integers are symmetric.
+    Invariants: ``format.qmin <= qmin < qmax <= format.qmax``; the zero point of a symmetric spec lies in the range, and
+    ``qmax - zero_point >= 1``; formats other than integers are symmetric.
 
     >>> import detent as dt
     >>> spec = dt.QuantSpec(dt.int8, granularity=dt.PerAxis(0))
@@ -85,7 +85,7 @@ class QuantSpec:
         put(self, "qmax", self.format.qmax if qmax is None else plain(qmax))
         put(self, "scale_format", scale_format)
         if not isinstance(self.symmetric, bool):
-            raise SpecError(f"symmetric is True, False or None, got {symmetric!r}")
+            raise SpecError(f"got symmetric={symmetric!r}, expected True, False or None")
         _check_types(self)
         _check_symmetry(self)
         _check_range(self)
@@ -95,7 +95,9 @@ class QuantSpec:
         if given is not None:
             rounding = get_rounding(given)
             if not self.format.is_integer and rounding != half_even:
-                raise SpecError(f"{self.format.name} rounds half to even, got rounding {rounding}: leave rounding out")
+                raise SpecError(
+                    f"got rounding {rounding}, but {self.format.name} rounds half to even: leave rounding out"
+                )
             return rounding
         return self.convention.rounding if self.format.is_integer else half_even
 
@@ -104,7 +106,7 @@ class QuantSpec:
         return -self.format.qmax if narrow else self.format.qmin
 
     def __hash__(self) -> int:
-        """Computed once: plans are looked up by their spec on every call."""
+        """Return a cached hash: every call looks up its plan by the spec."""
         return self._hash
 
     @cached_property
@@ -116,17 +118,17 @@ class QuantSpec:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def __reduce__(self) -> tuple[type["QuantSpec"], tuple[object, ...]]:
-        """Unpickled specs are constructed again: the hash of a string differs between processes."""
+        """Pickle the fields, not the cached hash: hashes of strings differ between processes."""
         return QuantSpec, self._fields
 
     @property
     def bits(self) -> int:
-        """The width of one code."""
+        """The bit width of a code."""
         return self.format.bits
 
     @property
     def num_levels(self) -> int:
-        """How many different codes the spec can produce.
+        """The number of different codes that the spec can produce.
 
         >>> import detent as dt
         >>> [dt.QuantSpec(name).num_levels for name in ("int8", "uint8", "float8_e4m3fn")]
@@ -149,7 +151,7 @@ class QuantSpec:
         return (int(self.qmin) + int(self.qmax) + 1) // 2
 
     def replace(self, **changes: object) -> "QuantSpec":
-        """A changed copy, in which fields with their default value get the new default: symmetry, rounding and range.
+        """Return a changed copy; symmetry, rounding and range are resolved again if they had their defaults.
 
         >>> import detent as dt
         >>> dt.QuantSpec(dt.int8).replace(convention=dt.Convention.torch).qmin
@@ -157,11 +159,11 @@ class QuantSpec:
         """
         unknown = set(changes) - {field.name for field in fields(self)}
         if unknown:
-            raise SpecError(f"QuantSpec has no field {sorted(unknown)}; it has {[f.name for f in fields(self)]}")
+            raise SpecError(f"got unknown fields {sorted(unknown)}, expected {', '.join(f.name for f in fields(self))}")
         return QuantSpec(**{**self._given(), **changes})  # type: ignore[arg-type]  # checked on construction
 
     def _given(self) -> dict[str, object]:
-        """The fields that differ from what the spec would have without them."""
+        """The fields that differ from their defaults."""
         kept: dict[str, object] = {"format": self.format}
         if self.granularity != PerTensor():
             kept["granularity"] = self.granularity
@@ -191,7 +193,7 @@ class QuantSpec:
         return f"dt.QuantSpec({', '.join([*parts, *(f'{name}={value!r}' for name, value in given.items())])})"
 
     def __str__(self) -> str:
-        """The short string; fields that it cannot express follow in brackets, which ``parse`` rejects."""
+        """Format the short string; fields it cannot express follow in brackets, which ``parse`` rejects."""
         for name, spec in NAMED_SPECS.items():
             if spec == self:
                 return name
@@ -203,37 +205,37 @@ class QuantSpec:
 
     @classmethod
     def parse(cls, text: str) -> "QuantSpec":
-        """The spec that a short string names.
+        """Parse a short string.
 
         Raises:
-            SpecError: a part is unknown or out of order; the message holds the closest valid one.
+            SpecError: a part is unknown or out of order; the message suggests the closest valid one.
 
         >>> QuantSpec.parse("int4/group128/symmetric/torch") == QuantSpec("int4", "group128", convention="torch")
         True
         """
         if not isinstance(text, str):
-            raise SpecError(f"a spec string looks like 'int8/axis0', got {text!r}")
+            raise SpecError(f"got {text!r} as spec, expected a string such as 'int8/axis0'")
         head, *parts = text.split("/")
         changes: dict[str, object] = {}
         for part in parts:
             field, value = _parse_part(text, part)
             if changes and _ORDER.index(field) <= max(map(_ORDER.index, changes)):
-                raise SpecError(f"{text!r}: {part!r} comes too late or twice; expected {_GRAMMAR}")
+                raise SpecError(f"part {part!r} of the spec {text!r} is repeated or out of order: expected {_GRAMMAR}")
             changes[field] = value
         if head in NAMED_SPECS:
             return NAMED_SPECS[head].replace(**changes)
         if head not in FORMATS:
             names = ", ".join(NAMED_SPECS)
             hint = closest(head, [*FORMATS, *NAMED_SPECS])
-            raise SpecError(f"unknown format {head!r}{hint} Known formats: {KNOWN}, and the specs {names}")
+            raise SpecError(f"unknown format {head!r}{hint} expected {FORMAT_NAMES}, or one of the specs {names}")
         return cls(head, **changes)  # type: ignore[arg-type]  # values made by _parse_part
 
     def to_json(self) -> str:
-        """All fields as one line of JSON, with a version."""
+        """Write all fields and a version as one line of JSON."""
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
-        """All fields as JSON-ready data, with a version."""
+        """Return all fields and a version as JSON-ready data."""
         return {
             "version": JSON_VERSION,
             "format": self.format.name,
@@ -248,21 +250,21 @@ class QuantSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "QuantSpec":
-        """The spec that ``to_json`` wrote.
+        """Read the JSON of ``to_json``.
 
         Raises:
-            SpecError: not JSON, another version, missing or unknown keys, invalid values.
+            SpecError: not JSON, unsupported version, missing or unknown keys, invalid values.
         """
         return cls.from_dict(parse(text, "a QuantSpec", error=SpecError))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
-        """The spec that ``to_dict`` described."""
+        """Read the data of ``to_dict``."""
         names = [field.name for field in fields(cls)]
         with reading("not a stored QuantSpec", error=SpecError):
             entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
             if None in entries.values() or not isinstance(entries["format"], str):
-                raise SpecError(f"every field has a value and the format is named, got {data!r}")
+                raise SpecError(f"got {data!r}, expected a value for every field and the name of the format")
             entries["granularity"] = granularity_from_dict(entries["granularity"])
             entries["convention"] = Convention.from_dict(entries["convention"])
             return cls(**entries)
@@ -299,7 +301,7 @@ def _check_types(spec: QuantSpec) -> None:
         fits = int if spec.format.is_integer else (int, float)
         if isinstance(value, bool) or not isinstance(value, fits):
             raise SpecError(
-                f"{name} of {spec.format.name} is {'an integer' if fits is int else 'fixed'}, got {value!r}"
+                f"got {name}={value!r} for {spec.format.name}, expected {'an integer' if fits is int else 'a number'}"
             )
 
 
@@ -308,41 +310,41 @@ def _check_range(spec: QuantSpec) -> None:
     if not form.is_integer:
         if (spec.qmin, spec.qmax) != (form.qmin, form.qmax):
             raise SpecError(
-                f"{form.name} has the fixed range [{form.qmin}, {form.qmax}], got [{spec.qmin}, {spec.qmax}]: "
-                "leave qmin and qmax out"
+                f"got the range [{spec.qmin}, {spec.qmax}], but {form.name} has the fixed range [{form.qmin}, "
+                f"{form.qmax}]: leave qmin and qmax out"
             )
         return
     if not form.qmin <= spec.qmin < spec.qmax <= form.qmax:
         raise SpecError(
-            f"the codes of {form.name} lie in [{form.qmin}, {form.qmax}] and qmin < qmax, "
-            f"got qmin {spec.qmin}, qmax {spec.qmax}"
+            f"got qmin {spec.qmin} and qmax {spec.qmax}, expected qmin < qmax in the range [{form.qmin}, {form.qmax}] "
+            f"of {form.name}"
         )
 
 
 def _check_symmetry(spec: QuantSpec) -> None:
     if not spec.symmetric:
         if not spec.format.is_integer:
-            raise SpecError(f"{spec.format.name} has no zero point: symmetric must be True or None, got False")
+            raise SpecError(f"got symmetric=False, but {spec.format.name} has no zero point: leave symmetric out")
         return
     zero_point = spec.symmetric_zero_point
     if not spec.qmin <= zero_point <= spec.qmax or spec.qmax - zero_point < 1:
         raise SpecError(
-            f"symmetric {spec.format.name} with codes [{spec.qmin}, {spec.qmax}] and zero point {zero_point} has no "
-            "positive code: use symmetric=False, more bits or another range"
+            f"symmetric {spec.format.name} with codes in [{spec.qmin}, {spec.qmax}] and zero point {zero_point} has no "
+            "positive code: use symmetric=False, more bits or a different range"
         )
 
 
 def _check_scale_format(spec: QuantSpec) -> None:
     if spec.scale_format not in get_args(ScaleFormat):
-        raise SpecError(f"scale_format is one of {', '.join(get_args(ScaleFormat))}, got {spec.scale_format!r}")
+        raise SpecError(f"got scale_format={spec.scale_format!r}, expected one of {', '.join(get_args(ScaleFormat))}")
     if spec.scale_format != "float" and spec.format.kind != "float":
         raise SpecError(
-            f"scale_format {spec.scale_format!r} belongs to small floats, got {spec.format.name}: "
-            "use scale_format='float'"
+            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only small floats have it: use "
+            "scale_format='float'"
         )
 
 
-# The block formats of OCP MX and NVFP4, by the names their users know.
+# The block formats of OCP MX and NVFP4, by their usual names.
 NAMED_SPECS: Mapping[str, QuantSpec] = {}
 mxfp4 = QuantSpec(float4_e2m1fn, PerGroup(32), scale_format="e8m0")
 mxfp8 = QuantSpec(float8_e4m3fn, PerGroup(32), scale_format="e8m0")
@@ -352,14 +354,14 @@ NAMED_SPECS = {"mxfp4": mxfp4, "mxfp8": mxfp8, "mxfp8_e5m2": mxfp8_e5m2, "nvfp4"
 
 
 def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
-    """The spec that a short string or a format stands for; a QuantSpec passes through."""
+    """Parse a short string, or make the spec of a format; a QuantSpec passes through."""
     if isinstance(value, QuantSpec):
         return value
     return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)
 
 
 def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
-    """The dtype of an unpacked code."""
+    """Return the dtype of an unpacked code."""
     if spec.format.kind == "float":
         small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, spec.format.storage))
         return small
@@ -367,17 +369,17 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """The bits of that many scales, of the zero points of affine specs, and of the tensor's scale of NVFP4."""
+    """Return the bits of ``sets`` scales, of the zero points of affine specs, and of the tensor scale of NVFP4."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
-    """The bytes of a tensor's codes, scales and zero points.
+    """Return the bytes of a tensor's codes, scales and zero points.
 
-    ``widths`` are the bits that a code may have in the file, rising: codes and zero points, then always stored, take
-    the first width that holds them. Without widths they are packed at ``spec.bits`` each.
+    ``widths`` are the bit widths that a file has for codes, in ascending order: codes and zero points, which are then
+    always stored, use the first width that fits. Without widths, they are packed at ``spec.bits`` each.
     """
     count, sets = prod(shape), spec.granularity.tiling(shape).sets
     if not widths:
@@ -387,7 +389,7 @@ def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int]
 
 
 def onnx_widths(*, is_matmul: bool) -> tuple[int, ...]:
-    """The bits that a code of a weight may have in an ONNX file; only matmuls take 4-bit types."""
+    """Return the bit widths that a weight's codes may have in an ONNX file; only matmuls support 4-bit types."""
     return (4, 8, 16) if is_matmul else (8, 16)
 
 
@@ -402,7 +404,7 @@ def short_spec(spec: QuantSpec) -> str:
 
 
 def spec_text(spec: QuantSpec) -> str | None:
-    """The text that ``QuantSpec.parse`` turns into this spec, or None if there is none."""
+    """Return the text that ``QuantSpec.parse`` turns into this spec, or None if no text can express it."""
     if str(spec) in NAMED_SPECS:
         return str(spec)
     parts = [f"{spec.format.name}/{spec.granularity}"]
@@ -413,5 +415,5 @@ def spec_text(spec: QuantSpec) -> str | None:
     text = "/".join(parts)
     try:
         return text if QuantSpec.parse(text) == spec else None
-    except SpecError:  # a convention of the caller's own
+    except SpecError:  # a convention that is not a preset
         return None

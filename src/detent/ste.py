@@ -1,16 +1,16 @@
-"""Straight-through estimators: what takes the place of a gradient that is zero almost everywhere (Bengio et al. 2013).
+"""Straight-through estimators (STE): substitutes for a gradient that is zero almost everywhere (Bengio et al. 2013).
 
 ==================================== ==================================================================================
 Identity()                           ``g``
 Clipped(on="code")                   ``g`` where ``qmin <= u <= qmax``, u the code before clamping; else 0
 Clipped(on="value")                  ``g`` where ``(qmin-z)*s <= x <= (qmax-z)*s``, else 0
-Clipped(bounds="exclusive")          the same with ``<``
+Clipped(bounds="exclusive")          ``<`` in place of ``<=``
 HardTanh()                           ``g * max(0, 1 - |v|)``, ``v = (x - c) / h`` with the range's middle and half width
 Tanh(unit="range"), Tanh("step")     ``g * (1 - tanh(v)**2)`` with that v, or with ``v = x / s``
-a callable                           what ``f(g, x, params)`` returns
+a callable                           the result of ``f(g, x, params)``
 ==================================== ==================================================================================
 
-Estimators are plain data; the arithmetic lives in ``detent.kernels.reference``.
+Estimators are plain data; the arithmetic is in ``detent.kernels.reference``.
 """
 
 from collections.abc import Callable
@@ -26,18 +26,18 @@ __all__ = ["Clipped", "Custom", "Estimator", "EstimatorLike", "HardTanh", "Ident
 def _check(owner: str, field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise SpecError(
-            f"{owner} {field} {value!r} is unknown{closest(str(value), choices)} expected {' or '.join(choices)}"
+            f"unknown {owner} {field} {value!r}{closest(str(value), choices)} expected {' or '.join(choices)}"
         )
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The gradient passes unchanged."""
+    """STE that passes the gradient unchanged."""
 
 
 @dataclass(frozen=True)
 class Clipped:
-    """The gradient passes where nothing was clipped."""
+    """STE that passes the gradient of elements that were not clipped."""
 
     on: Literal["code", "value"] = "code"
     bounds: Literal["inclusive", "exclusive"] = "inclusive"
@@ -49,12 +49,12 @@ class Clipped:
 
 @dataclass(frozen=True)
 class HardTanh:
-    """The gradient falls linearly from the middle of the range to its ends."""
+    """STE whose gradient falls linearly from the middle of the range to its bounds."""
 
 
 @dataclass(frozen=True)
 class Tanh:
-    """The gradient falls like the derivative of tanh, measured in the range's half width or in steps."""
+    """STE with the derivative of tanh, in units of the range's half width ("range") or of the scale ("step")."""
 
     unit: Literal["range", "step"] = "range"
 
@@ -64,7 +64,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Custom:
-    """A callable ``f(g, x, params) -> gradient of x``, with g's shape and dtype.
+    """STE by a callable ``f(g, x, params) -> gradient of x``, with g's shape and dtype.
 
     >>> Custom(lambda g, x, params: 2 * g).function(1.5, None, None)
     3.0
@@ -89,7 +89,7 @@ _MASKS: dict[str, Estimator] = {
 
 
 def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
-    """The estimator a value stands for: None is the convention's mask, strings are names, callables are wrapped."""
+    """Look up an estimator: None is the convention's mask, strings are names, callables are wrapped."""
     if value is None:
         return _MASKS[convention.mask]
     if isinstance(value, Estimator):

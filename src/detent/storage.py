@@ -1,13 +1,14 @@
 """Storage: safetensors bytes and files, written atomically and read as untrusted.
 
-The format is small enough to be written and checked here: the same input gives the same bytes (the library orders
-metadata at random), and headers are checked before anything is allocated: no duplicated keys, no holes, no overlap, no
-trailing bytes.
+The format is implemented here for two reasons. Equal input gives equal bytes, while the safetensors library orders
+metadata at random. And headers are checked before memory is allocated: no duplicate keys, holes, overlaps or trailing
+bytes.
 
-A file is written under a temporary name, ``.<name>.<16 hex digits>``, and renamed. Its writer holds a lock (``flock``)
-on it, which the system drops with the process, so the next writer of the same name can tell the files of killed writers
-and removes them. Four of the digits name the running system: files of others, as on network file systems whose locks
-end at the machine, are removed only a day after their last change. Systems without such locks keep them all.
+A file is written under a temporary name, ``.<name>.<16 hex digits>``, and renamed. The writer holds a lock (``flock``)
+that the system releases when the process ends. The next writer of the same name removes temporary files without a
+lock, which killed writers left behind. Four of the digits identify the running system: on network file systems, locks
+of other machines may be invisible, so their files are removed only a day after their last change. Systems without
+``flock`` remove none.
 """
 
 import json
@@ -45,16 +46,16 @@ __all__ = ["dumps", "loads", "read", "write_atomic"]
 _log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
-HEADER_LIMIT = 1 << 24
-FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses that long
+HEADER_LIMIT = 1 << 24  # bytes
+FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses for that long
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LENGTH = 8
+_LENGTH = 8  # bytes of the length field, and the alignment of the header
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
 _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """The arrays and metadata as safetensors bytes; equal input gives equal bytes."""
+    """Write arrays and metadata as safetensors bytes; equal input gives equal bytes."""
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     parts, position = [], 0
@@ -70,31 +71,31 @@ def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> by
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
-    """The arrays (read-only) and metadata of safetensors bytes."""
+    """Read the arrays (read-only) and metadata of safetensors bytes."""
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise DtypeError(f"expected the bytes of a safetensors file, got {type(data).__name__}: use read for a path")
+        raise DtypeError(f"got {type(data).__name__}, expected the bytes of a safetensors file: use read for a path")
     header, body = _split(bytes(data))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileFormatError("the metadata of a safetensors file maps strings to strings, this one does not")
+        raise FileFormatError("the metadata does not map strings to strings: not a safetensors file")
     entries = {name: _checked_entry(name, entry) for name, entry in header.items()}
     position = 0
     arrays: Arrays = {}
     for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
         label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
         if begin != position:
-            raise FileFormatError(f"{label} begins at byte {begin}, expected {position}: a hole or an overlap")
+            raise FileFormatError(f"{label} begins at byte {begin}, expected {position}: there is a hole or an overlap")
         position = end
         if end > len(body):
             raise FileFormatError(f"{label} ends at byte {end} of {len(body)}: the file is truncated")
         arrays[name] = np.frombuffer(body, dtype, count=prod(shape), offset=begin).reshape(shape)
     if position != len(body):
-        raise FileFormatError(f"{len(body) - position} bytes follow the last tensor: the file is oversized or foreign")
+        raise FileFormatError(f"{len(body) - position} unexpected bytes after the last tensor: the file is damaged")
     return arrays, metadata
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
-    """The arrays and metadata of a safetensors file."""
+    """Read the arrays and metadata of a safetensors file."""
     try:
         return loads(Path(path).read_bytes())
     except FileFormatError as error:
@@ -102,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
-    """Write a temporary file in the same directory, sync and rename it: readers see the old file or the new one."""
+    """Write, sync and rename a temporary file in the same directory, so readers see the old file or the new one."""
     target = Path(path)
     _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{_system()}{secrets.token_hex(6)}")
@@ -113,7 +114,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
             file.flush()
             os.fsync(file.fileno())
             if fcntl is None:
-                file.close()  # Windows renames closed files only; elsewhere the lock is held until the end
+                file.close()  # Windows renames only closed files; other systems hold the lock until the end
             temporary.replace(target)
     except BaseException:
         with suppress(OSError):
@@ -125,7 +126,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Four hex digits for the running system, in which every process sees the locks of all others."""
+    """Return four hex digits that identify the running system; its processes see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:
@@ -134,7 +135,7 @@ def _system() -> str:
 
 
 def _create_locked(temporary: Path) -> int:
-    """A new file with the permissions of an ordinary one, locked where the file system has locks."""
+    """Create a file with default permissions, and lock it if the file system has locks."""
     while True:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         if fcntl is not None:
@@ -142,22 +143,22 @@ def _create_locked(temporary: Path) -> int:
                 fcntl.flock(handle, fcntl.LOCK_EX)
         if temporary.exists():
             return handle
-        os.close(handle)  # another writer took it for a leftover before it was locked
+        os.close(handle)  # another writer removed it as a leftover before it was locked
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove the temporary files of killed writers of this name, those of an ONNX model's external data included."""
+    """Remove temporary files of killed writers of this name, including those of ONNX external data."""
     if fcntl is None:
         return
     ours = re.compile(rf"{re.escape(f'.{target.name}.')}(?:[0-9a-f]{{12}}\.data\.)?[0-9a-f]{{16}}")
-    with suppress(OSError):  # a missing directory is reported by the write
+    with suppress(OSError):  # the write reports a missing directory
         for temporary in [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]:
             with suppress(OSError):
                 _remove_unlocked(temporary)
 
 
 def _remove_unlocked(temporary: Path) -> None:
-    """Remove a file whose lock nobody holds; raise an OSError if it is held."""
+    """Remove a file that no process has locked; raise an OSError if it is locked."""
     handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -172,7 +173,7 @@ def _remove_unlocked(temporary: Path) -> None:
 def check_directory(
     path: str | os.PathLike[str], *, writable: bool = True, error: type[DetentError] = FileFormatError
 ) -> Path:
-    """The directory if it exists and can be written to: fail now rather than after minutes of work."""
+    """Check that the directory exists and is writable, to fail before minutes of work."""
     directory = Path(path)
     if not directory.is_dir():
         raise error(f"{directory} is not a directory: create it, or choose another one")
@@ -182,13 +183,13 @@ def check_directory(
                 pass
         except OSError as fault:
             raise error(
-                f"{directory} cannot be written to ({fault.strerror}): choose another directory, or make it writable"
+                f"cannot write to {directory} ({fault.strerror}): choose another directory, or make it writable"
             ) from fault
     return directory
 
 
 def _sync_directory(directory: Path) -> None:
-    with suppress(OSError):  # some systems cannot sync a directory; the file itself is synced
+    with suppress(OSError):  # some systems cannot sync a directory; the file is already synced
         handle = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -199,24 +200,24 @@ def _sync_directory(directory: Path) -> None:
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     if len(data) < _LENGTH:
         raise FileFormatError(
-            f"not a safetensors file: {len(data)} bytes are fewer than the {_LENGTH} of its length field"
+            f"got {len(data)} bytes, expected at least the {_LENGTH} of a length field: not a safetensors file"
         )
     length = int.from_bytes(data[:_LENGTH], "little")
     if length > min(HEADER_LIMIT, len(data) - _LENGTH):
         raise FileFormatError(
-            f"a header of {length} bytes is announced, {len(data) - _LENGTH} follow and at most {HEADER_LIMIT} are "
+            f"the header should have {length} bytes, but {len(data) - _LENGTH} follow and at most {HEADER_LIMIT} are "
             "read: the file is truncated or not a safetensors file"
         )
     text = data[_LENGTH : _LENGTH + length]
     if not text.startswith(b"{"):
-        raise FileFormatError("the header of a safetensors file starts with '{', this one does not")
+        raise FileFormatError("the header does not start with '{': not a safetensors file")
     with reading("the header is not valid JSON", keep=FileFormatError):
         header = parse(text.decode(), "the header", limit=HEADER_LIMIT)
     return header, data[_LENGTH + length :]
 
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """The NumPy dtype, shape, begin and end of one tensor, whose size fits its shape."""
+    """Return the NumPy dtype, shape, begin and end of one tensor, and check that its bytes match its shape."""
     label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
     fields = table(entry, label, ("dtype", "shape", "data_offsets"))
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -229,5 +230,5 @@ def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int,
     begin, end = offsets
     expected = prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
     if end - begin != expected:
-        raise FileFormatError(f"{label} of {dtype} {shape} takes {expected} bytes, its offsets say {end - begin}")
+        raise FileFormatError(f"{label} of {dtype} {shape} needs {expected} bytes, but its offsets span {end - begin}")
     return _DTYPES[dtype], tuple(shape), begin, end

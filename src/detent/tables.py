@@ -22,13 +22,13 @@ __all__ = [
     "table_lines",
 ]
 
-MAX_NAME_CHARS = 60
+MAX_NAME_CHARS = 60  # of a name in a table
 HISTOGRAM_SIZE = 256, 48  # pixels: as wide as a narrow notebook column, as high as two rows of a table
 HTML_HEIGHT = "32em"  # of a table in a notebook; longer ones scroll
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """The lines of a table; columns are flush left, except those in ``right``."""
+    """Format the lines of a table; columns are left-aligned, except those in ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -87,7 +87,7 @@ _AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-z]*)", re.ASCII | re
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes that "1500000", "1.5MB" or "512 KiB" stand for."""
+    """Parse a byte count such as "1500000", "1.5MB" or "512 KiB"."""
     match = _AMOUNT.fullmatch(text.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or not (count := int(float(match[1]) * unit)):
@@ -109,7 +109,7 @@ def of_whole(text: str, whole: int) -> int:
 
 
 def bytes_text(count: float, *, is_padded: bool = False) -> str:
-    """The number of bytes with three digits and a unit; zeros at the end of a fraction only if ``is_padded``."""
+    """Format a byte count with three digits and a unit; ``is_padded`` keeps trailing zeros of a fraction."""
     unit = 0
     while abs(count) >= 999.5 and unit < len(_SI_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -118,7 +118,7 @@ def bytes_text(count: float, *, is_padded: bool = False) -> str:
 
 
 def short_name(name: str) -> str:
-    """A name that fits into a table: the beginning and the end of a very long one."""
+    """Shorten a long name to its beginning and end."""
     return name if len(name) <= MAX_NAME_CHARS else f"{name[:20]}...{name[23 - MAX_NAME_CHARS :]}"
 
 

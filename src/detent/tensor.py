@@ -1,21 +1,21 @@
-"""QuantizedTensor: codes and the parameters that give them meaning.
+"""QuantizedTensor: codes with their quantization parameters.
 
-``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only, comparable, and saved as a safetensors file whose
-metadata hold the spec. It dequantizes to the float type of the data it was made from.
+``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only and comparable. It is saved as a safetensors file
+with the spec in the metadata, and dequantizes to the float type of the data it was made from.
 
-An axis may be sliced freely if one set spans all of it or each index has its own set; along a grouped or blocked axis a
-slice has step 1 and starts and ends at a boundary.
+Any slice of an axis is allowed if one parameter set spans the axis or each index has its own set. Along the axis of
+groups or blocks, a slice has step 1, and starts and ends at a group boundary.
 
-A file holds the packed codes and the parameters, and nothing that can be derived:
+A file contains the packed codes and the parameters:
 
 ============ ======================================================================
 scale        float32 or float64; for "e8m0" the biased exponents in uint8
-block_scale  "e4m3" only, instead of scale: the float8 bits in uint8
-tensor_scale "e4m3" only: float32
-zero_point   affine specs only: packed at the format's bits
+block_scale  only for "e4m3", instead of scale: the float8 bits in uint8
+tensor_scale only for "e4m3": float32
+zero_point   only for affine specs: packed at the bit width of the format
 ============ ======================================================================
 
-The range that the parameters came from is not saved.
+The range that the parameters were derived from is not saved.
 """
 
 import json
@@ -49,15 +49,15 @@ Arrays = dict[str, NDArray[Any]]
 FILE_VERSION = 1
 MAX_BINS = 64  # of the histogram in notebooks, one to four pixels each
 MAX_CODES_COUNTED = 1 << 20  # the histogram of a larger tensor counts every n-th code, to stay below 0.1 s
-E8M0_BIAS = 127
+E8M0_BIAS = 127  # of the exponent, as in float32
 _METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"spec", "shape", "dtype"})
 
 
 class QuantizedTensor:
-    """Codes of one shape with their parameters; made by ``dt.quantize``, from codes or ``from_packed``.
+    """Codes with their parameters; made by ``dt.quantize``, ``from_codes`` or ``from_packed``.
 
-    A tensor that ``dt.quantize(..., out=...)`` returned shares memory with ``out``; all others are immutable.
+    A tensor from ``dt.quantize(..., out=...)`` shares memory with ``out``; all others are immutable.
 
     >>> import detent as dt, numpy as np
     >>> q = dt.quantize(np.array([0.5, -1.0, 0.25], np.float32), dt.QuantParams(dt.QuantSpec(dt.int4), scale=0.25))
@@ -70,7 +70,7 @@ class QuantizedTensor:
     __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape", "_shared")
 
     def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
-        """The same as ``from_codes``."""
+        """Make a tensor of unpacked codes, as ``from_codes`` does."""
         array = as_array("codes", codes)
         self._dtype = float_dtype(dtype, "the tensor")
         _check_fit(params, array.shape, self._dtype)
@@ -89,9 +89,9 @@ class QuantizedTensor:
         packed: bool = False,
         shared: bool = False,
     ) -> "QuantizedTensor":
-        """A tensor of codes (or packed codes) that a plan has just made; nothing is checked or copied.
+        """Wrap codes (or packed codes) that a plan has just computed, without checks or copies.
 
-        ``shared`` memory may change: nothing derived from it is cached, and the tensor has no hash.
+        If the memory is ``shared``, it may change: nothing derived from it is cached, and the tensor has no hash.
         """
         tensor = cls.__new__(cls)
         view = _read_only_view(data)
@@ -101,11 +101,11 @@ class QuantizedTensor:
 
     @classmethod
     def from_codes(cls, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> "QuantizedTensor":
-        """A tensor of unpacked codes: integers of any width, or small floats of the format's own type.
+        """Make a tensor of unpacked codes: integers of any dtype, or small floats of the format's dtype.
 
         Raises:
-            ParamsError: a code outside the spec's range.
-            ShapeError: the parameters do not fit the codes' shape.
+            ParamsError: a code is outside the spec's range.
+            ShapeError: the scales have the wrong shape for these codes.
 
         >>> import detent as dt
         >>> QuantizedTensor.from_codes([1, -2], dt.QuantParams.int8_symmetric()).dequantize()
@@ -117,7 +117,7 @@ class QuantizedTensor:
     def from_packed(
         cls, packed: ArrayLike, params: QuantParams, shape: tuple[int, ...], dtype: DTypeLike = "float32"
     ) -> "QuantizedTensor":
-        """A tensor of packed codes.
+        """Make a tensor of packed codes.
 
         >>> import detent as dt, numpy as np
         >>> QuantizedTensor.from_packed(np.array([0xE1], np.uint8), dt.QuantParams.int4_symmetric(), (2,)).codes
@@ -154,7 +154,7 @@ class QuantizedTensor:
 
     @property
     def spec(self) -> QuantSpec:
-        """How the codes were made."""
+        """The spec of the codes."""
         return self._params.spec
 
     @property
@@ -174,11 +174,11 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes it takes to store the tensor: packed codes, scales and zero points."""
+        """The bytes of the stored tensor: packed codes, scales and zero points."""
         return packed_size(self.size, self.spec.bits) + -(-self._params.parameter_bits() // 8)
 
     def dequantize(self, dtype: DTypeLike | None = None, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The values ``(codes - zero_point) * scale`` in ``dtype``, by default the data's own.
+        """Return the values ``(codes - zero_point) * scale`` in ``dtype``, by default that of the original data.
 
         >>> import detent as dt, numpy as np
         >>> dt.quantize(np.array([0.4, 1.6]), dt.QuantParams.int8_symmetric()).dequantize()
@@ -191,11 +191,11 @@ class QuantizedTensor:
         return cast("NDArray[Any]", plan.run(codes, self._params, out=out))
 
     def __getitem__(self, index: Index) -> "QuantizedTensor":
-        """A part of the tensor, by slices; no group or block may be cut."""
+        """Slice the tensor; a slice may not cut a group or block."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
-        kept: tuple[slice | EllipsisType, ...] = (*slices, ...)  # the ellipsis keeps a 0-d array an array
-        codes = self.codes[kept].copy()
+        full_index: tuple[slice | EllipsisType, ...] = (*slices, ...)  # the ellipsis keeps a 0-d array an array
+        codes = self.codes[full_index].copy()
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
     def __eq__(self, other: object) -> bool:
@@ -210,18 +210,20 @@ class QuantizedTensor:
 
     def __hash__(self) -> int:
         if self._shared:
-            raise DtypeError("a tensor that shares the memory of out may change and has no hash: quantize without out")
+            raise DtypeError(
+                "this tensor shares the memory of out, which may change, so it has no hash: quantize without out"
+            )
         return hash((self._shape, self._dtype, self._params, self.codes.tobytes()))
 
     def __reduce__(self) -> tuple[type["QuantizedTensor"], tuple[object, ...]]:
         return type(self), (self.codes, self._params, self._dtype)
 
-    __iter__ = None  # not a sequence of its rows: those are slices
+    __iter__ = None  # not a sequence: rows are slices
 
     def __array__(self, *args: object, **options: object) -> NDArray[Any]:
-        """Refused: an array of what, codes or values?"""
+        """Raise: codes and values are both arrays, and the choice must be explicit."""
         raise DtypeError(
-            "a QuantizedTensor is not a plain array: use q.dequantize() for its values, q.codes for its codes"
+            "a QuantizedTensor is not an array: use q.dequantize() for its values, or q.codes for its codes"
         )
 
     def __len__(self) -> int:
@@ -254,7 +256,7 @@ class QuantizedTensor:
         return table_text + svg_histogram(counts, f"{lo:g}", f"{hi:g}", "histogram of the codes")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file atomically: ``nbytes`` of codes and parameters, with the spec in the header."""
+        """Write a safetensors file atomically: ``nbytes`` of codes and parameters, and the spec in the header."""
         metadata = {
             "version": FILE_VERSION,
             "spec": self.spec.to_dict(),
@@ -266,10 +268,10 @@ class QuantizedTensor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "QuantizedTensor":
-        """Read what ``save`` wrote.
+        """Read a file of ``save``.
 
         Raises:
-            FileFormatError: truncated, oversized, duplicated, foreign or contradictory content.
+            FileFormatError: the file is truncated, oversized or inconsistent, or was not written by ``save``.
 
         >>> import detent as dt, pathlib, tempfile
         >>> q = QuantizedTensor.from_codes([1, -2], dt.QuantParams.int8_symmetric())
@@ -280,16 +282,18 @@ class QuantizedTensor:
         True
         """
         arrays, metadata = storage.read(path)
-        with reading(f"{os.fspath(path)} holds no QuantizedTensor"):
+        with reading(f"{os.fspath(path)} does not contain a QuantizedTensor"):
             text = table(metadata, "the metadata", (_METADATA,))[_METADATA]
             entries = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
             dtype, spec, shape = entries["dtype"], QuantSpec.from_dict(entries["spec"]), as_shape(entries["shape"])
             if not isinstance(dtype, str) or "packed" not in arrays:
-                raise FileFormatError(f"expected a named dtype and the array 'packed', got {dtype!r}, {sorted(arrays)}")
+                raise FileFormatError(f"got dtype {dtype!r} and arrays {sorted(arrays)}, expected a name and 'packed'")
             packed = arrays.pop("packed")
             needed = packed_size(prod(shape), spec.bits)
             if packed.shape != (needed,):
-                raise FileFormatError(f"codes of shape {shape} take {needed} bytes, the file holds {packed.shape}")
+                raise FileFormatError(
+                    f"got packed codes of shape {packed.shape}, expected {needed} bytes for shape {shape}"
+                )
             params = expand(spec, arrays, spec.granularity.tiling(shape).scale_shape)
             return cls.from_packed(packed, params, shape, dtype)
 
@@ -311,23 +315,23 @@ def _unpacked(packed: NDArray[np.uint8], spec: QuantSpec, shape: tuple[int, ...]
 
 
 def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
-    """A copy in the format's storage type; every integer code must lie in the spec's range."""
+    """Copy codes to the format's storage type, and check that integers lie in the spec's range."""
     storage_type = code_dtype(spec)
     if spec.format.kind == "float":
         if codes.dtype != storage_type:
             raise DtypeError(
-                f"codes of {spec.format.name} have dtype {storage_type}, got {codes.dtype}: use astype or view"
+                f"got codes of dtype {codes.dtype}, expected {storage_type} for {spec.format.name}: use astype or view"
             )
         if codes.size and int(codes.view(np.uint8).max()) >> spec.bits:
-            raise ParamsError(f"codes of {spec.format.name} have {spec.bits} bits, some here have more set: mask them")
+            raise ParamsError(f"got codes with bits above the {spec.bits} bits of {spec.format.name}: mask them")
         return codes.copy()
     if codes.dtype.kind not in "iu":
-        raise DtypeError(f"codes of {spec.format.name} are integers, got {codes.dtype}")
+        raise DtypeError(f"got codes of dtype {codes.dtype}, expected integers for {spec.format.name}")
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, len(spec.format.levels) - 1)
     if codes.size and not (low <= int(codes.min()) and int(codes.max()) <= high):
         raise ParamsError(
-            f"codes of {spec} lie in [{low}, {high}], got [{codes.min()}, {codes.max()}]: clamp them, or give the spec "
-            "another qmin and qmax"
+            f"got codes in [{codes.min()}, {codes.max()}], expected [{low}, {high}] for {spec}: clamp them, or change "
+            "qmin and qmax of the spec"
         )
     return codes.astype(storage_type)
 
@@ -350,27 +354,27 @@ def code_histogram(codes: NDArray[Any], spec: QuantSpec) -> tuple[list[int], flo
 
 
 def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
-    """One slice per axis; an ellipsis or the end stands for whole axes."""
+    """Expand an index to one slice per axis; an ellipsis and missing slices select whole axes."""
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [i for i, part in enumerate(parts) if isinstance(part, EllipsisType)]
     missing = len(shape) - (len(parts) - len(ellipses))
     if len(ellipses) > 1 or missing < 0:
-        raise ShapeError(f"{index!r} has too many parts for shape {shape}")
+        raise ShapeError(f"index {index!r} has too many parts for shape {shape}")
     at = ellipses[0] if ellipses else len(parts)
     parts[at : at + 1] = [slice(None)] * missing
     slices = tuple(part for part in parts if isinstance(part, slice))
     if len(slices) != len(parts):
-        raise ShapeError(f"a QuantizedTensor is sliced by slices, got {index!r}: use i:i+1 instead of i")
+        raise ShapeError(f"got index {index!r}, expected slices: use i:i+1 instead of i")
     try:
         for part in slices:
             part.indices(1)
     except (TypeError, ValueError) as fault:
-        raise ShapeError(f"{index!r} is not a slice of an array: {fault}") from fault
+        raise ShapeError(f"index {index!r} is not a slice of an array: {fault}") from fault
     return slices
 
 
 def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
-    """The parameters that belong to those slices of data of that shape."""
+    """Slice the parameters of data of that shape."""
     before = params.spec.granularity.tiling(shape)
     sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
     after = params.spec.granularity.tiling(tuple(sizes))
@@ -384,7 +388,7 @@ def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) ->
 
 
 def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
-    """The sets along one axis that a slice of the data keeps."""
+    """Return the slice of parameter sets along one axis for a slice of the data."""
     block = before.block[axis]
     grouped = before.scale_shape == before.grid
     if after.grid[axis] == 0:
@@ -403,7 +407,7 @@ def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
 
 
 def compact(params: QuantParams) -> Arrays:
-    """The arrays from which ``expand`` makes the parameters again; together ``parameter_bits()``, in whole bytes."""
+    """Return the arrays of a file, ``parameter_bits()`` in whole bytes; ``expand`` restores the parameters."""
     spec = params.spec
     arrays: Arrays = {"scale": params.scale}
     if params.block_scale is not None and params.tensor_scale is not None:
@@ -424,7 +428,7 @@ def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tup
     if two_level:
         _check_array("tensor_scale", arrays["tensor_scale"], ("float32",), ())
         block = stored.view(ml_dtypes.float8_e4m3fn)
-        with np.errstate(all="ignore"):  # QuantParams rejects what overflows
+        with np.errstate(all="ignore"):  # QuantParams rejects infinite scales
             scale = block.astype(np.float32) * arrays["tensor_scale"]
         return QuantParams(spec, scale, block_scale=block, tensor_scale=arrays["tensor_scale"])
     if spec.scale_format == "e8m0":
@@ -439,5 +443,5 @@ def expand(spec: QuantSpec, arrays: Mapping[str, NDArray[Any]], scale_shape: tup
 def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     if array.dtype.name not in dtypes or array.shape != shape:
         raise FileFormatError(
-            f"{name} have dtype {' or '.join(dtypes)} and shape {shape}, got {array.dtype} of shape {array.shape}"
+            f"got {name} of dtype {array.dtype} and shape {array.shape}, expected {' or '.join(dtypes)} and {shape}"
         )

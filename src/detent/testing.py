@@ -1,4 +1,4 @@
-"""Helpers for users' own tests: an assertion about exported files, and arrays on which quantizers go wrong.
+"""Helpers for your tests: an assertion about exported files, and arrays that reveal bugs in quantizers.
 
 ``assert_same_codes`` verifies an exported file against its model. ``nasty_arrays`` returns inputs by name:
 
@@ -6,15 +6,15 @@
 arrays                       bugs they reveal
 ============================ ================================================================================
 ties, and one ulp off        rounding rules, ``x / s`` instead of ``x * (1 / s)``, zero point added too early
-empty, 0-d, one, odd lengths shapes that loops and vector code forget
+empty, 0-d, one, odd lengths shapes that loops and vectorized code mishandle
 NaN, infinities              undefined casts, ranges that never recover
 zeros of both signs          ``-0.0`` that becomes a code of its own; scales of 0
 subnormal, tiny, huge        scales that underflow, quotients that overflow
-constant, one-sided, outlier ranges without width, without zero, and stretched by one outlier
-memory                       strides, order, offset, byte order and write protection
+constant, one-sided, outlier ranges of width zero, without zero, and stretched by one outlier
+memory                       wrong use of strides, order, offset, byte order and read-only memory
 ============================ ================================================================================
 
-Left out: arrays that depend on a spec, such as every code of a format or groups that do not divide an axis.
+Not included: arrays that depend on a spec, such as every code of a format, or groups that do not divide an axis.
 """
 
 from collections.abc import Iterable
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 __all__ = ["assert_same_codes", "nasty_arrays"]
 
 Array = NDArray[Any]
-MAX_TIE, MAX_POWER = 300, 17  # ties: all of 8 bits, and those next to powers of two up to 16 bits
+MAX_TIE, MAX_POWER = 300, 17  # all ties of 8-bit codes, and ties next to powers of two up to 16 bits
 ODD_SHAPE = (3, 7, 5)
 
 
 def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_only: bool = False) -> dict[str, Array]:
-    """Arrays that break quantizers, by names for test ids; new with each call, and always the same.
+    """Return arrays that reveal bugs in quantizers, by name (for test ids); each call returns new, equal arrays.
 
     Args:
         dtype: float16, bfloat16, float32 or float64.
-        scale: the scale of the quantizer under test; ties are at (k + 1/2) * scale.
+        scale: scale of the quantizer under test; ties are at (k + 1/2) * scale.
         finite_only: leave out arrays with NaN and infinities, which have no range.
 
     Raises:
-        DtypeError: another dtype.
+        DtypeError: dtype is none of the four.
         ParamsError: the scale is not finite and positive.
 
     >>> import detent as dt
@@ -60,7 +60,7 @@ def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_onl
     """
     kind = float_dtype(dtype, "dtype")
     if not (isinstance(scale, float | int) and isfinite(scale) and scale > 0):
-        raise ParamsError(f"scale is {scale!r}, expected a finite number above 0")
+        raise ParamsError(f"got scale {scale!r}, expected a positive finite number")
     finite = _shapes(kind) | _ties(kind, float(scale)) | _magnitudes(kind) | _ranges(kind) | _memory(kind)
     return finite if finite_only else finite | _not_finite(kind)
 
@@ -102,14 +102,16 @@ def _both_signs(values: list[Any], kind: np.dtype[Any]) -> Array:
 
 def _magnitudes(kind: np.dtype[Any]) -> dict[str, Array]:
     info = ml_dtypes.finfo(kind)  # type: ignore[no-untyped-call]  # of ml_dtypes
-    least, normal, most = (float(each) for each in (info.smallest_subnormal, info.smallest_normal, info.max))
+    subnormal, normal, largest = (float(each) for each in (info.smallest_subnormal, info.smallest_normal, info.max))
     return {
         "zeros of both signs": _both_signs([0.0, 0.0], kind),
         "negative zero": np.full(5, -0.0, kind),
-        "subnormal": _both_signs([least, 3 * least, normal / 2, normal - least], kind),
+        "subnormal": _both_signs([subnormal, 3 * subnormal, normal / 2, normal - subnormal], kind),
         "tiny": _both_signs([normal, 1.5 * normal, 4 * normal], kind),
-        "huge": _both_signs([most, most / 2, most / 4], kind),
-        "all magnitudes": _both_signs([0.0, least, normal, float(info.eps), 1.0, 1.0 + float(info.eps), most], kind),
+        "huge": _both_signs([largest, largest / 2, largest / 4], kind),
+        "all magnitudes": _both_signs(
+            [0.0, subnormal, normal, float(info.eps), 1.0, 1.0 + float(info.eps), largest], kind
+        ),
     }
 
 
@@ -144,7 +146,7 @@ def _memory(kind: np.dtype[Any]) -> dict[str, Array]:
         "read-only": fixed,
         "misaligned": misaligned,
     }
-    if kind.isbuiltin == 1:  # bfloat16, of ml_dtypes, has no byte order
+    if kind.isbuiltin == 1:  # the bfloat16 of ml_dtypes has no byte order
         arrays["other byte order"] = wide.astype(kind.newbyteorder())
     return arrays
 
@@ -164,20 +166,21 @@ def assert_same_codes(
     artifact: "ModelProto | str | PathLike[str]",
     data: Iterable[Any] | str | PathLike[str],
 ) -> VerifyReport:
-    """Fail if a quantized ONNX file is not what its source and its decisions make it, to the bit.
+    """Raise unless a quantized ONNX file matches its source model and its recorded decisions bit for bit.
 
-    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: the file is replayed, and every
-    quantizer gets the input it had in ONNX Runtime. The accumulation order has no effect, so the assertion needs no
-    tolerance and holds on every machine.
+    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: it replays the decisions and
+    compares the files, and it feeds every quantizer its input from ONNX Runtime. The accumulation order has no effect,
+    so the assertion needs no tolerance and holds on every machine.
 
     Args:
         model: a prepared ``detent.torch`` model, or the source ONNX model.
-        artifact: the quantized model, a path or in memory.
+        artifact: the quantized model, or its path.
         data: batches, or a file or directory of them, as for ``dt.verify``; a few are enough.
 
     Raises:
-        VerificationError: an AssertionError that names the first difference, with node, index, value and scale.
-        DetentError: damaged files, files without quantizers, or data that do not fit.
+        VerificationError: a mismatch; the message names the first one with node, index, value and scale. It is an
+            AssertionError.
+        DetentError: damaged files, files without quantizers, or data that do not match the model's inputs.
 
     >>> import numpy as np
     >>> from onnx import parser
@@ -188,5 +191,5 @@ def assert_same_codes(
     >>> assert_same_codes(parser.parse_model(text), parser.parse_model(text), data).compared_codes
     100
     """
-    __tracebackhide__ = True  # pytest then shows the test's own line
+    __tracebackhide__ = True  # pytest then shows the line of the test
     return verify(model, artifact, data, levels=(1,), raise_on_difference=True)

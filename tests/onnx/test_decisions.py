@@ -283,7 +283,7 @@ BAD_JSON = {
     "spec": (lambda d: d.to_json().replace('"uint8/tensor/affine"', '"uint77"'), "uint77"),
     "huge array": (lambda d: json_with(d, constants={"c": HUGE}), "shape"),
     "huge rank": (lambda d: json_with(d, constants={"c": {**HUGE, "shape": [1] * 400}}), "decisions"),
-    "dtype": (lambda d: json_with(d, constants={"c": {**HUGE, "dtype": "object"}}), "list of numbers"),
+    "dtype": (lambda d: json_with(d, constants={"c": {**HUGE, "dtype": "object"}}), "expected numbers of dtype"),
     "values": (lambda d: json_with(d, constants={"c": {**HUGE, "values": ["?"]}}), "numbers"),
     "layers": (lambda d: json_with(d, layers={}), "layers"),
     "NaN scale": (lambda d: json_with(d, ranges={**encoded(d)["ranges"], "x": scale_of("nan")}), "'x'"),

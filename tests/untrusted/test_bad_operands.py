@@ -68,7 +68,7 @@ def frozen(array):
     row("dtype of fake", lambda: dt.fake_quantize(X, P, out=np.empty((3, 4))), dt.OutError, "float64", "float32"),
     row("a list", lambda: dt.fake_quantize(X, P, out=[0.0]), dt.OutError, "NumPy array", "list"),
     row("read-only", lambda: dt.fake_quantize(X, P, out=frozen(np.empty_like(X))), dt.OutError, "read-only"),
-    row("itself", lambda: dt.fake_quantize(X, P, out=X), dt.OutError, "overlaps x", "its own"),
+    row("itself", lambda: dt.fake_quantize(X, P, out=X), dt.OutError, "overlaps x", "separate array"),
     row("overlap of codes", lambda: dt.quantize(X, P, out=X.view(np.int8)[:, :4]), dt.OutError, "overlaps x"),
     row("overlap of g", lambda: dt.fake_quantize_backward(X, X + 1, P, out=X), dt.OutError, "overlaps g"),
     row("overlap of x", lambda: dt.quantize_backward(X + 1, X, P, out=X), dt.OutError, "overlaps x"),
@@ -95,7 +95,7 @@ def test_overlap_is_of_elements_not_of_spans():
         "estimator's shape",
         lambda: dt.fake_quantize_backward(X, X, P, ste=lambda g, x, params: g[0]),
         dt.DtypeError,
-        "estimator",
+        "ste returned",
         "(3, 4)",
         "(4,)",
     ),
@@ -143,7 +143,7 @@ def of_packed(packed, shape=(3,), spec="int4"):
 
 
 @table(
-    row("too few bytes", of_packed(np.zeros(1, np.uint8)), dt.FileFormatError, "3 codes", "2 bytes", "(1,)"),
+    row("too few bytes", of_packed(np.zeros(1, np.uint8)), dt.FileFormatError, "3 4-bit codes", "2 bytes", "(1,)"),
     row("too many bytes", of_packed(np.zeros(3, np.uint8)), dt.FileFormatError, "2 bytes", "(3,)"),
     row("not bytes", of_packed(np.zeros(2, np.int16)), dt.FileFormatError, "uint8", "int16"),
     row("code outside", of_packed(np.array([0x80], np.uint8), (2,)), dt.ParamsError, "[-7, 7]", "-8"),
@@ -153,13 +153,19 @@ def of_packed(packed, shape=(3,), spec="int4"):
     row("no bits", lambda: dt.packing.unpack(Q.packed, 0, 1), dt.SpecError, "1..16", "got 0"),
     row("floats", lambda: dt.packing.pack(X, 4), dt.DtypeError, "integers", "float32"),
     row("layout", lambda: dt.packing.pack(Q.codes, 4, "low"), dt.SpecError, "'low'", "did you mean 'low_first'?"),
-    row("layout of 3 bits", lambda: dt.packing.pack(Q.codes, 3, "split_half"), dt.ShapeError, "4-bit", "'low_first'"),
-    row("count", lambda: dt.packing.unpack(Q.packed, 8, 13), dt.FileFormatError, "13 codes", "13 bytes", "(12,)"),
+    row(
+        "layout of 3 bits",
+        lambda: dt.packing.pack(Q.codes, 3, "split_half"),
+        dt.ShapeError,
+        "expected 4 bits",
+        "'low_first'",
+    ),
+    row("count", lambda: dt.packing.unpack(Q.packed, 8, 13), dt.FileFormatError, "13 8-bit codes", "13 bytes", "(12,)"),
     row(
         "bits after the last code",
         lambda: dt.packing.unpack(np.array([0xF1], np.uint8), 4, 1),
         dt.FileFormatError,
-        "4 bits",
+        "4 padding bits",
         "not zero",
     ),
     row(
@@ -178,7 +184,7 @@ GROUPS = dt.quantize(X, dt.QuantParams("int8/group2", np.ones((3, 2))))
 
 
 @table(
-    row("an index", lambda: Q[1], dt.ShapeError, "slices", "got 1", "i:i+1"),
+    row("an index", lambda: Q[1], dt.ShapeError, "slices", "index 1", "i:i+1"),
     row("a list", lambda: Q[[0, 1]], dt.ShapeError, "slices", "[0, 1]"),
     row("a new axis", lambda: Q[None], dt.ShapeError, "slices", "None"),
     row("too many", lambda: Q[:, :, :], dt.ShapeError, "too many", "(3, 4)"),
@@ -207,7 +213,7 @@ def selected(operation="quantize", shape=(3, 4), dtype="float32", spec="int8", *
     row("shape of -1", selected(shape=(-1,)), dt.ShapeError, "-1"),
     row("shape of 2.5", selected(shape=(2.5,)), dt.ShapeError, "2.5"),
     row("shape of one size", selected(shape=3), dt.ShapeError, "3"),
-    row("estimator", selected(ste="clipped"), dt.SpecError, "no estimator", "leave it out"),
+    row("estimator", selected(ste="clipped"), dt.SpecError, "no estimator", "leave ste out"),
     row("policy", selected("dequantize", nan="qmin"), dt.SpecError, "'qmin'", "propagate"),
     row("operands", lambda: PLAN.check(X), dt.DtypeError, "x, params", "1 operands"),
     row("shape of x", lambda: PLAN.check(X.T, P), dt.ShapeError, "(4, 3)", "(3, 4)"),

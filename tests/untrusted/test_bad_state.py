@@ -90,7 +90,7 @@ def loaded(mode="fixed", spec="int8", drop=(), **changes):
     row("missing scale, learned", loaded("learned", drop=("scale",)), dt.StateError, "scale"),
     row("unknown key", loaded(bias=np.ones(1)), dt.StateError, "bias"),
     row("unknown key, learned", loaded("learned", bias=np.ones(1)), dt.StateError, "bias"),
-    row("version", loaded(version=2), dt.StateError, "version 1", "got 2"),
+    row("version", loaded(version=2), dt.StateError, "version 1", "got version 2"),
     row("step", loaded(step=-1), dt.StateError, "step", "-1"),
     row("initialized", loaded(initialized="yes"), dt.StateError, "initialized", "'yes'"),
     row("arrays but not initialized", loaded(initialized=False), dt.StateError, "initialized is False", "scale"),
