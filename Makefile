@@ -88,7 +88,7 @@ bench-mixed: $(STAMP) ## mixed precision compared with uniform bit widths; updat
 
 bench-tools: $(TOOLED) ## install the other tools that bench-qat and bench-onnx compare with, in .venv-bench
 
-peers: bench-tools # the former name of bench-tools
+peers: bench-tools # old name, kept for a while
 
 # The variable silences a notice by the theme's authors about the successor of mkdocs, which would be a warning.
 docs: $(STAMP) ## execute every snippet and example, check the site, and build it into site/; warnings are errors

@@ -120,7 +120,7 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 def activations() -> dict[str, dict[str, float]]:
-    """Median SQNR in dB over the usable of a model, by observer and bit width."""
+    """Median SQNR in dB over the activations of a model, by observer and bit width."""
     rows = {}
     for name, model in MODELS.items():
         observers_by_tensor: dict[str, dict[str, Observer]] = {}

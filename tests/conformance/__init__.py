@@ -1,6 +1,5 @@
-"""Conformance: detent against an exact oracle and against other people's implementations.
+"""Conformance: detent compared with an exact oracle and with other libraries.
 
-The helpers (`exact`, `philox`, `oracle`, `ranges`, `ties`, `grid`) share no code with `src/detent`; they
-are written from the numeric contract alone, slowly and obviously, so that an error has to be made twice to
-go unseen.
+The helpers (`exact`, `philox`, `oracle`, `ranges`, `ties`, `grid`) share no code with `src/detent`. They are a slow,
+simple implementation of docs/numerics.md alone, so an error would have to be made twice to stay undetected.
 """

@@ -1,8 +1,7 @@
 """The cells of the oracle tests: convention x rounding x granularity x format, each with tie-adjacent data.
 
-A `Cell` holds an input array, one scale and zero point per set, and what the oracle says about them. Which
-set an element belongs to is worked out here from the element's index, one at a time, without any tiling
-machinery.
+A `Cell` contains an input array, one scale and zero point per parameter set, and the oracle's results. The parameter
+set of each element is computed from its index, one element at a time, without the tiling code of detent.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import detent as dt
 from . import exact, oracle
 from .philox import word
 from .ranges import code_range
-from .ties import SCALES, neighbours, special_values, zero_points
+from .ties import SCALES, neighbors, special_values, zero_points
 
 __all__ = [
     "BITS",
@@ -45,7 +44,7 @@ SEED, STEP = 0x9E37_79B9_7F4A_7C15, 3_000_000_007
 
 @dataclass(frozen=True)
 class Sets:
-    """An array shape and the rule by which its elements share scales."""
+    """An array shape and the rule that assigns elements to parameter sets."""
 
     shape: tuple[int, ...]
     granularity: dt.granularity.Granularity
@@ -53,7 +52,7 @@ class Sets:
     rule: tuple[object, ...]
 
     def of(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        """The index, in the scale array, of the set that element `index` belongs to."""
+        """Index in the scale array of the parameter set of element `index`."""
         match self.rule:
             case ("tensor",):
                 return ()
@@ -71,13 +70,13 @@ class Sets:
 
     @cached_property
     def flat(self) -> list[int]:
-        """For each element in C order, the C-order position of its set."""
+        """For each element in C order, the C-order position of its parameter set."""
         place = np.arange(int(np.prod(self.scale_shape))).reshape(self.scale_shape)
         return [int(place[self.of(index)]) for index in np.ndindex(self.shape)]
 
     @property
     def count(self) -> int:
-        """How many sets there are."""
+        """Number of parameter sets."""
         return int(np.prod(self.scale_shape))
 
 
@@ -95,7 +94,7 @@ GRANULARITIES = {
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One spec, one array, one set of parameters, and the oracle's answers."""
+    """One spec, one array, its parameters, and the oracle's results."""
 
     spec: dt.QuantSpec
     row: oracle.Row
@@ -107,7 +106,7 @@ class Cell:
 
     @property
     def params(self) -> dt.QuantParams:
-        """The same numbers as detent wants them."""
+        """Parameters of the cell for detent."""
         return dt.QuantParams(self.spec, scale=self.scale, zero_point=self.zero_point)
 
     @property
@@ -116,7 +115,7 @@ class Cell:
         return oracle.compute_type(self.x.dtype.name)
 
     def elements(self) -> Iterator[tuple[float, float, int, int]]:
-        """(x, s, z, random word) of every element in C order; s as the compute type holds it."""
+        """(x, s, z, random word) of every element in C order; s is rounded to the compute type."""
         values = self.x.astype(np.float64).ravel().tolist()
         scales = [self.fl.round(s) for s in self.scale.astype(np.float64).ravel().tolist()]
         points = self.zero_point.ravel().tolist()
@@ -149,7 +148,7 @@ class Cell:
 
 
 def assert_same(got: NDArray, expected: NDArray, cell: Cell) -> None:
-    """Fail with the first few elements that differ in any bit, and all it takes to repeat them."""
+    """Fail with the first few elements that differ in any bit, and the values to reproduce them."""
     if got.shape != expected.shape:
         raise AssertionError(f"shape {got.shape}, expected {expected.shape}")
     if got.dtype.kind in "iu":
@@ -172,7 +171,7 @@ def assert_same(got: NDArray, expected: NDArray, cell: Cell) -> None:
 def _tie_data(
     rng: np.random.Generator, sets: Sets, scale: NDArray, z: NDArray, spec: dt.QuantSpec, dtype: str
 ) -> NDArray:
-    """One point per element: next to a tie of its set, often near an end or zero; some special values."""
+    """One point per element: next to a tie of its set, often near qmin, qmax or zero; some special values."""
     size = len(sets.flat)
     s, zero = scale.astype(np.float64).ravel()[sets.flat], z.ravel()[sets.flat].astype(np.int64)
     near_end = rng.choice([spec.qmin - 1, spec.qmin, spec.qmax - 1, spec.qmax], size=size) - zero
@@ -180,8 +179,8 @@ def _tie_data(
     near_zero = rng.integers(-3, 3, size=size)
     k = np.select([rng.random(size) < 0.3, rng.random(size) < 0.3], [near_end, near_zero], anywhere)
     with np.errstate(over="ignore"):
-        centre = ((k + 0.5) * s).astype(dtype)
-        x = neighbours(centre)[np.arange(size), rng.integers(0, 3, size)]
+        center = ((k + 0.5) * s).astype(dtype)
+        x = neighbors(center)[np.arange(size), rng.integers(0, 3, size)]
         special = special_values("float32" if dtype == "bfloat16" else dtype).astype(dtype)
     replaced = rng.random(size) < 0.08
     x[replaced] = rng.choice(special, size=int(replaced.sum()))
@@ -192,11 +191,11 @@ def _tie_data(
 def cells(
     convention: str, rounding: str, granularity: str, fmt: str, dtype: str = "float32", draws: int = 1
 ) -> tuple[Cell, ...]:
-    """Symmetric and affine cells of one combination; three of each where there is a single scale."""
+    """Symmetric and affine cells of one combination; three of each if there is a single scale."""
     rng = np.random.default_rng(zlib.crc32(f"{convention}/{rounding}/{granularity}/{fmt}/{dtype}".encode()))
     sets, row = GRANULARITIES[granularity], oracle.ROWS[convention]
     bits, signed = FORMATS[fmt]
-    made = []
+    combination = []
     for draw in range(2 * draws * (3 if sets.count == 1 else 1)):
         symmetric = draw % 2 == 0
         qmin, qmax = code_range(bits, signed, symmetric, row.narrow)
@@ -212,5 +211,5 @@ def cells(
         scale = rng.choice(SCALES, size=sets.scale_shape).astype("float64" if dtype == "float64" else "float32")
         z = rng.choice(points, size=sets.scale_shape).astype(np.int32)
         scale, z = np.asarray(scale), np.asarray(z)
-        made.append(Cell(spec, row, sets, _tie_data(rng, sets, scale, z, spec, dtype), scale, z, STEP))
-    return tuple(made)
+        combination.append(Cell(spec, row, sets, _tie_data(rng, sets, scale, z, spec, dtype), scale, z, STEP))
+    return tuple(combination)

@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table of conventions, written down once more, by hand."""
+    """One row of the table of conventions, copied by hand from docs/numerics.md."""
 
     division: str
     rounding: str
@@ -65,7 +65,7 @@ ROWS: dict[str, Row] = {
 
 
 def compute_type(dtype: str) -> Binary:
-    """The type arithmetic rounds to: float64 for float64 data, float32 for everything narrower."""
+    """Compute type: float64 for float64 data, float32 for narrower data."""
     return FLOAT64 if dtype == "float64" else FLOAT32
 
 
@@ -141,7 +141,7 @@ def mask(
     bounds: str,
     word: int = 0,
 ) -> bool:
-    """Whether the clipped straight-through estimator lets the gradient of x pass. NaN never does."""
+    """Whether the clipped straight-through estimator passes the gradient of x; False for NaN."""
     if math.isnan(x):
         return False
     value: int | float

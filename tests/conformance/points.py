@@ -1,9 +1,8 @@
-"""A million tie-adjacent points for a referee, in the shapes that referees take.
+"""A million tie-adjacent points to compare with another library, in shapes that it supports.
 
-A `Batch` is one call of a quantizer: an array, the scales and zero points of its sets, and the granularity.
-Per-tensor batches come many to a million, because a small format has few ties per scale; the others hold
-many scales at once. Zero points are even and odd and at both ends; every point lies at most `REACH` floats
-from a tie of its own set.
+A `Batch` is one call of a quantizer: an array, the scales and zero points of its parameter sets, and the granularity. A
+million points need many per-tensor batches, because a small format has few ties per scale; other batches have many
+scales. Zero points are even, odd, qmin and qmax; every point is at most `REACH` floats away from a tie of its set.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ __all__ = ["MILLION", "REACH", "Batch", "axis_batch", "group_batch", "tensor_bat
 
 MILLION = 1_000_000
 REACH = {4: 15, 8: 5, 16: 1}
-"""How many floats on either side of a tie, by the number of bits: small formats have fewer ties."""
+"""Floats on either side of a tie, by bit width: small formats have fewer ties, so they need more points per tie."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One array of tie-adjacent points with the parameters whose ties they are."""
+    """An array of tie-adjacent points, with its parameters."""
 
     x: NDArray[np.float32]
     scale: NDArray[np.float32]
@@ -35,7 +34,7 @@ class Batch:
     granularity: dt.granularity.Granularity
 
     def params(self, spec: dt.QuantSpec) -> dt.QuantParams:
-        """The batch's numbers under a spec that has its granularity."""
+        """Parameters of the batch under a spec with its granularity."""
         return dt.QuantParams(spec, scale=self.scale, zero_point=self.zero_point)
 
 
@@ -63,16 +62,16 @@ def axis_batch(qmin: int, qmax: int, axis: int = 0) -> Batch:
 
 
 def group_batch(qmin: int, qmax: int, size: int = 32, axis: int = 1) -> Batch:
-    """One batch of 1000 x 1010 points in groups along one axis, the last group of each line ragged."""
+    """One batch of 1000 x 1010 points in groups along one axis, the last group of each line incomplete."""
     rng = np.random.default_rng(qmax)
     groups = -(-1010 // size)
     scale = rng.permutation(many_scales(1000 * groups, seed=qmax)).reshape(1000, groups)
     zero = rng.choice(np.array(zero_points(qmin, qmax), dtype=np.int32), size=(1000, groups))
     s, z = (np.repeat(a, size, axis=1)[:, :1010] for a in (scale, zero))
     k = rng.integers(qmin - 2, qmax + 2, size=(1000, 1010)) - z
-    centre = around_ties(s, k, reach=0)[..., 0]
+    center = around_ties(s, k, reach=0)[..., 0]
     reach = REACH[(qmax - qmin).bit_length()]
-    x = centre + np.spacing(centre) * rng.integers(-reach, reach, size=centre.shape, endpoint=True).astype(np.float32)
+    x = center + np.spacing(center) * rng.integers(-reach, reach, size=center.shape, endpoint=True).astype(np.float32)
     if axis == 0:
         x, scale, zero = (np.ascontiguousarray(a.T) for a in (x, scale, zero))
     return Batch(x, scale, zero, dt.PerGroup(size, axis=axis))

@@ -16,7 +16,7 @@ __all__ = ["code_range", "scale_and_zero_point"]
 
 
 def code_range(bits: int, signed: bool, symmetric: bool, narrow: bool) -> tuple[int, int]:
-    """(qmin, qmax) of an integer format; only signed symmetric formats know the narrow range."""
+    """(qmin, qmax) of an integer format; only signed symmetric formats have the narrow range."""
     if not signed:
         return 0, 2**bits - 1
     top = 2 ** (bits - 1) - 1

@@ -1,6 +1,6 @@
 """Block formats: the scale rules of mxfp4, mxfp8, mxfp8_e5m2 (OCP Microscaling v1.0) and nvfp4.
 
-Proved here, against a second implementation in rational arithmetic: MX scales are 2^(floor(log2 amax) -
+Checked here, against a second implementation in rational arithmetic: MX scales are 2^(floor(log2 amax) -
 emax) with the exponent from frexp, clamped to [2^-126, 2^127], 1 for a block of zeros, and ml_dtypes'
 float8_e8m0fnu holds them; nvfp4's tensor, block and effective scales are rounded where the rule rounds;
 codes and values use the effective scale.
@@ -29,7 +29,7 @@ MX: dict[str, tuple[dt.QuantSpec, int, Binary, float]] = {
 
 
 def _blocks(x: NDArray, size: int) -> list[list[float]]:
-    """The blocks of a 2-D array along its last axis, the last of each row ragged."""
+    """Blocks of a 2-D array along its last axis; the last block of each row is incomplete."""
     rows = x.astype(np.float64).tolist()
     return [row[i : i + size] for row in rows for i in range(0, len(row), size)]
 
@@ -67,7 +67,7 @@ def test_mx_scales_are_powers_of_two_from_the_largest_exponent(name: str) -> Non
 
 @pytest.mark.parametrize("name", MX)
 def test_mx_scales_of_float64_data_use_the_float64_exponent(name: str) -> None:
-    """The number next below 2 rounds to 2 in float32, and would gain an exponent there."""
+    """The float64 just below 2 rounds to 2 in float32, which has a larger exponent."""
     spec, emax, _, _ = MX[name]
     x = np.full((1, 32), np.nextafter(2.0, 0.0))
     assert float(dt.QuantParams.from_data(spec, x).scale[0, 0]) == 2.0**-emax
@@ -103,8 +103,8 @@ def _nvfp4_scales(x: NDArray) -> tuple[float, list[float], list[float]]:
     for block in blocks:
         top = max(abs(v) for v in block)
         sixth = FLOAT64.round(Fraction(top) / 6)
-        wanted = FLOAT32.round(FLOAT64.round(Fraction(sixth) / Fraction(tensor)))
-        scales.append(max(E4M3.round(min(wanted, 448.0)), E4M3.smallest_normal))
+        ratio = FLOAT32.round(FLOAT64.round(Fraction(sixth) / Fraction(tensor)))
+        scales.append(max(E4M3.round(min(ratio, 448.0)), E4M3.smallest_normal))
     return tensor, scales, [FLOAT32.round(Fraction(s) * Fraction(tensor)) for s in scales]
 
 

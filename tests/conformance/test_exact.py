@@ -1,6 +1,6 @@
 """The oracle's own foundations: correct rounding of rationals, and the random bits of stochastic rounding.
 
-Proved here: `Binary.round` equals the hardware's conversions on random, subnormal, tie and overflow values,
+Checked here: `Binary.round` equals the hardware's conversions on random, subnormal, tie and overflow values,
 and its quotients and products equal NumPy's; `philox4x32` gives the published known answers of the
 Random123 library.
 """
@@ -30,7 +30,7 @@ def _bits(value: float) -> bytes:
 
 
 def _doubles(name: str, count: int) -> np.ndarray:
-    """Random float64 values over the whole range of a format: plain, exact ties, and ties' neighbours."""
+    """Random float64 values over the whole range of a format: plain, exact ties, and ties' neighbors."""
     fmt = exact.FORMATS[name]
     rng = np.random.default_rng(1)
     exponents = rng.integers(fmt.emin - fmt.precision - 2, fmt.emax + 2, count)

@@ -1,6 +1,6 @@
 """The reference kernels on other array libraries: the same bits from NumPy, array_api_strict and torch.
 
-Proved here: every function of `detent.kernels.reference` uses only what the array API standard offers
+Checked here: every function of `detent.kernels.reference` uses only what the array API standard offers
 (array_api_strict has nothing else) and gives NumPy's bits there and on torch CPU tensors: codes, values,
 gradients, learned gradients with their sums, and ranges; for every rounding, granularity, kind of format
 and input dtype.
@@ -20,7 +20,7 @@ import detent as dt
 from detent.kernels import reference
 
 from .grid import GRANULARITIES, ROUNDINGS, Sets
-from .ties import SCALES, neighbours, special_values
+from .ties import SCALES, neighbors, special_values
 
 array_api_strict = pytest.importorskip("array_api_strict")
 torch = pytest.importorskip("torch")
@@ -107,7 +107,7 @@ def _input(fmt: str, sets: Sets, dtype: str, rounding: str = "half_even", conven
     owner = np.reshape(sets.flat, sets.shape)
     k = rng.integers(-20, 20, size=sets.shape)
     with np.errstate(over="ignore"):
-        near = neighbours(((k + 0.5) * scale.ravel()[owner]).astype(dtype))
+        near = neighbors(((k + 0.5) * scale.ravel()[owner]).astype(dtype))
         x = np.take_along_axis(near, (1 + k % 2)[..., None], axis=-1)[..., 0]
         special = special_values("float32" if dtype == "bfloat16" else dtype).astype(dtype)
     x.reshape(-1)[: special.size] = special

@@ -1,6 +1,6 @@
 """nf4, the normal-float codebook of QLoRA (Dettmers et al. 2023), against an independent midpoint count.
 
-Proved here: the levels are QLoRA's float32 numbers; a code is the number of midpoints, exact in float64,
+Checked here: the levels are QLoRA's float32 numbers; a code is the number of midpoints, exact in float64,
 that lie strictly below x / s; all 16 codes decode to level * s rounded once; zero is +0.0 in every dtype;
 the scale is the largest magnitude.
 """
@@ -18,7 +18,7 @@ import detent as dt
 
 from . import oracle
 from .exact import FLOAT32, FLOAT64, FORMATS, Binary
-from .ties import neighbours, special_values
+from .ties import neighbors, special_values
 
 LEVELS = np.array(
     [
@@ -44,8 +44,8 @@ def _codes(x: NDArray, s: float, fl: Binary) -> list[int]:
 
 def _data(scale: float, dtype: str) -> NDArray:
     with np.errstate(over="ignore"):
-        centre = np.array([*(float(m) for m in MIDPOINTS), *LEVELS.astype(np.float64), 1.5, -1.5]) * scale
-        x = neighbours(centre.astype(dtype), reach=2).ravel()
+        center = np.array([*(float(m) for m in MIDPOINTS), *LEVELS.astype(np.float64), 1.5, -1.5]) * scale
+        x = neighbors(center.astype(dtype), reach=2).ravel()
     return np.concatenate([x, special_values("float32" if dtype == "bfloat16" else dtype).astype(dtype)])
 
 
@@ -97,7 +97,7 @@ def test_the_scale_is_the_largest_magnitude(granularity: dt.granularity.Granular
 
 
 def test_gradients_pass_between_minus_one_and_one() -> None:
-    x = neighbours(np.array([0.3, -0.3, 0.0], np.float32)).ravel()
+    x = neighbors(np.array([0.3, -0.3, 0.0], np.float32)).ravel()
     g = np.arange(1, x.size + 1, dtype=np.float32)
     inside = [abs(oracle.ratio(float(v), FLOAT32.round(0.3), "divide", FLOAT32)) <= 1 for v in x]
     assert np.array_equal(dt.fake_quantize_backward(g, x, _params(0.3)), np.where(inside, g, 0))

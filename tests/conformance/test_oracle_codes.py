@@ -1,6 +1,6 @@
-"""Zero wrong codes: `quantize` against the exact oracle, for every combination the contract has.
+"""Codes of `quantize` compared with the exact oracle, for every combination in docs/numerics.md.
 
-Proved here, on inputs next to ties and on special values (infinities, zeros of both signs, subnormals, the
+Checked here, on inputs next to ties and on special values (infinities, zeros of both signs, subnormals, the
 largest floats): every convention x rounding x granularity x signedness x {2, 3, 4, 8, 16} bits, symmetric
 and affine, gives the oracle's codes; so do float16, bfloat16 and float64 inputs; and stochastic rounding
 compares its random word with the exact fraction.
@@ -16,7 +16,7 @@ import detent as dt
 from . import exact, oracle
 from .grid import FORMATS, GRANULARITIES, ROUNDINGS, Cell, Sets, assert_same, cells
 from .philox import word
-from .ties import around_ties, neighbours
+from .ties import around_ties, neighbors
 
 
 def _check(cell: Cell) -> None:
@@ -56,11 +56,11 @@ def test_codes_of_other_dtypes(convention: str, rounding: str, dtype: str, fmt: 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("convention", oracle.ROWS)
 def test_codes_of_narrow_inputs_whose_scale_makes_a_tie(convention: str, dtype: str) -> None:
-    """Few float16 numbers lie next to a tie of a given scale, so here the scale is chosen for the number."""
+    """Few float16 numbers are next to a tie of a given scale, so the scale is chosen for the number."""
     rng = np.random.default_rng(11)
     x = rng.normal(size=300).astype(dtype)
     k = rng.integers(-130, 130, size=300)
-    scale = neighbours(np.abs(x.astype(np.float64) / (k + 0.5)).astype(np.float32)).ravel()
+    scale = neighbors(np.abs(x.astype(np.float64) / (k + 0.5)).astype(np.float32)).ravel()
     x = np.repeat(x, 3)
     sets = Sets(x.shape, dt.PerAxis(0), x.shape, ("axis", 0))
     spec = dt.QuantSpec("int8", sets.granularity, symmetric=False, convention=convention)
@@ -71,7 +71,7 @@ def test_codes_of_narrow_inputs_whose_scale_makes_a_tie(convention: str, dtype: 
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-125.5, 3e38, 2.0**126, 1.0], ids=str)
 @pytest.mark.parametrize("convention", ["onnx", "torch", "oxicuda", "baracuda_token"])
 def test_codes_with_extreme_scales(convention: str, scale: float) -> None:
-    """The reciprocal of a huge scale is subnormal and may not be flushed; tiny scales overflow x / s."""
+    """The reciprocal of a huge scale is subnormal and must not be flushed to zero; tiny scales overflow x / s."""
     stored = np.float32(scale)
     info = np.finfo(np.float32)
     ties = around_ties(stored, np.arange(-9, 9)).ravel()
@@ -94,15 +94,15 @@ def test_a_float64_scale_is_rounded_to_float32_for_float32_data() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("convention", ["onnx", "torch", "oxicuda"])
 def test_stochastic_rounding_compares_with_the_exact_fraction(convention: str, dtype: str) -> None:
-    """Points where the fraction of t equals the random word, and their neighbours.
+    """Points where the fraction of t equals the random word, and their neighbors.
 
-    Just below zero the fraction 1 - |t| is no float of t's type: a rounded difference gives other codes.
+    Just below zero, t's type cannot represent the fraction 1 - |t|: a rounded difference gives wrong codes.
     """
     seed, size = 5, 600
     w = np.array([word(seed, i, 0) for i in range(size)], dtype=np.float64)
     steps = np.where(np.arange(size) % 2 == 0, 0, -1) + w * 2.0**-24
     steps[::5] = -(2.0**-24) * (1 + np.arange(size)[::5] % 8)
-    x = neighbours((steps * 2.0**-10).astype(dtype))[np.arange(size), np.arange(size) % 3]
+    x = neighbors((steps * 2.0**-10).astype(dtype))[np.arange(size), np.arange(size) % 3]
     sets = Sets(x.shape, dt.PerTensor(), (), ("tensor",))
     spec = dt.QuantSpec("int8", symmetric=False, convention=convention, rounding=dt.rounding.stochastic(seed))
     scale = np.array(2.0**-10, dtype=dtype)

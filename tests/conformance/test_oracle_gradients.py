@@ -1,8 +1,8 @@
-"""Where gradients pass: the straight-through estimators against the exact oracle.
+"""Gradient masks of the straight-through estimators compared with the exact oracle.
 
-Proved here: the clipped masks (on codes and on values, bounds inclusive and exclusive) of every convention,
+Checked here: the clipped masks (on codes and on values, bounds inclusive and exclusive) of every convention,
 rounding and granularity select exactly the oracle's elements; each convention's default estimator is its
-own row of the table; masks select and never multiply, so infinite gradients do no harm; `HardTanh` rounds
+own row of the table; masks select instead of multiplying, so infinite gradients give no NaN; `HardTanh` rounds
 each operation once; the raw `quantize` and `dequantize` gradients are g / s and g * s.
 """
 

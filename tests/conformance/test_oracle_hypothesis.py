@@ -1,6 +1,6 @@
-"""The exact oracle on inputs that Hypothesis makes up, free to search for a wrong code or value.
+"""Codes and values compared with the exact oracle on inputs from Hypothesis.
 
-Proved here: for any float32 or float64 number, any normal scale and any zero point, every convention and
+Checked here: for any float32 or float64 number, any normal scale and any zero point, every convention and
 rounding gives the oracle's code and value.
 """
 

@@ -1,6 +1,6 @@
-"""Learned scales and zero points: LSQ and LSQ+ gradients against the exact oracle.
+"""Gradients of learned scales and zero points (LSQ and LSQ+) compared with the exact oracle.
 
-Proved here: the terms g * ((q - z) - t) in range, g * (q - z) where clipped, and -s * g for the zero point
+Checked here: the terms g * ((q - z) - t) in range, g * (q - z) where clipped, and -s * g for the zero point
 are float64 products of the forward's own numbers; they are added in the one documented order (blocks of
 1024 in C order, halves folded, then the block sums); the default factor is 1 / sqrt(N * max(|qmax|, 1));
 NaN adds nothing.

@@ -1,6 +1,6 @@
-"""Where scales are born: `QuantParams.from_range` and `from_data` against the exact oracle.
+"""Scales and zero points of `QuantParams.from_range` and `from_data` compared with the exact oracle.
 
-Proved here: for every convention, and so for every symmetric rule, zero-range rule and rounding of the zero
+Checked here: for every convention, and so for every symmetric rule, zero-range rule and rounding of the zero
 point, scales equal the oracle's bit for bit in float32 and float64, and zero points are equal; on ordinary,
 one-sided, zero, tiny and huge ranges and on ranges whose zero point is a tie.
 """

@@ -1,6 +1,6 @@
-"""Every bit of a value: `dequantize` and `fake_quantize` against the exact oracle.
+"""Values of `dequantize` and `fake_quantize` compared with the exact oracle, bit for bit.
 
-Proved here, on the cells of the code tests: dequantized codes and fake-quantized inputs are the oracle's
+Checked here, on the cells of the code tests: dequantized codes and fake-quantized inputs are the oracle's
 floats bit for bit, in every dtype; zero is never negative, not even where a narrow output type underflows.
 """
 

@@ -1,6 +1,6 @@
 """Small floats: float8_e4m3fn, float8_e5m2 and float4_e2m1fn against ml_dtypes and the exact oracle.
 
-Proved here: all 256 or 16 codes decode as ml_dtypes decodes them; encoding equals ml_dtypes on every
+Checked here: all 256 or 16 codes decode as ml_dtypes decodes them; encoding equals ml_dtypes on every
 float16 number in range (the sign of zero included), on float32 numbers around every midpoint, and saturates
 outside, never to NaN or infinity; float64 input is rounded once, where ml_dtypes rounds twice; with a
 scale, x / s is rounded to the compute type first; the gradient mask is |x / s| <= max.
@@ -20,7 +20,7 @@ import detent as dt
 
 from . import oracle
 from .exact import E2M1, E4M3, E5M2, FLOAT32, FLOAT64, Binary
-from .ties import neighbours, special_values
+from .ties import neighbors, special_values
 
 FORMATS: dict[str, tuple[Binary, float, int]] = {
     "float8_e4m3fn": (E4M3, 448.0, 256),
@@ -105,8 +105,8 @@ def test_numbers_out_of_range_saturate(fmt: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_float32_around_every_midpoint_encodes_as_ml_dtypes(fmt: str) -> None:
-    centre = np.array([*_midpoints(fmt), *_magnitudes(fmt)], dtype=np.float32)
-    x = neighbours(np.concatenate([centre, -centre]), reach=3).ravel()
+    center = np.array([*_midpoints(fmt), *_magnitudes(fmt)], dtype=np.float32)
+    x = neighbors(np.concatenate([center, -center]), reach=3).ravel()
     x = x[np.abs(x) <= FORMATS[fmt][1]]
     assert _bits(dt.quantize(x, _params(fmt)).codes).tobytes() == _bits(x.astype(_type(fmt))).tobytes()
 
@@ -115,7 +115,7 @@ def test_float32_around_every_midpoint_encodes_as_ml_dtypes(fmt: str) -> None:
 def test_float64_is_rounded_once(fmt: str) -> None:
     """Numbers too near a midpoint for float32: rounding there first would make them ties."""
     middle = np.array(_midpoints(fmt))
-    x = np.concatenate([neighbours(middle).ravel(), middle * (1 + 2.0**-30), middle * (1 - 2.0**-30)])
+    x = np.concatenate([neighbors(middle).ravel(), middle * (1 + 2.0**-30), middle * (1 - 2.0**-30)])
     x = np.concatenate([x, -x])
     assert np.array_equal(x.astype(np.float32).astype(np.float64)[: 3 * len(middle)], np.repeat(middle, 3))
     got = _bits(dt.quantize(x, _params(fmt, dtype="float64")).codes)
@@ -126,11 +126,11 @@ def test_float64_is_rounded_once(fmt: str) -> None:
 @pytest.mark.parametrize("scale", [0.0123, 0.3, 1 / 3, 2.0**-10, 1e-30, 7e20], ids=str)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_scaled_number_is_divided_then_rounded(fmt: str, scale: float, dtype: str) -> None:
-    """Midpoints times the scale, their neighbours, special values; a value is its code's times the scale."""
+    """Midpoints times the scale, their neighbors, special values; a value is its code's times the scale."""
     fl = FLOAT64 if dtype == "float64" else FLOAT32
     params = _params(fmt, scale, dtype)
     s = float(params.scale)
-    x = neighbours((np.array([*_midpoints(fmt), 2 * FORMATS[fmt][1]]) * s).astype(dtype)).ravel()
+    x = neighbors((np.array([*_midpoints(fmt), 2 * FORMATS[fmt][1]]) * s).astype(dtype)).ravel()
     x = np.concatenate([x, -x, special_values(dtype)])
     t = np.array([oracle.ratio(v, s, "divide", fl) for v in x.tolist()])
     t = np.where(t == 0, np.copysign(0.0, x.astype(np.float64)), t)
@@ -163,7 +163,7 @@ def test_fake_quantize_is_dequantize_of_quantize(fmt: str, dtype: str) -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_gradients_pass_up_to_the_largest_number(fmt: str) -> None:
     largest, scale = FORMATS[fmt][1], np.float32(0.25)
-    edge = neighbours(np.array([largest, -largest], np.float32) * scale).ravel()
+    edge = neighbors(np.array([largest, -largest], np.float32) * scale).ravel()
     x = np.concatenate([edge, np.array([0.0, np.inf, -np.inf, np.nan], np.float32)])
     g = np.arange(1, x.size + 1, dtype=np.float32)
     expected = np.where(np.abs(x / scale) <= largest, g, 0)

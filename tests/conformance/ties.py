@@ -1,7 +1,7 @@
-"""Tie-adjacent data: x = (k + 1/2) * s and its nearest floats, where rival rules give different codes.
+"""Tie-adjacent data: x = (k + 1/2) * s and its nearest floats, where different rules give different codes.
 
-Random data hits a tie about once in 2^20 elements, so it cannot tell `x / s` from `x * (1 / s)` or half-
-even from half-away. All equality tests of this folder use the points made here.
+Random data hits a tie about once in 2^20 elements, so it cannot distinguish `x / s` from `x * (1 / s)`, or half-even
+from half-away. All equality tests in this directory use these points.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["SCALES", "around_ties", "many_scales", "neighbours", "special_values", "zero_points"]
+__all__ = ["SCALES", "around_ties", "many_scales", "neighbors", "special_values", "zero_points"]
 
 SCALES = (0.0123, 0.3, 0.017, 1 / 3, 2.0**-10, 1e-30, 7e20)
 """Scales that are awkward in binary, tiny, huge, and one power of two, where ties are exact."""
 
 
-def neighbours(x: NDArray, reach: int = 1) -> NDArray:
+def neighbors(x: NDArray, reach: int = 1) -> NDArray:
     """Return x and its `reach` next floats on either side, in a new last axis of length 2 * reach + 1."""
     up, down, columns = x, x, [x]
     with np.errstate(over="ignore", under="ignore"):
@@ -26,10 +26,10 @@ def neighbours(x: NDArray, reach: int = 1) -> NDArray:
 
 
 def around_ties(scale: ArrayLike, k: ArrayLike, reach: int = 1, dtype: str = "float32") -> NDArray:
-    """Return (k + 1/2) * scale, rounded to dtype, with its neighbours; `scale` and `k` broadcast."""
+    """Return (k + 1/2) * scale, rounded to dtype, with its neighbors; `scale` and `k` broadcast."""
     with np.errstate(over="ignore"):
-        centre = ((np.asarray(k, np.float64) + 0.5) * np.asarray(scale, np.float64)).astype(dtype)
-    return neighbours(centre, reach)
+        center = ((np.asarray(k, np.float64) + 0.5) * np.asarray(scale, np.float64)).astype(dtype)
+    return neighbors(center, reach)
 
 
 def special_values(dtype: str = "float32") -> NDArray:
@@ -48,10 +48,10 @@ def special_values(dtype: str = "float32") -> NDArray:
 
 
 def zero_points(qmin: int, qmax: int) -> list[int]:
-    """Both ends of the range and an even and an odd zero point in its middle, without repetition."""
+    """qmin, qmax, and even and odd zero points in the middle of the range, without duplicates."""
     middle = (qmin + qmax + 1) // 2
-    wanted = [qmin, qmax, middle, middle + 1, middle - 1]
-    return sorted({z for z in wanted if qmin <= z <= qmax})
+    candidates = [qmin, qmax, middle, middle + 1, middle - 1]
+    return sorted({z for z in candidates if qmin <= z <= qmax})
 
 
 def many_scales(count: int, seed: int) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""MiniLM as a file computes what it computes in torch."""
+"""The exported MiniLM computes the same embeddings as in torch."""
 
 import numpy as np
 import pytest

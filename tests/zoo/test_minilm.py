@@ -1,4 +1,4 @@
-"""MiniLM as its authors shipped it: tokens, embeddings and similarities, and files that are missing or others."""
+"""MiniLM as its authors published it: tokens, embeddings and similarities, and missing or wrong files."""
 
 import sys
 
@@ -33,12 +33,12 @@ def embed(model, tokenizer, words):
     return {word: row for part in parts for word, row in zip(part, model(tokenizer(part)), strict=True)}
 
 
-# What the BERT of the transformers package gives with the same files.
+# Expected values from the BERT of the transformers package with the same files.
 @pytest.mark.parametrize(("name", "count", "expected"), [("wordsim353", 353, 0.729), ("simlex999", 999, 0.446)])
 def test_similarities_are_those_of_the_model(loaded, name, count, expected):
     pairs = read_pairs(name)
-    found = embed(*loaded, {word for pair in pairs for word in pair[:2]})
-    similar = [(found[pair.first] @ found[pair.second]).item() for pair in pairs]
+    embeddings = embed(*loaded, {word for pair in pairs for word in pair[:2]})
+    similar = [(embeddings[pair.first] @ embeddings[pair.second]).item() for pair in pairs]
     assert len(pairs) == count
     assert spearman(similar, [pair.score for pair in pairs]) == pytest.approx(expected, abs=5e-4)
 

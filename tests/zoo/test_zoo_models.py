@@ -1,4 +1,4 @@
-"""The zoo's models run on the data that are made for them, and decide something with them."""
+"""The models of the zoo run on their generated data and make different decisions."""
 
 from itertools import islice, pairwise
 
@@ -11,7 +11,7 @@ from detent.onnx_model.batches import inputs_of, open_batches
 from zoo import MODELS, ZOO, ZooModel, agreement
 
 QUICK = [name for name in ZOO if name != "minilm"]
-# What share of the decisions is positive, or how many different ones there are at least, in four runs.
+# Smallest share of positive decisions, or smallest number of different decisions, in four runs.
 LEAST = {
     "magika": 3,
     "layout": 0.0002,
@@ -37,7 +37,7 @@ def installed(name):
 
 
 def check_model(name, cache):
-    """The data pass the checks of ``open_batches``, the model runs on them and does not always decide the same."""
+    """Check that ``open_batches`` accepts the data, that the model runs on them, and that its decisions vary."""
     model = installed(name)
     path = model.write(cache)
     assert model.write(cache) == path

@@ -1,4 +1,4 @@
-"""Pictures and sounds: of the right size and range, and what a real reader and a real spectrogram make of them."""
+"""Generated images and sounds: sizes, ranges, and that a real text recognizer can read the words."""
 
 import numpy as np
 import onnx
@@ -29,8 +29,8 @@ def test_documents_are_told_apart():
     if not model.is_installed:
         pytest.skip(f"{model.package} is not installed")
     session = make_session(model.path, threads=1)
-    found = [int(model.task(session.run(None, feed))[0]) for feed in model.feeds(len(MAKERS))]
-    assert len({*found}) >= 13
+    classes = [int(model.task(session.run(None, feed))[0]) for feed in model.feeds(len(MAKERS))]
+    assert len({*classes}) >= 13
     assert len({*documents(64)}) == 64
 
 
@@ -41,12 +41,12 @@ def test_a_reader_reads_the_words():
     facts = {entry.key: entry.value for entry in onnx.load(model.path).metadata_props}
     letters = ["", *facts["character"].split("\n"), " "]
     session = make_session(model.path, threads=1)
-    known = 0
+    recognized = 0
     for feed in model.feeds(8):
         steps = model.task(session.run(None, feed))[0]
         text = "".join(letters[k] for i, k in enumerate(steps) if k and (not i or steps[i - 1] != k))
-        known += any(word in pictures.WORDS for word in text.split())
-    assert known >= 5
+        recognized += any(word in pictures.WORDS for word in text.split())
+    assert recognized >= 5
 
 
 @pytest.mark.parametrize("sound", [*sounds.chords(2), *sounds.voices(2, 16000)], ids=["a", "b", "c", "d"])
@@ -56,14 +56,14 @@ def test_sounds_are_neither_silent_nor_clipped(sound):
 
 
 def test_a_tone_is_where_its_mel_says():
-    found = sounds.log_mel(np.sin(2 * np.pi * 1000 * np.arange(16000) / 16000))
-    assert found.shape == (80, 100)
-    assert found.dtype == np.float32
-    band = found[:, 10:-10].mean(1).argmax()
+    spectrogram = sounds.log_mel(np.sin(2 * np.pi * 1000 * np.arange(16000) / 16000))
+    assert spectrogram.shape == (80, 100)
+    assert spectrogram.dtype == np.float32
+    band = spectrogram[:, 10:-10].mean(1).argmax()
     # 1 kHz is 15 of the 45.2 mels up to 8 kHz, which 81 steps divide.
     assert band == pytest.approx(15 / (15 + np.log(8) * 27 / np.log(6.4)) * 81 - 1, abs=1)
 
 
 def test_a_spectrogram_spans_two_at_most():
-    found = sounds.log_mel(next(sounds.voices(1, 16000)))
-    assert found.max() - found.min() <= 2 + 1e-6
+    spectrogram = sounds.log_mel(next(sounds.voices(1, 16000)))
+    assert spectrogram.max() - spectrogram.min() <= 2 + 1e-6

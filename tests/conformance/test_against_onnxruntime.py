@@ -1,12 +1,12 @@
-"""ONNX Runtime as a referee: single QuantizeLinear and DequantizeLinear nodes against `Convention.onnx`.
+"""Comparison with ONNX Runtime: single QuantizeLinear and DequantizeLinear nodes against `Convention.onnx`.
 
-Proved here: on at least a million tie-adjacent points for each of int8, uint8, int16, uint16, int4, uint4
-and each of per tensor, per axis (first and last), blocked along the last and the first axis with a ragged
-tail, ONNX Runtime and detent give the same codes, and the same float32 bits when they turn the codes back.
-Graph optimisations are off, so the nodes run as they are written. float16 input with a float16 scale is
+Checked here: on at least a million tie-adjacent points for each of int8, uint8, int16, uint16, int4, uint4
+and each of per tensor, per axis (first and last), in groups along the last and the first axis with an incomplete
+last group, ONNX Runtime and detent give the same codes, and the same float32 bits when they turn the codes back.
+Graph optimizations are off, so the nodes run as written. float16 input with a float16 scale is
 compared inside int32's range.
 
-Where the referee is known to be wrong it is excluded by name (`KNOWN_WRONG`), never by tolerance.
+Known errors of ONNX Runtime are excluded by name (`KNOWN_WRONG`), never by tolerance.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def test_known_wrong_four_bit_tail_is_right_here(fmt: str, value: float) -> None
     spec = dt.QuantSpec(fmt, symmetric=False)
     assert dt.quantize(x, dt.QuantParams(spec, scale=1.0, zero_point=0)).codes.tolist() == [high] * 3
     theirs = _run("QuantizeLinear", fmt, Attributes(), x, np.array(1, np.float32), np.array(0))
-    assert theirs.tolist() == [high, high, low], "mended: remove it from KNOWN_WRONG"
+    assert theirs.tolist() == [high, high, low], "fixed: remove it from KNOWN_WRONG"
 
 
 def test_known_wrong_float16_overflow_is_right_here() -> None:

@@ -1,6 +1,6 @@
-"""PyTorch's observers as referees of scales and zero points.
+"""Comparison with PyTorch's observers: scales and zero points.
 
-Proved here, on random, one-sided and tiny ranges: `MinMaxObserver` (symmetric qint8, affine quint8) and
+Checked here, on random, one-sided and tiny ranges: `MinMaxObserver` (symmetric qint8, affine quint8) and
 `PerChannelMinMaxObserver` give `Convention.torch`'s zero points, and the fused moving-average operator
 gives `Convention.torch_fused`'s symmetric ones; scales agree within one unit in the last place of float32,
 because torch computes them in float32 and detent in float64.

@@ -1,6 +1,6 @@
-"""The `onnx` package's own node cases: QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear.
+"""Node test cases of the `onnx` package: QuantizeLinear, DequantizeLinear, DynamicQuantizeLinear.
 
-Proved here: for every case of the specification's test suite whose formats detent has, codes and zero
+Checked here: for every case of the specification's test suite whose formats detent has, codes and zero
 points are equal, dequantized values are equal, and a scale that detent computes is within one unit in the
 last place. Cases left out are listed with the reason, and the lists are complete: a new case in a later
 onnx must be put into one of them.
@@ -22,7 +22,7 @@ import detent as dt
 onnx = pytest.importorskip("onnx")
 
 LEFT_OUT: dict[str, str] = {}
-"""Cases that need something detent does not have, with the reason; onnx 1.23 has none."""
+"""Cases that need something detent does not have, with the reason; empty for onnx 1.23."""
 
 QUANTIZE = (
     "test_quantizelinear",
@@ -76,9 +76,9 @@ def _cases() -> dict[str, object]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = collect_testcases(None)
-    wanted = ("test_quantizelinear", "test_dequantizelinear", "test_dynamicquantizelinear")
-    return {case.name: case for case in found if case.name.startswith(wanted)}
+        all_cases = collect_testcases(None)
+    prefixes = ("test_quantizelinear", "test_dequantizelinear", "test_dynamicquantizelinear")
+    return {case.name: case for case in all_cases if case.name.startswith(prefixes)}
 
 
 def _array(value: object) -> NDArray:

@@ -1,6 +1,6 @@
-"""PyTorch as a referee: its fake quantization, forward and backward, against `Convention.torch`.
+"""Comparison with PyTorch: its fake quantization, forward and backward, against `Convention.torch`.
 
-Proved here: on at least a million tie-adjacent points for each range of codes,
+Checked here: on at least a million tie-adjacent points for each range of codes,
 `torch.fake_quantize_per_tensor_affine` and `torch.fake_quantize_per_channel_affine` give detent's float32
 bits, and their gradients detent's. Infinite and huge inputs per channel are excluded by name
 (`KNOWN_WRONG`).
