@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from detent.demo.contest import export_float, without_norms
-from detent.demo.network import Course, logits_of, make_network, read_digits, repeatable
+from detent.demo.network import TrainingRun, logits_of, make_network, read_digits, repeatable
+from detent.demo.network_comparison import export_float, without_norms
 from detent.metrics import sqnr_db
 from detent.onnx_model import load, make_session
 
@@ -15,7 +15,7 @@ from detent.onnx_model import load, make_session
 def trained():
     train, test = read_digits()
     with repeatable(3):
-        return Course(train.first(320), 2, 3e-3, 0).train(make_network(), lambda: None), test.first(64)
+        return TrainingRun(train.first(320), 2, 3e-3, 0).train(make_network(), lambda: None), test.first(64)
 
 
 def test_folded_network_computes_the_same():
@@ -32,19 +32,19 @@ def test_file_computes_the_same_and_names_no_paths(tmp_path):
     model, test = trained()
     path = export_float(model, torch.from_numpy(test.images[:2]), tmp_path / "float.onnx")
     session = make_session(path, threads=1)
-    said = session.run(None, {"input": test.images})[0]
-    assert sqnr_db(logits_of(model, test).numpy(), said) > 100
+    logits = session.run(None, {"input": test.images})[0]
+    assert sqnr_db(logits_of(model, test).numpy(), logits) > 100
     assert [size.dim_param for size in load(path).graph.input[0].type.tensor_type.shape.dim][:1] == ["batch"]
     assert b"site-packages" not in path.read_bytes()
-    assert np.isfinite(said).all()
+    assert np.isfinite(logits).all()
 
 
 def test_a_course_depends_on_its_seed_alone():
     train, test = read_digits()
-    said = []
+    logits = []
     for course in (0, 0, 1):
         with repeatable(3):
-            model = Course(train.first(192), 1, 1e-3, course).train(make_network(), lambda: None)
-            said.append(logits_of(model, test.first(32)).numpy())
-    assert np.array_equal(said[0], said[1])
-    assert not np.array_equal(said[0], said[2])
+            model = TrainingRun(train.first(192), 1, 1e-3, course).train(make_network(), lambda: None)
+            logits.append(logits_of(model, test.first(32)).numpy())
+    assert np.array_equal(logits[0], logits[1])
+    assert not np.array_equal(logits[0], logits[2])

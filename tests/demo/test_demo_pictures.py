@@ -50,10 +50,10 @@ def test_source_and_licence_are_beside_the_data():
 
 def test_a_damaged_file_is_named(monkeypatch):
     monkeypatch.setattr(network, "FILE", "digits/README.md")
-    with pytest.raises(dt.FileFormatError, match=r"detent/demo/digits/README.md is damaged, install detent again"):
+    with pytest.raises(dt.FileFormatError, match=r"cannot read detent/demo/digits/README.md, reinstall detent"):
         read_digits()
 
 
 def test_images_without_labels_are_refused():
-    with pytest.raises(dt.ShapeError, match="3 labels go with images"):
+    with pytest.raises(dt.ShapeError, match="got 3 labels and images of shape"):
         Pictures(np.zeros((2, 1, 8, 8), np.float32), np.zeros(3, np.int64))

@@ -7,8 +7,8 @@ from detent.demo.network import repeatable
 
 def test_the_numbers_are_those_of_the_seed():
     with repeatable(5):
-        found = torch.rand(4)
-    assert torch.equal(found, torch.rand(4, generator=torch.Generator().manual_seed(5)))
+        drawn = torch.rand(4)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(5)))
 
 
 def test_generators_of_other_devices_are_left_alone(monkeypatch):

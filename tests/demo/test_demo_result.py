@@ -44,6 +44,13 @@ def test_json_takes_figures_that_are_not_finite():
     assert json.loads(result.to_json())["rows"][1]["sqnr_db"] == "inf"
 
 
+def test_notebooks_show_a_table():
+    assert repr(RESULT) == f"<DemoResult: 2 networks, {RESULT.codes_line()}, {RESULT.report_path}>"
+    text = RESULT._repr_html_()
+    assert text.count("<tr>") == 3
+    assert text.endswith(f"<div>{RESULT.codes_line()}</div>")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"accuracy_torch": 98.0}, {"accuracy_onnxruntime": float("nan")}, {"nbytes": 0}, {"equal_predictions": 501}],
@@ -55,10 +62,10 @@ def test_a_row_that_cannot_be(wrong):
 
 
 def test_every_quantized_row_has_a_verification():
-    with pytest.raises(dt.SpecError, match="has a verification"):
+    with pytest.raises(dt.SpecError, match="got verifications of"):
         replace(RESULT, verifications={})
 
 
 def test_an_unknown_row_is_named_with_those_that_exist():
-    with pytest.raises(dt.SpecError, match="no row is named 'W3': float, W2 QAT"):
+    with pytest.raises(dt.SpecError, match="no row has the label 'W3', expected one of float, W2 QAT"):
         RESULT["W3"]

@@ -19,7 +19,7 @@ LABELS = ["float", "W4 PTQ", "W4 QAT"]
 
 
 class Listener:
-    """What a run says."""
+    """Lines and progress that a run reports."""
 
     def __init__(self):
         self.lines, self.steps = [], []
@@ -30,7 +30,7 @@ class Listener:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run, and what it said."""
+    """Run the demo, and record its messages."""
     heard = Listener()
     result = demo.run(tmp_path_factory.mktemp("first"), quick=True, say=heard.lines.append, progress=heard.progress)
     return result, heard
@@ -110,8 +110,8 @@ def test_kept_model_is_the_row(first):
     assert path.stat().st_size == result["W4 QAT"].nbytes
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     test = demo.network.read_digits()[1].first(result["W4 QAT"].samples)
-    told = session.run(None, {"input": test.images})[0].argmax(1)
-    assert (told == test.labels).mean() == result["W4 QAT"].accuracy_onnxruntime
+    predicted = session.run(None, {"input": test.images})[0].argmax(1)
+    assert (predicted == test.labels).mean() == result["W4 QAT"].accuracy_onnxruntime
 
 
 def test_kept_images_are_some_to_train_on_and_fit_the_kept_models(first):
@@ -189,9 +189,9 @@ def test_a_seed_that_cannot_be(seed, tmp_path):
 
 
 def test_a_missing_package_is_one_line_with_the_command(tmp_path, monkeypatch):
-    known = demo.start.find_spec
+    find_spec = demo.start.find_spec
     monkeypatch.setattr(
-        "detent.demo.start.find_spec", lambda name: None if name in {"onnxscript", "jinja2"} else known(name)
+        "detent.demo.start.find_spec", lambda name: None if name in {"onnxscript", "jinja2"} else find_spec(name)
     )
     with pytest.raises(dt.UnsupportedError) as caught:
         demo.run(tmp_path)
@@ -218,7 +218,7 @@ def test_import_is_light():
 
 @pytest.mark.slow
 def test_whole_demo(tmp_path):
-    """What the README promises; a minute on a quiet machine."""
+    """Run the full demo as the README describes it; it takes a minute on an idle machine."""
     result = demo.run(tmp_path)
     assert [row.label for row in result.rows] == [
         "float",

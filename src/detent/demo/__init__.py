@@ -1,6 +1,6 @@
-"""The demo: train a small network for digits, quantize it in several ways, export and verify, in a minute.
+"""Demo: train a small network on digits, quantize it in several ways, export and verify it, in about a minute.
 
-``import detent.demo`` loads nothing heavy; ``run`` imports PyTorch, ONNX and ONNX Runtime.
+``import detent.demo`` is light; ``run`` imports PyTorch, ONNX and ONNX Runtime.
 """
 
 from detent.demo.result import DemoResult, DemoRow

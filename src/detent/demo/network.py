@@ -1,8 +1,8 @@
-"""Network and data of the demo: digits, the network, and the training loop that float and quantized networks share.
+"""Network and data of the demo: digits, the network, and the training loop for float and quantized networks.
 
-The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8. With 45,434
-parameters it trains in seconds, and is deep and narrow enough for 2-bit weights to cost accuracy. The digits are part
-of the package; their source and license are in ``digits/README.md``.
+The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8 pixels. With
+45,434 parameters it trains in seconds, and is deep and narrow enough to lose accuracy with 2-bit weights. The digits
+are part of the package; their source and license are in ``digits/README.md``.
 """
 
 import io
@@ -23,7 +23,7 @@ from detent.errors import FileFormatError, ShapeError
 from detent.kernels import get_num_threads, set_num_threads
 from detent.recipe import Recipe
 
-__all__ = ["Course", "Pictures", "calibrated", "logits_of", "make_network", "read_digits", "repeatable"]
+__all__ = ["Pictures", "TrainingRun", "calibrated", "logits_of", "make_network", "read_digits", "repeatable"]
 
 SIDE, CLASSES, BRIGHTEST = 8, 10, 16
 FILE = "digits/digits.npz"
@@ -39,29 +39,30 @@ class Pictures:
     def __post_init__(self) -> None:
         if self.images.shape != (len(self.labels), 1, SIDE, SIDE):
             raise ShapeError(
-                f"{len(self.labels)} labels go with images (n, 1, {SIDE}, {SIDE}), got {self.images.shape}"
+                f"got {len(self.labels)} labels and images of shape {self.images.shape}, expected images "
+                f"({len(self.labels)}, 1, {SIDE}, {SIDE})"
             )
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def first(self, count: int) -> "Pictures":
-        """The first images and labels."""
+        """Return the first images and labels."""
         return Pictures(self.images[:count], self.labels[:count])
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """The images in batches; the last may be smaller."""
+        """Return the images in batches; the last may be smaller."""
         return [self.images[i : i + size] for i in range(0, len(self), size)]
 
 
 def read_digits() -> tuple[Pictures, Pictures]:
-    """The training and the test images; the latter have 50 per class."""
+    """Return the training images and the test images, 50 per class."""
     try:
         with np.load(io.BytesIO(files("detent.demo").joinpath(FILE).read_bytes()), allow_pickle=False) as stored:
             images, labels, test = (np.asarray(stored[name]) for name in ("images", "labels", "test"))
         return _part(images, labels, ~test), _part(images, labels, test)
     except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise FileFormatError(f"detent/demo/{FILE} is damaged, install detent again: {error}") from error
+        raise FileFormatError(f"cannot read detent/demo/{FILE}, reinstall detent: {error}") from error
 
 
 def _part(images: NDArray[Any], labels: NDArray[Any], chosen: NDArray[Any]) -> Pictures:
@@ -93,11 +94,11 @@ def repeatable(seed: int) -> Iterator[None]:
 
 
 CHANNELS = (16, 32, 64, 32)
-AREA = 4 * 4  # of the classifier's input
+AREA = 4 * 4  # pixels per channel after the last convolution
 
 
 def make_network() -> nn.Sequential:
-    """A new network with random weights: (n, 1, 8, 8) to logits (n, 10)."""
+    """Create the network with random weights; it maps (n, 1, 8, 8) to logits (n, 10)."""
     first, second, third, hidden = CHANNELS
     layers: list[tuple[str, nn.Module]] = [
         *_norm_and_relu("conv1", nn.Conv2d(1, first, 3, padding=1, bias=False)),
@@ -119,12 +120,12 @@ def _norm_and_relu(name: str, layer: nn.Conv2d) -> list[tuple[str, nn.Module]]:
 
 
 BATCH = 64
-CONTRAST, NOISE = 0.5, 0.2  # variation of training images
-WEIGHT_DECAY, LABEL_SMOOTHING = 0.05, 0.1  # 1,297 images are few
+CONTRAST, NOISE = 0.5, 0.2  # augmentation: range of the contrast, standard deviation of the noise
+WEIGHT_DECAY, LABEL_SMOOTHING = 0.05, 0.1  # strong regularization, since there are only 1,297 training images
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingRun:
     """A training run with AdamW and a cosine schedule to zero."""
 
     pictures: Pictures
@@ -134,7 +135,7 @@ class Course:
 
     @property
     def steps(self) -> int:
-        """All optimizer steps; the incomplete batch of an epoch is left out."""
+        """Number of optimizer steps; an epoch's last, incomplete batch is skipped."""
         return self.epochs * (len(self.pictures) // BATCH)
 
     def train(self, model: nn.Sequential, after_step: Callable[[], object]) -> nn.Sequential:
@@ -145,14 +146,14 @@ class Course:
         for images, labels in self._batches():
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels, label_smoothing=LABEL_SMOOTHING)
-            loss.backward()  # type: ignore[no-untyped-call]  # of torch
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation for it
             optimizer.step()
             schedule.step()
             after_step()
         return model.eval()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images with random contrast and noise, the same for all networks."""
+        """Yield images with random contrast and noise, and labels; the same for all networks."""
         numbers = torch.Generator().manual_seed(self.seed)
         images, labels = torch.from_numpy(self.pictures.images), torch.from_numpy(self.pictures.labels)
         for _ in range(self.epochs):
@@ -165,7 +166,7 @@ class Course:
 
 
 def calibrated(model: nn.Sequential, recipe: Recipe, pictures: Pictures) -> nn.Sequential:
-    """Prepare the model in place, and calibrate it with all pictures."""
+    """Prepare the model in place, and calibrate it on all images."""
     qt.prepare(model, recipe)
     with qt.calibrating(model):
         for images in pictures.batches(BATCH):
@@ -174,7 +175,7 @@ def calibrated(model: nn.Sequential, recipe: Recipe, pictures: Pictures) -> nn.S
 
 
 def logits_of(model: nn.Sequential, pictures: Pictures) -> Tensor:
-    """The outputs of the model in evaluation mode."""
+    """Return the outputs of the model in evaluation mode."""
     model.eval()
     with torch.no_grad():
         logits: Tensor = model(torch.from_numpy(pictures.images))

@@ -1,4 +1,4 @@
-"""DemoResult: the results of the demo as a table, as numbers and as JSON."""
+"""DemoResult: results of the demo as a value, a table and JSON."""
 
 import json
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ from textwrap import wrap
 
 from detent.codec import encode
 from detent.errors import SpecError
-from detent.tables import table_lines
+from detent.tables import html_table, table_lines
 from detent.verification import VerifyReport
 
 __all__ = ["COLUMNS", "DemoResult", "DemoRow"]
 
 COLUMNS = ("", "PyTorch", "ONNX Runtime", "same class", "bytes", "ratio", "SQNR", "codes differ")
-WIDTH = 80
+WIDTH = 80  # columns of the notes
 NOTES = (
-    "W8, W4 and W2 are the bits of weights; their inputs have 8. At 4 and 2 bits the first and the last layer keep 8.",
-    "Accuracies are on images that no network was trained on; SQNR is that of the logits against float's.",
-    "PTQ quantizes the float network. QAT trains the last epochs quantized, as many as float gets; its weights are its "
-    "own, so that its SQNR says little: judge it by its accuracy.",
-    "Codes are those of all weights, and of every quantizer for its input in ONNX Runtime. The accumulation order "
-    "differs there, so logits differ a little.",
+    "W8, W4 and W2: bits of the weights; inputs have 8. At 4 and 2 bits the first and last layer have 8-bit weights.",
+    "Accuracy is measured on test images that are not used for training. SQNR compares the logits with float.",
+    "PTQ quantizes the trained float network. QAT trains the last epochs quantized, as many as float trains. That "
+    "changes the weights, so for QAT look at the accuracy, not at the SQNR.",
+    "Codes: those of all weights, and those of all activations, given the same input in PyTorch and ONNX Runtime. "
+    "Accumulation orders differ, so logits differ slightly.",
 )
 TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integers before opset 25."
 
@@ -31,14 +31,14 @@ class DemoRow:
     """One network of the demo, before or after quantization.
 
     Attributes:
-        label: "float", or the bits of its weights and how it was quantized, "W4 QAT".
-        recipe: the preset; None for float.
-        accuracy_torch, accuracy_onnxruntime: shares of the test images that are classified right.
-        samples: the number of test images.
-        equal_predictions: images for which both predict the same class, right or wrong.
-        nbytes, nbytes_float: sizes of this ONNX file and of the float network's.
-        sqnr_db: of the logits in ONNX Runtime, against those of the float network; None for float itself.
-        compared_codes, differing_codes: of level 1 of ``dt.verify``.
+        label: "float", or bits of the weights and method, such as "W4 QAT".
+        recipe: name of the preset; None for float.
+        accuracy_torch, accuracy_onnxruntime: shares of test images classified correctly.
+        samples: number of test images.
+        equal_predictions: images for which PyTorch and ONNX Runtime predict the same class.
+        nbytes, nbytes_float: sizes of this ONNX file and of the float network's file.
+        sqnr_db: SQNR of the logits in ONNX Runtime compared with the float network; None for float itself.
+        compared_codes, differing_codes: numbers of codes from level 1 of ``dt.verify``.
 
     >>> row = DemoRow("W4 QAT", "w4a8", 0.98, 0.978, 500, 499, 30_000, 180_000, 21.5, 1000, 0)
     >>> row.ratio, row.cells()
@@ -60,17 +60,17 @@ class DemoRow:
     def __post_init__(self) -> None:
         shares = (self.accuracy_torch, self.accuracy_onnxruntime)
         if not all(0 <= share <= 1 for share in shares):
-            raise SpecError(f"accuracies are shares from 0 to 1, got {shares}")
+            raise SpecError(f"got accuracies {shares}, expected shares from 0 to 1")
         if min(self.samples, self.nbytes, self.nbytes_float) <= 0 or self.equal_predictions > self.samples:
-            raise SpecError(f"a row needs samples and bytes, and at most as many equal predictions, got {self}")
+            raise SpecError(f"got {self}, expected samples and bytes above 0, and equal_predictions <= samples")
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the file is than the float network's."""
+        """Size of the float network's file divided by that of this file."""
         return self.nbytes_float / self.nbytes
 
     def cells(self) -> tuple[str, ...]:
-        """The cells of the table row."""
+        """Return the cells of the table row."""
         return (
             self.label,
             f"{100 * self.accuracy_torch:.1f} %",
@@ -85,14 +85,17 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The results of the demo; ``print`` shows the table.
+    """Results of the demo; ``str`` is a table.
 
     Attributes:
-        rows: float first.
-        verifications: a report for each quantized row, by label.
-        report_path: the HTML report.
-        files: all files that were written, the report first.
-        shown: the label of the row whose file was written and whose layers are in the report.
+        rows: one row per network, float first.
+        verifications: the ``VerifyReport`` of each quantized row, by label.
+        report_path: path of the HTML report.
+        files: paths of all files written, the report first.
+        shown: label of the row whose file was written and whose layers are in the report.
+        seed: seed of the run.
+        quick: whether it was a quick run.
+        facts: labels and texts about network, data and training.
 
     >>> rows = (DemoRow("float", None, 0.99, 0.99, 500, 500, 180_000, 180_000),
     ...         DemoRow("W8 QAT", "w8a8", 0.99, 0.99, 500, 500, 60_000, 180_000, 31.0, 1000, 0))
@@ -114,17 +117,17 @@ class DemoResult:
     def __post_init__(self) -> None:
         quantized = {row.label for row in self.rows if row.recipe is not None}
         if quantized != set(self.verifications) or self.shown not in quantized:
-            raise SpecError(f"each of {sorted(quantized)} has a verification, got {sorted(self.verifications)}")
+            raise SpecError(f"got verifications of {sorted(self.verifications)}, expected {sorted(quantized)}")
 
     def __getitem__(self, label: str) -> DemoRow:
         rows = {row.label: row for row in self.rows}
         if label not in rows:
-            raise SpecError(f"no row is named {label!r}: {', '.join(rows)}")
+            raise SpecError(f"no row has the label {label!r}, expected one of {', '.join(rows)}")
         return rows[label]
 
     @property
     def verification(self) -> VerifyReport:
-        """The verification of the written file, at all three levels; at the first if the run was quick."""
+        """Verification of the written file, at all three levels; of a quick run only at level 1."""
         return self.verifications[self.shown]
 
     @property
@@ -134,25 +137,25 @@ class DemoResult:
 
     @property
     def compared_codes(self) -> int:
-        """The number of compared codes in all files."""
+        """Number of compared codes in all files."""
         return sum(row.compared_codes for row in self.rows)
 
     @property
     def differing_codes(self) -> int:
-        """The number of codes that differ."""
+        """Number of codes that differ in all files."""
         return sum(row.differing_codes for row in self.rows)
 
     def codes_line(self) -> str:
-        """One line: how many codes differ."""
+        """Return the line with the number of codes that differ."""
         return f"codes that differ: {self.differing_codes} of {self.compared_codes}"
 
     def notes(self) -> tuple[str, ...]:
-        """Notes below the table."""
+        """Return the notes below the table."""
         has_two = any(row.label.startswith("W2") for row in self.rows)
         return (*NOTES[:1], *((TWO_BITS,) if has_two else ()), *NOTES[1:])
 
     def to_json(self) -> str:
-        """Everything except the verifications' details as JSON; SQNRs that are not finite are text."""
+        """Serialize to JSON, without the details of verifications; an infinite SQNR is written as text."""
         rows = [asdict(row) | {"ratio": row.ratio, "sqnr_db": encode(row.sqnr_db)} for row in self.rows]
         content = {
             "version": 1,
@@ -169,6 +172,14 @@ class DemoResult:
         return json.dumps(content, allow_nan=False)
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *(row.cells() for row in self.rows)]
         notes = [line for note in self.notes() for line in wrap(note, WIDTH)]
-        return "\n".join([*table_lines(rows, right=range(1, len(COLUMNS))), "", *notes, "", self.codes_line()])
+        return "\n".join([*table_lines(self._table(), right=range(1, len(COLUMNS))), "", *notes, "", self.codes_line()])
+
+    def __repr__(self) -> str:
+        return f"<DemoResult: {len(self.rows)} networks, {self.codes_line()}, {self.report_path}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table(), right=range(1, len(COLUMNS)), notes=[*self.notes(), self.codes_line()])
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [COLUMNS, *(row.cells() for row in self.rows)]

@@ -1,4 +1,4 @@
-"""Entry of the demo: ``run``, which imports what it needs when it is called."""
+"""Entry point of the demo: ``run``, which imports PyTorch and ONNX when it is called."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ LARGEST_SEED = (1 << 31) - 1
 
 
 def run(
-    folder: str | PathLike[str] = ".",
+    directory: str | PathLike[str] = ".",
     *,
     seed: int = 0,
     quick: bool = False,
@@ -25,19 +25,19 @@ def run(
 ) -> DemoResult:
     """Train a small network, quantize it in six ways, export and verify each, and write a report.
 
-    The network classifies handwritten digits. It is trained in float; quantized after training (PTQ) and trained
-    quantized (QAT), with weights of 8, 4 and 2 bits; exported to ONNX; run in ONNX Runtime; and compared code by code.
-    It runs on one thread with seeds, so the same machine gives the same numbers each time; PyTorch's random state,
-    threads and settings are restored. It takes about a minute.
+    The network classifies handwritten digits. It is trained in float, then quantized after training (PTQ) and trained
+    quantized (QAT), with weights of 8, 4 and 2 bits. Each network is exported to ONNX, run in ONNX Runtime, and
+    compared code by code. The demo runs on one thread with a fixed seed, so results on one machine are the same each
+    time. PyTorch's random state, threads and settings are restored. It takes about a minute.
 
     Args:
-        folder: the output directory. Files named ``demo-report.html``, ``demo-float.onnx``, ``demo-w4-qat.onnx`` and
-            ``demo-calibration.npz`` are replaced, at the end. To go on from there:
+        directory: the output directory. Existing files named ``demo-report.html``, ``demo-float.onnx``,
+            ``demo-w4-qat.onnx`` and ``demo-calibration.npz`` are replaced at the end. A next step to try:
             ``detent quantize demo-float.onnx --data demo-calibration.npz``.
         seed: seed for weight initialization and image order.
-        quick: 4 bits only and few epochs, in seconds; for tests.
-        say: called with each line of progress text.
-        progress: called with a stage, its steps done, and its total steps.
+        quick: whether to run in seconds, with 4 bits only and few epochs; for tests.
+        say: function called with each line of progress text.
+        progress: function called with the name of a stage, its steps done, and their total.
 
     Raises:
         UnsupportedError: a package is missing; the message has the command that installs it.
@@ -45,18 +45,18 @@ def run(
         SpecError: the seed is not an integer from 0 to 2**31-1.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     result = run(folder, quick=True)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     result = run(directory, quick=True)
     ...     [path.name for path in result.files]
     ['demo-report.html', 'demo-float.onnx', 'demo-w4-qat.onnx', 'demo-calibration.npz']
     >>> result.differing_codes, result["W4 QAT"].ratio > 4
     (0, True)
     """
     seed = as_integer("seed", seed, at_least=0, at_most=LARGEST_SEED)
-    output_directory = check_directory(folder)
+    output_directory = check_directory(directory)
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UnsupportedError(f"the demo needs {', '.join(missing)}: {install_hint('all')}")
-    from detent.demo.contest import run_comparison  # noqa: PLC0415 - it loads PyTorch, ONNX and ONNX Runtime
+    from detent.demo.network_comparison import run_comparison  # noqa: PLC0415 - imports PyTorch and ONNX Runtime
 
     return run_comparison(output_directory, seed, quick=bool(quick), say=say, progress=progress)

@@ -27,7 +27,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import detent.report as qr
 import detent.torch as qt
-from detent.demo.network import Course, Pictures, calibrated, logits_of, make_network, read_digits, repeatable
+from detent.demo.network import Pictures, TrainingRun, calibrated, logits_of, make_network, read_digits, repeatable
 from detent.demo.result import COLUMNS, DemoResult, DemoRow
 from detent.metrics import sqnr_db
 from detent.onnx_model import load, make_session, save
@@ -44,14 +44,14 @@ __all__ = ["Budget", "DemoFiles", "export_float", "run_comparison", "without_nor
 OPSET = 21
 REPORT, CALIBRATION = "demo-report.html", "demo-calibration.npz"
 REPORT_BATCH = 100  # images per batch for the report's metrics
-ABOUT_SQNR = "of logits against float's; QAT has weights of its own, so judge it by its accuracy"
+ABOUT_SQNR = "logits compared with float; QAT changes the weights, so its accuracy matters, not its SQNR"
 NO_BREAK_SPACE = "\u00a0"
-CALIBRATION_IMAGES = 256
-FIRST_RATE, RATE = 3e-3, 1e-3
+CALIBRATION_IMAGES = 256  # that are written for later use
+FIRST_LEARNING_RATE, LAST_LEARNING_RATE = 3e-3, 1e-3
 VERIFY_BATCH = 100  # images per batch
 REPORTED = "W4 QAT"  # the row whose file is written and whose layers are in the report
 FULLY_VERIFIED = (REPORTED, "W8 QAT")  # the rows that are verified at all levels
-STEPS_AFTER_TRAINING = 3  # of a progress bar: export, run, verify
+STEPS_AFTER_TRAINING = 3  # steps of the progress bar: export, verify, run
 
 Say = Callable[[str], object]
 Progress = Callable[[str, int, int], object]
@@ -59,7 +59,7 @@ Logits = NDArray[np.float32]
 
 
 def without_norms(model: nn.Sequential) -> nn.Sequential:
-    """A copy in evaluation mode with batch norms folded into the convolutions before them."""
+    """Return a copy in evaluation mode, with batch norms folded into the convolutions before them."""
     layers: dict[str, nn.Module] = {}
     last = ""
     for name, each in copy.deepcopy(model).eval().named_children():
@@ -72,37 +72,37 @@ def without_norms(model: nn.Sequential) -> nn.Sequential:
 
 
 def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
-    """Write a float model as an ONNX file, cleaned like quantized ones, so that sizes compare."""
+    """Export a float model to ONNX with the cleanup of quantized exports, so that file sizes are comparable."""
     shapes = ({0: torch.export.Dim.AUTO},)
     proto, _ = run_exporter(without_norms(model), ((example,), {}), OPSET, shapes, ["output"])
-    version: str = import_module("detent").__version__  # by name: the package imports higher layers, too
+    version: str = import_module("detent").__version__  # by name, because of the import layers
     save(load(export_graph.finalize(export_graph.clean(proto), version)), path)
     return path
 
 
 @dataclass(frozen=True)
 class DemoFiles:
-    """Inputs of ``write_files``: the directories of exported and of written files, the images, and report facts."""
+    """Inputs of ``write_files``."""
 
-    scratch: Path
-    folder: Path
+    scratch: Path  # directory of the exported files
+    directory: Path  # output directory
     train: Pictures
     test: Pictures
-    label: str
-    facts: Mapping[str, str]
+    label: str  # label of the network to write
+    facts: Mapping[str, str]  # for the summary of the report
 
     @property
     def names(self) -> tuple[str, str]:
-        """The file names of the float and the quantized model."""
+        """File names of the float and of the quantized model."""
         return _file_name("float"), _file_name(self.label)
 
 
 def write_files(
     files: DemoFiles, rows: tuple[DemoRow, ...], verifications: Mapping[str, VerifyReport], *, seed: int, quick: bool
 ) -> DemoResult:
-    """Write the report, the float and the quantized model, and calibration images."""
-    report_path, data = files.folder / REPORT, files.folder / CALIBRATION
-    models = tuple(files.folder / name for name in files.names)
+    """Write the report, the float model, the quantized model and calibration images."""
+    report_path, data = files.directory / REPORT, files.directory / CALIBRATION
+    models = tuple(files.directory / name for name in files.names)
     paths = (report_path, *models, data)
     result = DemoResult(rows, verifications, report_path, paths, files.label, seed, quick, files.facts)
     report = _build_report(files, result)
@@ -119,7 +119,7 @@ def _build_report(files: DemoFiles, result: DemoResult) -> qr.Report:
     artifact = files.scratch / files.names[1]
     source = artifact.with_name(f"{artifact.stem}-in-float.onnx")
     table = qr.Table(
-        "Accuracy, size and proof: float, quantized after training (PTQ), trained quantized (QAT)",
+        "Accuracy, size and verification: float, quantized after training (PTQ), trained quantized (QAT)",
         ("network", *COLUMNS[1:]),
         tuple(tuple(cell.replace(" ", NO_BREAK_SPACE) for cell in row.cells()) for row in result.rows),
     )
@@ -151,7 +151,7 @@ class Budget:
 
     @classmethod
     def quick(cls) -> "Budget":
-        """A run of seconds, for tests."""
+        """Return the budget of a run that takes seconds, for tests."""
         return cls(epochs=3, more_epochs=1, bits=(4,), train=640, test=200)
 
 
@@ -164,13 +164,13 @@ class _Setup:
     quick: bool
 
     @property
-    def course(self) -> Course:
-        return Course(self.train, self.budget.epochs, FIRST_RATE, 2 * self.seed)
+    def first_epochs(self) -> TrainingRun:
+        return TrainingRun(self.train, self.budget.epochs, FIRST_LEARNING_RATE, 2 * self.seed)
 
     @property
-    def more(self) -> Course:
-        """The last epochs, of float and quantized networks."""
-        return Course(self.train, self.budget.more_epochs, RATE, 2 * self.seed + 1)
+    def last_epochs(self) -> TrainingRun:
+        """The last epochs, in float or quantized."""
+        return TrainingRun(self.train, self.budget.more_epochs, LAST_LEARNING_RATE, 2 * self.seed + 1)
 
     def levels(self, label: str) -> tuple[int, ...]:
         return (1, 2, 3) if label in FULLY_VERIFIED and not self.quick else (1,)
@@ -178,19 +178,21 @@ class _Setup:
     def facts(self, parameters: int) -> dict[str, str]:
         return {
             "network": f"{parameters:,} parameters: convolutions, depthwise blocks, two linear layers",
-            "data": f"handwritten digits, {len(self.train):,} images to train on, {len(self.test):,} to test on",
+            "data": f"handwritten digits, {len(self.train):,} training and {len(self.test):,} test images",
             "training": f"{self.budget.epochs} epochs in float, {self.budget.more_epochs} more in float or quantized",
             "seed": str(self.seed),
         }
 
 
-def run_comparison(folder: Path, seed: int, *, quick: bool, say: Say | None, progress: Progress | None) -> DemoResult:
-    """Run the demo, with checked arguments."""
+def run_comparison(
+    directory: Path, seed: int, *, quick: bool, say: Say | None, progress: Progress | None
+) -> DemoResult:
+    """Run the demo; the arguments are checked already."""
     budget = Budget.quick() if quick else Budget()
     train, test = read_digits()
     setup = _Setup(train.first(budget.train or len(train)), test.first(budget.test or len(test)), budget, seed, quick)
     with repeatable(seed), tempfile.TemporaryDirectory(prefix="detent-demo-") as scratch:
-        return _Comparison(setup, Path(scratch), say, progress).run(folder)
+        return _Comparison(setup, Path(scratch), say, progress).run(directory)
 
 
 class _ProgressBar:
@@ -214,33 +216,33 @@ class _Comparison:
         self.verifications: dict[str, VerifyReport] = {}
         self.float_logits: Logits = np.zeros((0, 0), np.float32)
 
-    def run(self, folder: Path) -> DemoResult:
+    def run(self, directory: Path) -> DemoResult:
         network = make_network()
         facts = self.setup.facts(sum(each.numel() for each in network.parameters()))
-        self.say(f"{facts['data']}; a network of {facts['network']}")
-        checkpoint, trained = self._train_float(network)
+        self.say(f"{facts['data']}; a network with {facts['network']}")
+        base, trained = self._train_float(network)
         for bits in self.setup.budget.bits:
             self._quantize_after(trained, bits)
-            self._quantize_aware(checkpoint, bits)
+            self._quantize_aware(base, bits)
         bar = _ProgressBar(self.progress, "report", 1)
-        files = DemoFiles(self.scratch, folder, self.train, self.test, REPORTED, facts)
+        files = DemoFiles(self.scratch, directory, self.train, self.test, REPORTED, facts)
         result = write_files(files, tuple(self.rows), self.verifications, seed=self.setup.seed, quick=self.setup.quick)
         bar.step()
-        self.say(f"written to {folder}: {', '.join(path.name for path in result.files)}")
+        self.say(f"written to {directory}: {', '.join(path.name for path in result.files)}")
         return result
 
     def _train_float(self, network: nn.Sequential) -> tuple[nn.Sequential, nn.Sequential]:
-        """The network where QAT starts, and the same after the last epochs in float."""
-        steps = self.setup.course.steps + self.setup.more.steps + STEPS_AFTER_TRAINING - 1
+        """Return the network that QAT starts from, and the network after the last epochs in float."""
+        steps = self.setup.first_epochs.steps + self.setup.last_epochs.steps + STEPS_AFTER_TRAINING - 1
         bar = _ProgressBar(self.progress, "float", steps)
-        checkpoint = self.setup.course.train(network, bar.step)
-        trained = self.setup.more.train(copy.deepcopy(checkpoint), bar.step)
+        base = self.setup.first_epochs.train(network, bar.step)
+        trained = self.setup.last_epochs.train(copy.deepcopy(base), bar.step)
         path = export_float(trained, self.example, self.scratch / _file_name("float"))
         bar.step()
         self.float_logits = logits_of(trained, self.test).numpy()
         self._add("float", None, path, self.float_logits)
         bar.step()
-        return checkpoint, trained
+        return base, trained
 
     def _quantize_after(self, trained: nn.Sequential, bits: int) -> None:
         label = f"W{bits} PTQ"
@@ -249,12 +251,12 @@ class _Comparison:
         bar.step()
         self._export(label, f"w{bits}a8", model, bar, levels=(1,))
 
-    def _quantize_aware(self, checkpoint: nn.Sequential, bits: int) -> None:
+    def _quantize_aware(self, base: nn.Sequential, bits: int) -> None:
         label = f"W{bits} QAT"
-        bar = _ProgressBar(self.progress, label, self.setup.more.steps + STEPS_AFTER_TRAINING)
-        model = calibrated(copy.deepcopy(checkpoint), Recipe.preset(f"w{bits}a8", mode=Learned()), self.train)
-        self.setup.more.train(model, bar.step)
-        if label == REPORTED and not self.setup.quick:  # for the report: its own weights in float, layer by layer
+        bar = _ProgressBar(self.progress, label, self.setup.last_epochs.steps + STEPS_AFTER_TRAINING)
+        model = calibrated(copy.deepcopy(base), Recipe.preset(f"w{bits}a8", mode=Learned()), self.train)
+        self.setup.last_epochs.train(model, bar.step)
+        if label == REPORTED and not self.setup.quick:  # the report compares layers with the QAT weights in float
             in_float = copy.deepcopy(model)
             qt.unprepare(in_float)
             export_float(in_float, self.example, self.scratch / _file_name(f"{label}-in-float"))
@@ -293,5 +295,5 @@ class _Comparison:
             differing_codes=0 if report is None else report.differing_codes,
         )
         self.rows.append(row)
-        line = f"{label}: {100 * row.accuracy_onnxruntime:.1f} % right in ONNX Runtime, {nbytes:,} bytes"
+        line = f"{label}: {100 * row.accuracy_onnxruntime:.1f} % accuracy in ONNX Runtime, {nbytes:,} bytes"
         self.say(line if report is None else f"{line}, {row.differing_codes} of {row.compared_codes} codes differ")
