@@ -1,4 +1,4 @@
-"""What the tests of reports share: small quantized files and reports with every part."""
+"""Shared by the tests of reports: small quantized files and reports with every part."""
 
 from itertools import pairwise
 
@@ -13,12 +13,12 @@ from detent.verification import Difference, EndToEnd, Kernel, VerifyReport
 __all__ = [
     "EVIL",
     "big_report",
+    "example_mix",
+    "example_sensitivity",
+    "example_verification",
     "feeds",
     "float_model",
     "full_report",
-    "made_mix",
-    "made_sensitivity",
-    "made_verification",
     "quantized",
     "sites_model",
 ]
@@ -78,7 +78,7 @@ def sites_model(scale=0.5, zero=3, bound=None):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def made_verification(differing=0):
+def example_verification(differing=0):
     first = None
     if differing:
         first = Difference("fc0_Q", "fc0_q", (0, 3), 17, 18, 0.35, 0.02, 0, f"another code {EVIL}")
@@ -95,7 +95,7 @@ def made_verification(differing=0):
     )
 
 
-def made_sensitivity(names=("fc0", "fc1", "fc2")):
+def example_sensitivity(names=("fc0", "fc1", "fc2")):
     layers = [
         LayerNoise(
             name,
@@ -110,8 +110,8 @@ def made_sensitivity(names=("fc0", "fc1", "fc2")):
     return Sensitivity(tuple(layers), ("int4/axis0", "int8/axis0"))
 
 
-def made_mix(names=("fc0", "fc1", "fc2")):
-    return made_sensitivity(names).mixed(dict.fromkeys(names, "int8/axis0")).with_measured(20.25)
+def example_mix(names=("fc0", "fc1", "fc2")):
+    return example_sensitivity(names).mixed(dict.fromkeys(names, "int8/axis0")).with_measured(20.25)
 
 
 def full_report(folder, title="small & <b>bold</b>", names=None):
@@ -123,9 +123,9 @@ def full_report(folder, title="small & <b>bold</b>", names=None):
         feeds(),
         source=model,
         result=result,
-        verification=made_verification(),
-        sensitivity=made_sensitivity(own),
-        mix=made_mix(own),
+        verification=example_verification(),
+        sensitivity=example_sensitivity(own),
+        mix=example_mix(own),
         title=title,
         facts={"Accuracy": "97.1 %"},
         tables=[qr.Table("Accuracies", ("model", "top 1"), (("float", "97.3 %"), ("w8a8", "97.1 %")))],

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from report_models import EVIL, big_report, full_report, made_verification
+from report_models import EVIL, big_report, example_verification, full_report
 
 import detent.report as qr
 
@@ -21,7 +21,7 @@ LONG = "/model/" + "a_very_long_name_without_any_place_to_break" * 4
 
 
 def driver_or_reason():
-    """A browser, or why there is none."""
+    """Return a browser and "", or None and the reason."""
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
         return None, f"{' and '.join(missing)} not installed: apt install chromium chromium-driver"
@@ -57,18 +57,18 @@ def pages(tmp_path_factory):
     full = full_report(folder, names=("fc0", EVIL, LONG))
     failed = replace(
         full,
-        verification=qr.build(folder / "small.onnx", verification=made_verification(differing=3)).verification,
+        verification=qr.build(folder / "small.onnx", verification=example_verification(differing=3)).verification,
     )
-    made = {"full": full, "big": big_report(60), "failed": failed, "bare": qr.Report("bare", None, 8)}
+    reports = {"full": full, "big": big_report(60), "failed": failed, "bare": qr.Report("bare", None, 8)}
     other = replace(
         full,
         title=LONG,
         layers=tuple(replace(each, output_sqnr_db=each.output_sqnr_db - 3) for each in full.layers[1:]),
     )
-    made["both"] = qr.compare(full, other)
-    for name, page in made.items():
+    reports["both"] = qr.compare(full, other)
+    for name, page in reports.items():
         page.save(folder / f"{name}.html")
-    return {name: folder / f"{name}.html" for name in made}
+    return {name: folder / f"{name}.html" for name in reports}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def key(name):
 
 
 def column(browser, index):
-    """What is shown in a column, row by row."""
+    """Return the visible values of a column, row by row."""
     script = """return Array.from(document.querySelectorAll('#layer-table tbody:not([hidden]) .row'),
         row => row.cells[arguments[0]].dataset.v)"""
     return run(browser, script, index)
@@ -133,8 +133,8 @@ def test_no_errors_and_no_requests(show, pages, name):
     run(browser, "document.querySelectorAll('button:not(#save-json)').forEach(each => each.click())")
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
-    assert [url.partition("#")[0] for url in asked] == [pages[name].as_uri()]
+    urls = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+    assert [url.partition("#")[0] for url in urls] == [pages[name].as_uri()]
 
 
 def test_the_policy_stops_requests(show):
@@ -142,8 +142,8 @@ def test_the_policy_stops_requests(show):
     run(browser, "const i = new Image(); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")
     script = "const done = arguments[0]; fetch('http://127.0.0.1:9/').then(() => done('sent'), () => done('stopped'))"
     assert browser.execute_async_script(script) == "stopped"
-    said = " ".join(entry["message"] for entry in browser.get_log("browser"))
-    assert "Content Security Policy" in said
+    messages = " ".join(entry["message"] for entry in browser.get_log("browser"))
+    assert "Content Security Policy" in messages
 
 
 def test_hostile_names_stay_text(show):
@@ -188,14 +188,14 @@ def test_sorting_with_the_pointer(show):
     sqnr.click()
     assert sort_state(browser) == [[4, "descending"]]
     values = column(browser, 4)
-    known = [float(value) for value in values if value]
-    assert known == sorted(known, reverse=True)
-    assert values[len(known) :] == [""] * (len(values) - len(known)) != []
+    numbers = [float(value) for value in values if value]
+    assert numbers == sorted(numbers, reverse=True)
+    assert values[len(numbers) :] == [""] * (len(values) - len(numbers)) != []
     sqnr.click()
     values = column(browser, 4)
     assert sort_state(browser) == [[4, "ascending"]]
-    assert [float(value) for value in values if value] == sorted(known)
-    assert values[-1] == ""  # what is not known stays last
+    assert [float(value) for value in values if value] == sorted(numbers)
+    assert values[-1] == ""  # unknown values stays last
 
 
 def test_sorting_with_the_keyboard(show):
@@ -310,24 +310,24 @@ def test_tooltips_with_pointer_and_keyboard(show):
     assert not tip.is_displayed()
 
 
-def luminance(colour):
-    parts = [float(part) / 255 for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
+def luminance(color):
+    parts = [float(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 CONTRAST = """
 const solid = each => { for (; each; each = each.parentElement) {
-    const colour = getComputedStyle(each).backgroundColor;
-    if (colour !== 'rgba(0, 0, 0, 0)') return colour; } };
-const found = {};
+    const color = getComputedStyle(each).backgroundColor;
+    if (color !== 'rgba(0, 0, 0, 0)') return color; } };
+const pairs = {};
 for (const each of document.querySelectorAll('main *, header *')) {
     const own = Array.from(each.childNodes).some(node => node.nodeType === 3 && node.textContent.trim());
     if (!own || each.closest('svg') || !each.checkVisibility()) continue;
     const pair = [getComputedStyle(each).color, solid(each)];
-    found[pair.join(';')] = [...pair, each.className || each.tagName];
+    pairs[pair.join(';')] = [...pair, each.className || each.tagName];
 }
-return Object.values(found)"""
+return Object.values(pairs)"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -376,10 +376,10 @@ def test_without_scripts_everything_is_visible(show, browser):
             "Array.from(document.querySelectorAll('.detail')).filter(each => each.checkVisibility()).length + ';' +"
             "document.getElementById('tools').checkVisibility()"
         )
-        found = browser.execute_cdp_cmd("Runtime.evaluate", {"expression": script})
+        result = browser.execute_cdp_cmd("Runtime.evaluate", {"expression": script})
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert found["result"]["value"] == "60;false"
+    assert result["result"]["value"] == "60;false"
 
 
 def test_structure_for_assistive_tools(show):

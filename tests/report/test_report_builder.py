@@ -1,4 +1,4 @@
-"""Reports of files: every figure beside the same figure found in another way, and nothing where nothing is known."""
+"""Reports of files: every metric is compared with an independent computation, and unknown values are None."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,12 +6,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from report_models import (
+    example_mix,
+    example_sensitivity,
+    example_verification,
     feeds,
     float_model,
     full_report,
-    made_mix,
-    made_sensitivity,
-    made_verification,
     quantized,
     sites_model,
 )
@@ -27,8 +27,8 @@ from detent.report.tensor_stats import Distribution, QuantizerStats, code_histog
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A model whose weights are rounded as they are."""
+def example(tmp_path_factory):
+    """A model whose weights are only rounded, its file and the report of quantize."""
     folder = tmp_path_factory.mktemp("building")
     return quantized(folder, equalize=False, smooth=False, bias_correction=False, keep_float="none")
 
@@ -48,11 +48,11 @@ def test_histogram_counts_what_is_in_its_bins(seed):
     for part in parts:
         seen.add(part)
     values = np.concatenate(parts).astype(np.float64)
-    found = seen.histogram()
-    edges = found.low + found.width * np.arange(len(found.counts) + 1)
+    histogram = seen.histogram()
+    edges = histogram.low + histogram.width * np.arange(len(histogram.counts) + 1)
     expected = [int(np.count_nonzero((values >= a) & (values < b))) for a, b in pairwise(edges)]
-    assert list(found.counts) == expected
-    assert sum(found.counts) == values.size == seen.count
+    assert list(histogram.counts) == expected
+    assert sum(histogram.counts) == values.size == seen.count
     assert (seen.minimum, seen.maximum) == (values.min(), values.max())
 
 
@@ -66,10 +66,10 @@ def test_histogram_of_nasty_values(values):
     seen.add(np.float32(values))
     seen.add(np.float32([]))
     seen.add(np.float32([np.nan, np.inf]))
-    found = seen.histogram()
-    assert sum(found.counts) == len(values)
+    histogram = seen.histogram()
+    assert sum(histogram.counts) == len(values)
     assert seen.not_finite == 2
-    assert found.low <= float(min(np.float32(values))) <= float(max(np.float32(values))) <= found.high
+    assert histogram.low <= float(min(np.float32(values))) <= float(max(np.float32(values))) <= histogram.high
 
 
 def test_histogram_of_nothing():
@@ -80,10 +80,10 @@ def test_histogram_of_nothing():
 
 
 def test_codes_share_bins():
-    found = code_histogram(np.arange(255), -127)
-    assert len(found.counts) == 64
-    assert sum(found.counts) == 254 * 255 // 2
-    assert (found.low, found.width, found.of) == (-127.5, 4.0, "codes")
+    histogram = code_histogram(np.arange(255), -127)
+    assert len(histogram.counts) == 64
+    assert sum(histogram.counts) == 254 * 255 // 2
+    assert (histogram.low, histogram.width, histogram.of) == (-127.5, 4.0, "codes")
 
 
 # Activations
@@ -92,50 +92,50 @@ def test_codes_share_bins():
 def test_activation_figures_are_those_of_the_metrics():
     data = [np.random.default_rng(i).normal(scale=30, size=500).astype(np.float32) for i in range(3)]
     page = qr.build(sites_model(), data)
-    found = page.others[0]
+    tensor = page.others[0]
     params = dt.QuantParams("uint8/tensor/affine", 0.5, 3)
     whole = np.concatenate(data)
     q = dt.quantize(whole, params)
-    assert found.clip_fraction == pytest.approx(metrics.clip_fraction(whole, params), rel=1e-5)
-    assert found.sqnr_db == pytest.approx(metrics.sqnr_db(whole, q.dequantize()), rel=1e-5)
-    assert found.codes_used / found.codes_available == pytest.approx(metrics.code_usage(q))
-    assert (found.clip_low, found.clip_high) == (-1.5, 126.0)
-    assert found.minimum == pytest.approx(whole.min(), rel=1e-5)
-    assert found.elements == whole.size == sum(found.histogram.counts)
+    assert tensor.clip_fraction == pytest.approx(metrics.clip_fraction(whole, params), rel=1e-5)
+    assert tensor.sqnr_db == pytest.approx(metrics.sqnr_db(whole, q.dequantize()), rel=1e-5)
+    assert tensor.codes_used / tensor.codes_available == pytest.approx(metrics.code_usage(q))
+    assert (tensor.clip_low, tensor.clip_high) == (-1.5, 126.0)
+    assert tensor.minimum == pytest.approx(whole.min(), rel=1e-5)
+    assert tensor.elements == whole.size == sum(tensor.histogram.counts)
     assert page.batches == 3
 
 
 def test_without_data_only_the_range_is_known():
-    found = qr.build(sites_model()).others[0]
-    assert (found.clip_low, found.clip_high, found.codes_available) == (-1.5, 126.0, 256)
-    assert found.sqnr_db is found.clip_fraction is found.codes_used is found.histogram is found.minimum is None
+    tensor = qr.build(sites_model()).others[0]
+    assert (tensor.clip_low, tensor.clip_high, tensor.codes_available) == (-1.5, 126.0, 256)
+    assert tensor.sqnr_db is tensor.clip_fraction is tensor.codes_used is tensor.histogram is tensor.minimum is None
 
 
 def test_a_clip_of_the_models_own_clips_nothing():
     data = [np.float32([-50, 1, 2, 50])]
-    found = qr.build(sites_model(bound=(0.0, 6.0)), data).others[0]
-    assert found.name == "x_clipped"
-    assert found.clip_fraction == 0
+    tensor = qr.build(sites_model(bound=(0.0, 6.0)), data).others[0]
+    assert tensor.name == "x_clipped"
+    assert tensor.clip_fraction == 0
 
 
 def test_a_clip_of_the_quantizer_is_part_of_it():
     model = sites_model(bound=(-1.5, 6.0))
     Provenance(activations={"Q": "x"}).write(model)
-    found = qr.build(model, [np.float32([-50, 1, 2, 50])]).others[0]
-    assert found.name == "x"
-    assert found.clip_fraction == 0.5
-    assert (found.clip_low, found.clip_high, found.codes_available) == (-1.5, 6.0, 16)
+    tensor = qr.build(model, [np.float32([-50, 1, 2, 50])]).others[0]
+    assert tensor.name == "x"
+    assert tensor.clip_fraction == 0.5
+    assert (tensor.clip_low, tensor.clip_high, tensor.codes_available) == (-1.5, 6.0, 16)
 
 
 def test_values_that_are_no_numbers_are_told():
     artifact = open_quantized(sites_model())
     watched = QuantizerStats(artifact, artifact.quantize_nodes[0])
     watched.reading().take({"x": np.float32([1, 2, np.inf]), "q": np.uint8([5, 7, 255])})
-    found = watched.result()
-    assert found.note == "1 values were NaN or infinite"
-    assert sum(found.histogram.counts) == 2
-    assert found.codes_used == 3
-    assert not np.isfinite(found.sqnr_db)
+    tensor = watched.result()
+    assert tensor.note == "1 values were NaN or infinite"
+    assert sum(tensor.histogram.counts) == 2
+    assert tensor.codes_used == 3
+    assert not np.isfinite(tensor.sqnr_db)
 
 
 def test_at_most_eight_batches_are_read():
@@ -154,8 +154,8 @@ def test_at_most_eight_batches_are_read():
 # Weights
 
 
-def test_weight_figures_are_those_of_the_metrics(made):
-    model, path, result = made
+def test_weight_figures_are_those_of_the_metrics(example):
+    model, path, result = example
     page = qr.build(path, feeds(), source=model, result=result)
     file = load(path)
     about = Provenance.read(file)
@@ -180,8 +180,8 @@ def test_weight_figures_are_those_of_the_metrics(made):
         assert decoded.size < layer.nbytes < 2 * layer.nbytes_float
 
 
-def test_weights_are_told_apart_by_their_codes(made, tmp_path):
-    model, path, _ = made
+def test_weights_are_told_apart_by_their_codes(example, tmp_path):
+    model, path, _ = example
     same, other = qr.build(path), quantized(tmp_path, "w4a8", model, keep_float="none")[1]
     both = qr.compare(same, qr.build(other))
     [narrow] = [each for each in both.layers if each.b.weight.codes_text == "codes -7..7"]  # two of three keep 8 bits
@@ -192,10 +192,10 @@ def test_weights_are_told_apart_by_their_codes(made, tmp_path):
     assert len({layer.weight.digest for layer in same.layers}) == len(same.layers)
 
 
-def test_the_source_alone_tells_the_same(made):
-    model, path, result = made
-    told, alone = (qr.build(path, feeds(), source=model, result=each) for each in (result, None))
-    for layer in told.layers:
+def test_the_source_alone_tells_the_same(example):
+    model, path, result = example
+    with_result, alone = (qr.build(path, feeds(), source=model, result=each) for each in (result, None))
+    for layer in with_result.layers:
         other = by_name(alone)[layer.name]
         assert other.weight.sqnr_db == layer.weight.sqnr_db
         assert other.output_sqnr_db == layer.output_sqnr_db
@@ -203,41 +203,41 @@ def test_the_source_alone_tells_the_same(made):
         assert other.status == layer.status
 
 
-def test_other_weights_are_not_compared(made):
-    _, path, _ = made
+def test_other_weights_are_not_compared(example):
+    _, path, _ = example
     page = qr.build(path, feeds(), source=float_model(seed=1))
     assert {layer.weight.sqnr_db for layer in page.layers} == {None}
     assert [layer.name for layer in page.layers if layer.output_sqnr_db is not None] == ["fc2"]  # the output itself
 
 
 @pytest.mark.parametrize("factor", [1.25, 0.8, -1.0])
-def test_scaled_weights_are_not_compared(made, factor):
-    model, path, _ = made
+def test_scaled_weights_are_not_compared(example, factor):
+    model, path, _ = example
     scaled = type(model)()
     scaled.CopyFrom(model)
     weight = scaled.graph.initializer[0]
     weight.raw_data = (array_of(weight) * np.float32(factor)).tobytes()
-    found = by_name(qr.build(path, source=scaled))
-    assert found["fc0"].weight.sqnr_db is None
-    assert found["fc1"].weight.sqnr_db is not None
+    layers = by_name(qr.build(path, source=scaled))
+    assert layers["fc0"].weight.sqnr_db is None
+    assert layers["fc1"].weight.sqnr_db is not None
 
 
 def test_smoothed_weights_are_compared_with_what_they_were_made_from(tmp_path):
     model, path, result = quantized(tmp_path)
     assert any("smoothed" in step for step in result.steps)
-    told, alone = (by_name(qr.build(path, feeds(), source=model, result=each)) for each in (result, None))
-    smoothed = [name for name, layer in told.items() if "smoothed" in layer.weight.name]
+    with_result, alone = (by_name(qr.build(path, feeds(), source=model, result=each)) for each in (result, None))
+    smoothed = [name for name, layer in with_result.items() if "smoothed" in layer.weight.name]
     assert smoothed
     for name in smoothed:
-        assert 20 < told[name].weight.sqnr_db < 60
+        assert 20 < with_result[name].weight.sqnr_db < 60
         assert alone[name].weight.sqnr_db is None
 
 
 # Layers
 
 
-def test_result_sqnr_is_that_of_both_models(made):
-    model, path, _ = made
+def test_result_sqnr_is_that_of_both_models(example):
+    model, path, _ = example
     page = qr.build(path, feeds(), source=model)
     file, float_file = load(path), load(model)
     for each in (file, float_file):
@@ -251,8 +251,8 @@ def test_result_sqnr_is_that_of_both_models(made):
     assert 0.9 <= page.agreement <= 1
 
 
-def test_layers_come_by_noise_share(made):
-    model, path, _ = made
+def test_layers_come_by_noise_share(example):
+    model, path, _ = example
     page = qr.build(path, feeds(), source=model)
     assert page.noise_share_basis == "output"
     shares = [layer.noise_share for layer in page.layers]
@@ -262,11 +262,11 @@ def test_layers_come_by_noise_share(made):
     assert sqnr == sorted(sqnr)
 
 
-def test_noise_share_takes_the_best_that_there_is(made):
-    model, path, result = made
+def test_noise_share_takes_the_best_that_there_is(example):
+    model, path, result = example
     given = {"source": model, "result": result}
     bases = [
-        qr.build(path, feeds(), **given, sensitivity=made_sensitivity()).noise_share_basis,
+        qr.build(path, feeds(), **given, sensitivity=example_sensitivity()).noise_share_basis,
         qr.build(path, feeds(), **given).noise_share_basis,
         qr.build(path, **given).noise_share_basis,
         qr.build(path, feeds()).noise_share_basis,
@@ -275,29 +275,31 @@ def test_noise_share_takes_the_best_that_there_is(made):
     assert bases == ["sensitivity", "output", "weight", "input", "none"]
 
 
-def test_sensitivity_ranks_by_the_option_of_the_layer(made):
-    _, path, result = made
-    found = made_sensitivity()
-    loud = replace(found.layers[0], noise={**found.layers[0].noise, "int4/axis0": 99.0})  # which no layer has
-    found = replace(found, layers=(loud, *found.layers[1:]))
-    page = qr.build(path, result=result, sensitivity=found, mix=made_mix())
+def test_sensitivity_ranks_by_the_option_of_the_layer(example):
+    _, path, result = example
+    sensitivity = example_sensitivity()
+    loud = replace(
+        sensitivity.layers[0], noise={**sensitivity.layers[0].noise, "int4/axis0": 99.0}
+    )  # which no layer has
+    sensitivity = replace(sensitivity, layers=(loud, *sensitivity.layers[1:]))
+    page = qr.build(path, result=result, sensitivity=sensitivity, mix=example_mix())
     assert [layer.name for layer in page.layers] == ["fc2", "fc1", "fc0"]
     assert [layer.noise_share for layer in page.layers] == pytest.approx([4 / 7, 2 / 7, 1 / 7], rel=1e-5)
     assert page.mix.measured_sqnr_db == 20.25
     assert page.mix.options["fc0"] == "int8/axis0"
 
 
-def test_real_sensitivity_fits(made):
+def test_real_sensitivity_fits(example):
     import detent.sensitivity as qs
 
-    model, path, result = made
-    found = qs.measure(model, feeds(), widths=(4, 8), samples=16)
-    smallest = found.curve()[0][0]
-    mix = found.choose(smallest + 200)
-    page = qr.build(path, result=result, sensitivity=found, mix=mix)
+    model, path, result = example
+    sensitivity = qs.measure(model, feeds(), widths=(4, 8), samples=16)
+    smallest = sensitivity.curve()[0][0]
+    mix = sensitivity.choose(smallest + 200)
+    page = qr.build(path, result=result, sensitivity=sensitivity, mix=mix)
     assert page.noise_share_basis == "sensitivity"
     assert len(page.sensitivity.layers) == 3
-    assert page.sensitivity == found
+    assert page.sensitivity == sensitivity
     assert page.mix == mix
     assert qr.Report.from_json(page.to_json()) == page
     assert "Predicted" in page.to_html()
@@ -314,8 +316,8 @@ def test_float_layers_say_why_and_come_last(tmp_path):
         assert last.nbytes == last.nbytes_float == 16 * 16 * 4
 
 
-def test_integers_are_counted(made):
-    _, path, result = made
+def test_integers_are_counted(example):
+    _, path, result = example
     page = qr.build(path)
     assert page.counts[2] == sum(layer.in_integers for layer in result.layers)
     assert {layer.kernel for layer in page.layers} == {layer.kernel for layer in result.layers}
@@ -351,8 +353,8 @@ def test_groups(tmp_path):
 # Files of others
 
 
-def test_a_foreign_file(made, tmp_path):
-    model, path, _ = made
+def test_a_foreign_file(example, tmp_path):
+    model, path, _ = example
     foreign = load(path)
     del foreign.metadata_props[:]
     save(foreign, tmp_path / "foreign.onnx")
@@ -370,8 +372,8 @@ def test_a_foreign_file(made, tmp_path):
     assert "--skip" in own.to_html()
 
 
-def test_names_of_modules_name_layers(made):
-    _, path, _ = made
+def test_names_of_modules_name_layers(example):
+    _, path, _ = example
     file = load(path)
     about = Provenance.read(file)
     names = {codes: f"body.{layer}.weight" for codes, layer in about.weights.items()}
@@ -402,7 +404,7 @@ def test_a_file_of_torch(tmp_path):
         prepared(x)
     prepared.eval()
     qt.export_onnx(prepared, x[:2], tmp_path / "net.onnx")
-    page = qr.build(tmp_path / "net.onnx", [x.numpy()], verification=made_verification())
+    page = qr.build(tmp_path / "net.onnx", [x.numpy()], verification=example_verification())
     assert {layer.name for layer in page.layers} == {"body", "head"}
     assert page.reproduction.origin == "torch"
     assert page.reproduction.recipe == "w4a8"
@@ -412,8 +414,8 @@ def test_a_file_of_torch(tmp_path):
     assert "--skip" not in page.to_html()
 
 
-def test_nodes_of_one_name_are_told_apart(made):
-    _, path, _ = made
+def test_nodes_of_one_name_are_told_apart(example):
+    _, path, _ = example
     file = load(path)
     del file.metadata_props[:]
     for node in file.graph.node:
@@ -423,8 +425,8 @@ def test_nodes_of_one_name_are_told_apart(made):
     assert len({layer.weight.shape for layer in page.layers}) == 3
 
 
-def test_a_file_that_no_runtime_takes(made):
-    _, path, _ = made
+def test_a_file_that_no_runtime_takes(example):
+    _, path, _ = example
     file = load(path)
     file.opset_import.add(domain="elsewhere", version=1)
     file.graph.node.add(op_type="Odd", domain="elsewhere", input=["y"], output=["z"], name="odd")
@@ -438,20 +440,20 @@ def test_a_file_that_no_runtime_takes(made):
     assert str(caught.value).count("ONNX Runtime failed") == 1
 
 
-def test_errors_of_the_data_are_the_users_own(made):
+def test_errors_of_the_data_are_the_users_own(example):
     def broken():
         yield feeds()[0]
         raise RuntimeError("the disk is gone")
 
     with pytest.raises(RuntimeError, match=r"^the disk is gone$"):
-        qr.build(made[1], broken())
+        qr.build(example[1], broken())
 
 
 # The rest
 
 
-def test_sizes_add_up(made):
-    _, path, result = made
+def test_sizes_add_up(example):
+    _, path, result = example
     page = qr.build(path, result=result)
     assert sum(part.nbytes for part in page.sizes) == page.nbytes_after == path.stat().st_size
     codes = next(part.nbytes for part in page.sizes if part.name == "codes of weights")
@@ -459,21 +461,21 @@ def test_sizes_add_up(made):
     assert page.nbytes_before == result.nbytes_before
 
 
-def test_reproduction(made):
+def test_reproduction(example):
     import hashlib
 
-    _, path, _ = made
-    found = qr.build(path, command="detent quantize a.onnx").reproduction
-    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    assert dt.Recipe.from_toml(found.recipe_toml) == dt.Recipe.preset("w8a8")
-    assert {"detent", "numpy", "onnx", "onnxruntime"} <= set(found.versions)
-    assert found.command == "detent quantize a.onnx"
-    assert len(found.data) == 64
+    _, path, _ = example
+    reproduction = qr.build(path, command="detent quantize a.onnx").reproduction
+    assert reproduction.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert dt.Recipe.from_toml(reproduction.recipe_toml) == dt.Recipe.preset("w8a8")
+    assert {"detent", "numpy", "onnx", "onnxruntime"} <= set(reproduction.versions)
+    assert reproduction.command == "detent quantize a.onnx"
+    assert len(reproduction.data) == 64
 
 
-def test_verification_is_told(made):
-    _, path, _ = made
-    page = qr.build(path, verification=made_verification(differing=7))
+def test_verification_is_told(example):
+    _, path, _ = example
+    page = qr.build(path, verification=example_verification(differing=7))
     assert not page.verification.ok
     assert page.verification.differing_codes == 7
     assert "fc0_q[0, 3] is 18, expected 17" in str(page.verification.first_difference)
@@ -482,8 +484,8 @@ def test_verification_is_told(made):
     assert "not ok: fc0_Q: another code" in text
 
 
-def test_a_source_with_other_ends_is_a_note(made):
-    _, path, _ = made
+def test_a_source_with_other_ends_is_a_note(example):
+    _, path, _ = example
     other = float_model()
     other.graph.input[0].name = other.graph.node[0].input[0] = "z"
     page = qr.build(path, feeds(), source=other)
@@ -492,25 +494,25 @@ def test_a_source_with_other_ends_is_a_note(made):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "said"),
+    ("make", "error", "words"),
     [
         (lambda path: qr.build(float_model()), UnsupportedError, "no QuantizeLinear"),
         (lambda path: qr.build(path.with_name("none.onnx")), FileFormatError, "no such file"),
-        (lambda path: qr.build(path, [np.zeros((1, 3), np.float32)]), ShapeError, "takes (any, 12)"),
+        (lambda path: qr.build(path, [np.zeros((1, 3), np.float32)]), ShapeError, "expects (any, 12)"),
         (lambda path: qr.build(path, [np.zeros((1, 12))]), DtypeError, "float64"),
         (lambda path: qr.build(path, verification="ok"), DtypeError, "expected the result of dt.verify"),
         (lambda path: qr.build(path, tables=[("a", ["b"], [])]), DtypeError, "in tables, expected qr.Table"),
     ],
     ids=["float", "missing", "shape", "dtype", "verification", "tables"],
 )
-def test_bad_input_is_refused(made, make, error, said):
+def test_bad_input_is_refused(example, make, error, words):
     with pytest.raises(error) as caught:
-        make(made[1])
-    assert said in str(caught.value)
+        make(example[1])
+    assert words in str(caught.value)
 
 
-def test_the_file_and_the_source_stay_as_they_are(made):
-    model, path, result = made
+def test_the_file_and_the_source_stay_as_they_are(example):
+    model, path, result = example
     before = model.SerializeToString(), path.read_bytes(), result.plan.model.SerializeToString()
     qr.build(path, feeds(), source=model, result=result)
     assert before == (model.SerializeToString(), path.read_bytes(), result.plan.model.SerializeToString())

@@ -40,7 +40,7 @@ def change(page, edit):
     return json.dumps(about)
 
 
-HOSTILE = {
+MALFORMED = {
     "not json": (lambda about: None, "is not valid JSON"),
     "another kind": (lambda about: about.update(kind="recipe"), "not a detent report"),
     "another version": (lambda about: about.update(version=9), "version 9"),
@@ -75,17 +75,17 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_json_is_refused(page, name):
-    edit, said = HOSTILE[name]
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_json_is_refused(page, name):
+    edit, words = MALFORMED[name]
     text = "{" if name == "not json" else change(page, edit)
     with pytest.raises(FileFormatError) as caught:
         qr.Report.from_json(text)
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
         ("[" * 100_000, "is not valid JSON"),
         ('{"kind": 1, "kind": 2}', "duplicate keys"),
@@ -95,10 +95,10 @@ def test_hostile_json_is_refused(page, name):
     ],
     ids=["deep", "twice", "list", "nan", "bytes"],
 )
-def test_other_texts_are_refused(text, said):
+def test_other_texts_are_refused(text, words):
     with pytest.raises(FileFormatError) as caught:
         qr.Report.from_json(text)
-    assert said in str(caught.value)
+    assert words in str(caught.value)
 
 
 def test_text_that_is_too_large_is_refused():
@@ -128,8 +128,8 @@ def test_files_of_both_kinds_come_back(page, tmp_path):
 def test_other_files_are_refused(tmp_path):
     (tmp_path / "a.html").write_text("<p>no report</p>")
     (tmp_path / "b.html").write_bytes(b"\xff\xfe")
-    for path, said in (("a.html", "no report-data"), ("b.html", "UTF-8"), ("c.json", "cannot be read")):
-        with pytest.raises(FileFormatError, match=said):
+    for path, words in (("a.html", "no report-data"), ("b.html", "UTF-8"), ("c.json", "cannot be read")):
+        with pytest.raises(FileFormatError, match=words):
             qr.Report.load(tmp_path / path)
     with pytest.raises(FileFormatError, match="suffix"):
         qr.Report.load(tmp_path / "a.txt")
@@ -164,9 +164,9 @@ def test_import_is_light():
     import sys
 
     code = "import detent.report, sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "detent" in found
-    assert not {"torch", "onnx", "onnxruntime", "jinja2"} & set(found)
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "detent" in modules
+    assert not {"torch", "onnx", "onnxruntime", "jinja2"} & set(modules)
 
 
 # The page as text
@@ -277,8 +277,8 @@ def summary_rows(html):
 
 def test_comparison_leaves_out_what_neither_knows(page):
     everything = ["Size", "Output SQNR", "Top-1 agreement", "Layers quantized", "Layers on integer kernels", "Recipe"]
-    known = replace(page, agreement=0.5)
-    assert summary_rows(qr.compare(known, page).to_html()) == [*everything, "Verified"]
+    with_agreement = replace(page, agreement=0.5)
+    assert summary_rows(qr.compare(with_agreement, page).to_html()) == [*everything, "Verified"]
     bare = qr.Report("bare", None, 8)
     assert summary_rows(qr.compare(bare, bare).to_html()) == ["Size", "Layers quantized", "Layers on integer kernels"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
-from report_models import feeds, float_model, made_mix, made_sensitivity, made_verification, quantized
+from report_models import example_mix, example_sensitivity, example_verification, feeds, float_model, quantized
 
 import detent.report as qr
 import detent.sensitivity as qs
@@ -35,9 +35,9 @@ def test_matching_candidate_a_spec(spec, options, expected):
 
 def test_noise_share_is_that_of_the_option_a_layer_has(tmp_path):
     model, path, result = quantized(tmp_path, "w8a16")
-    found = qs.measure(model, feeds(), widths=(2, 8))
-    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
-    noise = {layer.name: layer.noise["int8/axis0"] for layer in found.layers}
+    sensitivity = qs.measure(model, feeds(), widths=(2, 8))
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=sensitivity)
+    noise = {layer.name: layer.noise["int8/axis0"] for layer in sensitivity.layers}
     total = sum(noise.values())
     assert page.noise_share_basis == "sensitivity"
     assert {layer.name: layer.noise_share for layer in page.layers} == {
@@ -47,15 +47,15 @@ def test_noise_share_is_that_of_the_option_a_layer_has(tmp_path):
 
 def test_layers_of_no_measured_option_have_no_noise_share_by_it(tmp_path):
     model, path, result = quantized(tmp_path, "w8a16")
-    found = qs.measure(model, feeds(), widths=(2, 4))
-    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
+    sensitivity = qs.measure(model, feeds(), widths=(2, 4))
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=sensitivity)
     assert page.noise_share_basis == "output"
 
 
 def test_noise_share_of_a_recipe_that_was_measured(tmp_path):
     model, path, result = quantized(tmp_path)
-    found = qs.measure(model, feeds(), "w8a8")
-    page = qr.build(path, feeds(), source=model, result=result, sensitivity=found)
+    sensitivity = qs.measure(model, feeds(), "w8a8")
+    page = qr.build(path, feeds(), source=model, result=result, sensitivity=sensitivity)
     assert page.noise_share_basis == "sensitivity"
     assert all(layer.noise_share is not None for layer in page.layers if layer.is_quantized)
 
@@ -90,8 +90,8 @@ def test_size_of_the_float_model_with_data_outside(tmp_path):
     model, path, _ = quantized(tmp_path)
     source = tmp_path / "float.onnx"
     onnx.save(model, source, save_as_external_data=True, location="float.onnx.data", size_threshold=0)
-    found = qr.build(path, source=source).nbytes_before
-    assert found == source.stat().st_size + (tmp_path / "float.onnx.data").stat().st_size
+    nbytes = qr.build(path, source=source).nbytes_before
+    assert nbytes == source.stat().st_size + (tmp_path / "float.onnx.data").stat().st_size
 
 
 # Figures
@@ -123,7 +123,7 @@ def test_comparison_of_shares_is_json():
 
 def whole_page():
     return qr.Report(
-        "a", 1, 1, verification=made_verification(differing=3), sensitivity=made_sensitivity(), mix=made_mix()
+        "a", 1, 1, verification=example_verification(differing=3), sensitivity=example_sensitivity(), mix=example_mix()
     )
 
 
