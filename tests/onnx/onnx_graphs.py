@@ -1,4 +1,4 @@
-"""Small models, made by code, with the patterns that quantizers must find their places in."""
+"""Small models with the operator patterns that Q/DQ placement must handle."""
 
 from collections import Counter
 
@@ -28,9 +28,9 @@ class Maker:
 
     def add(self, op, inputs, outputs=1, name=None, **attributes):
         self.count += 1
-        made = [f"t{self.count}"] if outputs == 1 else [f"t{self.count}_{i}" for i in range(outputs)]
-        self.nodes.append(helper.make_node(op, inputs, made, name=name or f"{op}{self.count}", **attributes))
-        return made[0] if outputs == 1 else made
+        names = [f"t{self.count}"] if outputs == 1 else [f"t{self.count}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(op, inputs, names, name=name or f"{op}{self.count}", **attributes))
+        return names[0] if outputs == 1 else names
 
     def conv(self, x, before, after, size=3, group=1, bias=True, name=None, weight=None, **attributes):
         weight = weights(after, before // group, size, size, seed=len(self.nodes)) if weight is None else weight
@@ -44,12 +44,12 @@ class Maker:
         return self.add("MatMul", [x, self.constant(weight)], name=name)
 
     def model(self, inputs, outputs, domains=()) -> ModelProto:
-        given = [
+        arguments = [
             helper.make_tensor_value_info(name, kind if isinstance(kind, int) else TensorProto.FLOAT, shape)
             for name, shape, kind in [(*each, None)[:3] for each in inputs]
         ]
-        made = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
-        graph = helper.make_graph(self.nodes, "g", given, made, self.tensors)
+        results = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+        graph = helper.make_graph(self.nodes, "g", arguments, results, self.tensors)
         opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(name, 1) for name in domains)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=self.ir)
 
@@ -66,7 +66,7 @@ def rows(count=4, width=16, length=6):
 
 
 def operators(model) -> Counter:
-    """How often each operator is in the graph that ONNX Runtime makes."""
+    """Count the operators of the graph that ONNX Runtime optimizes."""
     return Counter(node.op_type for node in optimized(model).graph.node)
 
 

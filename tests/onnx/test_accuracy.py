@@ -1,4 +1,4 @@
-"""What keeps the accuracy: each step on a model that needs it."""
+"""Accuracy passes, each on a model that needs it."""
 
 import numpy as np
 import pytest
@@ -24,19 +24,19 @@ def choose_clipped(plan, seen):
 
 
 def smooth(plan, feeds):
-    """The smoothed model, and what was chosen."""
+    """Return the smoothed model and the chosen factors."""
     chosen = smoothquant.choose(plan, feeds)
     return smoothquant.apply(qo.load(plan.model), chosen), list(chosen)
 
 
 def equalize(plan, feeds):
-    """The equalized model, and what was chosen."""
+    """Return the equalized model and the chosen factors."""
     chosen = equalization.choose(plan, feeds)
     return equalization.apply(qo.load(plan.model), chosen), list(chosen)
 
 
 def outlying(width=32, folded=True):
-    """A matrix product behind a normalisation, whose input has outliers in some channels."""
+    """A matmul after a normalization, whose input has outliers in some channels."""
     m = Maker()
     gain = np.ones(width, np.float32)
     gain[[3, 17]] = 60
@@ -55,13 +55,13 @@ def test_smoothing_moves_outliers_into_the_weight(folded):
     assert done[0].gain_db > 6
     kinds = [node.op_type for node in smoothed.graph.node]
     assert kinds == (["LayerNormalization", "MatMul"] if folded else ["LayerNormalization", "Mul", "MatMul"])
-    expected, found = (make_session(each).run(None, feeds[0]) for each in (model, smoothed))
-    for old, new in zip(expected, found, strict=True):
+    expected, got = (make_session(each).run(None, feeds[0]) for each in (model, smoothed))
+    for old, new in zip(expected, got, strict=True):
         np.testing.assert_allclose(new, old, rtol=0, atol=1e-5 * np.abs(old).max())
 
 
-def test_a_handful_of_rows_is_no_reason_to_smooth():
-    """The largest of eight numbers is chance: factors made of it would cost what they seem to bring."""
+def test_few_rows_are_not_smoothed():
+    """The largest of eight numbers is chance: its factors do not generalize."""
     m = Maker()
     model = m.model([("x", ["N", 288])], [m.matmul("x", 288, 4, name="head")])
     few = [{"x": np.random.default_rng(i).normal(size=(1, 288)).astype(np.float32)} for i in range(8)]
@@ -88,7 +88,7 @@ def test_smoothing_in_the_whole_job(tmp_path):
     assert smoothed.steps[0].startswith("smoothed")
 
 
-def test_inputs_without_outliers_are_left_alone():
+def test_inputs_without_outliers_are_not_smoothed():
     m = Maker()
     model = m.model([("x", [1, "n", 16])], [m.matmul("x", 16, 16, name="fc")])
     even = [{"x": np.random.default_rng(0).uniform(-1, 1, (1, 400, 16)).astype(np.float32)}]
@@ -114,14 +114,14 @@ def test_bias_correction_removes_the_mean_error():
     assert next(iter(after.values())) > next(iter(before.values()))
     means = []
     for each in ({}, arrays):
-        made = make_session(qo.insert(plan, seen, params=params, biases=each))
-        off = [made.run(None, feed)[0] - make_session(model).run(None, feed)[0] for feed in feeds]
+        session = make_session(qo.insert(plan, seen, params=params, biases=each))
+        off = [session.run(None, feed)[0] - make_session(model).run(None, feed)[0] for feed in feeds]
         means.append(np.abs(np.mean(off, axis=(0, 1, 3, 4))).mean())
     assert means[1] < 0.7 * means[0]
 
 
 def hurting():
-    """One small layer whose channels are of very different size, all of which matter."""
+    """One small layer with channels of very different size that all matter."""
     m = Maker()
     spread = weights(16, 1, 3, 3) * np.logspace(-3, 1, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
     t = m.add("Relu", [m.conv("x", 16, 16, group=16, weight=spread, bias=False, name="spread")])
@@ -132,13 +132,13 @@ def hurting():
     return m.model([("x", [2, 16, 8, 8])], [t])
 
 
-def test_layers_that_hurt_stay_float(tmp_path):
+def test_float_fallback_keeps_the_noisiest_layers_in_float(tmp_path):
     model, feeds = hurting(), images(4, channels=16)
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, feeds)
-    found = choose_float(plan, choose_params(plan, seen), seen.samples[:1])
-    assert next(iter(found)) in {"spread", "mix"}
-    assert found[next(iter(found))] >= 0.25
+    shares = choose_float(plan, choose_params(plan, seen), seen.samples[:1])
+    assert next(iter(shares)) in {"spread", "mix"}
+    assert shares[next(iter(shares))] >= 0.25
     others = {"progress": False, "bias_correction": False, "equalize": False}
     kept = qo.quantize(model, tmp_path / "a.onnx", feeds, **others)
     all_in = qo.quantize(model, tmp_path / "b.onnx", feeds, keep_float="none", **others)
@@ -184,7 +184,7 @@ def test_scales_of_multiples_are_rounded_once(factor):
 def test_outliers_are_clipped_only_where_layers_gain():
     m = Maker()
     weight = weights(16, 8)
-    weight[0] *= 30  # what the outliers meet
+    weight[0] *= 30  # the weight of the outliers
     model = m.model([("x", [1, "n", 16])], [m.matmul("x", 16, 8, weight=weight, name="fc")])
     feeds = rows(length=400)
     for feed in feeds:
@@ -196,7 +196,7 @@ def test_outliers_are_clipped_only_where_layers_gain():
     assert choose_clipped(plan, seen) == set()
 
 
-def test_tensors_on_their_way_out_keep_all_of_their_range():
+def test_tensors_that_reach_an_output_are_not_clipped():
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 16, name="first")])
     scores = m.add("Sigmoid", [t])
@@ -214,12 +214,12 @@ def test_channels_before_a_depthwise_convolution_are_equalized(tmp_path):
     even = weights(16, 1, 3, 3) / np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
     t = m.add("Relu", [m.conv(t, 16, 16, group=16, weight=even, name="depthwise")])
     model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4, name="behind")]), images()
-    made, done = equalize(qo.plan(qo.prepare(model)), feeds)
+    equalized, done = equalize(qo.plan(qo.prepare(model)), feeds)
     assert (done[0].maker, *done[0].readers) == ("before", "depthwise")
     assert done[0].strength == 1
     for feed in feeds:
-        expected, found = (make_session(each).run(None, feed)[0] for each in (model, made))
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+        expected, got = (make_session(each).run(None, feed)[0] for each in (model, equalized))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
     plain, better = (
         qo.quantize(model, tmp_path / "q.onnx", feeds, equalize=on, keep_float="none", progress=False)
         for on in (False, True)
@@ -232,10 +232,10 @@ def test_grouped_readers_get_the_factors_of_their_own_inputs():
     uneven = weights(16, 8, 1, 1) * np.logspace(-2, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
     t = m.conv("x", 8, 16, 1, weight=uneven, name="before")
     model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 6, group=2, name="grouped")]), images()
-    made, done = equalize(qo.plan(qo.prepare(model)), feeds)
+    equalized, done = equalize(qo.plan(qo.prepare(model)), feeds)
     assert done
-    expected, found = (make_session(each).run(None, feeds[0])[0] for each in (model, made))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    expected, got = (make_session(each).run(None, feeds[0])[0] for each in (model, equalized))
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 def test_gelu_stays_one_operator():
@@ -246,6 +246,6 @@ def test_gelu_stays_one_operator():
     t = m.add("Mul", [m.add("Mul", [t, bent]), half])
     model, feeds = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 16, 4)]), images()
     plan = qo.plan(qo.prepare(model))
-    made = qo.insert(plan, qo.calibrate(plan, feeds))
-    assert operators(made)["Gelu"] == 1
-    assert operators(made)["Erf"] == 0
+    quantized = qo.insert(plan, qo.calibrate(plan, feeds))
+    assert operators(quantized)["Gelu"] == 1
+    assert operators(quantized)["Erf"] == 0

@@ -1,4 +1,4 @@
-"""Decisions: what quantize decides is one value, and rewriting by it gives quantize's file, byte for byte."""
+"""Decisions: quantize returns them as one value, and rewrite gives the file of quantize from it, byte for byte."""
 
 import importlib
 import json
@@ -30,7 +30,7 @@ random_model = importlib.import_module("random_graphs").random_model
 
 
 def outlying(width=32):
-    """A matmul behind a normalization, with outliers, and a computed constant."""
+    """A matmul after a normalization, with outliers, and a computed constant."""
     m = Maker()
     gain = np.ones(width, np.float32)
     gain[[3, 17]] = 60
@@ -41,7 +41,7 @@ def outlying(width=32):
 
 
 def uneven():
-    """Convolutions whose channels differ in size, which equalization evens out."""
+    """Convolutions with channels of different ranges, for cross-layer equalization."""
     m = Maker()
     spread = np.logspace(-2.5, 0.5, 16, dtype=np.float32).reshape(-1, 1, 1, 1)
     t = m.add("Relu", [m.conv("x", 8, 16, 1, weight=weights(16, 8, 1, 1) * spread, name="before")])
@@ -66,7 +66,7 @@ def rewritten(model, decisions):
 
 
 CASES = [
-    *((seed, "w8a8", "onnxruntime") for seed in range(14) if seed not in {3, 8}),  # of these no layer is quantized
+    *((seed, "w8a8", "onnxruntime") for seed in range(14) if seed not in {3, 8}),  # these quantize no layer
     *((seed, recipe, "onnxruntime") for seed in (0, 4) for recipe in ("w4a8", "w4a4", "w8a16", "w4a16-g4")),
     *((seed, "w8a8", target) for seed in (1, 2) for target in ("onnxruntime-avx2", "openvino-vnni")),
 ]
@@ -80,7 +80,7 @@ def test_rewrite_makes_the_file_of_quantize(tmp_path, seed, recipe, target):
     again = qo.Decisions.from_json(decisions.to_json())
     assert again == decisions
     file = onnx.load(tmp_path / "a.onnx")
-    entries = [each for each in file.metadata_props if each.key != "detent.runtime"]  # of this machine
+    entries = [each for each in file.metadata_props if each.key != "detent.runtime"]  # depends on this machine
     assert (len(file.metadata_props) - len(entries)) == target.startswith("onnxruntime")
     del file.metadata_props[:]
     file.metadata_props.extend(entries)
@@ -139,11 +139,11 @@ def test_threads_change_nothing(tmp_path, smoothed):
     assert results[0] == results[1] == rewritten(tmp_path / "model.onnx", decisions)
 
 
-# Frozen bytes: made by hand, so that nothing that is decided or drawn at random can move them.
+# Frozen bytes: written by hand, independent of searches and random numbers.
 
 
 def chain():
-    """Conv, Relu, Conv, and a Gemm with a bias: pairs behind activations, int32 biases, a float layer."""
+    """Conv, Relu, Conv, and a Gemm with a bias: Q/DQ pairs of activations, int32 biases, a float layer."""
 
     def constant(name, *shape):
         values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -225,7 +225,7 @@ def lookup():
     )
 
 
-GOLDEN = {  # by rewrite_version: other bytes need another version, and a line of their own
+GOLDEN = {  # by rewrite_version: different bytes need a new version, and a new line
     1: {"chain": "8053dc73dec88715", "lookup": "9a5b911b1408f6e2"},
     2: {"chain": "3ec2536f89a809c1", "lookup": "85be936afdd9f625"},
 }
@@ -236,10 +236,10 @@ def test_frozen_bytes(make):
     assert sha256(rewritten(*make())).hexdigest()[:16] == GOLDEN[REWRITE_VERSION][make.__name__]
 
 
-# Changed decisions are honored.
+# Changed decisions are applied.
 
 
-def test_another_scale_is_written():
+def test_a_changed_scale_is_written():
     model, decisions = chain()
     ranges = {**decisions.ranges, "x": qo.RangeDecision(0.5, 7)}
     changed = qo.rewrite(model, replace(decisions, ranges=ranges))
@@ -433,7 +433,7 @@ def test_layers_in_float_need_a_name_and_a_reason():
         decisions.with_layers_in_float(["first"], "")
 
 
-def test_another_onnx_may_convert_differently(monkeypatch):
+def test_a_different_version_of_onnx_is_rejected(monkeypatch):
     model = chain()[0]
     model.opset_import[0].version = 11
     decisions = qo.decide(model, recipe="w8a16")

@@ -1,4 +1,4 @@
-"""Any model in one form: what it computes stays."""
+"""Normal form: the outputs of a model stay the same."""
 
 import numpy as np
 import pytest
@@ -37,9 +37,9 @@ def with_norm(op="Conv"):
 @pytest.mark.parametrize("op", ["Conv", "ConvTranspose"])
 def test_arithmetic_with_constants_moves_into_the_layer_before_it(op):
     model = with_norm(op)
-    made = qo.prepare(model)
-    assert kinds(made) == [op, "Relu"]
-    assert_same(model, made, images())
+    prepared = qo.prepare(model)
+    assert kinds(prepared) == [op, "Relu"]
+    assert_same(model, prepared, images())
 
 
 def test_grouped_transposed_convolutions_fold_by_group():
@@ -47,9 +47,9 @@ def test_grouped_transposed_convolutions_fold_by_group():
     t = m.add("ConvTranspose", ["x", m.constant(weights(4, 3, 3, 3))], group=2)
     parts = [m.constant(np.random.default_rng(i).uniform(0.5, 2, 6).astype(np.float32)) for i in range(4)]
     model = m.model([("x", [2, 4, 8, 8])], [m.add("BatchNormalization", [t, *parts])])
-    made = qo.prepare(model)
-    assert kinds(made) == ["ConvTranspose"]
-    assert_same(model, made, images(channels=4))
+    prepared = qo.prepare(model)
+    assert kinds(prepared) == ["ConvTranspose"]
+    assert_same(model, prepared, images(channels=4))
 
 
 def test_nothing_is_folded_into_a_result_that_others_read():
@@ -70,11 +70,11 @@ def test_constants_of_all_kinds_become_initializers():
     model = m.model([("x", [2, 8, 8, 8])], [m.add("Mul", [t, "two"])])
     model.graph.input.append(helper.make_tensor_value_info("unused", TensorProto.FLOAT, [1]))
     model.graph.initializer.append(numpy_helper.from_array(np.zeros(1, np.float32), "unused"))
-    made = qo.prepare(model)
-    assert kinds(made) == ["Conv"]
-    assert [value.name for value in made.graph.input] == ["x"]
-    assert "unused" not in Graph(made).constants
-    assert_same(model, made, images())
+    prepared = qo.prepare(model)
+    assert kinds(prepared) == ["Conv"]
+    assert [value.name for value in prepared.graph.input] == ["x"]
+    assert "unused" not in Graph(prepared).constants
+    assert_same(model, prepared, images())
 
 
 def test_nodes_get_names_of_their_own():
@@ -86,13 +86,13 @@ def test_nodes_get_names_of_their_own():
 
 
 @pytest.mark.parametrize(("opset", "low_bits", "expected"), [(11, False, 13), (17, False, 17), (17, True, 21)])
-def test_operator_sets_are_raised_only_where_quantizers_need_it(opset, low_bits, expected):
+def test_opsets_are_raised_only_if_qdq_nodes_need_it(opset, low_bits, expected):
     model = conv_chain()
     model.opset_import[0].version = opset
-    made = qo.prepare(model, low_bits=low_bits, feed=images()[0])
-    assert Graph(made).opset == expected
-    assert made.ir_version <= 10
-    assert_same(model, made, images(1))
+    prepared = qo.prepare(model, low_bits=low_bits, feed=images()[0])
+    assert Graph(prepared).opset == expected
+    assert prepared.ir_version <= 10
+    assert_same(model, prepared, images(1))
 
 
 def test_foreign_domains_are_kept():
@@ -109,15 +109,15 @@ def test_the_source_is_not_changed():
     assert model.SerializeToString() == before
 
 
-def test_quantized_models_are_refused_unless_forced():
+def test_quantized_models_are_rejected_unless_forced():
     plan = qo.plan(qo.prepare(conv_chain()))
-    made = qo.insert(plan, qo.calibrate(plan, images()))
+    quantized = qo.insert(plan, qo.calibrate(plan, images()))
     with pytest.raises(dt.UnsupportedError, match=r"already quantized.*force=True"):
-        qo.prepare(made)
-    assert qo.prepare(made, force=True).graph.node
+        qo.prepare(quantized)
+    assert qo.prepare(quantized, force=True).graph.node
 
 
-def test_half_precision_models_are_refused():
+def test_half_precision_models_are_rejected():
     m = Maker()
     t = m.add("MatMul", ["x", m.constant(weights(4, 4).astype(np.float16))])
     model = m.model([("x", [1, 4], TensorProto.FLOAT16)], [t])
@@ -126,10 +126,10 @@ def test_half_precision_models_are_refused():
         qo.prepare(model)
 
 
-def test_transposed_weights_are_turned():
+def test_transposed_weights_are_stored_as_matmul_weights():
     m = Maker()
     y = m.add("Gemm", ["x", m.constant(weights(5, 16))], transB=1)
     model = m.model([("x", ["n", 16])], [y])
-    made = qo.prepare(model)
-    assert Graph(made).array(made.graph.node[0].input[1]).shape == (16, 5)
-    assert_same(model, made, [{"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}])
+    prepared = qo.prepare(model)
+    assert Graph(prepared).array(prepared.graph.node[0].input[1]).shape == (16, 5)
+    assert_same(model, prepared, [{"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}])

@@ -1,4 +1,4 @@
-"""A bug in a pass becomes a DetentError with the pass and the node; errors of the caller stay what they are."""
+"""A bug in a pass becomes a DetentError with the pass and the node; errors of the caller are not changed."""
 
 import numpy as np
 import pytest
@@ -11,15 +11,15 @@ from detent.onnx.pass_errors import running
 
 PASSES = {
     "load_model": "loading",
-    "to_normal_form": "the normal form",
+    "to_normal_form": "preparing the model",
     "plan": "planning",
     "calibrate_groups": "calibration",
-    "choose_clipped": "the choice of ranges",
+    "choose_clipped": "choosing ranges",
     "choose_float": "float fallback",
     "corrected_biases": "bias correction",
-    "layer_decisions": "the choice of weight scales",
+    "layer_decisions": "choosing weight scales",
     "rewrite": "rewriting",
-    "output_sqnr": "the comparison of outputs",
+    "output_sqnr": "comparing outputs",
     "save": "writing",
 }
 
@@ -29,7 +29,7 @@ def broken(*_, **__):
 
 
 def as_ours(function):
-    """The function as if detent's own code held it."""
+    """Return the function as if it were code of detent."""
     return type(function)(function.__code__, {**function.__globals__, "__name__": "detent.made_by_a_test"})
 
 
@@ -58,7 +58,7 @@ def test_a_bug_names_its_node(monkeypatch):
         qo.rewrite(conv_chain(), decisions)
 
 
-def test_a_bug_that_numpy_finds_is_one(tmp_path, monkeypatch):
+def test_errors_of_numpy_are_bugs_of_the_pass(tmp_path, monkeypatch):
     def add_shapes(*_, **__):
         return np.concatenate([np.zeros((2, 2)), np.zeros(3)])
 
@@ -84,7 +84,7 @@ def test_errors_of_the_caller_stay_what_they_are(data, progress, tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), MemoryError(), dt.SpecError("told")])
-def test_errors_that_are_no_bugs_pass(error):
+def test_deliberate_errors_pass_unchanged(error):
     with pytest.raises(type(error)) as caught, running("planning"):
         raise error
     assert caught.value is error

@@ -1,4 +1,4 @@
-"""The main job: a float file and data in, a quantized file and a report out."""
+"""qo.quantize: a float model and data in, a quantized file and a report out."""
 
 import json
 
@@ -22,8 +22,8 @@ def quantize(model, tmp_path, data=FEEDS, **options):
 
 def codes_of(path):
     model = qo.load(path)
-    graph, about = Graph(model), Provenance.read(model)
-    return {layer: graph.constants[name] for name, layer in about.weights.items()}, graph
+    graph, provenance = Graph(model), Provenance.read(model)
+    return {layer: graph.constants[name] for name, layer in provenance.weights.items()}, graph
 
 
 def mlp(width=16):
@@ -46,19 +46,19 @@ def test_report_and_file(tmp_path):
     assert plain["layers"][0]["in_integers"] is True
     assert plain["target"] == "onnxruntime"
     assert "2 on integer kernels" in str(report)
-    about = Provenance.read(qo.load(report.output))
-    assert about.target == "onnxruntime"
-    assert about.made_by == dt.__version__
-    assert dt.Recipe.from_json(about.recipe) == dt.Recipe.preset("w8a8")
-    assert len(about.data) == 64
-    assert about.options == ""
+    provenance = Provenance.read(qo.load(report.output))
+    assert provenance.target == "onnxruntime"
+    assert provenance.made_by == dt.__version__
+    assert dt.Recipe.from_json(provenance.recipe) == dt.Recipe.preset("w8a8")
+    assert len(provenance.data) == 64
+    assert provenance.options == ""
 
 
-def test_the_file_says_which_options_made_it(tmp_path):
+def test_the_file_records_its_options(tmp_path):
     options = {"skip": ["last"], "observer": "minmax", "smooth": False, "seed": 3}
     quantize(conv_chain(), tmp_path, **options)
-    about = Provenance.read(qo.load(tmp_path / "q.onnx"))
-    assert json.loads(about.options) == {**options, "observer": "minmax"}
+    provenance = Provenance.read(qo.load(tmp_path / "q.onnx"))
+    assert json.loads(provenance.options) == {**options, "observer": "minmax"}
 
 
 def test_a_rule_chooses_the_observer_of_every_input():
@@ -70,7 +70,7 @@ def test_a_rule_chooses_the_observer_of_every_input():
     assert {type(each).__name__ for each in seen.observers.values()} == {"Percentile"}
 
 
-def test_numbers_that_are_no_integers_are_refused(tmp_path):
+def test_numbers_that_are_not_integers_are_rejected(tmp_path):
     plan = qo.plan(qo.prepare(conv_chain()), "fp8")
     assert {"use w8a8" in layer.reason for layer in plan.layers} == {True}
 
@@ -112,30 +112,30 @@ def test_openvino_runs_the_file(tmp_path):
     compiled = openvino.Core().compile_model(report.output, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     for feed in FEEDS:
         expected = make_session(conv_chain()).run(None, feed)[0]
-        found = next(iter(compiled(feed).values()))
-        assert dt.metrics.sqnr_db(expected, np.asarray(found)) > 25
+        got = next(iter(compiled(feed).values()))
+        assert dt.metrics.sqnr_db(expected, np.asarray(got)) > 25
 
 
 @pytest.mark.parametrize(
     ("recipe", "opset", "kind"),
     [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.INT4), ("w4a8", 21, TensorProto.UINT8)],
 )
-def test_recipes_ask_for_the_operator_set_they_need(recipe, opset, kind, tmp_path):
+def test_recipes_determine_the_opset(recipe, opset, kind, tmp_path):
     m = Maker(opset=13)
     t = m.add("Relu", [m.matmul("x", 64, 64, name="up")])
     t = m.add("Relu", [m.matmul(t, 64, 64, name="middle")])
     model = m.model([("x", [1, "n", 64])], [m.matmul(t, 64, 8, name="down")])
     data = None if recipe.endswith("16") or "16-" in recipe else rows(width=64)
     report = quantize(model, tmp_path, data, recipe=recipe)
-    made = qo.load(report.output)
-    assert Graph(made).opset == opset
-    assert made.ir_version <= 10
+    quantized = qo.load(report.output)
+    assert Graph(quantized).opset == opset
+    assert quantized.ir_version <= 10
     tensors, _ = codes_of(report.output)
     assert tensors["up"].data_type == kind
     feed = rows(width=64)[0]
     config = {"session.qdq_matmulnbits_accuracy_level": "0"}
-    expected, found = make_session(model).run(None, feed)[0], make_session(made, config=config).run(None, feed)[0]
-    assert dt.metrics.sqnr_db(expected, found) > (12 if "w4" in recipe else 35)
+    expected, got = make_session(model).run(None, feed)[0], make_session(quantized, config=config).run(None, feed)[0]
+    assert dt.metrics.sqnr_db(expected, got) > (12 if "w4" in recipe else 35)
 
 
 def test_weight_only_reminds_of_the_accuracy_level(tmp_path):
@@ -147,7 +147,7 @@ def test_weight_only_reminds_of_the_accuracy_level(tmp_path):
     assert report.output_sqnr_db is None
 
 
-def test_sixteen_bits_are_said_to_run_in_float():
+def test_plans_note_that_16_bits_run_in_float():
     recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint16/tensor/affine")])
     plan = qo.plan(qo.prepare(mlp(), low_bits=True), recipe)
     assert "float" in plan.layers[0].note
@@ -164,7 +164,7 @@ def test_biases_that_would_overflow_widen_their_channel(tmp_path):
     assert report.output_sqnr_db > 20
 
 
-def test_channels_of_next_to_nothing_have_sound_scales(tmp_path):
+def test_tiny_channels_have_normal_scales(tmp_path):
     m = Maker()
     weight = weights(16, 8, 3, 3)
     weight[3] *= 1e-37
@@ -175,7 +175,7 @@ def test_channels_of_next_to_nothing_have_sound_scales(tmp_path):
     assert report.output_sqnr_db > 25
 
 
-def test_weights_of_two_layers_that_are_one_stay_one_value(tmp_path):
+def test_layers_that_share_a_weight_share_its_codes(tmp_path):
     m = Maker()
     shared = m.constant(weights(16, 16), "shared")
     t = m.add("Relu", [m.add("MatMul", ["x", shared], name="a")])
@@ -188,7 +188,7 @@ def test_weights_of_two_layers_that_are_one_stay_one_value(tmp_path):
     assert all(layer.in_integers for layer in report.layers)
 
 
-def test_bodies_of_if_are_listed():
+def test_layers_in_branches_of_an_if_are_listed():
     m = Maker()
     inner = helper.make_graph(
         [helper.make_node("MatMul", ["x", "w"], ["inside"], name="product")],
@@ -202,7 +202,7 @@ def test_bodies_of_if_are_listed():
     assert {line.reason for line in plan.layers} == {"inside a subgraph of If 'choice'"}
 
 
-def test_one_shot_data_are_enough(tmp_path):
+def test_a_generator_is_enough_data(tmp_path):
     report = quantize(conv_chain(), tmp_path, iter(FEEDS))
     assert report.output_sqnr_db == quantize(conv_chain(), tmp_path, FEEDS).output_sqnr_db
 
@@ -219,7 +219,7 @@ def test_budget_takes_tensors_in_groups_and_changes_nothing(tmp_path):
         quantize(conv_chain(), tmp_path, iter(FEEDS), memory_budget=10_000)
 
 
-def test_interrupted_calibration_goes_on(tmp_path):
+def test_interrupted_calibration_resumes(tmp_path):
     plan = qo.plan(qo.prepare(conv_chain()))
     file = tmp_path / "seen.safetensors"
 
@@ -234,7 +234,7 @@ def test_interrupted_calibration_goes_on(tmp_path):
     assert resumed.ranges == whole.ranges
 
 
-def test_progress_is_told(tmp_path):
+def test_progress_is_reported(tmp_path):
     seen = []
     qo.quantize(conv_chain(), tmp_path / "q.onnx", FEEDS, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (6, 6)
@@ -255,7 +255,7 @@ def test_progress_is_told(tmp_path):
     ],
     ids=["no-data", "empty", "name", "rank", "dtype", "skip", "rule", "target", "recipe"],
 )
-def test_bad_arguments_are_told_before_anything_is_written(options, kind, words, tmp_path):
+def test_bad_arguments_are_rejected_before_anything_is_written(options, kind, words, tmp_path):
     with pytest.raises(kind, match=words):
         quantize(conv_chain(), tmp_path, **{"data": FEEDS, **options})
     assert not list(tmp_path.iterdir())
@@ -269,7 +269,7 @@ def test_nan_inside_the_model_names_tensor_and_batch(tmp_path):
         quantize(model, tmp_path)
 
 
-def test_foreign_operators_are_left_alone(tmp_path):
+def test_custom_operators_are_not_changed(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 16)])
     m.nodes.append(helper.make_node("Gelu", [t], ["g"], name="foreign", domain="com.microsoft"))
@@ -304,7 +304,7 @@ def test_a_missing_directory_is_noticed_first(tmp_path):
         qo.quantize("nothing.onnx", tmp_path / "missing" / "a.onnx")
 
 
-def test_a_resume_file_and_several_passes_are_refused_first(tmp_path, monkeypatch):
+def test_a_resume_file_and_several_passes_are_rejected_first(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "_equalize_and_smooth", lambda *_: pytest.fail("accuracy passes ran first"))
     with pytest.raises(SpecError, match="resume_file works with one pass"):
         qo.quantize(
@@ -322,7 +322,7 @@ def test_reports_of_equal_outputs_are_valid_json(tmp_path):
 
 def test_the_worst_of_all_outputs_counts(tmp_path):
     m = Maker()
-    shown = m.add("Relu", ["x"])  # stays float
+    shown = m.add("Relu", ["x"])  # kept in float
     y = m.conv(m.add("Relu", [m.conv(shown, 8, 8, name="first")]), 8, 4, name="last")
     model, feeds = m.model([("x", [2, 8, 8, 8])], [shown, y]), images()
     report = qo.quantize(model, tmp_path / "q.onnx", feeds[:3], progress=False)
@@ -364,7 +364,7 @@ def test_an_axis_that_a_weight_does_not_have(spec, tmp_path):
 def test_layers_that_share_a_weight_have_kernels_of_their_own(tmp_path):
     m = Maker()
     weight = m.constant(weights(8, 8, 3, 3))
-    t = m.add("Relu", [m.add("Conv", ["x", weight], name="in integers", pads=[1] * 4)])
+    t = m.add("Relu", [m.add("Conv", ["x", weight], name="on an integer kernel", pads=[1] * 4)])
     y = m.add("Conv", [t, weight], name="with a float result", pads=[1] * 4)
     report = qo.quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path / "q.onnx", images(2), progress=False)
     assert [layer.kernel for layer in report.layers] == ["QLinearConv", "Conv"]
@@ -390,7 +390,7 @@ def test_a_model_in_memory_needs_an_output(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_data_are_never_taken_for_the_output(tmp_path):
+def test_data_is_rejected_as_an_output(tmp_path):
     save(conv_chain(), tmp_path / "net.onnx")
     with pytest.raises(SpecError, match=r"got list: pass calibration data by name, as in qo.quantize\(model, data="):
         qo.quantize(tmp_path / "net.onnx", FEEDS)

@@ -1,4 +1,4 @@
-"""Where quantizers stand, checked in the graph that ONNX Runtime makes of the file."""
+"""Q/DQ placement, checked in the graph that ONNX Runtime optimizes."""
 
 import numpy as np
 import pytest
@@ -10,29 +10,29 @@ from detent.onnx_model import Graph, make_session
 from detent.onnx_model.graph import INTEGER_KERNELS
 
 
-def quantized(model, feeds, recipe="w8a8", **options):
+def quantize_model(model, feeds, recipe="w8a8", **options):
     plan = qo.plan(qo.prepare(model), recipe, **options)
     return qo.insert(plan, qo.calibrate(plan, feeds, observer="minmax")), plan
 
 
-def close(model, made, feeds, least_db=25):
+def close(model, quantized, feeds, least_db=25):
     for feed in feeds:
-        for old, new in zip(make_session(model).run(None, feed), make_session(made).run(None, feed), strict=True):
+        for old, new in zip(make_session(model).run(None, feed), make_session(quantized).run(None, feed), strict=True):
             assert dt.metrics.sqnr_db(old, new) > least_db
 
 
-def test_convolutions_with_relu_run_in_integers():
+def test_convolutions_with_relu_run_on_integer_kernels():
     model, feeds = conv_chain(), images()
-    made, _ = quantized(model, feeds)
-    found = operators(made)
-    assert found["QLinearConv"] == 2
-    assert found["Relu"] == 0, "a quantizer behind a Relu does its work"
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert counts["QLinearConv"] == 2
+    assert counts["Relu"] == 0, "a quantizer behind a Relu does its work"
+    close(model, quantized, feeds)
 
 
 def test_the_last_layer_keeps_a_float_result():
-    made, _ = quantized(conv_chain(), images())
-    graph = Graph(made)
+    quantized, _ = quantize_model(conv_chain(), images())
+    graph = Graph(quantized)
     last = next(node for node in graph.nodes if node.name == "last")
     assert last.output[0] in graph.outputs
 
@@ -43,41 +43,41 @@ def test_clip_is_redundant_and_its_bound_is_kept():
     t = m.add("Clip", [m.conv("x", 8, 16), low, high])
     y = m.conv(t, 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    assert operators(made)["Clip"] == 0
-    graph = Graph(made)
+    quantized, _ = quantize_model(model, feeds)
+    assert operators(quantized)["Clip"] == 0
+    graph = Graph(quantized)
     node = next(each for each in graph.nodes if each.op_type == "QuantizeLinear" and each.input[0] == t)
     scale, zero = graph.array(node.input[1]), graph.array(node.input[2])
     assert zero == 0
     assert np.float32(255) * scale <= np.float32(0.5)
-    close(model, made, feeds)
+    close(model, quantized, feeds)
 
 
-def test_residual_blocks_add_in_integers():
+def test_residual_blocks_run_on_integer_kernels():
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 16)])
     t = m.add("Relu", [m.add("Add", [m.conv(t, 16, 16), t])])
     y = m.conv(t, 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    found = operators(made)
-    assert (found["QLinearAdd"], found["Add"], found["Relu"]) == (1, 0, 0)
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert (counts["QLinearAdd"], counts["Add"], counts["Relu"]) == (1, 0, 0)
+    close(model, quantized, feeds)
 
 
-def test_swish_runs_in_integers():
+def test_swish_runs_on_integer_kernels():
     m = Maker()
     t = m.conv("x", 8, 16)
     t = m.add("Mul", [t, m.add("Sigmoid", [t])])
     y = m.conv(t, 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    found = operators(made)
-    assert (found["QLinearSigmoid"], found["QLinearMul"], found["Mul"]) == (1, 1, 0)
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert (counts["QLinearSigmoid"], counts["QLinearMul"], counts["Mul"]) == (1, 1, 0)
+    close(model, quantized, feeds)
 
 
-def test_hard_swish_written_out_runs_in_integers():
+def test_hard_swish_of_single_operators_runs_on_integer_kernels():
     m = Maker()
     three, zero, six = (m.constant(np.float32([value])) for value in (3, 0, 6))
     scalars = [m.constant(np.float32(value)) for value in (0, 6)]
@@ -86,11 +86,11 @@ def test_hard_swish_written_out_runs_in_integers():
     t = m.add("Div", [m.add("Mul", [t, gate]), six])
     y = m.conv(t, 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images(scale=3.0)
-    made, _ = quantized(model, feeds)
-    found = operators(made)
-    assert (found["QLinearAdd"], found["QLinearMul"], found["Div"], found["Clip"]) == (1, 1, 0, 0)
-    assert zero not in Graph(made).constants
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert (counts["QLinearAdd"], counts["QLinearMul"], counts["Div"], counts["Clip"]) == (1, 1, 0, 0)
+    assert zero not in Graph(quantized).constants
+    close(model, quantized, feeds)
 
 
 def test_gates_are_quantized_for_their_product():
@@ -99,9 +99,9 @@ def test_gates_are_quantized_for_their_product():
     gate = m.add("HardSigmoid", [m.conv(m.add("GlobalAveragePool", [t]), 16, 16, 1)])
     y = m.conv(m.add("Mul", [t, gate]), 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    assert operators(made)["QLinearMul"] == 1
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    assert operators(quantized)["QLinearMul"] == 1
+    close(model, quantized, feeds)
 
 
 @pytest.mark.parametrize(
@@ -114,26 +114,26 @@ def test_moving_operators_have_equal_parameters_on_both_sides(op, attributes):
     moved = m.add(op, [t], **attributes)
     y = m.conv(moved, 16, 4) if op != "Flatten" else m.add("Gemm", [moved, m.constant(weights(1024, 5))])
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    graph = Graph(made)
+    quantized, _ = quantize_model(model, feeds)
+    graph = Graph(quantized)
     before, behind = (
         next(each for each in graph.nodes if each.op_type == "QuantizeLinear" and each.input[0] == name)
         for name in (t, moved)
     )
     assert list(before.input[1:]) == list(behind.input[1:])
-    assert operators(made)["QuantizeLinear"] == 1, "only the model's input"
-    close(model, made, feeds)
+    assert operators(quantized)["QuantizeLinear"] == 1, "only the model's input"
+    close(model, quantized, feeds)
 
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, "QLinearSigmoid"), (20.0, "Sigmoid")], ids=["alike", "mixed"])
-def test_what_follows_a_concat_of_very_different_ranges_stays_float(factor, kind):
+def test_a_concat_of_very_different_ranges_ends_its_chain(factor, kind):
     m = Maker()
     parts = [m.conv("x", 8, 8), m.conv("x", 8, 8, weight=factor * weights(8, 8, 3, 3))]
     y = m.conv(m.add("Sigmoid", [m.add("Concat", parts, axis=1)]), 16, 4)
     model, feeds = m.model([("x", [2, 8, 8, 8])], [y]), images()
-    made, _ = quantized(model, feeds)
-    assert operators(made)[kind] == 1
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds)
+    assert operators(quantized)[kind] == 1
+    close(model, quantized, feeds)
 
 
 def attention(width=16):
@@ -147,27 +147,27 @@ def attention(width=16):
     return m.model([("x", [1, "n", width])], [y])
 
 
-def test_transformers_keep_attention_and_normalisation_float():
+def test_attention_and_normalization_are_kept_in_float():
     model, feeds = attention(), rows()
-    made, plan = quantized(model, feeds)
-    found = operators(made)
-    assert found["MatMulIntegerToFloat"] == 5
-    assert found["LayerNormalization"] == 1
+    quantized, plan = quantize_model(model, feeds)
+    counts = operators(quantized)
+    assert counts["MatMulIntegerToFloat"] == 5
+    assert counts["LayerNormalization"] == 1
     assert {line.name: line.reason for line in plan.layers if line.reason} == {
         "scores": "a matmul of two activations",
         "mixed": "a matmul of two activations",
     }
-    close(model, made, feeds, 30)
+    close(model, quantized, feeds, 30)
 
 
-def test_tensors_that_only_layers_read_quantized_stay_float_for_others():
-    made, _ = quantized(attention(), rows())
-    graph = Graph(made)
+def test_other_readers_of_a_layer_input_read_floats():
+    quantized, _ = quantize_model(attention(), rows())
+    graph = Graph(quantized)
     residual = next(node for node in graph.nodes if node.op_type == "Add")
     assert residual.input[0] == "x"
 
 
-def test_what_feeds_only_roots_and_logarithms_stays_float():
+def test_layers_that_feed_only_roots_and_logarithms_are_kept_in_float():
     m = Maker()
     t = m.conv("x", 8, 8, name="spectrum")
     power = m.add("Log", [m.add("Add", [m.add("Mul", [t, t]), m.constant(np.float32(1))])])
@@ -177,14 +177,14 @@ def test_what_feeds_only_roots_and_logarithms_stays_float():
     assert "logarithms" in plan.layers[0].reason
 
 
-def test_float_layers_between_quantizers_stay_float():
-    """ONNX Runtime would quantize them by itself, per tensor."""
+def test_float_layers_between_qdq_pairs_are_kept_in_float():
+    """Without guards, ONNX Runtime would quantize them itself, per tensor."""
     model, feeds = conv_chain(), images()
-    made, _ = quantized(model, feeds, skip=["second"])
-    found = operators(made)
-    assert found["QLinearConv"] == 1
-    assert found["Conv"] + found["FusedConv"] == 2
-    close(model, made, feeds)
+    quantized, _ = quantize_model(model, feeds, skip=["second"])
+    counts = operators(quantized)
+    assert counts["QLinearConv"] == 1
+    assert counts["Conv"] + counts["FusedConv"] == 2
+    close(model, quantized, feeds)
 
 
 def test_rows_of_a_table_are_looked_up_as_codes():
@@ -193,19 +193,19 @@ def test_rows_of_a_table_are_looked_up_as_codes():
     y = m.matmul(m.add("Gather", [m.constant(table, "table"), "ids"], name="words"), 16, 4)
     model = m.model([("ids", [1, "n"], 7)], [y])
     plan = qo.plan(qo.prepare(model), "w8a16")
-    made = qo.insert(plan)
-    graph = Graph(made)
+    quantized = qo.insert(plan)
+    graph = Graph(quantized)
     gather = next(node for node in graph.nodes if node.op_type == "Gather" and node.input[0] == "table_codes")
     assert graph.array(gather.input[0]).dtype == np.int8
     assert not [name for name in graph.constants if graph.array(name).shape == (50, 16) and graph.kind(name) == 1]
     ids = np.arange(50).reshape(1, -1)
     params = dt.QuantParams.from_data("int8/axis0", table)
-    looked = make_session(made, optimize=False).run(None, {"ids": ids})[0]
+    looked = make_session(quantized, optimize=False).run(None, {"ids": ids})[0]
     head = dt.fake_quantize(weights(16, 4, seed=1), dt.QuantParams.from_data("int8/axis1", weights(16, 4, seed=1)))
     np.testing.assert_allclose(looked[0], dt.fake_quantize(table, params) @ head, rtol=1e-5, atol=1e-6)
 
 
-def test_convolutions_of_few_channels_stay_float():
+def test_convolutions_of_few_channels_are_kept_in_float():
     m = Maker()
     t = m.add("Relu", [m.conv("x", 3, 16, name="pixels")])
     model = m.model([("x", [2, 3, 8, 8])], [m.conv(m.add("Relu", [m.conv(t, 16, 16)]), 16, 4)])
@@ -229,7 +229,7 @@ BETWEEN = {
 @pytest.mark.parametrize("before", BETWEEN)
 @pytest.mark.parametrize("kept", ["skipped", "weight-only"])
 def test_integer_kernels_are_those_of_the_plan(kept, before, behind):
-    """ONNX Runtime quantizes no layer that the plan keeps in float, whatever stands around it."""
+    """ONNX Runtime quantizes no layer that the plan keeps in float, whatever its neighbors are."""
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
     for op, attributes in BETWEEN[before]:
@@ -243,9 +243,9 @@ def test_integer_kernels_are_those_of_the_plan(kept, before, behind):
     if kept == "weight-only":
         names = ("first", "third", "last")
         layers = [dt.Rule(weight="int8/axis0"), *(dt.Rule(each, input="uint8/tensor/affine") for each in names)]
-    made, plan = quantized(model, feeds, dt.Recipe(layers))
-    found = operators(made)
+    quantized, plan = quantize_model(model, feeds, dt.Recipe(layers))
+    counts = operators(quantized)
     assert [layer.name for layer in plan.layers if layer.input is not None] == ["first", "third", "last"]
-    assert sum(found[kernel] for kernel in INTEGER_KERNELS) == 2, "the result of the last is float"
-    assert found["Conv"] + found["FusedConv"] == 2
-    close(model, made, feeds)
+    assert sum(counts[kernel] for kernel in INTEGER_KERNELS) == 2, "the result of the last is float"
+    assert counts["Conv"] + counts["FusedConv"] == 2
+    close(model, quantized, feeds)

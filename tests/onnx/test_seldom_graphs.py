@@ -1,4 +1,4 @@
-"""Graphs that are legal and seldom: each once gave a wrong file, a bare error or a wrong report."""
+"""Graphs that are legal and rare: each once gave a wrong file, an unhandled error or a wrong report."""
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ def quantize(model, tmp_path, data, **options):
 
 
 def sqnr(model, path, feed, **config):
-    expected, found = (make_session(each, config=config).run(None, feed)[0] for each in (model, path))
-    return dt.metrics.sqnr_db(expected, found)
+    expected, got = (make_session(each, config=config).run(None, feed)[0] for each in (model, path))
+    return dt.metrics.sqnr_db(expected, got)
 
 
 def lookups(count=1, width=64):
@@ -64,7 +64,7 @@ def test_tables_of_any_spec(spec, least, tmp_path):
     assert sqnr(model, report.output, ids()) > least
 
 
-def test_weight_only_presets_take_tables(tmp_path):
+def test_weight_only_presets_quantize_embeddings(tmp_path):
     model = lookups()
     report = quantize(model, tmp_path, None, recipe="w4a16-g32")
     assert [bool(layer.reason) for layer in report.layers] == [False, False]
@@ -80,7 +80,7 @@ def test_a_file_may_replace_its_source(tmp_path):
     assert 20 < report.output_sqnr_db < 100
 
 
-def test_normalisation_with_a_computed_scale(tmp_path):
+def test_layer_norm_with_a_computed_scale(tmp_path):
     m = Maker()
     scale = m.add("Abs", ["s"])
     norm = m.add("LayerNormalization", ["x", scale], axis=-1)
@@ -90,7 +90,7 @@ def test_normalisation_with_a_computed_scale(tmp_path):
     assert report.output_sqnr_db > 25
 
 
-def test_names_of_a_user_are_no_names_of_ours(tmp_path):
+def test_names_that_look_like_added_ones(tmp_path):
     m = Maker()
     t = m.conv("lowest_float", 8, 16, name="c1")
     t = m.conv(m.add("Relu", [t]), 16, 16, name="c2")
@@ -99,7 +99,7 @@ def test_names_of_a_user_are_no_names_of_ours(tmp_path):
     assert quantize(model, tmp_path, data, skip=["c2"]).output_sqnr_db > 25
 
 
-def test_indices_of_a_pool_are_no_activations(tmp_path):
+def test_indices_of_a_pool_are_not_quantized(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 8, 16)])
     pooled, where = m.add("MaxPool", [t], outputs=2, kernel_shape=[2, 2], strides=[2, 2])
@@ -117,7 +117,7 @@ def test_tensors_may_be_empty(tmp_path):
     assert quantize(model, tmp_path, feeds).output_sqnr_db > 30
 
 
-def test_anchors_behind_the_last_layer_are_no_embeddings():
+def test_anchors_after_the_last_layer_are_not_embeddings():
     m = Maker()
     scores = m.matmul("x", 16, 100, name="fc")
     _, best = m.add("TopK", [scores, m.constant(np.int64([5]))], outputs=2)
@@ -126,7 +126,7 @@ def test_anchors_behind_the_last_layer_are_no_embeddings():
     assert [line.name for line in plan.layers] == ["fc"]
 
 
-def test_bodies_within_bodies_are_listed():
+def test_layers_in_nested_subgraphs_are_listed():
     value = helper.make_tensor_value_info("inside", TensorProto.FLOAT, None)
     weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).ravel())
     product = helper.make_node("MatMul", ["x", "w"], ["inside"], name="product")
@@ -141,7 +141,7 @@ def test_bodies_within_bodies_are_listed():
     assert "inside a subgraph" in plan.layers[0].reason
 
 
-def test_functions_are_taken_apart():
+def test_functions_are_inlined():
     m = Maker()
     m.nodes.append(helper.make_node("Dense", ["x", m.constant(weights(16, 4))], ["y"], domain="mine"))
     model = m.model([("x", [1, 16])], ["y"], domains=["mine"])
@@ -152,13 +152,13 @@ def test_functions_are_taken_apart():
     assert len(qo.plan(qo.prepare(model)).quantized) == 1
 
 
-def test_a_model_without_layers_is_told_so():
+def test_a_model_without_layers_is_rejected():
     m = Maker()
     with pytest.raises(dt.UnsupportedError, match="nothing to quantize"):
         qo.plan(qo.prepare(m.model([("x", [1])], [m.add("Relu", ["x"])])))
 
 
-def test_constants_that_grow_do_not_keep_others_from_being_computed():
+def test_constants_that_grow_do_not_affect_others():
     m = Maker()
     large = m.add("Expand", [m.constant(np.float32([1])), m.constant(np.int64([1, 4]))])
     turned = m.add("Transpose", [m.constant(weights(4, 16))], perm=[1, 0])
@@ -166,7 +166,7 @@ def test_constants_that_grow_do_not_keep_others_from_being_computed():
     assert [line.name for line in qo.plan(qo.prepare(model)).quantized] == ["fc"]
 
 
-def test_a_budget_that_suffices_takes_an_iterator(tmp_path):
+def test_an_iterator_is_accepted_if_the_budget_suffices(tmp_path):
     assert quantize(conv_chain(), tmp_path, iter(images()), memory_budget=1 << 30).output_sqnr_db > 20
 
 
@@ -183,11 +183,11 @@ def test_the_limit_of_avx2_is_for_products_that_may_saturate():
 def test_a_channel_multiplier_is_not_depthwise(tmp_path):
     m = Maker()
     t = m.add("Relu", [m.conv("x", 16, 32, group=16, name="multiplied")])
-    found = qo.plan(qo.prepare(m.model([("x", [1, 16, 8, 8])], [m.conv(t, 32, 4)]))).layers_by_name
-    assert not found["multiplied"].depthwise
+    layers = qo.plan(qo.prepare(m.model([("x", [1, 16, 8, 8])], [m.conv(t, 32, 4)]))).layers_by_name
+    assert not layers["multiplied"].depthwise
 
 
-def test_weight_only_takes_layers_that_are_slow_in_integers():
+def test_weight_only_quantizes_layers_with_slow_integer_kernels():
     m = Maker()
     t = m.add("ConvTranspose", [m.conv("x", 3, 8, name="pixels"), m.constant(weights(8, 4, 3, 3))], name="up")
     plan = qo.plan(qo.prepare(m.model([("x", [1, 3, 8, 8])], [t])), "w8a16")
@@ -195,7 +195,7 @@ def test_weight_only_takes_layers_that_are_slow_in_integers():
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (1,), ()])
-def test_biases_of_any_shape_run_in_integers(shape, tmp_path):
+def test_biases_of_any_shape_run_on_integer_kernels(shape, tmp_path):
     m = Maker()
     t = m.add("Gemm", ["x", m.constant(weights(8, 16)), m.constant(np.full(shape, 0.3, np.float32))], name="a")
     model = m.model([("x", ["n", 8])], [m.add("Gemm", [m.add("Relu", [t]), m.constant(weights(16, 4))], name="b")])
@@ -204,7 +204,7 @@ def test_biases_of_any_shape_run_in_integers(shape, tmp_path):
     assert report.layers[0].kernel == "QGemm"
 
 
-def test_gelu_leaves_other_readers_alone():
+def test_gelu_does_not_change_other_readers():
     m = Maker()
     t = m.conv("x", 8, 16)
     root, one, half = (m.constant(np.float32([value])) for value in (2**0.5, 1, 0.5))
@@ -213,11 +213,11 @@ def test_gelu_leaves_other_readers_alone():
     beside = m.conv(t, 16, 16)
     y = m.conv(m.add("Relu", [m.add("Add", [bent, beside])]), 16, 4)
     plan = qo.plan(qo.prepare(m.model([("x", [2, 8, 8, 8])], [y])))
-    found = operators(qo.insert(plan, qo.calibrate(plan, images())))
-    assert (found["Gelu"], found["QLinearConv"]) == (1, 3)
+    counts = operators(qo.insert(plan, qo.calibrate(plan, images())))
+    assert (counts["Gelu"], counts["QLinearConv"]) == (1, 3)
 
 
-def test_what_is_quantized_already_stays_as_it_is(tmp_path):
+def test_quantized_layers_are_not_changed(tmp_path):
     first = quantize(conv_chain(), tmp_path, images())
     plan = qo.plan(qo.prepare(first.output, force=True))
     assert {line.reason for line in plan.layers} == {"its weight is quantized already"}
@@ -235,19 +235,19 @@ def test_planned_bytes_are_those_of_the_file(recipe, tmp_path):
     ends = ("_codes", "_scale", "_zero_point")
     stored = [name for name in graph.constants if name.endswith(ends) and name.startswith("c")]
     weights_only = [name for name in stored if graph.kind(name) != TensorProto.INT32]
-    found = sum(len(graph.constants[name].raw_data) for name in weights_only)
+    nbytes = sum(len(graph.constants[name].raw_data) for name in weights_only)
     biases = sum(len(graph.constants[f"{name[:-6]}_scale"].raw_data) for name in set(stored) - set(weights_only))
-    assert found - biases == sum(line.nbytes_after for line in report.plan.quantized)
+    assert nbytes - biases == sum(line.nbytes_after for line in report.plan.quantized)
 
 
 @pytest.mark.parametrize("value", ["Auto", False, None])
-def test_words_of_keep_float(value, tmp_path):
+def test_unknown_values_of_keep_float(value, tmp_path):
     with pytest.raises(dt.SpecError, match="keep_float"):
         quantize(conv_chain(), tmp_path, images(), keep_float=value)
 
 
 def of_ir_version_3(opset, *, branches=False, constant_nodes=False):
-    """Two convolutions as the ONNX model zoo has them: initializers are listed among the inputs."""
+    """Two convolutions as in the ONNX model zoo: initializers are listed among the inputs."""
     m = Maker(opset=opset, ir=3)
     t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
     if branches:
@@ -312,19 +312,19 @@ def test_activations_of_few_bits_run_with_the_codes_they_promise(recipe, net, ta
     report = quantize(model, tmp_path, feeds[:3], recipe=recipe, target=target, **options)
     bits = [0 if layer.input is None else layer.input.bits for layer in report.plan.layers]
     assert bits == [8, *[int(recipe[-1])] * (len(bits) - 2), 8]
-    made = qo.load(report.output)
-    names = {node.output[0]: node.input[0] for node in made.graph.node if node.op_type == "QuantizeLinear"}
+    quantized = qo.load(report.output)
+    names = {node.output[0]: node.input[0] for node in quantized.graph.node if node.op_type == "QuantizeLinear"}
     specs = {each.tensor: each.spec for each in report.decisions.placements}
     narrow = [codes for codes, x in names.items() if specs[x.removesuffix("_clipped")].bits < 8]
     assert narrow
-    for codes in record(made, narrow, feeds[3:]):
+    for codes in record(quantized, narrow, feeds[3:]):
         assert all(array.max() < 1 << int(recipe[-1]) for array in codes.values())
     report = dt.verify(model, report.output, feeds[3:])
     assert report.ok, str(report)
 
 
 def few_layers(op, count):
-    """One or two layers of an operator, whose first layer is the last or the one before it."""
+    """A model of one or two layers of an operator."""
     m, t = Maker(), "x"
     for k in range(count):
         t = m.add("Relu", [t]) if k else t
@@ -352,7 +352,7 @@ def test_recipes_of_few_bits_on_graphs_of_one_and_two_layers(recipe, count, op, 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a4", "w8a16"])
 @pytest.mark.parametrize("op", ["Conv", "Gemm"])
-def test_tensors_named_like_ours(op, recipe, tmp_path):
+def test_tensors_named_like_added_ones(op, recipe, tmp_path):
     m = Maker(opset=13)
     attributes = {"pads": [1, 1, 1, 1]} if op == "Conv" else {}
     shape = (8, 8, 3, 3) if op == "Conv" else (8, 8)
@@ -422,7 +422,7 @@ def test_a_tensor_with_the_codes_of_a_multiple(tmp_path):
 
 
 def with_outputs(m, outputs, shape=(2, 8, 8, 8), inputs=()):
-    """A model whose outputs have types of their own."""
+    """A model whose outputs have unusual types."""
     model = m.model([("x", list(shape)), *inputs], [name for name, _ in outputs])
     for value, (_, kind) in zip(model.graph.output, outputs, strict=True):
         value.type.tensor_type.elem_type = kind
@@ -488,7 +488,7 @@ def test_outputs_that_are_sequences(tmp_path):
 
 @pytest.mark.parametrize("shape", [(8, 0), (0, 8)])
 @pytest.mark.parametrize("op", ["MatMul", "Gemm"])
-def test_a_weight_without_elements_stays_float(op, shape, tmp_path):
+def test_an_empty_weight_is_kept_in_float(op, shape, tmp_path):
     m = Maker()
     rows_of = m.add("Flatten", [m.add("GlobalAveragePool", ["x"])])
     if not shape[0]:
@@ -503,19 +503,19 @@ def test_a_weight_without_elements_stays_float(op, shape, tmp_path):
     assert sqnr(model, report.output, feeds[0]) > 30
 
 
-def test_a_constant_that_cannot_be_computed_keeps_no_other_from_it():
+def test_a_constant_that_cannot_be_computed_does_not_affect_others():
     m = Maker()
     scaled = m.add("Mul", [m.constant(weights(8, 8, 3, 3), "w"), m.constant(np.float32(2))])
     y = m.add("Conv", ["x", scaled], name="conv")
     as_bfloat = m.add("Cast", [m.constant(np.float32([1]))], to=TensorProto.BFLOAT16)  # NumPy has no such type
     kept = m.add("Reshape", [as_bfloat, "shape"])
     model = with_outputs(m, [(y, 1), (kept, TensorProto.BFLOAT16)], inputs=[("shape", [1], INT64)])
-    made = qo.prepare(model)
-    assert [node.op_type for node in made.graph.node] == ["Conv", "Cast", "Reshape"]
-    assert [layer.reason for layer in qo.plan(made).layers] == [""]
+    prepared = qo.prepare(model)
+    assert [node.op_type for node in prepared.graph.node] == ["Conv", "Cast", "Reshape"]
+    assert [layer.reason for layer in qo.plan(prepared).layers] == [""]
 
 
-def test_constants_behind_outputs_stay_computable(tmp_path):
+def test_constants_after_outputs_can_be_computed(tmp_path):
     m = Maker()
     root = m.add("Sqrt", [m.constant(np.float32([4]))])
     outputs = [m.add("Mul", [m.conv("x", 8, 8, name="first"), root]), m.add("Exp", [m.add("Neg", [root])])]
@@ -526,7 +526,7 @@ def test_constants_behind_outputs_stay_computable(tmp_path):
     assert dt.metrics.sqnr_db(old[0], new[0]) > 30
 
 
-def test_a_sequence_of_constants_is_no_constant(tmp_path):
+def test_a_sequence_of_constants_is_not_a_constant(tmp_path):
     m = Maker()
     parts = m.add("SequenceConstruct", [m.constant(np.float32([2])), m.constant(weights(8, 8))])
     y = m.add("Mul", [m.conv("x", 8, 8, name="first"), m.add("SequenceAt", [parts, "i"])])

@@ -1,4 +1,4 @@
-"""Real models: quantized by default settings, proved, and run."""
+"""Real models: quantized with default settings, verified, and run."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import detent as dt
 import detent.onnx as qo
 from zoo import ZOO
 
-NAMES = [name for name in ZOO if name != "smart-turn"]  # that one is quantized already
+NAMES = [name for name in ZOO if name != "smart-turn"]  # already quantized
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +34,7 @@ def test_no_code_differs(name, target, folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_quantized_models_are_refused(folder):
+def test_quantized_models_are_rejected(folder):
     model = ZOO["smart-turn"]
     if not model.is_installed:
         pytest.skip("pipecat-ai is not installed")
@@ -42,7 +42,7 @@ def test_quantized_models_are_refused(folder):
         qo.prepare(model.write(folder))
 
 
-def test_a_small_one(folder, tmp_path):
+def test_a_small_model(folder, tmp_path):
     model = ZOO["silero-vad"]
     if not model.is_installed:
         pytest.skip("silero-vad is not installed")

@@ -1,4 +1,4 @@
-"""Data for a model: every form it may have, and every way in which it may not fit."""
+"""Data for a model: all supported forms, and all errors."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def shapes(batches):
 
 
 def refusal(error, words, data, inputs, **options):
-    """Opening that data, or reading all of it, raises that error."""
+    """Check that opening or reading the data raises that error."""
     with pytest.raises(error) as caught:
         list(open_batches(data, inputs, **options))
     assert isinstance(caught.value, dt.DetentError)
@@ -90,7 +90,7 @@ def test_the_first_batch_of_an_iterator_is_checked_and_put_back():
         list(batches)
 
 
-def test_a_source_that_is_secretly_spent_is_no_data():
+def test_an_iterable_that_was_read_before_is_rejected():
     class Once:
         def __init__(self):
             self.rest = iter([x()])
@@ -144,20 +144,20 @@ def test_a_lazy_source_is_started_once_per_pass():
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
-def test_what_does_not_fit_is_refused(data, error, words):
+def test_batches_that_do_not_fit_are_rejected(data, error, words):
     refusal(error, words, data, [X])
 
 
 @pytest.mark.parametrize(("value", "error"), [(np.nan, dt.NaNError), (np.inf, dt.RangeError), (-np.inf, dt.RangeError)])
 @pytest.mark.parametrize("dtype", ["float32", "float16", ml_dtypes.bfloat16], ids=str)
-def test_what_is_not_finite_is_named(value, error, dtype):
+def test_errors_name_the_element_that_is_not_finite(value, error, dtype):
     bad = x().astype(dtype)
     bad[1, 2] = value
     info = InputInfo("x", np.dtype(dtype), None)
     refusal(error, ["batch 1", "'x'", "(1, 2)"], [x().astype(dtype), bad], [info])
 
 
-def test_the_first_batch_is_refused_before_anything_runs():
+def test_the_first_batch_is_checked_before_anything_runs():
     with pytest.raises(dt.NaNError) as caught:
         open_batches([np.full((1, 3), np.nan, np.float32)], [X])
     assert (caught.value.count, caught.value.first_index) == (3, (0, 0))
@@ -178,9 +178,9 @@ def test_an_npz_is_cut_into_samples(tmp_path):
     np.savez(tmp_path / "d.npz", x=x(5), mask=mask(5))
     batches = open_batches(tmp_path / "d.npz", [X, MASK])
     assert (batches.count, batches.is_repeatable) == (5, True)
-    found = list(batches)
-    assert np.array_equal(np.concatenate([feed["x"] for feed in found]), x(5))
-    assert {feed["mask"].shape for feed in found} == {(1, 5)}
+    feeds = list(batches)
+    assert np.array_equal(np.concatenate([feed["x"] for feed in feeds]), x(5))
+    assert {feed["mask"].shape for feed in feeds} == {(1, 5)}
     assert len(list(batches)) == 5
 
 
@@ -190,13 +190,13 @@ def test_an_npz_is_cut_into_samples(tmp_path):
 def test_batches_of_samples(tmp_path, save, order, size):
     save(tmp_path / "d.npz", x=np.asarray(x(5), order=order).astype(">f4"))
     batches = open_batches(str(tmp_path / "d.npz"), [X], batch_size=size)
-    found = [feed["x"] for feed in batches]
-    assert batches.count == len(found) == -(-5 // size)
-    assert {array.dtype for array in found} == {F32}
-    assert np.array_equal(np.concatenate(found), x(5))
+    arrays = [feed["x"] for feed in batches]
+    assert batches.count == len(arrays) == -(-5 // size)
+    assert {array.dtype for array in arrays} == {F32}
+    assert np.array_equal(np.concatenate(arrays), x(5))
 
 
-def test_the_batch_size_is_the_models(tmp_path):
+def test_the_model_may_fix_the_batch_size(tmp_path):
     np.savez(tmp_path / "d.npz", x(8))
     assert shapes(open_batches(tmp_path / "d.npz", [FIXED])) == [{"x": (4, 3)}] * 2
     refusal(dt.ShapeError, ["batch size of 2", "expects 4"], tmp_path / "d.npz", [FIXED], batch_size=2)
@@ -215,7 +215,7 @@ def test_an_npy_is_cut_into_samples(tmp_path):
     refusal(dt.FileFormatError, ["one array", "x, mask"], tmp_path / "d.npy", [X, MASK])
 
 
-def test_a_folder_holds_one_npz_per_batch(tmp_path):
+def test_a_directory_holds_one_npz_per_batch(tmp_path):
     for i in (2, 0, 1):
         np.savez(tmp_path / f"{i}.npz", x=x(i + 1, start=i), mask=mask(i + 1, columns=i + 2))
     (tmp_path / "README").write_text("not data")
@@ -224,7 +224,7 @@ def test_a_folder_holds_one_npz_per_batch(tmp_path):
     assert shapes(batches) == [{"x": (i + 1, 3), "mask": (i + 1, i + 2)} for i in range(3)]
 
 
-def test_a_folder_of_npy_files(tmp_path):
+def test_a_directory_of_npy_files(tmp_path):
     for i in range(3):
         np.save(tmp_path / f"{i}.npy", x(i + 1))
     assert shapes(open_batches(tmp_path, [X])) == [{"x": (i + 1, 3)} for i in range(3)]
@@ -232,7 +232,7 @@ def test_a_folder_of_npy_files(tmp_path):
     refusal(dt.SpecError, [str(tmp_path), "expected one kind of file"], tmp_path, [X])
 
 
-def test_a_state_whose_first_axis_counts_no_samples_needs_a_folder(tmp_path):
+def test_inputs_without_a_batch_axis_need_a_directory(tmp_path):
     state, rate = InputInfo("state", F32, (2, None)), InputInfo("rate", I64, ())
     arrays = {"x": x(1), "state": np.zeros((2, 1), np.float32), "rate": np.array(16000)}
     np.savez(tmp_path / "0.npz", **arrays)
@@ -263,7 +263,7 @@ def test_files_that_do_not_fit(tmp_path, arrays, error, words):
     refusal(error, [*words, "d.npz"], tmp_path / "d.npz", [X, MASK])
 
 
-def test_files_of_a_folder_are_checked_before_the_first_is_read(tmp_path):
+def test_files_of_a_directory_are_checked_before_the_first_is_read(tmp_path):
     np.savez(tmp_path / "0.npz", x=x())
     np.savez(tmp_path / "1.npz", x=x()[:, :2])
     with pytest.raises(dt.ShapeError, match=re.escape("1.npz: input 'x' has shape (2, 2)")):
@@ -280,7 +280,7 @@ def test_missing_files(tmp_path):
 # Fingerprints
 
 
-def test_a_fingerprint_is_of_what_was_seen(tmp_path):
+def test_a_fingerprint_covers_the_batches_that_were_read(tmp_path):
     np.savez(tmp_path / "d.npz", x=x(4))
     prints = []
     for data in (tmp_path / "d.npz", [{"x": x(4)[i : i + 1]} for i in range(4)], iter(np.split(x(4), 4))):
@@ -305,7 +305,7 @@ def test_a_fingerprint_is_of_what_was_seen(tmp_path):
     ],
     ids=["same", "other batches", "other values", "other name", "other type", "other shape"],
 )
-def test_whatever_differs_changes_the_fingerprint(data, info):
+def test_every_difference_changes_the_fingerprint(data, info):
     first, other = Batches([x(4)], [X]), Batches(data, [info])
     list(first.hashed()), list(other.hashed())
     assert (first.fingerprint() == other.fingerprint()) == (info is X and np.array_equal(data[0], x(4)))
@@ -315,7 +315,7 @@ def test_whatever_differs_changes_the_fingerprint(data, info):
 
 
 def write_sources(folder, count):
-    """The same batches as a list, an iterable without length, an .npz, a deflated one, an .npy and a directory."""
+    """Return equal batches as a list, an iterable without length, an .npz, a compressed .npz, an .npy, a directory."""
     values = x(count)
     np.savez(folder / "d.npz", x=values)
     np.savez_compressed(folder / "c.npz", x=values)
@@ -345,7 +345,7 @@ def test_a_subset_of_any_source(tmp_path, numbers):
 
 def test_a_subset_reads_nothing_else(tmp_path):
     values = x(6)
-    values[[0, 1, 3, 5]] = np.nan  # which no pass over all of them would accept
+    values[[0, 1, 3, 5]] = np.nan  # a pass over all batches would fail
     np.savez(tmp_path / "d.npz", x=values)
     assert [feed["x"][0, 0] for feed in open_batches(tmp_path / "d.npz", [X]).subset([2, 4])] == [6, 12]
     for i in range(6):
@@ -380,7 +380,7 @@ def test_batches_are_opened_once():
 # Inputs
 
 
-def test_inputs_leave_initializers_out_and_know_what_varies():
+def test_inputs_leave_out_initializers_and_free_sizes():
     model = parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 17]>
         g (float[N, 3, 4] a, int64[2] b, float c, float w) => (float y) <float w = {1}> { y = Add(c, w) }"""
@@ -395,7 +395,7 @@ def test_inputs_leave_initializers_out_and_know_what_varies():
     assert [info.shape for info in inputs_of(model)] == [(None, None, 4), None, ()]
 
 
-def test_inputs_that_are_no_tensors_or_of_no_type():
+def test_inputs_that_are_not_tensors_or_have_no_type():
     model = parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (seq(float[N]) s) => (int64 n) { n = SequenceLength(s) }'
     )
@@ -408,11 +408,11 @@ def test_inputs_that_are_no_tensors_or_of_no_type():
         inputs_of(model)
 
 
-def test_this_folder_does_not_shadow_onnx():
+def test_this_directory_does_not_shadow_onnx():
     assert not Path(__file__).with_name("__init__.py").exists()
 
 
-def test_counted_batches_leave_the_original_whole():
+def test_counted_batches_do_not_change_the_original():
     batches, calls = open_batches([x(2), x(5)], [X]), []
     batches.check_first()
     counted = batches.counted(lambda *done: calls.append(done))
@@ -420,7 +420,7 @@ def test_counted_batches_leave_the_original_whole():
     assert calls == [(1, 2), (2, 2)] * 2
 
 
-def test_counted_batches_of_an_iterator_take_the_pass_that_has_begun():
+def test_counted_batches_of_an_iterator_continue_the_pass():
     batches = open_batches(iter([x(2), x(5)]), [X])
     batches.check_first()
     assert shapes(batches.counted(lambda *_: None)) == [{"x": (2, 3)}, {"x": (5, 3)}]

@@ -1,4 +1,4 @@
-"""NumPy's files, damaged and hostile: refused by their headers, before anything is allocated."""
+"""Untrusted NumPy files: damaged ones are rejected by their headers, before anything is allocated."""
 
 import io
 import os
@@ -16,7 +16,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 def npy(descr="<f4", order=False, shape=(2, 3), body=None, version=1, header=None):
-    """The bytes of an .npy file with that header, whatever it claims."""
+    """Return the bytes of an .npy file with that header, right or wrong."""
     text = header if header is not None else repr({"descr": descr, "fortran_order": order, "shape": shape}).encode()
     length = len(text).to_bytes(2 if version == 1 else 4, "little")
     return b"\x93NUMPY" + bytes([version, 0]) + length + text + (X.tobytes() if body is None else body)
@@ -45,17 +45,17 @@ def test_headers_of_other_writers(tmp_path, version, header):
 @pytest.mark.parametrize("dtype", ["?", "i1", "u1", "<i2", ">u2", "<i4", ">i8", "<u8", "<f2", ">f4", "<f8"])
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 0, 3), (1, 2, 3, 2)], ids=str)
 @pytest.mark.parametrize("order", "CF")
-def test_what_numpy_writes_is_what_is_read(tmp_path, dtype, shape, order):
+def test_arrays_of_numpy_are_read_unchanged(tmp_path, dtype, shape, order):
     given = np.asarray((np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype), order=order)
     np.savez_compressed(tmp_path / "a.npz", a=given)
-    found = ArrayFile(tmp_path / "a.npz").read()["a"]
-    assert np.array_equal(found, given)
-    assert found.dtype == given.dtype.newbyteorder("=")
+    array = ArrayFile(tmp_path / "a.npz").read()["a"]
+    assert np.array_equal(array, given)
+    assert array.dtype == given.dtype.newbyteorder("=")
 
 
 HOSTILE = {
     "empty": b"",
-    "text": b"hello, this is no array",
+    "text": b"hello, this is not an array",
     "magic only": b"\x93NUMPY",
     "version 9": npy(version=1).replace(b"NUMPY\x01", b"NUMPY\x09"),
     "header beyond the end": npy()[:30],
@@ -80,7 +80,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", ["npy", "npz"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_arrays(tmp_path, name, kind):
+def test_damaged_headers(tmp_path, name, kind):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(HOSTILE[name]) if kind == "npy" else npz(path, [("x.npy", HOSTILE[name])])
     refused(path)
@@ -105,23 +105,23 @@ def refused(path, word=""):
     [
         ([("x.npy", npy()), ("y.txt", b"")], "is not an array"),
         ([("x", npy())], "is not an array"),
-        ([("folder/", b"")], "is not an array"),
+        ([("directory/", b"")], "is not an array"),
         ([("x" * 5000, npy())], "is not an array"),
     ],
-    ids=["a text", "no suffix", "a folder", "a long name"],
+    ids=["a text", "no suffix", "a directory", "a long name"],
 )
-def test_members_that_are_no_arrays(tmp_path, members, word):
+def test_members_that_are_not_arrays(tmp_path, members, word):
     refused(npz(tmp_path / "a.npz", members), word)
 
 
-def test_two_members_of_one_name(tmp_path):
+def test_two_members_with_the_same_name(tmp_path):
     with pytest.warns(UserWarning, match="Duplicate"):
         npz(tmp_path / "a.npz", [("x.npy", npy()), ("x.npy", npy())])
     refused(tmp_path / "a.npz", "the same name")
 
 
-def test_a_bomb(tmp_path):
-    """Zeros shrink about a thousandfold, and the claim is checked before they are unpacked."""
+def test_a_zip_bomb(tmp_path):
+    """Zeros compress about a thousandfold; the size is checked before they are unpacked."""
     body = bytes(1 << 26)
     path = npz(tmp_path / "a.npz", [("x.npy", npy("|u1", shape=(len(body),), body=body))], compression=8)
     assert path.stat().st_size < 1 << 17
@@ -129,7 +129,7 @@ def test_a_bomb(tmp_path):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
-def test_other_compressions(tmp_path, method):
+def test_unsupported_compressions(tmp_path, method):
     refused(npz(tmp_path / "a.npz", [("x.npy", npy())], compression=method), "compressed in a way")
 
 
@@ -149,7 +149,7 @@ def test_members_that_claim_more_than_the_file(tmp_path):
     refused(path, "claim more")
 
 
-def test_damage_inside_is_found_when_it_is_read(tmp_path):
+def test_damaged_contents_are_rejected_when_they_are_read(tmp_path):
     np.savez(tmp_path / "a.npz", x=np.arange(1000.0))
     data = bytearray((tmp_path / "a.npz").read_bytes())
     data[5000] ^= 1
@@ -161,7 +161,7 @@ def test_damage_inside_is_found_when_it_is_read(tmp_path):
         list(file.slices(10))
 
 
-def test_a_file_that_changes_is_noticed(tmp_path):
+def test_a_file_that_changes_between_passes_is_rejected(tmp_path):
     np.savez(tmp_path / "a.npz", x=X)
     file = ArrayFile(tmp_path / "a.npz")
     np.savez(tmp_path / "a.npz", x=X[:1])
@@ -171,9 +171,9 @@ def test_a_file_that_changes_is_noticed(tmp_path):
 
 def test_truncated_and_flipped_anywhere(tmp_path):
     rng = np.random.default_rng(5)
-    made = io.BytesIO()
-    np.savez_compressed(made, x=X, y=np.arange(100))
-    data, path, survivors = made.getvalue(), tmp_path / "a.npz", 0
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, x=X, y=np.arange(100))
+    data, path, survivors = buffer.getvalue(), tmp_path / "a.npz", 0
     for i in range(400):
         if i % 2:
             bad = data[: int(rng.integers(len(data)))]
@@ -191,7 +191,7 @@ def test_truncated_and_flipped_anywhere(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="named pipes are POSIX's")
-def test_a_pipe_is_no_file(tmp_path):
+def test_a_pipe_is_rejected(tmp_path):
     os.mkfifo(tmp_path / "a.npy")
     refused(tmp_path / "a.npy", "no such file")
 

@@ -1,4 +1,4 @@
-"""Loaded models: read and checked once, accepted wherever a path is, never changed by whoever gets one."""
+"""Loaded models: read and checked once, accepted wherever a path is, and never changed."""
 
 import numpy as np
 import onnx
@@ -23,7 +23,7 @@ def path(tmp_path):
     return tmp_path / "model.onnx"
 
 
-def test_a_file_is_loaded_with_what_is_known_of_it(path):
+def test_a_loaded_file_has_its_path_and_size(path):
     model = load_model(path)
     assert (model.path, model.nbytes) == (path, path.stat().st_size)
     assert [info.name for info in model.inputs] == ["x"]
@@ -51,13 +51,13 @@ def test_what_load_returns_may_be_changed(path):
     assert kept.proto.graph.node[0].op_type == "MatMul"
 
 
-def test_a_session_runs_what_was_loaded_although_the_file_is_gone(path):
+def test_a_session_needs_no_file_of_a_loaded_model(path):
     model = load_model(path)
     path.unlink()
     assert make_session(model).run(None, {"x": np.ones((1, 2), np.float32)})[0] == 4.5
 
 
-def test_functions_take_loaded_models(path, tmp_path):
+def test_functions_accept_loaded_models(path, tmp_path):
     model, batch = load_model(path), [np.float32([[1.0, 2.0]])]
     result = qo.quantize(model, tmp_path / "small.onnx", batch)
     assert (tmp_path / "small.onnx").read_bytes() == _quantized(path, tmp_path, batch)
@@ -73,6 +73,6 @@ def _quantized(path, folder, batch):
 
 @pytest.mark.parametrize("source", [3, None, ["m.onnx"]], ids=repr)
 @pytest.mark.parametrize("function", [load, load_model, qo.decide, qo.load_quantized])
-def test_what_is_no_model_is_rejected(function, source):
+def test_values_that_are_not_models_are_rejected(function, source):
     with pytest.raises(dt.SpecError, match="expected the model as a path, a ModelProto or a LoadedModel, got "):
         function(source)

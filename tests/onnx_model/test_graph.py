@@ -1,4 +1,4 @@
-"""Graph: names stay right under changes; tensors hold what they are given."""
+"""Graph: the index of names follows changes; tensors keep their values."""
 
 import numpy as np
 import pytest

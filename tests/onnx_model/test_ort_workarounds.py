@@ -1,4 +1,4 @@
-"""Float layers between quantizers: ONNX Runtime quantizes them unless they are guarded, whatever stands between."""
+"""Float layers between Q/DQ nodes: ONNX Runtime quantizes them unless they are guarded, across most operators."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from detent.onnx_model.graph import INTEGER_KERNELS
 from detent.onnx_model.ort_workarounds import guard_float
 
 RNG = np.random.default_rng(0)
-BETWEEN = {  # operators, attributes and constant inputs of what may stand between a quantizer and the layer
+BETWEEN = {  # operators between a Q/DQ node and the layer, with attributes and constant inputs
     "nothing": [],
     "Relu": [("Relu", {}, [])],
     "Clip": [("Clip", {}, [np.float32(0), np.float32(6)])],
@@ -47,7 +47,7 @@ LAYERS = {
 
 
 def between_quantizers(*parts):
-    """A graph of operators, one behind the other, between a DequantizeLinear and a QuantizeLinear."""
+    """Make a graph of operators in a row between a DequantizeLinear and a QuantizeLinear."""
     nodes, tensors, x = [], [], "x"
 
     def add(op, attributes, constants):
@@ -79,7 +79,7 @@ def between_quantizers(*parts):
 
 
 def is_quantized(model):
-    """Whether ONNX Runtime computes in integers, or stores a weight as codes."""
+    """Whether ONNX Runtime uses an integer kernel, or stores a weight as codes."""
     running = optimized(model).graph
     stored = [each for each in running.initializer if each.data_type in {TensorProto.INT8, TensorProto.UINT8}]
     return any(node.op_type in INTEGER_KERNELS for node in running.node) or any(len(each.dims) > 1 for each in stored)
@@ -88,7 +88,7 @@ def is_quantized(model):
 @pytest.mark.parametrize("position", ["before", "behind"])
 @pytest.mark.parametrize("operators", BETWEEN)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_float_layer_stays_float(layer, operators, position):
+def test_a_guarded_layer_is_not_quantized(layer, operators, position):
     parts = [BETWEEN[operators], LAYERS[layer]]
     model = between_quantizers(*(parts if position == "before" else reversed(parts)))
     given = {"x": normal(1, 8, 4, 4)}
@@ -96,12 +96,13 @@ def test_a_float_layer_stays_float(layer, operators, position):
     was_quantized = is_quantized(model)
     graph = Graph(model)
     guarded = guard_float(graph)
-    made = graph.finish()
+    guarded_model = graph.finish()
     assert guarded or not was_quantized
     assert bool(guarded) == (operators != "Sigmoid"), "a Max costs time, and no quantizer moves over a Sigmoid"
-    assert not is_quantized(made)
-    np.testing.assert_array_equal(make_session(made, optimize=False).run(None, given)[0], expected)
-    np.testing.assert_allclose(make_session(made).run(None, given)[0], expected, atol=0.1001)  # one code, by rounding
+    assert not is_quantized(guarded_model)
+    np.testing.assert_array_equal(make_session(guarded_model, optimize=False).run(None, given)[0], expected)
+    got = make_session(guarded_model).run(None, given)[0]
+    np.testing.assert_allclose(got, expected, atol=0.1001)  # rounding may change a code by one
 
 
 def test_onnx_runtime_quantizes_what_is_not_guarded():
@@ -110,14 +111,14 @@ def test_onnx_runtime_quantizes_what_is_not_guarded():
         assert is_quantized(between_quantizers(BETWEEN[operators], LAYERS["Conv"])), operators
 
 
-def test_layers_without_quantizers_behind_them_cost_nothing():
+def test_layers_without_a_quantizer_after_them_are_not_guarded():
     model = between_quantizers(LAYERS["Conv"], BETWEEN["Relu"])
     del model.graph.node[-2:]
     model.graph.output[0].name = model.graph.node[-1].output[0]
     assert guard_float(Graph(model)) == []
 
 
-def test_two_layers_in_a_row_are_both_looked_at():
+def test_two_layers_in_a_row_are_both_guarded():
     model = between_quantizers(LAYERS["Conv"], BETWEEN["Relu"], LAYERS["Conv"])
     assert guard_float(Graph(model)) == [], "the first has no quantizer behind it, the second none before it"
 

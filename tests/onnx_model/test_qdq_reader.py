@@ -25,7 +25,7 @@ X = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 4])
 
 
 def model_of(nodes, tensors, inputs=(X,), outputs=("y",), opset=21, **options):
-    """A model of those nodes and initializers."""
+    """Make a model of these nodes and initializers."""
     values = [helper.make_empty_tensor_value_info(name) for name in outputs]
     for value in values:
         value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -35,7 +35,7 @@ def model_of(nodes, tensors, inputs=(X,), outputs=("y",), opset=21, **options):
 
 
 def float_of(model, names):
-    """What ONNX Runtime makes of tensors of a model, without optimisations."""
+    """Compute tensors of a model in ONNX Runtime, without optimizations."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     del copy.graph.output[:]
@@ -97,16 +97,16 @@ def test_values_are_those_of_onnx_runtime(kind, way, with_zero):
         helper.make_node("Gemm", ["x", "v"], ["y"], name="layer", transB=1),
     ]
     model = model_of(nodes, tensors)
-    found = load_quantized(model)
-    kept = found.biases if kind == "INT32" else found.weights
-    if kind == "INT32" and way == "blocks":  # which ONNX Runtime does not have
-        assert ("scales of shape (3, 4)" in str(found.skipped), kept) == (True, {})
+    contents = load_quantized(model)
+    kept = contents.biases if kind == "INT32" else contents.weights
+    if kind == "INT32" and way == "blocks":  # not supported by ONNX Runtime
+        assert ("scales of shape (3, 4)" in str(contents.skipped), kept) == (True, {})
         return
-    assert not found.skipped
+    assert not contents.skipped
     assert list(kept) == ["w"]
     assert np.array_equal(np.asarray(kept["w"].codes, np.float64), codes.astype(np.float64))
-    assert found.readers["w"] == ("Gemm layer",)
-    assert found.float_nbytes == 0
+    assert contents.readers["w"] == ("Gemm layer",)
+    assert contents.float_nbytes == 0
     same_bits(kept["w"].dequantize(), float_of(model, ["v"])["v"])
 
 
@@ -122,10 +122,10 @@ def test_a_bias_with_large_codes_and_a_zero_point_is_read_as_onnx_runtime_does()
         tensors,
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5])],
     )
-    found = load_quantized(model)
-    same_bits(found.biases["b"].dequantize(), float_of(model, ["v"])["v"])
-    assert found.biases["b"].nbytes == 40
-    assert not found.weights
+    contents = load_quantized(model)
+    same_bits(contents.biases["b"].dequantize(), float_of(model, ["v"])["v"])
+    assert contents.biases["b"].nbytes == 40
+    assert not contents.weights
 
 
 def test_activations_with_their_readers():
@@ -143,18 +143,18 @@ def test_activations_with_their_readers():
             [sum] y = Add(rd, ud)
         }"""
     )
-    found = load_quantized(model)
-    assert [(each.tensor, each.type, float(each.scale), int(each.zero_point)) for each in found.activations] == [
+    contents = load_quantized(model)
+    assert [(each.tensor, each.type, float(each.scale), int(each.zero_point)) for each in contents.activations] == [
         ("x", "UINT8", 0.5, 3),
         ("xd", "UINT8", 0.5, 3),
         ("r", "INT16", 0.25, -7),
         ("u", "UINT8", 0.5, 3),
     ]
-    assert found.readers["xq"] == ("Relu relu", "QuantizeLinear second")
-    assert found.readers["rq"] == found.readers["u"] == ("Add sum",)
-    assert found.nodes["QuantizeLinear"] == 3
-    assert not found.weights
-    assert found.float_nbytes == 0
+    assert contents.readers["xq"] == ("Relu relu", "QuantizeLinear second")
+    assert contents.readers["rq"] == contents.readers["u"] == ("Add sum",)
+    assert contents.nodes["QuantizeLinear"] == 3
+    assert not contents.weights
+    assert contents.float_nbytes == 0
 
 
 def test_a_float_weight_that_is_quantized_in_the_graph():
@@ -168,9 +168,9 @@ def test_a_float_weight_that_is_quantized_in_the_graph():
         helper.make_node("MatMul", ["x", "v"], ["y"], name="m"),
     ]
     model = model_of(nodes, tensors)
-    found = load_quantized(model)
-    same_bits(found.weights["w"].dequantize(), float_of(model, ["v"])["v"])
-    assert (found.activations, found.float_nbytes, found.readers["w"]) == ((), 0, ("MatMul m",))
+    contents = load_quantized(model)
+    same_bits(contents.weights["w"].dequantize(), float_of(model, ["v"])["v"])
+    assert (contents.activations, contents.float_nbytes, contents.readers["w"]) == ((), 0, ("MatMul m",))
 
 
 def test_weights_in_constants_and_in_branches():
@@ -192,13 +192,13 @@ def test_weights_in_constants_and_in_branches():
                 }>
         }"""
     )
-    found = load_quantized(model)
-    assert {name: tensor.dequantize().tolist() for name, tensor in found.weights.items()} == {
+    contents = load_quantized(model)
+    assert {name: tensor.dequantize().tolist() for name, tensor in contents.weights.items()} == {
         "k": [0.5, 1.0],
         "inner": [1.5, 2.0],
         "outer": [2.5, -3.0],
     }
-    assert (found.readers["inner"], found.readers["outer"]) == (("Add plus",), ("Sub minus",))
+    assert (contents.readers["inner"], contents.readers["outer"]) == (("Add plus",), ("Sub minus",))
 
 
 @pytest.mark.parametrize("form", ["dequantized", "one scale", "scale per row"])
@@ -216,12 +216,12 @@ def test_embeddings_are_looked_up_in_codes(form):
     nodes.append(helper.make_node("Add", ["x", "v"], ["y"], name="sum"))
     tensors = [make_tensor("w", table), make_tensor("s", scale), make_tensor("i", np.arange(6))]
     model = model_of(nodes, tensors)
-    found = load_quantized(model)
-    same_bits(found.weights["w"].dequantize(), float_of(model, ["v"])["v"])
-    assert (found.readers["w"], found.float_nbytes) == (("Add sum",), 0)
+    contents = load_quantized(model)
+    same_bits(contents.weights["w"].dequantize(), float_of(model, ["v"])["v"])
+    assert (contents.readers["w"], contents.float_nbytes) == (("Add sum",), 0)
 
 
-def test_what_is_not_read_is_listed_with_the_reason():
+def test_unsupported_nodes_are_listed_with_a_reason():
     codes, scale = make_tensor("w", np.zeros((4, 4), np.int8)), make_tensor("s", np.float32(0.5))
     zero = make_tensor("zero", np.float32(0))
     nodes = [
@@ -233,12 +233,12 @@ def test_what_is_not_read_is_listed_with_the_reason():
         helper.make_node("Cast", ["i"], ["c"], to=TensorProto.FLOAT),
         helper.make_node("Sum", ["a", "b", "c"], ["y"]),
     ]
-    found = load_quantized(model_of(nodes, [codes, scale, zero]))
-    assert not found.weights
-    assert "computed" in found.skipped["DequantizeLinear dynamic"]
-    assert "scale" in found.skipped["DequantizeLinear flat"]
-    assert {"DynamicQuantizeLinear now", "MatMulInteger whole"} < found.skipped.keys()
-    assert "not read: DequantizeLinear dynamic: " in str(found.summary())
+    contents = load_quantized(model_of(nodes, [codes, scale, zero]))
+    assert not contents.weights
+    assert "computed" in contents.skipped["DequantizeLinear dynamic"]
+    assert "scale" in contents.skipped["DequantizeLinear flat"]
+    assert {"DynamicQuantizeLinear now", "MatMulInteger whole"} < contents.skipped.keys()
+    assert "not read: DequantizeLinear dynamic: " in str(contents.summary())
 
 
 def test_one_constant_with_two_scales():
@@ -252,9 +252,9 @@ def test_one_constant_with_two_scales():
         helper.make_node("DequantizeLinear", ["w", "t"], ["b"]),
         helper.make_node("Sum", ["x", "a", "b"], ["y"]),
     ]
-    found = load_quantized(model_of(nodes, tensors))
-    assert found.weights["w"].dequantize().tolist() == [0.5] * 4
-    assert "two ways" in found.skipped["w"]
+    contents = load_quantized(model_of(nodes, tensors))
+    assert contents.weights["w"].dequantize().tolist() == [0.5] * 4
+    assert "two ways" in contents.skipped["w"]
 
 
 def test_weights_inside_of_functions(tmp_path):
@@ -292,7 +292,7 @@ def test_the_summary_is_a_table_and_json():
     assert (summary.count("bias"), summary.nbytes("bias")) == (1, 12)
 
 
-def test_a_damaged_file_is_refused(tmp_path):
+def test_a_damaged_file_is_rejected(tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"no model")
     with pytest.raises(dt.FileFormatError, match="not an ONNX model"):
         load_quantized(tmp_path / "m.onnx")
@@ -303,19 +303,19 @@ def test_smart_turn_has_the_values_of_onnx_runtime():
     if not entry.is_installed:
         pytest.skip(f"{entry.package} is not installed")
     model = onnx.load(entry.path)
-    found = load_quantized(entry.path)
-    assert (found.nodes["QuantizeLinear"], found.nodes["DequantizeLinear"]) == (78, 114)
-    assert (len(found.weights), len(found.biases), len(found.activations)) == (31, 5, 78)
-    assert not found.skipped
+    contents = load_quantized(entry.path)
+    assert (contents.nodes["QuantizeLinear"], contents.nodes["DequantizeLinear"]) == (78, 114)
+    assert (len(contents.weights), len(contents.biases), len(contents.activations)) == (31, 5, 78)
+    assert not contents.skipped
     behind = {node.input[0]: node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear"}
-    kept = {**found.weights, **found.biases}
+    kept = {**contents.weights, **contents.biases}
     expected = float_of(model, [behind[name] for name in kept])
     for name, tensor in kept.items():
         same_bits(tensor.dequantize(), expected[behind[name]])
         stored = next(each for each in model.graph.initializer if each.name == name)
         assert np.array_equal(numpy_helper.to_array(stored), tensor.codes)
-        assert found.readers[name]
-    assert found.summary().nbytes("weight") < 8e6
+        assert contents.readers[name]
+    assert contents.summary().nbytes("weight") < 8e6
 
 
 def embedding_model(width=16):

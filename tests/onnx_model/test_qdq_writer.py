@@ -1,4 +1,4 @@
-"""The writer of quantized graphs: a Clip before codes of few bits, and rows of a table."""
+"""The writer of quantized graphs: the Clip before codes of few bits, and rows of a table."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ def graph_of(text):
 
 
 @pytest.mark.parametrize(("high", "operators"), [(15, ["Clip"]), (255, [])], ids=["4 bits", "all codes"])
-def test_a_clip_stands_before_codes_of_few_bits(high, operators):
+def test_a_clip_precedes_codes_of_few_bits(high, operators):
     graph = graph_of("g (float[2] x) => (float[2] y) { y = Relu(x) }")
     writer = QdqWriter(graph)
     qparams = QdqParams(np.float32(0.5), np.array(0), TensorProto.UINT8, high=high)

@@ -1,4 +1,4 @@
-"""Sessions: large weights are handed to ONNX Runtime as arrays, inner tensors, errors."""
+"""Sessions: large weights shared as arrays, inner tensors, errors."""
 
 import gc
 
@@ -39,7 +39,7 @@ def product(**given):
 
 
 def branches():
-    """A model whose weight is read by the body of an If node only."""
+    """A model whose weight only a subgraph of an If reads."""
     bodies = [
         helper.make_graph(
             [helper.make_node("MatMul", ["x", name], [f"{name}_y"])],
@@ -102,7 +102,7 @@ def test_lean_models_hold_no_large_data():
     assert (small.ir_version, small.producer_name, none) == (8, "me", {})
 
 
-def test_wrong_sizes_are_refused():
+def test_wrong_sizes_are_rejected():
     model = product()
     model.graph.initializer[0].dims[0] = SIDE + 1
     with pytest.raises(UnsupportedError, match="failed to load the model"):
@@ -121,7 +121,7 @@ def test_tensors_are_recorded():
     assert list(record(parsed(ABS_NEG), ["t", "x"], [FEED])) == [{"t": 2, "x": -2}]
 
 
-def test_a_probe_leaves_the_model_as_it_is():
+def test_a_probe_does_not_change_the_model():
     model, seen = parsed(ABS_NEG), []
     before = model.SerializeToString()
     Probe(model, [Reading(("x", "t"), lambda arrays: seen.append(arrays["t"].item()))]).run(FEED)
@@ -139,7 +139,7 @@ def test_errors_of_onnx_runtime():
         ort.InferenceSession(b"no model")
 
 
-def test_errors_of_detent_pass_as_they_are():
+def test_errors_of_detent_are_not_changed():
     with pytest.raises(UnsupportedError, match=r"^failed before$"), ort_errors():
         raise UnsupportedError("failed before")
 
@@ -151,7 +151,7 @@ def test_a_probe_raises_errors_of_onnx_runtime():
         probe.run({"x": np.zeros((2, 2), np.float32)})
 
 
-def test_optimized_graphs_with_convolutions_in_bodies_can_be_loaded():
+def test_optimized_graphs_with_convolutions_in_subgraphs_can_be_loaded():
     values = np.random.default_rng(0).normal(size=(16, 16, 3, 3)).astype(np.float32)
 
     def conv(x, y):

@@ -334,7 +334,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     with running("rewriting"):
         quantized = rewrite(original, decided.decisions)
     samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
-    with running("the comparison of outputs"):
+    with running("comparing outputs"):
         errors = output_sqnr(original, quantized, samples) if samples else {}
     with running("writing"):
         return _finish(path, decided, original.nbytes, quantized, errors, start)
@@ -419,7 +419,7 @@ def _decide(
     batches = _checked_data(original, data, recipe)
     first = None if batches is None else batches.check_first()
     own_opset, opset = Graph(original.proto).opset, needed_opset(low_bits=_needs_low_bits(recipe))
-    with running("the normal form"):
+    with running("preparing the model"):
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
         graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
@@ -440,7 +440,7 @@ def _decide(
     steps: tuple[str, ...] = ()
     if own_opset < facts.opset:
         steps = (f"converted from opset {own_opset} to {facts.opset}; outputs not compared, because data is missing",)
-    with running("the choice of weight scales"):
+    with running("choosing weight scales"):
         return _Decided(replace(facts, layers=layer_decisions(graph_plan, {}, {})), graph_plan, (), steps)
 
 
@@ -458,7 +458,7 @@ def _decide_with_data(
     progress = True if run.progress is None else run.progress
     with running("calibration"):
         calibration = calibrate_groups(graph_plan, batches, groups, options.observer, progress, run.resume_file)
-    with running("the choice of ranges"):
+    with running("choosing ranges"):
         placements = graph_plan.placements(calibration.ranges)
         isolated = IsolatedLayers(graph_plan, calibration.samples)
         clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
@@ -478,7 +478,7 @@ def _decide_with_data(
     if options.bias_correction:
         with running("bias correction"):
             biases = corrected_biases(graph_plan, params, isolated, len(calibration.samples))
-    with running("the choice of weight scales"):
+    with running("choosing weight scales"):
         placements, used = placed(graph_plan, placements, params)
         decisions = replace(
             facts,
