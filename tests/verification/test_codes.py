@@ -8,7 +8,7 @@ from detent.errors import FileFormatError
 from detent.onnx_model import QdqParams
 from detent.onnx_model.qdq_reader import WeightCodes
 from detent.params import QuantParams
-from detent.verification.codes import Tally, layout_in_file, layout_of, shift_of, spread, steps_between
+from detent.verification.codes import Tally, code_distance, layout_in_file, layout_of, shift_of, spread
 
 
 def test_the_first_difference_is_kept():
@@ -30,14 +30,14 @@ def test_the_first_difference_is_kept():
     ],
 )
 def test_steps(a, b, steps):
-    assert steps_between(a, b) == steps_between(b, a) == steps
+    assert code_distance(a, b) == code_distance(b, a) == steps
 
 
 def test_layouts():
     qparams = QdqParams(np.ones(4, np.float32), np.zeros(4), TensorProto.INT8, axis=-1)
     gathered = WeightCodes("w", TensorProto(), NodeProto(), qparams, path=("Gather",))
     assert str(layout_in_file(gathered, (9, 4))) == "axis 1"
-    assert str(layout_of(QuantParams.int8_symmetric(), 2)) == "one for all"
+    assert str(layout_of(QuantParams.int8_symmetric(), 2)) == "per-tensor"
     with pytest.raises(FileFormatError, match=r"scales of shape \(4,\) for codes of shape \(\)"):
         layout_in_file(gathered, ())
     per_column = layout_of(QuantParams("int8/axis1", np.ones(2)), 2)

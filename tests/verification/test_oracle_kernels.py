@@ -11,7 +11,7 @@ from qdq_models import chain, model
 import detent as dt
 from detent.errors import UnsupportedError
 from detent.onnx_model import make_session
-from detent.verification.kernel_oracle import KernelCheck, compare_kernel, conv_sums, product_sums, requantize
+from detent.verification.kernel_oracle import KernelCheck, compare_kernel, conv_sums, matmul_sums, requantize
 
 CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 
@@ -52,8 +52,8 @@ def test_convolution_is_that_of_the_definition(shape, kernel, strides, dilations
 @pytest.mark.parametrize("terms", [3, 258, 259, 5000])
 def test_products_are_exact_beyond_float32(terms):
     a, b = np.full((1, terms), 255), np.full((terms, 1), 255)
-    assert product_sums(a, b).item() == terms * 255 * 255
-    assert product_sums(a, -b + np.arange(terms)[:, None] % 2).item() == -terms * 255 * 255 + 255 * (terms // 2)
+    assert matmul_sums(a, b).item() == terms * 255 * 255
+    assert matmul_sums(a, -b + np.arange(terms)[:, None] % 2).item() == -terms * 255 * 255 + 255 * (terms // 2)
 
 
 def test_requantize_rounds_half_to_even_and_clamps():
@@ -244,7 +244,7 @@ def test_saturation_is_named_with_its_channel_and_step():
     assert difference.node == "conv"
     assert abs(difference.expected - difference.got) == row.max_steps
     assert f"saturation in channel {difference.index[1]}" in difference.cause
-    assert f"up to {row.max_steps} steps" in difference.cause
+    assert f"by up to {row.max_steps};" in difference.cause
     assert "int8 weights reach 127" in difference.cause
     assert (difference.scale, difference.zero_point) == (pytest.approx(0.9), 128)
 
@@ -257,7 +257,7 @@ def test_nothing_saturates_within_the_limit_of_the_target():
 def test_one_step_of_unsigned_weights_is_rounding():
     node, inputs, _ = saturating_conv(127)
     inputs[3], inputs[5] = (inputs[3].astype(np.int64) + 128).astype(np.uint8), np.full(8, 128, np.uint8)
-    sums = product_sums(inputs[0].reshape(64, 100).T.astype(int), inputs[3].reshape(8, 64).T.astype(int) - 128)
+    sums = matmul_sums(inputs[0].reshape(64, 100).T.astype(int), inputs[3].reshape(8, 64).T.astype(int) - 128)
     right = requantize(
         sums.T.reshape(1, 8, 10, 10), np.float32(0.02) * np.float32(0.01) / np.float32(0.9), 128, np.dtype("uint8")
     )

@@ -98,7 +98,7 @@ def test_a_file_is_of_its_own_source_and_of_no_other(made):
     changed(other, "w1", one_ulp)
     found = dt.verify(other, made, DATA)
     assert not found.ok
-    assert found.first_difference.cause == "the file was made from another model than this source"
+    assert found.first_difference.cause == "the file was not made from this source"
     stored = model()  # the same numbers, stored in another way
     for tensor in stored.graph.initializer:
         values = numpy_helper.to_array(tensor)
@@ -120,7 +120,7 @@ def test_what_was_decided_is_listed(made):
     report = dt.verify(model(), made)
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
-        "1 kind of weights: 2 int8/axis1/symmetric/onnx",
+        "1 weight format: 2 int8/axis1/symmetric/onnx",
         "2 activation scales and zero points: 0.0189 to 0.0333",
     )
     assert "decided: 2 activation scales and zero points" in str(report)
@@ -139,7 +139,7 @@ def test_execution_alone_catches_a_changed_graph(made):
     assert not report.ok
     assert report.replay is None
     assert report.segments.differing_codes > 0
-    assert "(by relu, first)" in report.failure
+    assert "(relu, first)" in report.failure
 
 
 def rewritten(made, change):

@@ -259,7 +259,7 @@ def test_a_quantizer_that_is_gone_fails_level_2(without_openvino):
     base = subject("cnn")
     report = dt.verify(base.source, changed("cnn", "pair removed")[0], base.data, levels=(2,))
     assert not report.ok
-    assert "its quantizer is not in the file" in report.failure
+    assert "missing quantizer" in report.failure
 
 
 def test_a_changed_bias_fails_level_2_though_decisions_refer_to_it(without_openvino):
@@ -273,7 +273,7 @@ def test_a_changed_bias_fails_level_2_though_decisions_refer_to_it(without_openv
 
 def test_other_outputs_than_the_source_s_are_said(without_openvino):
     base = subject("cnn")
-    with pytest.raises(UnsupportedError, match="the source has the outputs"):
+    with pytest.raises(UnsupportedError, match="the file has outputs"):
         dt.verify(base.source, changed("cnn", "output added")[0], base.data, levels=(2,))
 
 
@@ -284,7 +284,7 @@ def test_another_source_is_said_in_one_line(edit):
         report = dt.verify(source, base.file)
         assert not report.ok
         assert "\n" not in report.failure
-        assert "another model than this source" in report.failure or edit == "opset"
+        assert "the file was not made from this source" in report.failure or edit == "opset"
 
 
 # Real models, exported models, and random edits

@@ -105,14 +105,14 @@ def ulp(values, index=...):
     ("name", "how", "cause"),
     [
         ("w1_s", lambda v: v.__setitem__(3, -1.0), "positive"),
-        ("w1_s", lambda v: v.__setitem__(3, np.nan), "unsound"),
-        ("w4_s", lambda v: v.__setitem__(3, np.inf), "unsound"),
-        ("b1_s", lambda v: v.__setitem__(3, 0.0), "unsound"),
-        ("x_s", lambda v: v.__setitem__(..., -0.1), "unsound"),
+        ("w1_s", lambda v: v.__setitem__(3, np.nan), "invalid parameters"),
+        ("w4_s", lambda v: v.__setitem__(3, np.inf), "invalid parameters"),
+        ("b1_s", lambda v: v.__setitem__(3, 0.0), "invalid parameters"),
+        ("x_s", lambda v: v.__setitem__(..., -0.1), "invalid parameters"),
     ],
     ids=["negative", "nan", "inf", "bias", "activation"],
 )
-def test_unsound_parameters_are_named(name, how, cause):
+def test_invalid_parameters_are_named(name, how, cause):
     report = dt.verify(chain(quantized=False), change(chain(), name, how), batches(1), levels=(1,))
     assert not report.ok
     assert cause in report.first_difference.cause
@@ -163,7 +163,7 @@ def test_scales_of_a_file_of_detent_s_fit_each_other(name, how):
     assert dt.verify(chain(quantized=False), made, batches(1), levels=(1,)).first_difference is None
     report = dt.verify(chain(quantized=False), change(made, name, how), batches(1), levels=(1,))
     assert not report.ok
-    assert "the scale of a bias is not the product" in report.first_difference.cause
+    assert "the bias scale is not input scale times weight scale" in report.first_difference.cause
 
 
 def test_codes_beyond_the_target_s_limit_are_named():
@@ -233,9 +233,9 @@ def test_steps_of_openvino_s_outputs():
 @pytest.mark.parametrize(
     ("worker", "message"),
     [
-        ("import os; os.abort()", "does not take the model: its process ended with code"),
-        ("print('ready', flush=True); input(); import os; os.abort()", "does not run the model: its process ended"),
-        ("print('error: too new')", "does not take the model: too new"),
+        ("import os; os.abort()", "failed to load the model: its process ended with code"),
+        ("print('ready', flush=True); input(); import os; os.abort()", "failed to run the model: its process ended"),
+        ("print('error: too new')", "failed to load the model: too new"),
     ],
     ids=["start", "run", "said"],
 )

@@ -1,7 +1,7 @@
-"""Verification: whether a quantized file is what its source and its decisions make it, and computes that.
+"""Verification of a quantized file against its source: bits, results and integer kernels.
 
-``verify`` compares, and ``VerifyReport`` says what it found.
-``import detent.verification`` loads nothing heavy; PyTorch, ONNX and ONNX Runtime come with the first call.
+``verify`` compares and returns a ``VerifyReport``. ``import detent.verification`` loads neither PyTorch nor ONNX; the
+first call does.
 """
 
 from detent.verification.verify_call import verify

@@ -1,12 +1,12 @@
-"""Level 1: the codes, scales and zero points of a file, against its source and against ONNX Runtime.
+"""Level 1: codes, scales and zero points of a file, compared with its source and with ONNX Runtime.
 
-``WeightCheck`` needs no data: the codes of each weight are compared with the source's, which may hold a matrix
-transposed; ONNX Runtime's dequantized values with detent's; biases with the product of the scales of input and weight;
-codes with the limit of the target. ``ActivationCheck`` takes the tensor that each QuantizeLinear node got, quantizes it
-by detent with the *source's* parameters, and compares the codes.
+``WeightCheck`` needs no data. It compares the codes of each weight with the source's (which may be transposed), ONNX
+Runtime's dequantized values with detent's, bias scales with the product of input and weight scale, and codes with the
+limit of the target. ``ActivationCheck`` quantizes the input of each QuantizeLinear node with the *source's* parameters
+and compares the codes.
 
-A code differs where its number, its scale or its zero point does: a node with a wrong scale has wrong codes throughout,
-even where the numbers agree. ``Tally`` counts them and keeps the first difference.
+A code counts as wrong if its integer, its scale or its zero point is wrong: with a wrong scale, all codes of a node
+are wrong. ``Tally`` counts the codes and keeps the first mismatch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,21 +34,21 @@ from detent.verification.tally import Tally
 __all__ = [
     "ActivationCheck",
     "WeightCheck",
+    "code_distance",
     "compare_codes",
     "layout_in_file",
     "layout_of",
     "shift_of",
     "spread",
-    "steps_between",
 ]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
-DECODING_BUDGET = 1 << 29  # bytes of dequantized weights that are held at once
+MAX_DECODED_NBYTES = 1 << 29  # dequantized weights in memory at once; more are decoded in several sessions
 
 
-def steps_between(a: Array, b: Array) -> int:
-    """The largest distance of two codes; of small floats, of what they stand for."""
+def code_distance(a: Array, b: Array) -> int:
+    """Return the largest difference between two codes; for float8 and float4, between their values."""
     nbytes = max(a.itemsize, b.itemsize)
     if a.dtype.kind in "iu" and b.dtype.kind in "iu" and nbytes < 8:
         distance = np.subtract(a, b, dtype=np.int16 if nbytes == 1 else np.int64)
@@ -57,11 +57,11 @@ def steps_between(a: Array, b: Array) -> int:
     return int(np.ceil(np.nanmax(distance, initial=0.0)))
 
 
-# Scales in data
+# Layout of scales
 
 
 def shift_of(params: QuantParams, kind: int) -> int:
-    """What a file adds to codes that it stores as that type."""
+    """Return the offset that a file adds to signed codes stored as an unsigned type; otherwise 0."""
     format = params.spec.format
     if not format.is_integer or not format.signed:
         return 0
@@ -71,19 +71,19 @@ def shift_of(params: QuantParams, kind: int) -> int:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """Where scales lie in data: along which axis, in blocks of how many."""
+    """Layout of scales in a tensor: along which axis, and for groups of how many elements."""
 
     axis: int | None
     block: int = 0
 
     def __str__(self) -> str:
         if self.axis is None:
-            return "one for all"
-        return f"axis {self.axis}" + (f" in blocks of {self.block}" if self.block else "")
+            return "per-tensor"
+        return f"axis {self.axis}" + (f" in groups of {self.block}" if self.block else "")
 
 
 def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
-    """Where the scales of a file's quantizer, or of parameters, lie in data of that rank."""
+    """Return the layout of a quantizer's scales for data of a rank."""
     if isinstance(params, QdqParams):
         return ScaleLayout(params.axis_in(rank), params.block) if params.scale.ndim else ScaleLayout(None)
     granularity = params.spec.granularity
@@ -93,7 +93,7 @@ def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
 
 
 def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
-    """Where scales lie in the constant itself, of which the node may see a part only."""
+    """Return the layout of scales in the stored constant; the DequantizeLinear node may see only rows of it."""
     layout = layout_of(weight.qparams, len(shape))
     if weight.direct or layout.axis is None or layout.block:
         return layout
@@ -101,7 +101,7 @@ def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
 
 
 def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array | None:
-    """One value per element; None where the values do not fit the shape."""
+    """Broadcast values to one per element; None if they do not fit the shape."""
     if layout.axis is None:
         return np.broadcast_to(values.reshape(()), shape) if values.size == 1 else None
     length = shape[layout.axis]
@@ -117,7 +117,7 @@ def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array 
 
 
 def _scale_index(index: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:
-    """The index of the scale that belongs to an element."""
+    """Return the index of the scale of an element."""
     if layout.axis is None:
         return ()
     if not layout.block:
@@ -134,14 +134,14 @@ def _wrong_scale(expected: float, got: float) -> str:
 
 
 def _compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) -> bool:
-    """Count the codes that are not the source's by number, scale or zero point; returns whether there are none."""
+    """Count codes whose integer, scale or zero point is not the source's; return True if there are none."""
     candidates = [_Comparison(weight, each) for each in _orientations(weight.codes.shape, source)]
     if not candidates:
         tally.count(source.size, source.size)
         shapes = str(source.shape), str(weight.codes.shape)
         tally.note("wrong shape", weight.node_name, weight.name, (), *shapes)
         return False
-    best = min(candidates, key=lambda each: each.wrong_codes)  # scales may be wrong in the right orientation
+    best = min(candidates, key=lambda each: each.wrong_codes)  # by codes: scales may be wrong in any orientation
     tally.count(weight.codes.size, best.differing)
     if best.differing and tally.first is None:
         best.note(tally)
@@ -149,7 +149,7 @@ def _compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) 
 
 
 class _Oriented(NamedTuple):
-    """The source's weight as the file may hold it."""
+    """The source's weight, as it is or transposed."""
 
     codes: Array
     scale: Array
@@ -159,18 +159,18 @@ class _Oriented(NamedTuple):
 
 def _orientations(shape: tuple[int, ...], source: QuantizedTensor) -> list[_Oriented]:
     params, layout = source.params, layout_of(source.params, len(source.shape))
-    ways = []
+    orientations = []
     if shape == source.shape:
-        ways.append(_Oriented(source.codes, params.scale, params.zero_point, layout))
+        orientations.append(_Oriented(source.codes, params.scale, params.zero_point, layout))
     if len(shape) == 2 and shape == source.shape[::-1]:
-        turned = layout if layout.axis is None else ScaleLayout(1 - layout.axis, layout.block)
+        transposed = layout if layout.axis is None else ScaleLayout(1 - layout.axis, layout.block)
         scale, zero = (part.T if layout.block else part for part in (params.scale, params.zero_point))
-        ways.append(_Oriented(source.codes.T, scale, zero, turned))
-    return ways
+        orientations.append(_Oriented(source.codes.T, scale, zero, transposed))
+    return orientations
 
 
 class _Comparison:
-    """A weight of the file beside one way to hold the source's."""
+    """A weight of the file compared with one orientation of the source's."""
 
     def __init__(self, weight: WeightCodes, expected: _Oriented) -> None:
         self.weight, self.expected = weight, expected
@@ -191,13 +191,13 @@ class _Comparison:
         self.differing = int(np.count_nonzero(self.wrong))
 
     def _wrong_codes(self, codes: Array, zero: Array) -> Array:
-        if codes.dtype.kind not in "iu":  # small floats, by their bits
+        if codes.dtype.kind not in "iu":  # float8 and float4: compare bits
             bits = [np.ascontiguousarray(part).view(np.uint8) for part in (codes, self.expected.codes)]
             return np.asarray(bits[0] != bits[1])
         return np.asarray(codes.astype(np.int64) - zero != self.expected.codes.astype(np.int64) - self.zero)
 
     def note(self, tally: Tally) -> None:
-        """Note the first element that differs."""
+        """Record the first wrong element."""
         weight, codes, layout, index = self.weight, self.weight.codes, self.layout, first_index(self.wrong)
         scale, zero = float(self.scale[index]), int(self.zero[index])
         file_zero = None if self.file_zero is None else int(self.file_zero[index])
@@ -208,7 +208,7 @@ class _Comparison:
             tally.note(cause, weight.node_name, tensor, where, expected, got, None, scale, zero)
 
         if layout != self.expected.layout and self.wrong_scale.any():
-            cause = f"scales lie elsewhere: {layout}, expected {self.expected.layout}"
+            cause = f"wrong layout of scales: {layout}, expected {self.expected.layout}"
             note(cause, weight.name, (), self.expected.layout.axis, layout.axis)
         elif self.file_scale is None or file_zero is None:
             cause = f"scales of shape {weight.qparams.scale.shape} do not fit codes of shape {codes.shape}"
@@ -232,14 +232,14 @@ def _usual_shift(kind: int) -> int:
 
 
 class ActivationCheck:
-    """Level 1 for activations."""
+    """Level 1 for activations: quantize the input of each QuantizeLinear node again."""
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
-        self.notes: dict[str, None] = {}  # what was not compared
+        self.notes: dict[str, None] = {}  # quantizers that were not compared with the source
 
     def readings(self) -> list[Reading]:
-        """The input and the codes of every QuantizeLinear node."""
+        """List readings of the input and the codes of every QuantizeLinear node."""
         return [self._reading(quantizer) for quantizer in self._artifact.quantize_nodes]
 
     def _reading(self, quantizer: QuantizeNode) -> Reading:
@@ -248,7 +248,7 @@ class ActivationCheck:
             take = self._taker(quantizer, expected.x, expected.params, expected.shift)
             return Reading((expected.x, quantizer.codes), take)
         if self._source.knows_weights:
-            note = f"{quantizer.node} is no quantizer of the source: compared with the file's own parameters"
+            note = f"{quantizer.node} is not a quantizer of the source: compared with the file's own parameters"
             self.notes[note] = None
         return Reading((quantizer.x, quantizer.codes), self._taker(quantizer, quantizer.x, None, 0))
 
@@ -263,7 +263,7 @@ class ActivationCheck:
                 own = file_params(x.shape) if params is None else params
             except DetentError as error:
                 self._tally.count(got.size, got.size)
-                self._tally.note(f"unsound parameters: {error}", quantizer.node, quantizer.codes)
+                self._tally.note(f"invalid parameters: {error}", quantizer.node, quantizer.codes)
                 return
             compare_codes(self._tally, quantizer, x, got, own, shift)
 
@@ -279,12 +279,12 @@ def compare_codes(
     shift: int,
     cause: Callable[[], str] = lambda: "wrong code",
 ) -> None:
-    """Count the codes of a node that are not what detent makes of x by those parameters, plus the shift."""
+    """Quantize x with the parameters, add the shift, and count the codes of a node that differ from the result."""
     try:
         codes = quantize(x, params, nan="qmin").codes
     except DetentError as error:
         tally.count(got.size, got.size)
-        tally.note(f"unsound parameters: {error}", quantizer.node, quantizer.codes)
+        tally.note(f"invalid parameters: {error}", quantizer.node, quantizer.codes)
         return
     if codes.shape != got.shape:
         tally.count(got.size, got.size)
@@ -294,7 +294,7 @@ def compare_codes(
         wrong = got != codes
     elif codes.dtype.kind in "iu":
         wrong = got.astype(np.int64) != codes.astype(np.int64) + shift
-    else:  # small floats, which are read as float32; NaN is NaN in both
+    else:  # float8 and float4, read as float32; NaN equals NaN
         wide = codes.astype(np.float32)
         wrong = ~((got == wide) | (np.isnan(got) & np.isnan(wide)))
     wrong_params = _wrong_params(tally, quantizer, params, shift, x.shape)
@@ -304,28 +304,28 @@ def compare_codes(
         parts = params.scale, params.zero_point
         scale, zero = (np.asarray(spread(part, layout, x.shape))[index] for part in parts)
         expected = codes[index].item() + (shift if codes.dtype.kind in "iu" else 0)
-        about = expected, got[index].item(), float(x[index]), float(scale), int(zero) + shift
-        tally.note(cause(), quantizer.node, quantizer.codes, index, *about)
+        values = expected, got[index].item(), float(x[index]), float(scale), int(zero) + shift
+        tally.note(cause(), quantizer.node, quantizer.codes, index, *values)
 
 
 def _wrong_params(
     tally: Tally, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
 ) -> Array | None:
-    """Which elements have a wrong scale or zero point in the file; None for none of them."""
+    """Return a mask of elements with a wrong scale or zero point in the file; None if there are none."""
     rank, own = max(len(shape), 1), quantizer.qparams
     layout, expected = layout_of(own, rank), layout_of(params, rank)
     if layout != expected or own.scale.shape != params.scale.shape:
-        cause = f"scales lie elsewhere: {layout}, expected {expected}"
+        cause = f"wrong layout of scales: {layout}, expected {expected}"
         tally.note(cause, quantizer.node, quantizer.codes, (), expected.axis, layout.axis)
         return np.ones(shape, bool)
     zeros = params.zero_point.astype(np.int64) + shift
-    is_scale = not np.array_equal(own.scale, params.scale)
-    if not is_scale and np.array_equal(own.zero_point, zeros):
+    is_scale_wrong = not np.array_equal(own.scale, params.scale)
+    if not is_scale_wrong and np.array_equal(own.zero_point, zeros):
         return None
-    wrong = np.asarray(own.scale != params.scale if is_scale else own.zero_point != zeros)
+    wrong = np.asarray(own.scale != params.scale if is_scale_wrong else own.zero_point != zeros)
     index = first_index(np.atleast_1d(wrong))[: params.scale.ndim]
     scale, zero = float(params.scale[index]), int(zeros[index])
-    if is_scale:
+    if is_scale_wrong:
         got = float(own.scale[index])
         cause = _wrong_scale(scale, got)
         tally.note(cause, quantizer.node, quantizer.scale, index, scale, got, None, scale, zero)
@@ -335,13 +335,15 @@ def _wrong_params(
     return spread(wrong, layout, shape)
 
 
-# Weights, biases and limits of the file alone
+# Weights, biases and limits of the file, without the source
 
 
 class _Decoded(NamedTuple):
-    """A weight, detent's values of its codes or why its parameters are unsound, and ONNX Runtime's values.
+    """A weight and its dequantized values.
 
-    ONNX Runtime's are None where its DequantizeLinear node sees moved or looked-up codes.
+    Attributes:
+        expected: detent's values, or the error if the parameters are invalid.
+        got: ONNX Runtime's values; None if the DequantizeLinear node reads moved or looked-up codes.
     """
 
     weight: WeightCodes
@@ -350,13 +352,13 @@ class _Decoded(NamedTuple):
 
 
 def _decode_weights(artifact: QuantizedGraph) -> Iterator[_Decoded]:
-    """Dequantize all weights of a file, by detent and by ONNX Runtime: one session, unless they are very large."""
+    """Dequantize all weights of a file, by detent and by ONNX Runtime, in one session unless they are very large."""
     group: list[tuple[WeightCodes, Array | DetentError]] = []
     nbytes = 0
     for weight in artifact.weights:
         group.append((weight, _dequantized(weight)))
         nbytes += 2 * FLOAT_NBYTES * weight.codes.size
-        if nbytes > DECODING_BUDGET:
+        if nbytes > MAX_DECODED_NBYTES:
             yield from _decode_group(artifact, group)
             group, nbytes = [], 0
     yield from _decode_group(artifact, group)
@@ -368,7 +370,7 @@ def _dequantized(weight: WeightCodes) -> Array | DetentError:
         if not weight.is_bias:
             axis = layout_in_file(weight, codes.shape).axis
             return dequantize(codes, replace(qparams, axis=1 if axis is None else axis).params(codes.shape))
-        QuantParams("int8" if not qparams.scale.ndim else "int8/axis0", qparams.scale)  # its scales must be sound
+        QuantParams("int8" if not qparams.scale.ndim else "int8/axis0", qparams.scale)  # raises if a scale is invalid
         scale = spread(qparams.scale, layout_of(qparams, codes.ndim), codes.shape)
     except DetentError as error:
         return error
@@ -387,7 +389,7 @@ def _decode_group(artifact: QuantizedGraph, group: list[tuple[WeightCodes, Array
 
 
 def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> dict[str, Array]:
-    """The results of DequantizeLinear nodes, in a model of their own."""
+    """Run DequantizeLinear nodes in a model of their own, and return their outputs."""
     graph, model = artifact.graph, artifact.model
     names = dict.fromkeys(name for node in nodes for name in node.input if name)
     tensors = [graph.constants[name] for name in names if name in graph.constants]
@@ -401,11 +403,11 @@ def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> d
 
 
 def _check_decoding(decoded: _Decoded, tally: Tally) -> None:
-    """Check that ONNX Runtime dequantizes a weight as detent does, and that its parameters are sound."""
+    """Check that ONNX Runtime dequantizes a weight as detent does, and that its parameters are valid."""
     weight, expected, got = decoded
     if isinstance(expected, DetentError):
         tally.count(0, weight.codes.size)
-        tally.note(f"unsound parameters: {expected}", weight.node_name, weight.constants[0])
+        tally.note(f"invalid parameters: {expected}", weight.node_name, weight.constants[0])
     elif got is not None and (wrong := got.view(np.uint32) != expected.view(np.uint32)).any():
         index = first_index(wrong)
         tally.count(0, np.count_nonzero(wrong))
@@ -417,9 +419,9 @@ def _check_decoding(decoded: _Decoded, tally: Tally) -> None:
 def _check_biases(
     artifact: QuantizedGraph, tally: Tally, biases: Mapping[str, Array], scales: Mapping[str, Array]
 ) -> None:
-    """Check that biases lie on the grid of the products that they are added to, and hold the source's numbers.
+    """Check that the scale of each bias is input scale times weight scale, and that its codes are the source's.
 
-    Biases and scales of the source are by the tensor of the codes of the layer's weight, or input.
+    ``biases`` and ``scales`` of the source are keyed by the codes tensor of the layer's weight, or of its input.
     """
     graph = artifact.graph
     by_output = {weight.node.output[0]: weight for weight in artifact.weights}
@@ -442,7 +444,7 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
     wrong = scale != expected
     if wrong.any():
         index = first_index(wrong)
-        cause = "the scale of a bias is not the product of the scales of input and weight: one of the three was changed"
+        cause = "the bias scale is not input scale times weight scale: one of the three was changed"
         values = float(expected[index]), float(scale[index])
         tally.note(cause, bias.node_name, bias.constants[0], index, *values, None, values[0], 0)
     if source is None or source.shape != codes.shape:
@@ -452,17 +454,17 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
     wrong_codes = expected_codes != codes
     if wrong_codes.any() and not wrong.any():
         index = first_index(wrong_codes)
-        about = int(expected_codes[index]), int(codes[index]), float(source[index]), float(expected[index]), 0
-        tally.note("wrong code of a bias", bias.node_name, bias.name, index, *about)
+        details = int(expected_codes[index]), int(codes[index]), float(source[index]), float(expected[index]), 0
+        tally.note("wrong bias code", bias.node_name, bias.name, index, *details)
     tally.count(codes.size, np.count_nonzero(wrong | wrong_codes))
 
 
 def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) -> None:
-    """Check that codes are within what the file's target takes."""
+    """Check that codes are within the limit of the file's target."""
     provenance = artifact.provenance
     target = "" if provenance is None else provenance.target
     if target and target not in TARGETS:
-        raise FileFormatError(f"the file's metadata name target {target!r:.60}, known are {', '.join(TARGETS)}")
+        raise FileFormatError(f"unknown target {target!r:.60} in the file's metadata: expected {', '.join(TARGETS)}")
     limit = get_target(target).limit if target else None
     if limit is None or weight.qparams.kind != TensorProto.INT8:
         return
@@ -473,12 +475,12 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
     if wrong.any():
         index = first_index(wrong)
         tally.count(0, np.count_nonzero(wrong))
-        cause = f"a code beyond {limit}, the limit of target {target!r}"
+        cause = f"code beyond {limit}, the limit of target {target!r}"
         tally.note(cause, weight.node_name, weight.name, index, None, int(codes[index]))
 
 
 def _adds_products(artifact: QuantizedGraph, node: NodeProto) -> bool:
-    """Whether a node adds products of several channels of quantized data, which may saturate."""
+    """Whether a node sums products over several channels of quantized data, so an int16 accumulator may saturate."""
     if node.op_type not in {"Conv", "Gemm", "MatMul"}:
         return False
     x, weight = (artifact.graph.producer(name) for name in node.input[:2])
@@ -494,10 +496,10 @@ class WeightCheck:
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
         self._missing: dict[str, QuantizedTensor] = {}
-        self.notes: dict[str, None] = {}  # what was not compared
+        self.notes: dict[str, None] = {}  # weights that were not compared with the source
 
     def run(self) -> None:
-        """Compare every weight of the file with the source's, its numbers with ONNX Runtime's, and check biases."""
+        """Compare every weight with the source's and its decoding with ONNX Runtime's, then check biases."""
         source, tally = self._source, self._tally
         source_weights = source.weights()
         self._missing = dict(source_weights)
@@ -517,14 +519,14 @@ class WeightCheck:
             elif not weight.is_bias:
                 tally.count(weight.codes.size, 0)
                 if source.knows_weights:
-                    self.notes[f"{weight.name} is no weight of the source: only its decoding was checked"] = None
+                    self.notes[f"{weight.name} is not a weight of the source: only its decoding was checked"] = None
             _check_decoding(decoded, tally)
             _check_limit(self._artifact, weight, tally)
         if self._artifact.provenance is not None:
             _check_biases(self._artifact, tally, biases, scales)
 
     def count(self) -> None:
-        """Count the codes of weights that were compared otherwise."""
+        """Count the codes of all weights as compared, after another check has covered them."""
         self._tally.count(sum(weight.codes.size for weight in self._artifact.weights if not weight.is_bias), 0)
 
     def _activation_scales(self) -> dict[str, Array]:
@@ -532,11 +534,11 @@ class WeightCheck:
         return {codes: quantizer.params.scale for codes, quantizer in expected if quantizer is not None}
 
     def count_absent(self) -> None:
-        """Count what took part in the source's runs and is not in the file; call it after the data."""
+        """Count weights and quantizers that the source used and the file lacks; call it after the last batch."""
         for name, tensor in self._source.absent_weights(self._missing).items():
             self._tally.count(tensor.size, tensor.size)
-            cause = "a quantized weight of the source is not in the file"
+            cause = "quantized weight of the source is missing in the file"
             self._tally.note(cause, name, name, (), str(tensor.shape))
         for name in self._source.absent_quantizers():
             self._tally.count(1, 1)
-            self._tally.note("a quantizer of the source is no node of the file", name, name)
+            self._tally.note("the source quantizes this tensor, the file does not", name, name)

@@ -1,18 +1,17 @@
-"""Whether decisions keep what a model computes, or stay within their stated bounds.
+"""Checks that the numbers in a file's decisions stay within bounds that follow from the source.
 
-``qo.rewrite`` itself refuses decisions that do not fit the model: layers, tensors and readers that it does not have,
-factors that do not sit on both sides of a real pair, constants and opsets that do not follow from it. What is left is
-about numbers:
+``qo.rewrite`` rejects decisions that do not fit the model: unknown layers, tensors and readers, factors that are not on
+both sides of a pair of layers, wrong constants and opsets. The numbers are checked here:
 
 =============== =====================================================================================================
-weight scale    8 bits and more: the min-max scale of the weight, or one that its bias needs; fewer bits: not above
-                the min-max scale, and with no larger squared error, unless the search gives it
-weight zero     within the codes; 0 where the spec is symmetric (as ``QuantParams`` demands)
-corrected bias  no further from the folded bias than the mean error of the layer can be:
-                ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|``, and a unit, where w' and x' are dequantized and x lies
-                in the range that was observed, which may be twice that of the quantizer at each end. That range is
-                decided, too: how far biases were moved, and for which inputs, is listed
-activation      any scale and zero point: they are decided, and data show what they cost
+weight scale    8 bits and more: the min-max scale of the weight, or a larger one that its bias needs. Fewer bits: not
+                above the min-max scale and with no larger squared error, unless the search here gives it too
+weight zero     within the codes; 0 for a symmetric spec (``QuantParams`` checks it)
+corrected bias  at most the mean error of the layer from the folded bias:
+                ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|`` plus one bias step. w' and x' are dequantized; x is in
+                the observed range, which may exceed the quantizer's range by its width on each side. The observed
+                range is a decision as well, so ``decided`` lists the largest correction and its input range
+activation      any scale and zero point: they are listed as decided, and level 2 shows the resulting SQNR
 =============== =====================================================================================================
 """
 
@@ -35,23 +34,29 @@ from detent.verification.verify_report import Difference
 __all__ = ["decided", "problems"]
 
 Array = NDArray[Any]
-SEARCH_SLACK = 1e-2  # by which a search on another CPU may miss the one here
-SLACK = 1e-5  # of a bound, for float32 sums of the calibration
-MAX_CLIPPED = 1  # times its range that a quantizer may clip, as far as it explains a corrected bias
-ROOM = 1 << 8  # by which the code of a bias may miss the largest one, after rounding
+SEARCH_TOLERANCE = 1e-2  # relative; the scale search on another CPU may give a slightly different error
+TOLERANCE = 1e-5  # relative; calibration sums are float32
+MAX_CLIPPED_RANGES = 1  # clipping beyond one more quantizer range on a side does not justify a bias correction
+BIAS_CODE_MARGIN = 1 << 8  # a scale widened for its bias gives a bias code within this margin of the largest one
+MAX_NAMES_SHOWN = 3
 
 
 class Correction(NamedTuple):
-    """How far a corrected bias is from the source's: as a share of what its layer can give, for inputs up to a size."""
+    """Size of a bias correction.
+
+    Attributes:
+        share: correction relative to the largest output that the layer can have.
+        max_input: largest input magnitude that this output assumes.
+    """
 
     share: float
-    reach: float
+    max_input: float
 
 
 def problems(
     graph: Graph, layers: Mapping[str, Layer], decisions: Decisions, corrections: dict[str, Correction]
 ) -> Iterator[Difference]:
-    """Decisions that do not follow from a float model with their factors in it; corrections are added by layer."""
+    """Yield decisions that are out of bounds for a float model with its factors, and fill ``corrections`` by layer."""
     params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
     for line in decisions.layers:
         if line.is_quantized:
@@ -63,54 +68,56 @@ def problems(
             if line.bias is not None:
                 bias = np.zeros(line.bias.shape, np.float32) if bias is None else bias
                 observed = ranges.get(layer.data) if incoming is not None else line.input_range
-                corrections[line.name], found = _bias_problems(line, layer, weight, bias, incoming, observed)
-                yield from found
+                corrections[line.name], mismatch = _check_bias(line, layer, weight, bias, incoming, observed)
+                if mismatch is not None:
+                    yield mismatch
 
 
 def _scale_problems(
     line: LayerDecision, weight: Array, incoming: QuantParams | None, bias: Array | None
 ) -> Iterator[Difference]:
     params = line.weight_params
-    full = QuantParams.from_data(params.spec, weight)
-    scale, widest = params.scale, np.asarray(full.scale, np.float32)
-    needed = _needed_by_bias(params, incoming, bias) & (scale >= widest)
-    wrong = (scale > widest) & ~needed
+    minmax = QuantParams.from_data(params.spec, weight)
+    scale, minmax_scale = params.scale, np.asarray(minmax.scale, np.float32)
+    needed = _needed_by_bias(params, incoming, bias) & (scale >= minmax_scale)
+    wrong = (scale > minmax_scale) & ~needed
     if params.spec.bits >= MINMAX_BITS:
-        wrong |= (scale < widest) | ((params.zero_point != full.zero_point) & ~needed)
-    cause = "a decided weight scale that does not follow from the weight"
+        wrong |= (scale < minmax_scale) | ((params.zero_point != minmax.zero_point) & ~needed)
+    cause = "wrong weight scale: it does not follow from the weight"
     if not wrong.any() and params.spec.bits < MINMAX_BITS:
-        wrong = _is_worse(weight, params, full) & ~needed
-        cause = "a decided weight scale with a larger squared error than the min-max scale"
+        wrong = _is_worse(weight, params, minmax) & ~needed
+        cause = "wrong weight scale: its squared error is larger than that of the min-max scale"
     if wrong.any():
         index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))[: scale.ndim]
-        yield Difference.of(line.name, "weight_scale", cause, float(widest[index]), float(scale[index]), index)
+        yield Difference.of(line.name, "weight_scale", cause, float(minmax_scale[index]), float(scale[index]), index)
     if incoming is not None and bias is not None and bias.dtype == np.float32:
         unit = bias_scale(incoming, params).astype(np.float64)
         if not stays_float(bias, unit) and np.abs(bias / unit).max(initial=0.0) > MAX_BIAS_CODE:
-            cause = "a decided weight scale so small that the bias does not fit into 32 bits"
+            cause = "wrong weight scale: too small, the bias does not fit into int32"
             yield Difference.of(line.name, "weight_scale", cause)
 
 
-def _is_worse(weight: Array, params: QuantParams, full: QuantParams) -> Array:
-    """Which scales give a larger squared error than the min-max scales, and than what the search here gives."""
-    errors, own = (_squared_errors(weight, each) for each in (full, params))
-    worse = own > errors * (1 + SLACK)
-    if worse.any():  # the search looks at a histogram: of few weights it may miss the min-max scales by a little
-        worse &= own > _squared_errors(weight, weight_params(weight, params.spec)) * (1 + SEARCH_SLACK)
+def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
+    """Return a mask of scales with a larger squared error than the min-max scale and than the search here gives."""
+    minmax_errors, errors = (_squared_errors(weight, each) for each in (minmax, params))
+    worse = errors > minmax_errors * (1 + TOLERANCE)
+    if worse.any():  # the search uses a histogram, so for few weights it may be slightly worse than min-max
+        searched = weight_params(weight, params.spec)
+        worse &= errors > _squared_errors(weight, searched) * (1 + SEARCH_TOLERANCE)
     return worse
 
 
 def _squared_errors(weight: Array, params: QuantParams) -> Array:
-    """The squared error of each scale."""
+    """Sum the squared quantization errors of the elements of each scale."""
     shape = params.scale.shape
-    places = np.arange(params.scale.size).reshape(shape)
-    spread = np.broadcast_to(params.spec.granularity.tiling(weight.shape).spread(places), weight.shape)
+    numbers = np.arange(params.scale.size).reshape(shape)
+    spread = np.broadcast_to(params.spec.granularity.tiling(weight.shape).spread(numbers), weight.shape)
     squares = np.square(weight.astype(np.float64) - fake_quantize(weight, params))
     return np.bincount(spread.ravel(), squares.ravel(), params.scale.size).reshape(shape)
 
 
 def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Array | None) -> Array:
-    """Which scales were widened so that the bias fits into 32 bits, or that the product of scales is normal."""
+    """Return a mask of scales widened so the bias fits into int32, or the product of scales is a normal float."""
     if incoming is None or bias is None:
         return np.zeros(params.scale.shape, bool)
     unit = bias_scale(incoming, params).astype(np.float64)
@@ -119,59 +126,60 @@ def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Arr
     codes = np.abs(bias if bias.dtype == np.int32 else bias / unit).astype(np.float64)
     codes = codes if params.scale.ndim else codes.max(initial=0.0)
     needed = unit <= 4 * float(np.finfo(np.float32).smallest_normal)
-    return np.asarray(needed | (codes >= ROOMY_BIAS_CODE - ROOM))
+    return np.asarray(needed | (codes >= ROOMY_BIAS_CODE - BIAS_CODE_MARGIN))
 
 
-def _bias_problems(
+def _check_bias(
     line: LayerDecision,
     layer: Layer,
     weight: Array,
     before: Array,
     incoming: QuantParams | None,
     observed: tuple[float, float] | None,
-) -> tuple[Correction, list[Difference]]:
-    assert line.bias is not None  # noqa: S101 - the caller looked
+) -> tuple[Correction, Difference | None]:
+    assert line.bias is not None  # noqa: S101 - the caller checks it
     params = line.weight_params
-    after, unit = line.bias.astype(np.float64), np.zeros(line.bias.shape)
+    after, step = line.bias.astype(np.float64), np.zeros(line.bias.shape)
     if incoming is not None and line.bias.dtype == np.int32:
-        unit = np.broadcast_to(bias_scale(incoming, params).astype(np.float64), line.bias.shape)
-        after = after * unit
+        step = np.broadcast_to(bias_scale(incoming, params).astype(np.float64), line.bias.shape)
+        after = after * step
     axes = tuple(axis for axis in range(weight.ndim) if axis != layer.axis)
-    rounded = fake_quantize(weight, params).astype(np.float64)
-    lost, kept = np.abs(weight - rounded).sum(axis=axes), np.abs(rounded).sum(axis=axes)
-    lo, hi, off = _input_bounds(incoming, observed)
-    reach = max(abs(lo), abs(hi))
-    bound = (lost * reach + kept * off) * (1 + SLACK) + unit + SLACK * np.abs(before)
+    quantized = fake_quantize(weight, params).astype(np.float64)
+    weight_errors, weight_sums = np.abs(weight - quantized).sum(axis=axes), np.abs(quantized).sum(axis=axes)
+    lo, hi, input_error = _input_bounds(incoming, observed)
+    max_input = max(abs(lo), abs(hi))
+    bound = weight_errors * max_input + weight_sums * input_error
+    bound = bound * (1 + TOLERANCE) + step + TOLERANCE * np.abs(before)
     shift = np.abs(after - before)
-    most = kept * reach + unit
-    share = float(np.max(shift / np.where(most > 0, most, np.inf), initial=0.0))
+    max_output = weight_sums * max_input + step
+    share = float(np.max(shift / np.where(max_output > 0, max_output, np.inf), initial=0.0))
+    correction = Correction(share, max_input)
     if not (shift > bound).any():
-        return Correction(share, reach), []
+        return correction, None
     index = (int(np.argmax(shift > bound)),)
-    cause = f"a corrected bias further from the source's than the {bound[index]:.3g} that quantization can cause"
-    found = Difference.of(line.name, "bias", cause, float(before[index]), float(after[index]), index)
-    return Correction(share, reach), [found]
+    cause = f"wrong corrected bias: off by more than the {bound[index]:.3g} that quantization can cause"
+    return correction, Difference.of(line.name, "bias", cause, float(before[index]), float(after[index]), index)
 
 
 def _input_bounds(incoming: QuantParams | None, observed: tuple[float, float] | None) -> tuple[float, float, float]:
-    """The smallest and largest input of a layer, and the largest error of one that is quantized."""
+    """Return the smallest and largest input of a layer, and the largest quantization error of an input."""
     if incoming is None:
         return (*(observed or (0.0, 0.0)), 0.0)
     scale, zero, spec = float(incoming.scale), int(incoming.zero_point), incoming.spec
-    low, high = (spec.qmin - zero) * scale, (spec.qmax - zero) * scale
-    widest = MAX_CLIPPED * (high - low)
-    lo, hi = observed or (low, high)
-    lo, hi = max(lo, low - widest), min(hi, high + widest)
-    return lo, hi, scale / 2 + max(0.0, hi - high, low - lo)
+    clip_lo, clip_hi = (spec.qmin - zero) * scale, (spec.qmax - zero) * scale
+    max_clipped = MAX_CLIPPED_RANGES * (clip_hi - clip_lo)
+    lo, hi = observed or (clip_lo, clip_hi)
+    lo, hi = max(lo, clip_lo - max_clipped), min(hi, clip_hi + max_clipped)
+    return lo, hi, scale / 2 + max(0.0, hi - clip_hi, clip_lo - lo)
 
 
 def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | None]:
-    """The range that calibration saw, by quantized tensor."""
+    """Return the range observed in calibration, by quantized tensor."""
     ranges: dict[str, tuple[float, float] | None] = {}
     for each in decisions.placements:
         if each.source_tensor:
-            before = ranges[each.source_tensor]
-            ranges[each.tensor] = None if before is None else (before[0] * each.factor, before[1] * each.factor)
+            bounds = ranges[each.source_tensor]
+            ranges[each.tensor] = None if bounds is None else (bounds[0] * each.factor, bounds[1] * each.factor)
         elif each.group == each.tensor:
             ranges[each.tensor] = decisions.ranges[each.group].observed_range
         else:
@@ -180,15 +188,15 @@ def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | No
 
 
 def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tuple[str, ...]:
-    """What was decided, which verification takes as given within its bounds, in a line each."""
+    """Describe the decisions that a replay accepts within their bounds, one line each."""
     layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]
     scales = [each.scale for each in decisions.ranges.values()]
     specs = Counter(str(each.weight) for each in quantized)
-    kinds = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
+    spec_counts = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
-        (len(specs), "kind of weights" if len(specs) == 1 else "kinds of weights", kinds),
+        (len(specs), "weight format" if len(specs) == 1 else "weight formats", spec_counts),
         (len(scales), "activation scales and zero points", f"{min(scales):.3g} to {max(scales):.3g}" if scales else ""),
         (len(in_float), "layers kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensors", _listed([each.tensor for each in decisions.equalized])),
@@ -201,9 +209,9 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
         ),
         (len(decisions.constants), "computed constants", _listed(list(decisions.constants))),
     )
-    for count, what, names in counts:
+    for count, label, details in counts:
         if count:
-            lines.append(f"{count} {what}{f': {names}' if names else ''}")
+            lines.append(f"{count} {label}{f': {details}' if details else ''}")
     return tuple(lines)
 
 
@@ -211,10 +219,10 @@ def _largest_correction(corrections: Mapping[str, Correction]) -> str:
     if not corrections:
         return ""
     name = max(corrections, key=lambda each: corrections[each].share)
-    reach = max(each.reach for each in corrections.values())
-    return f"by at most {corrections[name].share:.2%} of what a layer can give ({name}), for inputs up to {reach:.3g}"
+    share, max_input = corrections[name].share, max(each.max_input for each in corrections.values())
+    return f"by at most {share:.2%} of the largest output of {name}, for inputs up to {max_input:.3g}"
 
 
-def _listed(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + more

@@ -1,16 +1,16 @@
-"""Level 3: ONNX Runtime's integer kernels on this machine against exact integer arithmetic.
+"""Level 3: compares ONNX Runtime's integer kernels on this machine with exact integer arithmetic.
 
-Sums are those of integers, however many there are::
+Expected results, for any number of summands::
 
     sum = sum_k (x_k - z_x) (w_k - z_w) + b
     y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y), in float32
 
-Products run in floating point, where every integer up to 2**24 (float32) or 2**53 (float64) is exact and the order of
-sums does not matter. A convolution in float64 is one matrix product for each element of its kernel, which takes little
-memory; in float32, which is enough for most, ONNX Runtime's float convolution computes it.
+Sums are computed in floating point: integers up to 2**24 (float32) or 2**53 (float64) are exact there in any
+accumulation order. ONNX Runtime's float convolution is used if float32 is enough, which is usual. Otherwise a
+convolution is one float64 matmul per kernel tap, which takes little memory.
 
-A CPU without VNNI multiplies unsigned by signed bytes and adds two products in an int16 accumulator, which saturates
-where weights are signed and beyond 64. Sums are wrong then, by many codes, without any error.
+A CPU with AVX2 and without VNNI adds two products of an unsigned and a signed byte in an int16 accumulator. It
+saturates if signed weights exceed 64: sums are then wrong, by many codes, and no error is raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,42 +36,49 @@ __all__ = [
     "compare_kernel",
     "conv_sums",
     "is_integer_kernel",
-    "product_sums",
+    "matmul_sums",
     "requantize",
 ]
 
 Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
-EXACT_FLOAT32 = 1 << 24
-MAX_SESSIONS = 64  # kept; a network has few kinds of convolutions
-MATRIX = 2
+MAX_EXACT_FLOAT32 = 1 << 24  # all integers up to this are float32 numbers
+MAX_SESSIONS = 64  # cached; a network has few kinds of convolutions
+MATRIX_RANK = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """What a kernel has to give."""
+    """Expected output of a kernel.
 
-    values: Array  # codes, or floats
-    slack: Callable[[], Array] | None = None  # how far rounding may move floats; None for codes
-    step: Array | None = None  # the value of one unit of the sum, for floats
-    axis: int = -1  # of the channels
+    Attributes:
+        values: codes, or floats.
+        tolerance: computes the rounding error that floats may have; None for codes.
+        step: float value of one unit of the integer sum; None for codes.
+        axis: channel axis.
+    """
+
+    values: Array
+    tolerance: Callable[[], Array] | None = None
+    step: Array | None = None
+    axis: int = -1
 
 
-def _largest(x: Array) -> int:
+def _max_abs(x: Array) -> int:
     return max(-int(x.min(initial=0)), int(x.max(initial=0)))
 
 
 def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
-    """The smallest type in which all sums of products over those axes of w are exact, in any order."""
+    """Return the smallest type in which sums of products over these axes of w are exact, in any order."""
     largest_sum = int(np.abs(w).sum(axis=axes, dtype=np.float64).max(initial=0))
-    return np.float32 if _largest(x) * largest_sum <= EXACT_FLOAT32 else np.float64
+    return np.float32 if _max_abs(x) * largest_sum <= MAX_EXACT_FLOAT32 else np.float64
 
 
-def product_sums(a: Array, b: Array) -> Array:
-    """The exact matrix product of integers, as floats."""
+def matmul_sums(a: Array, b: Array) -> Array:
+    """Compute the exact matmul of integers, as floats."""
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
-    if b.ndim == MATRIX:  # one product of matrices, not one for each sample
+    if b.ndim == MATRIX_RANK:  # one matmul for all samples
         flat = a.reshape(-1, a.shape[-1]).astype(dtype, copy=False)
         sums: Array = np.matmul(flat, b.astype(dtype, copy=False))
         return sums.reshape(*a.shape[:-1], b.shape[-1])
@@ -81,9 +88,9 @@ def product_sums(a: Array, b: Array) -> Array:
 def conv_sums(
     x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
 ) -> Array:
-    """The exact convolution of integers without zero points, (N, C, ...) with (M, C / group, ...), as floats.
+    """Compute the exact convolution of integers (N, C, ...) with (M, C / group, ...), as floats.
 
-    Pads are those at the beginning of each spatial axis, then those at the end.
+    Zero points are subtracted before. Pads are as in ONNX: starts of all spatial axes, then ends.
     """
     spatial, kernel = x.ndim - 2, w.shape[2:]
     borders = [(0, 0), (0, 0), *zip(pads[:spatial], pads[spatial:], strict=True)]
@@ -91,23 +98,23 @@ def conv_sums(
     if dtype is np.float32:
         return _float_conv(x, w, strides=strides, dilations=dilations, pads=pads, group=group)
     padded = np.pad(x.astype(dtype), borders)
-    reach = _reach(kernel, dilations)
-    sizes = [(n - r) // s + 1 for n, r, s in zip(padded.shape[2:], reach, strides, strict=True)]
-    samples, each = x.shape[0], w.shape[1]
-    weights = w.astype(dtype).reshape(group, w.shape[0] // group, each, *kernel)
+    extents = _kernel_extents(kernel, dilations)
+    sizes = [(n - extent) // s + 1 for n, extent, s in zip(padded.shape[2:], extents, strides, strict=True)]
+    samples, group_channels = x.shape[0], w.shape[1]
+    weights = w.astype(dtype).reshape(group, w.shape[0] // group, group_channels, *kernel)
     total = np.zeros((samples, group, w.shape[0] // group, int(np.prod(sizes))), dtype)
     products = np.empty_like(total)
     for tap in np.ndindex(*kernel):
         starts = [i * d for i, d in zip(tap, dilations, strict=True)]
         cut = tuple(slice(a, a + (n - 1) * s + 1, s) for a, n, s in zip(starts, sizes, strides, strict=True))
-        part = padded[(slice(None), slice(None), *cut)].reshape(samples, group, each, -1)
-        own = weights[(..., *tap)]
-        total += np.multiply(own, part, out=products) if each == 1 else np.matmul(own, part, out=products)
+        window = padded[(slice(None), slice(None), *cut)].reshape(samples, group, group_channels, -1)
+        multiply = np.multiply if group_channels == 1 else np.matmul
+        total += multiply(weights[(..., *tap)], window, out=products)
     return np.asarray(total.reshape(samples, w.shape[0], *sizes))
 
 
 def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
-    """The convolution of integers in float32 by ONNX Runtime, for sums that are exact there in any order."""
+    """Convolve integers in float32 by ONNX Runtime; the sums must be exact in float32."""
     session = _conv_session(**{key: tuple(value) if key != "group" else value for key, value in attributes.items()})
     feeds = {"x": x.astype(np.float32, copy=False), "w": w.astype(np.float32, copy=False)}
     with ort_errors():
@@ -116,7 +123,7 @@ def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
 
 @lru_cache(maxsize=MAX_SESSIONS)
 def _conv_session(**attributes: Any) -> Any:  # noqa: ANN401 - a session of ONNX Runtime, which has no types
-    """A session that convolves its two inputs."""
+    """Create a session that convolves its two inputs."""
     values = [ValueInfoProto(name=name) for name in ("x", "w", "y")]
     for value in values:
         value.type.tensor_type.elem_type = TensorProto.FLOAT
@@ -126,39 +133,39 @@ def _conv_session(**attributes: Any) -> Any:  # noqa: ANN401 - a session of ONNX
 
 
 def _with_bias(sums: Array, bias: Array | None) -> Array:
-    """Sums and an integer bias, exactly."""
+    """Add an integer bias to sums, exactly."""
     if bias is None:
         return sums
-    if _largest(sums) + _largest(bias) > EXACT_FLOAT32:
+    if _max_abs(sums) + _max_abs(bias) > MAX_EXACT_FLOAT32:
         sums = sums.astype(np.float64)
     return np.asarray(sums + bias.astype(sums.dtype))
 
 
-def _reach(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
-    """How many elements a kernel spans along each axis."""
+def _kernel_extents(kernel: Sequence[int], dilations: Sequence[int]) -> list[int]:
+    """Return the size of a dilated kernel along each axis."""
     return [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
 
 
 def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
-    """The codes of sums: one float32 multiply, half-even rounding, zero point, clamp."""
+    """Convert sums to codes: one float32 multiply, half-even rounding, zero point, clamp."""
     limits = np.iinfo(kind)
     scaled = sums.astype(np.float32, copy=False) * np.asarray(multiplier, np.float32)
     rounded = np.rint(scaled, out=np.asarray(scaled))
-    rounded += np.asarray(zero_point, np.float32)  # exact below 2**24, and clamped above
+    rounded += np.asarray(zero_point, np.float32)  # exact below 2**24; larger values are clamped
     return np.clip(rounded, limits.min, limits.max, out=rounded).astype(kind)
 
 
 def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Array:
-    """Integers without their zero point, as floats."""
+    """Subtract the zero point from integers; the result is float and exact."""
     zero = np.zeros(()) if zero_point is None else np.asarray(zero_point)
     if zero.size == 1:
         zero = zero.reshape(())
-    dtype = np.float32 if x.itemsize <= 2 else np.float64  # in which they are exact
+    dtype = np.float32 if x.itemsize <= 2 else np.float64  # both are exact for their inputs
     return np.asarray(np.subtract(x, zero if axis is None else _along(zero, x.ndim, axis), dtype=dtype))
 
 
 def _flat(values: Array | None) -> Array:
-    """A scale as one number, or as it is."""
+    """Reshape a scale of one element to a scalar."""
     scale = np.asarray(values, np.float32)
     return scale.reshape(()) if scale.size == 1 else scale
 
@@ -168,18 +175,18 @@ def _multiplier(x_scale: Array | None, w_scale: Array | None, y_scale: Array | N
 
 
 def _along(values: Array, rank: int, axis: int) -> Array:
-    """One value per channel, for data of that rank."""
+    """Reshape per-channel values for broadcasting to a rank."""
     return values if not values.ndim else values.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
-def _pads(attributes: Attributes, sizes: Sequence[int], reach: Sequence[int], strides: Sequence[int]) -> list[int]:
+def _pads(attributes: Attributes, sizes: Sequence[int], extents: Sequence[int], strides: Sequence[int]) -> list[int]:
     auto_pad = attributes.get("auto_pad", b"NOTSET")
     auto_pad = auto_pad.decode() if isinstance(auto_pad, bytes) else auto_pad
     if auto_pad == "NOTSET":
         return list(attributes.get("pads") or [0] * (2 * len(sizes)))
     if auto_pad == "VALID":
         return [0] * (2 * len(sizes))
-    needed = [max((-(-n // s) - 1) * s + r - n, 0) for n, s, r in zip(sizes, strides, reach, strict=True)]
+    needed = [max((-(-n // s) - 1) * s + e - n, 0) for n, s, e in zip(sizes, strides, extents, strict=True)]
     small, large = [each // 2 for each in needed], [each - each // 2 for each in needed]
     return [*small, *large] if auto_pad == "SAME_UPPER" else [*large, *small]
 
@@ -188,7 +195,7 @@ def _conv(x: Array, w: Array, attributes: Attributes) -> Array:
     rank = w.ndim - 2
     strides = list(attributes.get("strides") or [1] * rank)
     dilations = list(attributes.get("dilations") or [1] * rank)
-    pads = _pads(attributes, x.shape[2:], _reach(w.shape[2:], dilations), strides)
+    pads = _pads(attributes, x.shape[2:], _kernel_extents(w.shape[2:], dilations), strides)
     return conv_sums(x, w, strides=strides, dilations=dilations, pads=pads, group=int(attributes.get("group", 1)))
 
 
@@ -202,33 +209,33 @@ def _present(*inputs: Array | None) -> list[Array]:
 def _qlinear_conv(inputs: Inputs, attributes: Attributes) -> Prediction:
     x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*inputs, None)[:9]
     x, w, y_zero = _present(x, w, y_zero)
-    last = bool(attributes.get("channels_last", 0))
-    moved = np.moveaxis(x, -1, 1) if last else x
-    sums = _conv(_shifted(moved, x_zero), _shifted(w, w_zero, 0), attributes)
+    channels_last = bool(attributes.get("channels_last", 0))
+    channels_first = np.moveaxis(x, -1, 1) if channels_last else x
+    sums = _conv(_shifted(channels_first, x_zero), _shifted(w, w_zero, 0), attributes)
     sums = _with_bias(sums, None if bias is None else _along(bias, sums.ndim, 1))
     multiplier = _along(_multiplier(x_scale, w_scale, y_scale), sums.ndim, 1)
     codes = requantize(sums, multiplier, int(y_zero.reshape(())), y_zero.dtype)
-    return Prediction(np.moveaxis(codes, 1, -1), axis=codes.ndim - 1) if last else Prediction(codes, axis=1)
+    return Prediction(np.moveaxis(codes, 1, -1), axis=codes.ndim - 1) if channels_last else Prediction(codes, axis=1)
 
 
 def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
     a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = inputs[:8]
     a, b, y_zero = _present(a, b, y_zero)
-    sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
+    sums = matmul_sums(_shifted(a, a_zero), _shifted(b, b_zero))
     codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)
     return Prediction(codes)
 
 
 def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
-    """Sums as floats: one multiply and, with a bias, one addition, whose roundings may be one."""
+    """Convert sums to floats: one multiply and, with a bias, one addition, possibly fused."""
     scaled = sums.astype(np.float32, copy=False) * scale
     values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
 
-    def slack() -> Array:
-        around = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
-        return np.asarray(around * np.float32(2.0**-22))
+    def tolerance() -> Array:
+        magnitude = np.abs(scaled) + (0 if bias is None else np.abs(np.asarray(bias, np.float32)))
+        return np.asarray(magnitude * np.float32(2.0**-22))
 
-    return Prediction(values, slack, scale)
+    return Prediction(values, tolerance, scale)
 
 
 def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
@@ -238,7 +245,7 @@ def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
     left, right = _shifted(a, a_zero), _shifted(b, b_zero, 0 if attributes.get("transB", 0) else 1)
     left = left.T if attributes.get("transA", 0) else left
     right = right.T if attributes.get("transB", 0) else right
-    sums = _with_bias(product_sums(left, right), bias)
+    sums = _with_bias(matmul_sums(left, right), bias)
     if y_scale is None or y_zero is None:
         return _floats(sums, _flat(a_scale) * _flat(b_scale), None)
     codes = requantize(sums, _multiplier(a_scale, b_scale, y_scale), int(y_zero.reshape(())), y_zero.dtype)
@@ -248,7 +255,7 @@ def _qgemm(inputs: Inputs, attributes: Attributes) -> Prediction:
 def _matmul_to_float(inputs: Inputs, _: Attributes) -> Prediction:
     a, b, a_scale, b_scale, a_zero, b_zero, bias = (*inputs, None, None, None)[:7]
     a, b = _present(a, b)
-    sums = product_sums(_shifted(a, a_zero), _shifted(b, b_zero))
+    sums = matmul_sums(_shifted(a, a_zero), _shifted(b, b_zero))
     return _floats(sums, _flat(a_scale) * _flat(b_scale), bias)
 
 
@@ -256,7 +263,7 @@ def _matmul_integer(inputs: Inputs, _: Attributes) -> Prediction:
     a, b, a_zero, b_zero = (*inputs, None, None)[:4]
     a, b = _present(a, b)
     rows = None if a_zero is None or a_zero.size == 1 else a.ndim - 2
-    return Prediction(product_sums(_shifted(a, a_zero, rows), _shifted(b, b_zero)).astype(np.int32))
+    return Prediction(matmul_sums(_shifted(a, a_zero, rows), _shifted(b, b_zero)).astype(np.int32))
 
 
 def _conv_integer(inputs: Inputs, attributes: Attributes) -> Prediction:
@@ -276,21 +283,20 @@ ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxy
         "QLinearMatMul": _qlinear_matmul,
     }
 )
-SAFE_CODE = 64
-"""Two products of an unsigned byte and a signed one of at most this stay within 16 bits: 255 * 64 * 2 < 2**15."""
-_WEIGHTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
-_ZERO_POINTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
+MAX_SAFE_WEIGHT = 64  # two products with unsigned bytes then fit an int16 accumulator: 255 * 64 * 2 < 2**15
+_WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
+_ZERO_POINT_INPUTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
 
 def is_integer_kernel(node: NodeProto) -> bool:
-    """Whether a node of an optimized graph computes with integers."""
+    """Whether a node of an optimized graph is an integer kernel."""
     return node.op_type.startswith(CODE_OPERATORS)
 
 
 def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> tuple[Kernel, Difference | None]:
-    """Compare a kernel's result with exact arithmetic; returns the metrics, and the largest difference if it saturates.
+    """Compare a kernel's output with exact arithmetic; return counts, and the largest mismatch if it saturates.
 
-    Inputs that are left out are None. Raises UnsupportedError for a form of the node that the oracle does not know.
+    Omitted inputs are None. Raises UnsupportedError for a variant of the node without a formula.
     """
     attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     expected = ORACLES[node.op_type](inputs, attributes)
@@ -299,54 +305,62 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
         raise UnsupportedError(f"the result has shape {got.shape}, expected {expected.values.shape}")
     if _is_equal(expected, got):
         return Kernel(name, node.op_type, size, 0, 0, saturated=False), None
-    steps = _steps(expected, got)
-    differing = int(np.count_nonzero(steps))
+    distances = _distances(expected, got)
+    differing = int(np.count_nonzero(distances))
     if not differing:
         return Kernel(name, node.op_type, size, 0, 0, saturated=False), None
-    largest = int(steps.max())
-    risky = _can_saturate(node, inputs)
-    saturated = risky or largest > 1
+    largest = int(distances.max())
+    can_saturate = _can_saturate(node, inputs)
+    saturated = can_saturate or largest > 1
     row = Kernel(name, node.op_type, size, differing, largest, saturated)
-    return row, _describe(node, inputs, expected, got, steps, risky=risky) if saturated else None
+    if not saturated:
+        return row, None
+    return row, _describe(node, inputs, expected, got, distances, can_saturate=can_saturate)
 
 
 def _is_equal(expected: Prediction, got: Array) -> bool:
-    """Whether no code differs and no float is off by more than a quarter of a unit of its sum; it is quick to see."""
+    """Quick test: codes are equal, floats are within a quarter unit of the integer sum."""
     if expected.step is None:
         return np.array_equal(expected.values, got)
     distance = np.subtract(expected.values, got)
     return bool((np.abs(distance, out=distance) <= np.float32(0.25) * expected.step).all())
 
 
-def _steps(expected: Prediction, got: Array) -> Array:
-    """The distance of each code, or of the sum behind each float."""
+def _distances(expected: Prediction, got: Array) -> Array:
+    """Return the distance of each code, or of the integer sum of each float."""
     distance = np.abs(got.astype(np.float64) - expected.values.astype(np.float64))
-    if expected.slack is None or expected.step is None:
+    if expected.tolerance is None or expected.step is None:
         return distance.astype(np.int64)
-    beyond = distance > expected.slack() + 0.5 * expected.step.astype(np.float64)
+    beyond = distance > expected.tolerance() + 0.5 * expected.step.astype(np.float64)
     return np.where(beyond, np.ceil(distance / expected.step.astype(np.float64)), 0).astype(np.int64)
 
 
 def _can_saturate(node: NodeProto, inputs: list[Array | None]) -> bool:
-    weights = inputs[_WEIGHTS.get(node.op_type, 1)]
-    return weights is not None and weights.dtype == np.int8 and _largest(weights) > SAFE_CODE
+    weights = inputs[_WEIGHT_INPUTS.get(node.op_type, 1)]
+    return weights is not None and weights.dtype == np.int8 and _max_abs(weights) > MAX_SAFE_WEIGHT
 
 
 def _describe(
-    node: NodeProto, inputs: list[Array | None], expected: Prediction, got: Array, steps: Array, *, risky: bool
+    node: NodeProto,
+    inputs: list[Array | None],
+    expected: Prediction,
+    got: Array,
+    distances: Array,
+    *,
+    can_saturate: bool,
 ) -> Difference:
-    index = first_index(steps == steps.max())
+    index = first_index(distances == distances.max())
     channel = index[expected.axis]
-    counts = np.count_nonzero(np.moveaxis(steps, expected.axis, 0)[channel])
-    why = "the sums are wrong"
-    weights = inputs[_WEIGHTS.get(node.op_type, 1)]
-    if risky and weights is not None:
-        why = (
-            f"two products overflow 16 bits, for int8 weights reach {_largest(weights)}: "
+    count = np.count_nonzero(np.moveaxis(distances, expected.axis, 0)[channel])
+    reason = "the sums are wrong"
+    weights = inputs[_WEIGHT_INPUTS.get(node.op_type, 1)]
+    if can_saturate and weights is not None:
+        reason = (
+            f"the int16 accumulator saturates, because int8 weights reach {_max_abs(weights)}: "
             "quantize for target 'onnxruntime' or 'onnxruntime-avx2'"
         )
-    place = _ZERO_POINTS.get(node.op_type, len(inputs))
-    scale, zero = inputs[place - 1 : place + 1] if place < len(inputs) else (None, None)
+    position = _ZERO_POINT_INPUTS.get(node.op_type, len(inputs))
+    scale, zero = inputs[position - 1 : position + 1] if position < len(inputs) else (None, None)
     return Difference(
         _name(node),
         node.output[0],
@@ -356,12 +370,12 @@ def _describe(
         None,
         None if scale is None else float(scale.reshape(-1)[0]),
         None if zero is None else int(zero.reshape(-1)[0]),
-        f"saturation in channel {channel}, {counts} of its codes differ, by up to {int(steps.max())} steps; {why}",
+        f"saturation in channel {channel}: {count} of its codes are off, by up to {int(distances.max())}; {reason}",
     )
 
 
 class KernelCheck:
-    """Level 3: every integer kernel of an optimized graph."""
+    """Level 3: comparison of every integer kernel of an optimized graph."""
 
     def __init__(self, model: ModelProto) -> None:
         self._nodes = [node for node in model.graph.node if is_integer_kernel(node)]
@@ -371,7 +385,7 @@ class KernelCheck:
         self.notes: dict[str, None] = {}
 
     def readings(self) -> list[Reading]:
-        """Inputs and outputs of the kernels whose formulas are known."""
+        """List readings of inputs and output of each kernel that has an oracle."""
         return [
             Reading((*dict.fromkeys(filter(None, node.input)), node.output[0]), partial(self._take, node))
             for node in self._nodes
@@ -391,15 +405,15 @@ class KernelCheck:
         if difference is not None and (output not in self._worst or new.max_steps > row.max_steps):
             self._worst[output] = difference
         compared, differing = row.compared + new.compared, row.differing + new.differing
-        steps, saturated = max(row.max_steps, new.max_steps), row.saturated or new.saturated
-        self._rows[output] = Kernel(row.node, row.kernel, compared, differing, steps, saturated)
+        distance, saturated = max(row.max_steps, new.max_steps), row.saturated or new.saturated
+        self._rows[output] = Kernel(row.node, row.kernel, compared, differing, distance, saturated)
 
     def rows(self) -> tuple[Kernel, ...]:
-        """A row for each kernel, in the graph's order."""
+        """Return a row per kernel, in the graph's order."""
         return tuple(self._rows[node.output[0]] for node in self._nodes)
 
     def saturation(self) -> Difference | None:
-        """The largest wrong code of the first kernel whose sums saturate."""
+        """Return the largest wrong code of the first kernel whose accumulator saturates."""
         return next((self._worst[output] for output in self._rows if output in self._worst), None)
 
 

@@ -1,7 +1,7 @@
-"""Differences of two models: the first node, attribute, tensor or field in which a file is not what it should be.
+"""Mismatches between an expected model and a file: nodes, attributes, tensors, fields.
 
-Everything is compared but texts that no runtime reads: doc strings, metadata of other tools, the name of the producer.
-Constants are compared by value, however they are stored.
+Everything is compared except texts that no runtime reads: doc strings, metadata of other tools and the producer's name.
+Constants are compared by value, regardless of how they are stored.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,11 @@ from detent.verification.verify_report import Difference, element
 __all__ = ["compared_constants", "differences"]
 
 Array = NDArray[Any]
-MAX_TEXT = 60
+MAX_CHARS_SHOWN = 60  # longer values are cut in a mismatch
 
 
 def differences(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
-    """What is not as expected in a model, most telling first; nothing where both are equal."""
+    """Yield mismatches of a model, most important first."""
     yield from _versions(expected, got)
     yield from _values("input", expected.graph.input, got.graph.input)
     yield from _values("output", expected.graph.output, got.graph.output)
@@ -37,7 +37,7 @@ def differences(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
 
 
 def compared_constants(model: ModelProto) -> int:
-    """The elements of all constants."""
+    """Count the elements of all constants."""
     return sum(int(np.prod(tensor.dims)) for tensor in model.graph.initializer)
 
 
@@ -49,27 +49,27 @@ def _text(value: object) -> str | float | int | None:
     if value is None or isinstance(value, int | float):
         return value
     text = str(value)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+    return text if len(text) <= MAX_CHARS_SHOWN else f"{text[:MAX_CHARS_SHOWN]}..."
 
 
 def _versions(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
     if expected.ir_version != got.ir_version:
-        yield _difference("the model", "ir_version", "another version", expected.ir_version, got.ir_version)
+        yield _difference("the model", "ir_version", "wrong version", expected.ir_version, got.ir_version)
     opsets = [sorted((each.domain, each.version) for each in model.opset_import) for model in (expected, got)]
     if opsets[0] != opsets[1]:
-        yield _difference("the model", "opset_import", "another opset", opsets[0], opsets[1])
+        yield _difference("the model", "opset_import", "wrong opset", opsets[0], opsets[1])
 
 
 def _values(
-    what: str, expected: Sequence[ValueInfoProto], got: Sequence[ValueInfoProto], where: str = ""
+    role: str, expected: Sequence[ValueInfoProto], got: Sequence[ValueInfoProto], where: str = ""
 ) -> Iterator[Difference]:
     names = [[value.name for value in values] for values in (expected, got)]
     if names[0] != names[1]:
-        yield _difference(where or "the model", f"{what}s", f"other {what}s", names[0], names[1])
+        yield _difference(where or "the model", f"{role}s", f"wrong {role}s", names[0], names[1])
         return
     for old, new in zip(expected, got, strict=True):
         if _bytes(old.type) != _bytes(new.type):
-            yield _difference(f"{where}{what} {old.name}", "type", "another type or shape", _type(old), _type(new))
+            yield _difference(f"{where}{role} {old.name}", "type", "wrong type or shape", _type(old), _type(new))
 
 
 def _type(value: ValueInfoProto) -> str:
@@ -101,12 +101,12 @@ def _nodes(expected: Sequence[NodeProto], got: Sequence[NodeProto], where: str) 
     if not count:
         at = next(i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if not _same_node(a, b))
         yield _difference(
-            f"{where}node {at}", "order", "nodes in another order", node_name(expected[at]), node_name(got[at])
+            f"{where}node {at}", "order", "wrong order of nodes", node_name(expected[at]), node_name(got[at])
         )
 
 
 def _key(node: NodeProto) -> tuple[str, ...]:
-    """What tells which node it is: its name; of nameless ones what they make."""
+    """Return the identity of a node: its name, or its outputs if it has no name."""
     return (node.name,) if node.name else ("", *node.output)
 
 
@@ -126,32 +126,32 @@ def _node(expected: NodeProto, got: NodeProto, where: str) -> Iterator[Differenc
                 (i for i, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), min(len(old), len(new))
             )
             names = [values[at] if at < len(values) else None for values in (old, new)]
-            yield _difference(name, f"{field} {at}", f"another {field}", *names)
+            yield _difference(name, f"{field} {at}", f"wrong {field}", *names)
     yield from _attributes(expected, got, name)
 
 
 def _attributes(expected: NodeProto, got: NodeProto, name: str) -> Iterator[Difference]:
     ours, theirs = ({each.name: each for each in node.attribute} for node in (expected, got))
     if len(got.attribute) != len(theirs):
-        yield _difference(name, "attribute", "an attribute twice", len(ours), len(got.attribute))
+        yield _difference(name, "attribute", "duplicate attribute", len(ours), len(got.attribute))
     for key in [*ours, *(key for key in theirs if key not in ours)]:
         old, new = ours.get(key), theirs.get(key)
         if old is not None and new is not None and old.type == new.type == AttributeProto.GRAPH:
-            yield from _body(old.g, new.g, f"{name}/{key}/")
+            yield from _subgraph(old.g, new.g, f"{name}/{key}/")
         elif _content(old) != _content(new):
             yield _difference(name, f"attribute {key}", "changed", _shown(old), _shown(new))
 
 
-def _body(expected: GraphProto, got: GraphProto, where: str) -> Iterator[Difference]:
-    found = [
+def _subgraph(expected: GraphProto, got: GraphProto, where: str) -> Iterator[Difference]:
+    mismatches = [
         *_values("input", expected.input, got.input, where),
         *_values("output", expected.output, got.output, where),
         *_nodes(expected.node, got.node, where),
         *_constants(expected.initializer, got.initializer, where),
     ]
-    yield from found
+    yield from mismatches
     fields = ("value_info", "sparse_initializer", "quantization_annotation")
-    for field in fields if not found else ():
+    for field in fields if not mismatches else ():
         old, new = ([_bytes(each) for each in getattr(graph, field)] for graph in (expected, got))
         if old != new:
             yield _difference(where, field, "changed", f"{len(old)} entries", f"{len(new)} entries")
@@ -165,7 +165,7 @@ def _content(attribute: AttributeProto | None) -> bytes:
     return _bytes(attribute)
 
 
-def _shown(attribute: AttributeProto | None) -> Any:  # noqa: ANN401 - of any type
+def _shown(attribute: AttributeProto | None) -> Any:  # noqa: ANN401 - a value of any type
     if attribute is None:
         return None
     try:
@@ -179,7 +179,7 @@ def _constants(expected: Sequence[TensorProto], got: Sequence[TensorProto], wher
     theirs: dict[str, TensorProto] = {}
     for tensor in got:
         if tensor.name in theirs:
-            yield _difference(f"{where}constant {tensor.name}", tensor.name, "there twice", 1, 2)
+            yield _difference(f"{where}constant {tensor.name}", tensor.name, "duplicate constant", 1, 2)
         theirs[tensor.name] = tensor
     for tensor in expected:
         other = theirs.pop(tensor.name, None)
@@ -199,7 +199,7 @@ def _constant(expected: TensorProto, got: TensorProto, where: str) -> Iterator[D
     name = f"{where}constant {expected.name}"
     if _facts(expected) != _facts(got):
         types = [f"{TensorProto.DataType.Name(each.data_type)}{list(each.dims)}" for each in (expected, got)]
-        yield _difference(name, expected.name, "another type or shape", *types)
+        yield _difference(name, expected.name, "wrong type or shape", *types)
         return
     if expected.HasField("raw_data") and got.HasField("raw_data") and expected.raw_data == got.raw_data:
         return
@@ -223,7 +223,7 @@ def _differing(a: Array, b: Array) -> Array:
 
 
 def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
-    """Fields that no other comparison looks at, by name."""
+    """Compare the remaining fields of the model and its metadata."""
     models = [without_initializers(model) for model in (expected, got)]
     graphs = [model.graph for model in models]
     for field in ("value_info", "sparse_initializer", "quantization_annotation"):
@@ -251,7 +251,7 @@ def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
 
 
 def _first_unequal(old: Any, new: Any) -> tuple[object, object]:  # noqa: ANN401 - JSON
-    """The first part of two values of JSON in which they differ."""
+    """Return the first entries in which two JSON values differ."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):

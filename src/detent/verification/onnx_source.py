@@ -1,4 +1,4 @@
-"""OnnxSource: an ONNX model as the source of a file, float or quantized itself."""
+"""OnnxSource: an ONNX model, float or quantized, as the source of a file."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -23,14 +23,15 @@ Array = NDArray[Any]
 
 
 class OnnxSource:
-    """An ONNX model: float, or quantized itself."""
+    """An ONNX model, float or quantized, as the source of a file."""
 
     knows_weights = False
 
     def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
         self.model, self._quantized = model, quantized
-        own = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
-        self._quantizers = {each.node: own[each.node] for each in artifact.quantize_nodes if each.node in own}
+        quantizers = {} if quantized is None else {each.node: each for each in quantized.quantize_nodes}
+        shared = [each.node for each in artifact.quantize_nodes if each.node in quantizers]
+        self._quantizers = {node: quantizers[node] for node in shared}
         weights = () if quantized is None else quantized.weights
         self._weights = [each for each in weights if each.direct and not each.is_bias]
         self.names: Mapping[str, str] = {weight.name: weight.name for weight in self._weights}
@@ -43,23 +44,23 @@ class OnnxSource:
         self._replayed: ReplayedModel | None = None
 
     def replay(self) -> Replay:
-        """The file beside what decisions make of this model."""
+        """Rewrite this model with the file's decisions, and compare the result with the file."""
         self._replayed = replay(self.model, self._artifact)
         return self._replayed.result
 
     @property
     def is_same(self) -> bool:
-        """Whether the file is this model."""
+        """Whether the file equals this model."""
         return self._replayed is not None and self._replayed.is_same
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision of the file that is wrong."""
+        """The first decision of the file that is out of bounds; None if all are valid."""
         return None if self._replayed is None else next(iter(self._replayed.flaws), None)
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """The float model by segments."""
+        """Check of the float model by segments; None without a replay."""
         replayed = self._replayed
         if replayed is None or replayed.float_graph is None or replayed.decisions is None:
             return None
@@ -80,13 +81,13 @@ class OnnxSource:
         return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Those of a quantized source; none of a float model, whose weights folding and smoothing change."""
+        """Return the weights of a quantized source; empty for a float source, whose weights quantization changes."""
         return {
             weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
             for weight in self._weights
         }
 
-    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - of every source
+    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - the protocol has it
         """Always None: folding and correction change biases."""
         return None
 
@@ -99,21 +100,23 @@ class OnnxSource:
         return []
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """The quantizer of the same node, where the source is quantized itself."""
+        """Return the source's parameters for the same node; None for a float source."""
         own = self._quantizers.get(quantizer.node)
         if own is None or self._quantized is None:
             return None
         shape = self._quantized.graph.shape(own.x)
         if shape is None and own.qparams.scale.ndim:
             return None
-        known = (1, 1) if shape is None else tuple(size or 1 for size in shape)
-        return Expected(own.qparams.params(known or (1, 1)), 0, quantizer.x)
+        sizes = (1, 1) if shape is None else tuple(size or 1 for size in shape)
+        return Expected(own.qparams.params(sizes or (1, 1)), 0, quantizer.x)
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """The outputs, and the codes of nodes that the file has as well."""
+        """Return the outputs, and the codes of nodes that the file also has."""
         names = self._artifact.graph.outputs
         if self.model.outputs != tuple(names):
-            raise UnsupportedError(f"the source has the outputs {list(self.model.outputs)}, the file {list(names)}")
+            raise UnsupportedError(
+                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source"
+            )
         if self._probe is not None:
             self._reference = Reference([])
             self._probe.run(feeds)

@@ -1,6 +1,6 @@
-"""OpenVINO as a second consumer of a file, where it is installed.
+"""OpenVINO as a second runtime for a file, if it is installed.
 
-It runs in a process of its own: there are files and CPUs with which it ends the process that it runs in.
+It runs in a subprocess, because it crashes on some files and CPUs.
 """
 
 import json
@@ -28,48 +28,48 @@ WORKER = Path(__file__).with_name("openvino_worker.py")
 
 
 def is_installed() -> bool:
-    """Whether OpenVINO is there."""
+    """Whether OpenVINO is installed."""
     return find_spec("openvino") is not None
 
 
 class OpenVino:
-    """A model in OpenVINO on the CPU, with float32 where it is not quantized."""
+    """A model in OpenVINO on the CPU; layers that are not quantized run in float32."""
 
     def __init__(self, model: ModelProto) -> None:
         self._names = Graph(model).inputs
         self._scratch = tempfile.TemporaryDirectory()
-        self._folder = Path(self._scratch.name)
-        save(model, self._folder / "model.onnx")
-        (self._folder / "inputs.json").write_text(json.dumps(self._names), encoding="utf-8")
-        self._process = subprocess.Popen(  # noqa: S603 - this Python, with a file of ours
-            [sys.executable, "-P", fspath(WORKER), fspath(self._folder)],
+        self._directory = Path(self._scratch.name)
+        save(model, self._directory / "model.onnx")
+        (self._directory / "inputs.json").write_text(json.dumps(self._names), encoding="utf-8")
+        self._process = subprocess.Popen(  # noqa: S603 - this Python and a file of this package
+            [sys.executable, "-P", fspath(WORKER), fspath(self._directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._is_loaded = False  # the other process loads the model while this one goes on
+        self._is_loaded = False  # the subprocess loads the model in parallel
 
     def start(self, feeds: Mapping[str, Array]) -> None:
-        """Hand a batch to the other process, which runs it while this one goes on, and ``outputs`` waits for it."""
-        np.savez(self._folder / "inputs.npz", *(feeds[name] for name in self._names))
+        """Send a batch to the subprocess, which runs it in parallel; ``outputs`` waits for the result."""
+        np.savez(self._directory / "inputs.npz", *(feeds[name] for name in self._names))
         try:
             if self._process.stdin is not None:
                 self._process.stdin.write("run\n")
                 self._process.stdin.flush()
-        except OSError:  # it is gone: its answer, or the lack of one, says so
+        except OSError:  # the subprocess has ended; outputs() reports why
             pass
 
     def outputs(self) -> list[Array]:
-        """The outputs for the batch; raises UnsupportedError if OpenVINO does not load or run the model, or died."""
+        """Return the outputs of the batch; raise UnsupportedError if OpenVINO failed to load or run the model."""
         if not self._is_loaded:
-            self._wait("take")
+            self._wait("load")
             self._is_loaded = True
         self._wait("run")
-        with np.load(self._folder / "outputs.npz") as outputs:
+        with np.load(self._directory / "outputs.npz") as outputs:
             return [outputs[f"arr_{i}"] for i in range(len(outputs.files))]
 
-    def _wait(self, what: str) -> None:
+    def _wait(self, job: str) -> None:
         answer = ""
         for line in self._process.stdout or ():
             answer = line.strip()
@@ -79,19 +79,19 @@ class OpenVino:
                 break
             answer = ""  # OpenVINO's own output
         if not answer:
-            self._process.wait()  # its output ended: so does it, with a code
+            self._process.wait()  # the pipe is closed, so the subprocess is ending
         self.close()
-        why = answer.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
-        raise UnsupportedError(f"OpenVINO does not {what} the model: {why}")
+        reason = answer.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
+        raise UnsupportedError(f"OpenVINO failed to {job} the model: {reason}")
 
     def close(self) -> None:
-        """End its process; once is enough."""
-        self._process.kill()  # it holds nothing that it would have to write
+        """End the subprocess and remove its files."""
+        self._process.kill()  # it has no unsaved state
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 try:
                     pipe.close()
-                except OSError:  # of a process that is gone
+                except OSError:  # the subprocess has ended
                     continue
         self._process.wait()
         self._scratch.cleanup()

@@ -1,14 +1,14 @@
-"""Level 2: the file beside its source from end to end, in each way to run it.
+"""Level 2, for information: the file and its source compared end to end, in each runtime.
 
 =================== ==========================================================================
 GraphCheck          ONNX Runtime, the file as written or as optimized; codes and outputs
-SessionCheck        ONNX Runtime with settings of its own; outputs
-OpenVinoCheck       OpenVINO in its own process; outputs, as codes too where they are quantized
+SessionCheck        ONNX Runtime with a session option; outputs
+OpenVinoCheck       OpenVINO in a subprocess; outputs, also as codes if they are quantized
 =================== ==========================================================================
 
-Codes may differ here though every quantizer is right: another accumulation order changes the last bits of sums, biases
-are rounded to the scale of integer sums, and a value next to a rounding boundary falls on its other side. Later layers
-then start from different inputs.
+Codes may differ here although every quantizer is right. A different accumulation order changes the last bits of sums,
+biases are rounded to the scale of integer sums, and a value next to a rounding boundary then gets the neighboring code.
+The difference propagates to later layers.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -25,7 +25,7 @@ from detent.onnx_model import make_session
 from detent.onnx_model.graph import DEQUANTIZE, attribute_of, trace_back
 from detent.onnx_model.qdq_reader import QuantizedGraph
 from detent.onnx_model.sessions import Reading, ort_errors, written_name
-from detent.verification.codes import steps_between
+from detent.verification.codes import code_distance
 from detent.verification.openvino import OpenVino
 from detent.verification.source import Reference
 from detent.verification.verify_report import EndToEnd
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-ORDER = "sums in another order"
-MOVED = "move values across the boundary of two codes"
-LATER = ", and later layers start from what differs"
+ORDER = "the accumulation order differs"
+EFFECT = "values next to a rounding boundary change by one code"
+PROPAGATED = ", and the difference propagates to later layers"
 _FUSED = ("Relu", "Clip")
 
 
 class OutputCheck:
-    """One way to run a file, beside its source; causes are what may move values, so that codes differ."""
+    """Comparison of one way to run a file with its source; ``causes`` explain why codes may differ."""
 
     def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
         self._outputs, self._causes = OutputComparison(names), tuple(causes)
-        self._codes = [0, 0, 0]
-        self._first: str | None = None
+        self._codes = [0, 0, 0]  # compared, differing, largest distance
+        self._first: str | None = None  # node
         self.notes = self._outputs.notes
 
     def add_outputs(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
@@ -64,47 +64,52 @@ class OutputCheck:
     def add_codes(self, node: str, expected: Array, got: Array) -> None:
         """Add the codes of a node for a batch."""
         if expected.shape != got.shape:
-            self.notes[f"the codes of {node} have shape {got.shape}, expected {expected.shape}: not compared"] = None
+            self.notes[f"codes of {node} not compared: their shape is {got.shape}, expected {expected.shape}"] = None
             return
         if got.dtype.kind == "f" or expected.dtype.kind not in "iu":
             expected, got = expected.astype(np.float32), got.astype(np.float32)
         if expected.dtype != got.dtype:
             expected, got = expected.astype(np.float64), got.astype(np.float64)
         differing = int(np.count_nonzero(expected != got))
-        steps = steps_between(expected, got) if differing else 0
-        self._codes = [self._codes[0] + got.size, self._codes[1] + differing, max(self._codes[2], steps)]
+        distance = code_distance(expected, got) if differing else 0
+        self._codes = [self._codes[0] + got.size, self._codes[1] + differing, max(self._codes[2], distance)]
         if differing and self._first is None:
             self._first = node
 
     def result(self) -> EndToEnd:
-        """The metrics over all batches."""
-        compared, differing, steps = self._codes
-        cause = f"{', '.join(self._causes)}: they {MOVED}{LATER if steps > 1 else ''}" if differing else ""
+        """Return the metrics over all batches."""
+        compared, differing, distance = self._codes
+        cause = f"{', '.join(self._causes)}: {EFFECT}{PROPAGATED if distance > 1 else ''}" if differing else ""
         sqnr_db, agreement = self._outputs.sqnr_db, self._outputs.agreement
-        return EndToEnd(compared, differing, steps, self._first, sqnr_db, agreement, cause)
+        return EndToEnd(compared, differing, distance, self._first, sqnr_db, agreement, cause)
 
 
 @dataclass
 class CurrentBatch:
-    """The batch that runs now: what the source gives for it, and what the file as written gave."""
+    """Results of the current batch.
+
+    Attributes:
+        reference: outputs and codes of the source.
+        codes, outputs: codes by node, and outputs, of the file as written.
+    """
 
     reference: Reference = field(default_factory=lambda: Reference([]))
-    codes: dict[str, Array] = field(default_factory=dict)  # of the file as written, by node
+    codes: dict[str, Array] = field(default_factory=dict)
     outputs: list[Array] = field(default_factory=list)
 
 
 class FusedCodes(NamedTuple):
-    """A tensor of codes in an optimized graph, and whether its channels are its last axis."""
+    """Tensor of codes in an optimized graph, and whether its channels are the last axis."""
 
     tensor: str
     channels_last: bool
 
 
 def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
-    """Find the codes of QuantizeLinear nodes in the optimized graph, as far as they are still there, by node.
+    """Find the codes of QuantizeLinear nodes that the optimized graph still has, by node.
 
-    Many keep their name. Convolutions with their channels last give theirs under the name of the convolution, with
-    their axes in another order; they are found through the node they were: ``conv1``, now ``conv1_token_3``.
+    Most keep their tensor name. A channels-last convolution outputs the codes itself, with permuted axes. It is found
+    by the name of the original convolution: ``conv1`` becomes ``conv1_token_3``.
     """
     written = {name for node in optimized.graph.node for name in node.output}
     channels_last = {
@@ -124,7 +129,7 @@ def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, Fus
 
 
 class GraphCheck(OutputCheck):
-    """A graph of the file in ONNX Runtime, as written or optimized, beside the source."""
+    """Comparison of the file in ONNX Runtime, as written or optimized, with the source."""
 
     def __init__(
         self,
@@ -136,17 +141,18 @@ class GraphCheck(OutputCheck):
         is_written: bool = False,
     ) -> None:
         super().__init__(artifact.graph.outputs, causes)
-        self._names, self._batch, self._where, self._is_written = artifact.graph.outputs, batch, codes, is_written
-        self.keep: Set[str] = frozenset()  # nodes whose codes other graphs are compared with
+        self._names, self._batch, self._codes_by_node = artifact.graph.outputs, batch, codes
+        self._is_written = is_written
+        self.keep: Set[str] = frozenset()  # nodes whose codes other checks need
 
     def readings(self) -> list[Reading]:
-        """The codes of each node, then the outputs."""
-        codes = [Reading((where.tensor,), partial(self._take_codes, node)) for node, where in self._where.items()]
+        """List readings of the codes of each node, then of the outputs."""
+        codes = [Reading((each.tensor,), partial(self._take_codes, node)) for node, each in self._codes_by_node.items()]
         return [*codes, Reading(tuple(self._names), self._take_outputs)]
 
     def _take_codes(self, node: str, arrays: Mapping[str, Array]) -> None:
-        where = self._where[node]
-        codes = np.moveaxis(arrays[where.tensor], -1, 1) if where.channels_last else arrays[where.tensor]
+        tensor, channels_last = self._codes_by_node[node]
+        codes = np.moveaxis(arrays[tensor], -1, 1) if channels_last else arrays[tensor]
         expected = self._batch.reference.codes.get(node)
         if expected is None and not self._is_written:
             expected = self._batch.codes.get(node)
@@ -163,7 +169,7 @@ class GraphCheck(OutputCheck):
 
 
 class SessionCheck(OutputCheck):
-    """The outputs of the file in a session with settings of its own, beside the source's."""
+    """Comparison of the file's outputs in a session with extra options with the source's."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch, config: Mapping[str, str]) -> None:
         super().__init__(artifact.graph.outputs)
@@ -177,19 +183,19 @@ class SessionCheck(OutputCheck):
 
 
 class OpenVinoCheck(OutputCheck):
-    """The outputs of the file in OpenVINO, beside the source's; as codes, beside those of ONNX Runtime."""
+    """Comparison of the file's outputs in OpenVINO with the source's, and as codes with ONNX Runtime's."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch) -> None:
         self._openvino = OpenVino(artifact.model)
-        super().__init__(artifact.graph.outputs, [ORDER, "multiplication where ONNX divides"])
+        super().__init__(artifact.graph.outputs, [ORDER, "OpenVINO multiplies where ONNX divides"])
         self._graph, self._batch = artifact.graph, batch
 
     def start(self, feeds: Mapping[str, Array]) -> None:
-        """Start to run a batch."""
+        """Start running a batch in the subprocess."""
         self._openvino.start(feeds)
 
     def compare(self) -> None:
-        """Compare the outputs for the batch, after the file as written ran."""
+        """Compare the outputs of the batch; call it after the file as written has run."""
         outputs = self._openvino.outputs()
         self.add_outputs(self._batch.reference.outputs, outputs)
         for name, here, there in zip(self._graph.outputs, self._batch.outputs, outputs, strict=True):
@@ -198,7 +204,7 @@ class OpenVinoCheck(OutputCheck):
                 self.add_codes(name, np.rint(here / scale), np.rint(there / scale))
 
     def _output_scale(self, name: str) -> Array | None:
-        """The scale of an output that is dequantized by one scale."""
+        """Return the scale of an output that is dequantized per tensor; otherwise None."""
         node, graph = self._graph.producer(name), self._graph
         if node is None or node.op_type != DEQUANTIZE or node.input[1] not in graph.constants:
             return None
@@ -206,5 +212,5 @@ class OpenVinoCheck(OutputCheck):
         return scale.reshape(()) if scale.size == 1 else None
 
     def close(self) -> None:
-        """End its process."""
+        """End the subprocess."""
         self._openvino.close()

@@ -1,12 +1,11 @@
-"""Replay: the source rewritten by the decisions that a file carries, beside the file.
+"""Replay: rewrite the source with the decisions recorded in a file, and compare the result with the file.
 
-Nothing in the file is trusted but its decisions, and these are checked (``decision_checks``). Whatever else the file
-holds must be what ``qo.rewrite`` makes of them: operators, attributes, wiring, inputs, outputs and constants, to the
-last bit (``model_diff``).
+Only the decisions of the file are trusted, after checks (``decision_checks``). Operators, attributes, wiring, inputs,
+outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
 
-A source that is quantized itself is compared as it is with a file that carries no decisions. A replay that cannot be
-made has a reason, and is not a success: a file without decisions, of another rewrite version, or of an onnx whose
-converter is not installed here.
+If the source is quantized and the file records no decisions, the two are compared directly. A replay that is not
+possible has a reason and counts as failed: the file records no decisions, was written by a different rewrite version,
+or needs an onnx version that is not installed.
 """
 
 from collections.abc import Sequence
@@ -29,22 +28,29 @@ from detent.verification.verify_report import Difference, MadeBy, Replay
 
 __all__ = ["ReplayedModel", "compare_models", "replay"]
 
-MAX_DIFFERENCES = 100  # that are looked for
+MAX_DIFFERENCES = 100  # then the search stops: a different model differs everywhere
 
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """The result of a replay, and what it was made from where it could be made: decisions and the float model."""
+    """Result of a replay, with its inputs.
+
+    Attributes:
+        decisions, float_graph: decisions of the file, and the source in normal form with its factors and without
+            quantizers; None if the replay was not possible.
+        is_same: whether source and file are the same model.
+        flaws: decisions that are out of their bounds.
+    """
 
     result: Replay
     decisions: Decisions | None = None
-    float_graph: Graph | None = None  # of the model in normal form, with its factors, without quantizers
-    is_same: bool = False  # source and file are one model
-    flaws: tuple[Difference, ...] = ()  # of the decisions themselves
+    float_graph: Graph | None = None
+    is_same: bool = False
+    flaws: tuple[Difference, ...] = ()
 
 
 def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
-    """Rewrite a source by the decisions of a file, and compare the result with the file.
+    """Rewrite a source with the decisions of a file, and compare the result with the file.
 
     Raises:
         FileFormatError: the decisions are malformed or contradict themselves.
@@ -53,12 +59,12 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
         return ReplayedModel(_result(source.proto, (), made_by="copy"), is_same=True)
     provenance = artifact.provenance
     reason = why_unreadable(provenance)
-    if reason and is_quantized(source.proto):  # the file should be a copy of it
+    if reason and is_quantized(source.proto):  # then the file should be a copy of the source
         return ReplayedModel(compare_models(source.proto, artifact.model, made_by="copy"))
     if reason or provenance is None:
         return ReplayedModel(Replay(reason))
     decisions, changed = read_decisions(artifact.model, provenance)
-    found = [
+    flaws = [
         Difference.of(
             f"constant {each.name}",
             each.name,
@@ -69,40 +75,39 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
         for each in changed
     ]
     if decisions is None:
-        return ReplayedModel(Replay(differences=tuple(found)))
+        return ReplayedModel(Replay(differences=tuple(flaws)))
     if decisions.source and decisions.source != source.digest:
-        return ReplayedModel(Replay(differences=(_other_source(decisions.source, source.digest),)))
+        return ReplayedModel(Replay(differences=(_wrong_source(decisions.source, source.digest),)))
     try:
-        with reading("they cannot be applied", error=SpecError, keep=DetentError):
+        with reading("the decisions cannot be applied", error=SpecError, keep=DetentError):
             model = float_form(source, decisions)
             graph = Graph(model)
             layers = check_fits(graph, decisions)
             corrections: dict[str, Correction] = {}
-            found += problems(graph, layers, decisions, corrections)
+            flaws += problems(graph, layers, decisions, corrections)
             float_graph = Graph(without_initializers(model))
-            float_graph.constants.update(graph.constants)  # the tensors themselves: weights may be large
+            float_graph.constants.update(graph.constants)  # shared, not copied: weights may be large
             rewritten = write_quantizers(model, decisions)
     except UnsupportedError as error:
         return ReplayedModel(Replay(str(error)))
     except (SpecError, ParamsError) as error:
-        found.append(Difference.of("the decisions", "metadata", str(error)))
-        return ReplayedModel(Replay(differences=tuple(found)))
-    result = compare_models(rewritten, artifact.model, found)
+        flaws.append(Difference.of("the decisions", "metadata", str(error)))
+        return ReplayedModel(Replay(differences=tuple(flaws)))
+    result = compare_models(rewritten, artifact.model, flaws)
     result = replace(result, decided=decided(decisions, corrections))
-    return ReplayedModel(result, decisions, float_graph, flaws=tuple(found))
+    return ReplayedModel(result, decisions, float_graph, flaws=tuple(flaws))
 
 
 def compare_models(
-    expected: ModelProto, got: ModelProto, found: Sequence[Difference] = (), made_by: MadeBy = "decisions"
+    expected: ModelProto, got: ModelProto, flaws: Sequence[Difference] = (), made_by: MadeBy = "decisions"
 ) -> Replay:
-    """What is different in a file from the model that it should be; ``found`` are differences known already."""
-    return _result(expected, (*found, *islice(differences(expected, got), MAX_DIFFERENCES)), made_by)
+    """Compare a file with the expected model; ``flaws`` are mismatches to list first."""
+    return _result(expected, (*flaws, *islice(differences(expected, got), MAX_DIFFERENCES)), made_by)
 
 
-def _result(expected: ModelProto, found: tuple[Difference, ...], made_by: MadeBy) -> Replay:
-    return Replay("", len(expected.graph.node), compared_constants(expected), found, made_by=made_by)
+def _result(expected: ModelProto, mismatches: tuple[Difference, ...], made_by: MadeBy) -> Replay:
+    return Replay("", len(expected.graph.node), compared_constants(expected), mismatches, made_by=made_by)
 
 
-def _other_source(written: str, digest: str) -> Difference:
-    cause = "the file was made from another model than this source"
-    return Difference.of("source", "digest", cause, written, digest)
+def _wrong_source(written: str, digest: str) -> Difference:
+    return Difference.of("source", "digest", "the file was not made from this source", written, digest)

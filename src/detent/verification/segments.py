@@ -1,4 +1,4 @@
-"""Level 2: the source's operators, segment by segment between quantizers, beside the file as it is written.
+"""Level 2: runs the source segment by segment between quantizers, and compares it with the file as written.
 
 ::
 
@@ -8,10 +8,10 @@
                         v                                     ^
     source     dequantized codes -> Conv(fake-quantized) -> Relu -> quantized by detent
 
-The float model that decisions quantize (normal form, with factors) gets its weights and biases as detent quantizes and
-dequantizes them. Wherever a quantizer stands, readers get the file's own codes, dequantized by detent. So an error
-stays in its segment, and segments do not depend on each other: all of them are one model, whose outputs are what the
-quantizers get. Both models run node by node, by the same kernels: their codes and outputs are equal to the bit.
+The float model (normal form, with factors) gets weights and biases that detent fake-quantized. After each quantizer,
+the following nodes read the file's own codes, dequantized by detent. So an error stays in its segment, and segments are
+independent: all of them form one model whose outputs are the inputs of the quantizers. Both models run node by node
+with the same kernels, so codes and outputs must be bit-exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,22 +41,30 @@ __all__ = ["SegmentCheck"]
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
-MAX_NODES_NAMED = 4
+MAX_NODES_SHOWN = 4
 
 
 @dataclass(frozen=True)
-class _Target:
-    """A tensor that the file quantizes: its node, the parameters that were decided, what the file adds to codes."""
+class _QuantizedTensor:
+    """A tensor that the file quantizes.
+
+    Attributes:
+        quantizer: its QuantizeLinear node.
+        params: the decided parameters.
+        shift: offset that the file adds to codes.
+        replacement: the input of the segments that replaces it.
+        is_scaled: whether it is a multiple of another tensor, shares its codes, and has no quantizer of its own.
+    """
 
     tensor: str
     quantizer: QuantizeNode
     params: QuantParams
     shift: int
-    fed: str  # the input that its readers get
-    is_scaled: bool  # it has the codes of another tensor, and no quantizer of its own
+    replacement: str
+    is_scaled: bool
 
     def dequantized(self, codes: Array) -> Array:
-        if codes.dtype.kind == "f":  # codes of 4 bits come as floats
+        if codes.dtype.kind == "f":  # ONNX Runtime gives 4-bit codes as floats
             return dequantize(codes.astype(np.int32) - self.shift, self.params)
         kind = self.quantizer.qparams.kind
         stored = QdqParams.of(self.params, Container(kind, self.shift), codes.ndim).params(codes.shape)
@@ -64,9 +72,9 @@ class _Target:
 
 
 class SegmentCheck:
-    """The segments of a source beside a file; the graph of the float model is changed."""
+    """Comparison of the segments of an ONNX source with a file; it modifies the graph of the float model."""
 
-    checks_quantizers = True  # codes are those that detent makes, too: level 1 need not look again
+    checks_quantizers = True  # codes are compared with detent's here, so level 1 skips them
 
     def __init__(
         self, float_graph: Graph, decisions: Decisions, artifact: QuantizedGraph, tally: Tally,
@@ -74,8 +82,8 @@ class SegmentCheck:
     ) -> None:  # fmt: skip
         self._artifact, self._tally, self._budget = artifact, tally, budget
         self._model, self._graph = float_graph.model, float_graph
-        self._arrays: dict[str, Array] = {}  # weights and biases, by the names of inputs
-        self._targets: dict[str, _Target] = {}
+        self._arrays: dict[str, Array] = {}  # weights and biases, by input name
+        self._tensors: dict[str, _QuantizedTensor] = {}
         self._by_tensor = self._quantizers()
         self._outputs = list(self._graph.outputs)
         self.differing_outputs: list[str] = []
@@ -85,7 +93,7 @@ class SegmentCheck:
         source_of = {each.tensor: each.source_tensor for each in decisions.placements}
         for placement in decisions.placements:
             quantized = placement.tensor
-            while source_of.get(quantized):  # a multiple, maybe of a multiple, has the codes of its source
+            while source_of.get(quantized):  # a multiple of a tensor, or of a multiple, shares its codes
                 quantized = source_of[quantized]
             self._cut(placement, params[placement.tensor], self._by_tensor.get(quantized))
         self._graph.drop_unread()
@@ -93,13 +101,13 @@ class SegmentCheck:
         self._sessions: list[tuple[Any, list[str]]] | None = None
 
     def _quantizers(self) -> dict[str, QuantizeNode]:
-        """The file's quantizers, by the tensor that its metadata name."""
+        """Return the file's quantizers by the source tensor that its metadata records."""
         provenance = self._artifact.provenance
         names = {} if provenance is None else provenance.activations
         return {names[each.node]: each for each in self._artifact.quantize_nodes if each.node in names}
 
     def _input(self, stem: str, array: Array | None = None) -> str:
-        """A new input of the model, for an array that does not change or for what each batch gives."""
+        """Add an input to the model; ``array`` is its constant value, None if each batch sets it."""
         name = self._graph.fresh(stem)
         self._model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
         if array is not None:
@@ -124,82 +132,83 @@ class SegmentCheck:
             scale = None if incoming is None else bias_scale(incoming, line.weight_params)
             if scale is not None and not stays_float(bias, scale):
                 codes = bias if bias.dtype == np.int32 else bias_codes(bias, scale)
-                rounded = codes.astype(np.float32) * scale
-                graph.set_input(node, 2, self._input(f"{line.name}_bias_quantized", rounded))
+                quantized = codes.astype(np.float32) * scale
+                graph.set_input(node, 2, self._input(f"{line.name}_bias_quantized", quantized))
             elif line.bias is not None:
                 graph.set_input(node, 2, graph.add_constant(f"{line.name}_bias_corrected", bias))
 
     def _cut(self, placement: QuantizerPlacement, params: QuantParams, quantizer: QuantizeNode | None) -> None:
-        """Let the readers of a tensor get an input in its place."""
+        """Replace a quantized tensor by an input for the nodes that read it."""
         graph, tensor = self._graph, placement.tensor
         if quantizer is None:
             self._tally.count(0, 1)
-            self._tally.note("its quantizer is not in the file", tensor, tensor, (), "QuantizeLinear", None)
+            self._tally.note("missing quantizer", tensor, tensor, (), "QuantizeLinear", None)
             return
         if placement.source_tensor:
-            before = self._targets.get(placement.source_tensor)
+            source = self._tensors.get(placement.source_tensor)
             producer = graph.producer(tensor)
-            if before is not None and producer is not None:
-                graph.redirect(placement.source_tensor, before.fed, [producer])
-        fed = self._input(f"{tensor}_fed")
-        graph.redirect(tensor, fed, readers_of(graph, placement))
+            if source is not None and producer is not None:
+                graph.redirect(placement.source_tensor, source.replacement, [producer])
+        replacement = self._input(f"{tensor}_fed")
+        graph.redirect(tensor, replacement, readers_of(graph, placement))
         shift, is_scaled = shift_of(params, quantizer.qparams.kind), bool(placement.source_tensor)
-        self._targets[tensor] = _Target(tensor, quantizer, params, shift, fed, is_scaled)
+        self._tensors[tensor] = _QuantizedTensor(tensor, quantizer, params, shift, replacement, is_scaled)
 
     def result(self) -> Segments:
-        """What all batches have shown."""
+        """Return the result over all batches."""
         tally = self._tally
         counts = tally.compared, tally.differing, 0, self.compared_outputs, len(self.differing_outputs)
         return Segments("", *counts, "", tally.first)
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """The file's tensors of codes that a run needs, by node."""
-        return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._targets.values()))
+        """Nodes whose codes a run needs, with the tensors of these codes."""
+        return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._tensors.values()))
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch, and compare them with the file's codes, by node, and with its outputs."""
+        """Run the segments on a batch, and compare with the file's codes (by node) and outputs."""
         if self._sessions is None:
             self._sessions = list(self._grouped({name: array.size for name, array in codes.items()}))
         expected = dict(zip(self._outputs, outputs, strict=True))
-        fed_of = {each.fed: each for each in self._targets.values()}
-        for session, wanted in self._sessions:
-            given: dict[str, Array] = {}
+        by_replacement = {each.replacement: each for each in self._tensors.values()}
+        for session, names in self._sessions:
+            inputs: dict[str, Array] = {}
             for value in session.get_inputs():
                 name = value.name
-                target = fed_of.get(name)
-                if target is not None:
-                    given[name] = target.dequantized(codes[target.quantizer.node])
+                tensor = by_replacement.get(name)
+                if tensor is not None:
+                    inputs[name] = tensor.dequantized(codes[tensor.quantizer.node])
                 else:
-                    given[name] = self._arrays[name] if name in self._arrays else feeds[name]
+                    inputs[name] = self._arrays[name] if name in self._arrays else feeds[name]
             with ort_errors():
-                values = dict(zip(wanted, session.run(wanted, given), strict=True))
-            for name in wanted:
-                if name in self._targets and not self._targets[name].is_scaled:
-                    self._compare(self._targets[name], values[name], codes)
+                values = dict(zip(names, session.run(names, inputs), strict=True))
+            for name in names:
+                if name in self._tensors and not self._tensors[name].is_scaled:
+                    self._compare(self._tensors[name], values[name], codes)
                 if name in expected:
                     self._compare_output(name, values[name], expected[name])
-        for name in self._targets.keys() & feeds.keys():  # inputs of the model
-            self._compare(self._targets[name], feeds[name], codes)
+        for name in self._tensors.keys() & feeds.keys():  # inputs of the model
+            self._compare(self._tensors[name], feeds[name], codes)
 
-    def _compare(self, target: _Target, x: Array, codes: Mapping[str, Array]) -> None:
+    def _compare(self, tensor: _QuantizedTensor, x: Array, codes: Mapping[str, Array]) -> None:
         compare_codes(
             self._tally,
-            target.quantizer,
+            tensor.quantizer,
             x,
-            codes[target.quantizer.node],
-            target.params,
-            target.shift,
-            lambda: f"not the code that the source gives ({self._segment(target.tensor)})",
+            codes[tensor.quantizer.node],
+            tensor.params,
+            tensor.shift,
+            lambda: f"wrong code in the segment {self._segment_text(tensor.tensor)}",
         )
 
-    def _segment(self, tensor: str) -> str:
-        """The operators that make a tensor of the data before them, the last first."""
-        names = [node_name(node) for node in self._before(tensor)]
-        more = f" and {len(names) - MAX_NODES_NAMED} more" if len(names) > MAX_NODES_NAMED else ""
-        return f"by {', '.join(names[:MAX_NODES_NAMED])}{more}" if names else "an input"
+    def _segment_text(self, tensor: str) -> str:
+        """List the operators of the segment that computes a tensor, last first."""
+        names = [node_name(node) for node in self._segment_nodes(tensor)]
+        more = f" and {len(names) - MAX_NODES_SHOWN} more" if len(names) > MAX_NODES_SHOWN else ""
+        return f"({', '.join(names[:MAX_NODES_SHOWN])}{more})" if names else "(a model input)"
 
-    def _before(self, tensor: str) -> Iterator[NodeProto]:
+    def _segment_nodes(self, tensor: str) -> Iterator[NodeProto]:
+        """Yield the nodes between a tensor and the quantizers before it."""
         graph, pending, seen = self._graph, [tensor], set[int]()
         while pending:
             node = graph.producer(pending.pop(0))
@@ -208,61 +217,61 @@ class SegmentCheck:
                 yield node
                 pending += list(reads(node))
 
-    def _compare_output(self, name: str, ours: Array | list[Array], theirs: Array | list[Array]) -> None:
+    def _compare_output(self, name: str, expected: Array | list[Array], got: Array | list[Array]) -> None:
         self.compared_outputs += 1
-        if isinstance(ours, list) or isinstance(theirs, list):  # a sequence
-            before = len(self.differing_outputs)
-            if len(ours) != len(theirs):
+        if isinstance(expected, list) or isinstance(got, list):  # a sequence
+            count = len(self.differing_outputs)
+            if len(expected) != len(got):
                 self.differing_outputs.append(name)
-                self._tally.note("a sequence of another length", f"output {name}", name, (), len(ours), len(theirs))
-            for each, other in zip(ours, theirs, strict=False):
-                if len(self.differing_outputs) == before:
+                self._tally.note("wrong length of a sequence", f"output {name}", name, (), len(expected), len(got))
+            for each, other in zip(expected, got, strict=False):
+                if len(self.differing_outputs) == count:
                     self._compare_array(name, each, other)
         else:
-            self._compare_array(name, ours, theirs)
+            self._compare_array(name, expected, got)
 
-    def _compare_array(self, name: str, ours: Array, theirs: Array) -> None:
-        if ours.dtype == theirs.dtype and ours.shape == theirs.shape and _same_bits(ours, theirs):
+    def _compare_array(self, name: str, expected: Array, got: Array) -> None:
+        if expected.dtype == got.dtype and expected.shape == got.shape and _same_bits(expected, got):
             return
         self.differing_outputs.append(name)
-        cause = f"not the output that the source gives ({self._segment(name)})"
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            expected, got = (f"{each.dtype}{list(each.shape)}" for each in (ours, theirs))
-            self._tally.note(cause, f"output {name}", name, (), expected, got)
+        cause = f"wrong output of the segment {self._segment_text(name)}"
+        if expected.shape != got.shape or expected.dtype != got.dtype:
+            types = [f"{each.dtype}{list(each.shape)}" for each in (expected, got)]
+            self._tally.note(cause, f"output {name}", name, (), types[0], types[1])
             return
-        wrong = ours != theirs
-        if ours.dtype.kind == "f":
-            wrong = (wrong & ~(np.isnan(ours) & np.isnan(theirs))) | (np.signbit(ours) != np.signbit(theirs))
-        index = first_index(np.atleast_1d(wrong))[: ours.ndim]
-        self._tally.note(cause, f"output {name}", name, index, element(ours[index]), element(theirs[index]))
+        wrong = expected != got
+        if expected.dtype.kind == "f":
+            wrong = (wrong & ~(np.isnan(expected) & np.isnan(got))) | (np.signbit(expected) != np.signbit(got))
+        index = first_index(np.atleast_1d(wrong))[: expected.ndim]
+        self._tally.note(cause, f"output {name}", name, index, element(expected[index]), element(got[index]))
 
     def _grouped(self, sizes: Mapping[str, int]) -> Iterator[tuple[Any, list[str]]]:
-        """Sessions for tensors that fit into memory together with what they are made of."""
-        own = [name for name, each in self._targets.items() if not each.is_scaled]
-        computed = [name for name in own if self._graph.producer(name) is not None]
-        computed += [name for name in self._outputs if name not in own]
-        size_of = {name: sizes[each.quantizer.node] for name, each in self._targets.items()}
-        fed = {each.fed: name for name, each in self._targets.items()}
+        """Create sessions for groups of tensors that fit into memory together with their inputs."""
+        quantized = [name for name, each in self._tensors.items() if not each.is_scaled]
+        computed = [name for name in quantized if self._graph.producer(name) is not None]
+        computed += [name for name in self._outputs if name not in quantized]
+        size_of = {name: sizes[each.quantizer.node] for name, each in self._tensors.items()}
+        replaced = {each.replacement: name for name, each in self._tensors.items()}
         total = 2 * FLOAT_NBYTES * sum(size_of.values())
         if total <= self._budget:
             groups = [computed] if computed else []
         else:
-            groups, held = [[]], 0
+            groups, group_nbytes = [[]], 0
             for name in computed:
-                read = {each for node in self._before(name) for each in reads(node)} & fed.keys()
-                nbytes = FLOAT_NBYTES * (size_of.get(name, 0) + sum(size_of[fed[each]] for each in read))
-                if groups[-1] and held + nbytes > self._budget:
+                read = {each for node in self._segment_nodes(name) for each in reads(node)} & replaced.keys()
+                nbytes = FLOAT_NBYTES * (size_of.get(name, 0) + sum(size_of[replaced[each]] for each in read))
+                if groups[-1] and group_nbytes + nbytes > self._budget:
                     groups.append([])
-                    held = 0
+                    group_nbytes = 0
                 groups[-1].append(name)
-                held += nbytes
+                group_nbytes += nbytes
         for names in groups:
             yield make_session(self._part(names), optimize=False), names
 
     def _part(self, names: Sequence[str]) -> ModelProto:
-        """The part of the model that makes some tensors."""
-        chosen = {id(node) for name in names for node in self._before(name)}
-        nodes = [node for node in self._graph.nodes if id(node) in chosen]
+        """Return the part of the model that computes the named tensors."""
+        needed = {id(node) for name in names for node in self._segment_nodes(name)}
+        nodes = [node for node in self._graph.nodes if id(node) in needed]
         read = {name for node in nodes for name in reads(node)} | set(names)
         model, graph = self._model, self._model.graph
         values = [value for value in graph.input if value.name in read]

@@ -1,4 +1,4 @@
-"""Source: what a file is compared with, an ONNX model (``onnx_source``) or a prepared one (``torch_source``)."""
+"""Source: the model that a file is compared with, in ONNX (``onnx_source``) or prepared (``torch_source``)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +19,12 @@ Array = NDArray[Any]
 
 @dataclass
 class Reference:
-    """What a source gives for one batch.
+    """Results of a source for one batch.
 
-    Outputs are in the order of the file's. Codes of activations are by the file's QuantizeLinear nodes and in the
-    file's numbers, where the source knows them.
+    Attributes:
+        outputs: in the order of the file's outputs.
+        codes: activation codes by the file's QuantizeLinear nodes, as the file stores them; missing where the source
+            does not quantize.
     """
 
     outputs: list[Array]
@@ -31,7 +33,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class Expected:
-    """A quantizer of the source: its parameters, what the file adds to its codes, the file's tensor that it gets."""
+    """A quantizer of the source.
+
+    Attributes:
+        params: its parameters.
+        shift: offset that the file adds to its codes.
+        x: the file's tensor that it quantizes.
+    """
 
     params: QuantParams
     shift: int
@@ -39,72 +47,72 @@ class Expected:
 
 
 class SourceSegments(Protocol):
-    """A source that runs between quantizers, each part fed the file's codes."""
+    """A source cut into segments at its quantizers, each run on the file's codes."""
 
-    checks_quantizers: bool  # whether codes are compared with detent's, to the bit
+    checks_quantizers: bool  # whether codes must match detent's bit for bit, as level 1 checks them
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """The nodes whose codes a run needs, with the tensors of these codes."""
+        """Nodes whose codes a run needs, with the tensors of these codes."""
         ...
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Compare a batch with the file's codes, by node, and with its outputs."""
+        """Run a batch, and compare with the file's codes (by node) and outputs."""
         ...
 
     def result(self) -> Segments:
-        """What all batches have shown."""
+        """Return the result over all batches."""
         ...
 
 
 class Source(Protocol):
-    """What a file was made from."""
+    """The model that a file was made from."""
 
-    knows_weights: bool  # whether it knows every weight that the file may hold
-    names: Mapping[str, str]  # the file's constants of codes, and the weights of the source that they are
-    notes: dict[str, None]  # what was not compared
-    causes: list[str]  # what makes the file's sums differ from the source's, by intention
-    tally: Tally  # of segments
+    knows_weights: bool  # whether every weight of the file can be matched with one of the source
+    names: Mapping[str, str]  # weight of the source by the file's constant of codes
+    notes: dict[str, None]  # parts that were not compared
+    causes: list[str]  # intended reasons why the file's sums differ from the source's
+    tally: Tally  # counts of the segments
 
     @property
     def is_same(self) -> bool:
-        """Whether source and file are one model, which leaves nothing to run."""
+        """Whether source and file are the same model, so there is nothing to run."""
         ...
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision of the file that is wrong: segments follow from decisions, and would agree with it."""
+        """The first decision out of bounds; segments are built from decisions, so they would not reveal it."""
         ...
 
     def replay(self) -> Replay:
-        """The file beside what this source gives by the file's decisions."""
+        """Make the file again from this source, and compare."""
         ...
 
     @property
     def segments(self) -> "SourceSegments | None":
-        """The source by segments, after a replay; None where there was none."""
+        """The source by segments; None without a replay."""
         ...
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """The quantized weights by name."""
+        """Return the quantized weights by name."""
         ...
 
     def bias(self, weight: str) -> Array | None:
-        """The bias of the layer that a weight belongs to."""
+        """Return the bias of the layer of a weight; None if it cannot be compared."""
         ...
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-        """Those of the weights that a file lacks which took part in the runs so far."""
+        """Return those of the missing weights that the runs so far have used."""
         ...
 
     def absent_quantizers(self) -> list[str]:
-        """Quantizers of activations that took part in the runs so far and that no node of the file is."""
+        """Return activation quantizers that the runs so far have used and the file lacks."""
         ...
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """The source's quantizer that a node is; None where only the file knows it."""
+        """Return the source's quantizer for a node of the file; None if it does not quantize the tensor."""
         ...
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """The outputs for a batch."""
+        """Run a batch."""
         ...

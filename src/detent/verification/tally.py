@@ -1,4 +1,4 @@
-"""Tally: how many codes were compared, how many differ, and the first difference."""
+"""Tally: counts of compared and differing codes, and the first mismatch."""
 
 from typing import SupportsInt
 
@@ -8,14 +8,14 @@ __all__ = ["Tally"]
 
 
 class Tally:
-    """How many codes were compared, how many differ, and the first difference."""
+    """Counts of compared and differing codes, and the first mismatch."""
 
     def __init__(self) -> None:
         self.compared = self.differing = 0
         self.first: Difference | None = None
 
     def count(self, compared: SupportsInt, differing: SupportsInt) -> None:
-        """Add numbers of codes."""
+        """Add to both counts."""
         self.compared += int(compared)
         self.differing += int(differing)
 
@@ -31,6 +31,6 @@ class Tally:
         scale: float | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Keep a difference, if it is the first."""
+        """Record a mismatch, if it is the first."""
         if self.first is None:
             self.first = Difference(node, tensor, index, expected, got, x, scale, zero_point, cause)

@@ -1,13 +1,13 @@
-"""Level 2 of a prepared model: its layers between quantizers, each fed the file's codes, beside the file as written.
+"""Level 2 for a prepared model: runs its segments between quantizers, and compares them with the file as written.
 
-The model runs in PyTorch with the weights, folded batch norms and int32 biases that it exports. Each quantizer passes
-the file's codes on, dequantized, so that an error stays in its segment. PyTorch and ONNX Runtime add in another order:
-values may be apart by what rounding explains, and codes next to a rounding boundary may then differ by a step.
+The model runs in PyTorch with its exported weights, folded batch norms and int32 biases. Each quantizer outputs the
+file's codes, dequantized, so an error stays in its segment. PyTorch and ONNX Runtime accumulate in different orders, so
+values differ by rounding errors, and codes next to a rounding boundary may differ by one.
 
-What rounding explains is measured, because it depends on the operators: the model runs once more in float64. Values of
-source and file may be apart by ``NOISE_RATIO`` times the largest difference of float32 and float64 in the same tensor,
-and ``ULPS`` units in the last place of its largest value. Huge values, such as those of masks, do not count for the
-others. Codes have to lie between those of x - bound and x + bound.
+The bound on rounding errors is measured, because it depends on the operators: the model also runs in float64. In each
+tensor, source and file may differ by ``ERROR_RATIO`` times the largest difference between float32 and float64, plus
+``MAX_ULPS`` ulp of the largest value. Huge values, such as those of attention masks, have a bound of their own. Codes
+must be between those of x - bound and x + bound.
 """
 
 from collections import defaultdict
@@ -41,16 +41,17 @@ __all__ = ["TorchSegments"]
 Array = NDArray[Any]
 Take = Callable[[QuantizeNode, Array, QuantParams], None]
 Call = Callable[[nn.Module, Mapping[str, Array]], list[Tensor]]
-NOISE_RATIO, ULPS = 16, 8
+ERROR_RATIO, MAX_ULPS = 16, 8  # far above any accumulation order, far below one code
 BOUND = (
-    f"values within {NOISE_RATIO} times the largest difference of float32 and float64 in their tensor, and {ULPS} ulp"
+    f"values differ by at most {ERROR_RATIO} times the largest difference of float32 and float64 in their tensor, plus "
+    f"{MAX_ULPS} ulp"
 )
 FLOAT32 = np.finfo(np.float32)
-LEAST_HUGE, HUGE_GAP = 12, 6  # binary exponents: huge values are 4096 or more, and 64 times all others
+HUGE_EXPONENT, HUGE_EXPONENT_GAP = 12, 6  # huge values are at least 2**12, and 2**6 times all others
 
 
-class _Forcing:
-    """What hooks of one run do: hand out what a quantizer gets, and let it pass the file's codes on, dequantized."""
+class _CodeInjector:
+    """Hooks for one run: pass the input of each quantizer to ``take``, and replace its output by the file's codes."""
 
     def __init__(
         self,
@@ -64,46 +65,47 @@ class _Forcing:
         self._names = {id(quantizer): name for name, quantizer in quantizers_of(model).items()}
         self._calls: dict[str, int] = defaultdict(int)
 
-    def _passed(self, quantizer: FakeQuantize, x: Tensor) -> Tensor | None:
+    def _injected(self, quantizer: FakeQuantize, x: Tensor) -> Tensor | None:
+        """Return the file's codes for this call, dequantized; None if the quantizer has no node or is off."""
         name = self._names[id(quantizer)]
-        nodes, place = self._nodes.get(name, ()), self._calls[name]
+        nodes, call = self._nodes.get(name, ()), self._calls[name]
         self._calls[name] += 1
-        if place >= len(nodes) or not quantizer.enabled or not x.numel():
+        if call >= len(nodes) or not quantizer.enabled or not x.numel():
             return None
-        node, params, shape = nodes[place], quantizer.params, tuple(x.shape)
+        node, params, shape = nodes[call], quantizer.params, tuple(x.shape)
         codes = self._codes[node.node]
-        if codes.shape not in {shape, (1, *shape)}:  # the file gives an input without a batch axis one
+        if codes.shape not in {shape, (1, *shape)}:  # the export adds a batch axis to an input without one
             self._tally.count(codes.size, codes.size)
-            self._tally.note("another shape", node.node, node.codes, (), str(shape), str(codes.shape))
+            self._tally.note("wrong shape", node.node, node.codes, (), str(shape), str(codes.shape))
             return None
         self._take(node, to_array(x).reshape(codes.shape), params)
-        passed = _dequantized(codes.reshape(shape), params, shift_of(params, node.qparams.kind))
-        return torch.from_numpy(passed).to(x.dtype)
+        values = _dequantized(codes.reshape(shape), params, shift_of(params, node.qparams.kind))
+        return torch.from_numpy(values).to(x.dtype)
 
-    def before_product(self, layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401 - a hook
+    def before_layer(self, layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401 - a hook
         quantizer = layer.quantizer("input_quantizer")
         if quantizer is None or not args or not isinstance(args[0], Tensor):
             return None
         padded = layer.padded(args[0]) if layer.weight.ndim > 2 else args[0]
-        passed = self._passed(quantizer, padded)
-        if passed is None:
+        values = self._injected(quantizer, padded)
+        if values is None:
             return None
-        return (passed if padded is args[0] else _inner(layer, passed), *args[1:])
+        return (values if padded is args[0] else _without_padding(layer, values), *args[1:])
 
     def after_quantizer(self, quantizer: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:  # noqa: ANN401, ARG002
-        return self._passed(quantizer, args[0])
+        return self._injected(quantizer, args[0])
 
     def check_counts(self) -> None:
-        """Count quantizers that ran another number of times than they are nodes of the file."""
+        """Count quantizers whose number of runs is not their number of nodes in the file."""
         for name, nodes in self._nodes.items():
             if name and self._calls[name] != len(nodes):
                 self._tally.count(0, 1)
-                cause = "a quantizer that runs another number of times than it is a node of the file"
+                cause = "wrong number of QuantizeLinear nodes for this quantizer"
                 self._tally.note(cause, name, name, (), self._calls[name], len(nodes))
 
 
 class TorchSegments:
-    """The segments of a prepared model beside a file; ``call`` runs a model on a batch."""
+    """Comparison of the segments of a prepared model with a file; ``call`` runs a model on a batch."""
 
     checks_quantizers = False
 
@@ -116,74 +118,73 @@ class TorchSegments:
         tally: Tally,
     ) -> None:
         self._artifact, self._nodes, self._call, self._tally = artifact, nodes, call, tally
-        self._single = _as_exported(model, _rounded_biases(artifact, nodes))
-        self._double = deepcopy(self._single).double()
-        self._within = self._outputs = self._differing_outputs = 0
+        self._float32_model = _as_exported(model, _int32_biases(artifact, nodes))
+        self._float64_model = deepcopy(self._float32_model).double()
+        self._codes_within_bound = self._compared_outputs = self._differing_outputs = 0
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """The nodes whose codes a run needs."""
+        """Nodes whose codes a run needs, with the tensors of these codes."""
         return tuple((node.node, node.codes) for name, nodes in self._nodes.items() if name for node in nodes)
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the model in both precisions, and compare it with the file's codes, by node, and with its outputs."""
-        singles: dict[str, Array] = {}
+        """Run the model in float32 and float64, and compare with the file's codes (by node) and outputs."""
+        float32_inputs: dict[str, Array] = {}
 
-        def keep(node: QuantizeNode, x: Array, params: QuantParams) -> None:  # noqa: ARG001 - as compare
-            singles[node.node] = x
+        def keep(node: QuantizeNode, x: Array, params: QuantParams) -> None:  # noqa: ARG001 - same signature as compare
+            float32_inputs[node.node] = x
 
         def compare(node: QuantizeNode, x: Array, params: QuantParams) -> None:
-            self._compare(node, singles.pop(node.node), x, params, codes[node.node])
+            self._compare(node, float32_inputs.pop(node.node), x, params, codes[node.node])
 
-        with torch.no_grad(), self._forced(self._single, codes, keep):
-            own = [to_array(each) for each in self._call(self._single, feeds)]
-        doubled = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in feeds.items()}
-        with torch.no_grad(), self._forced(self._double, codes, compare):
-            exact = [to_array(each) for each in self._call(self._double, doubled)]
-        for name, single, double, got in zip(self._artifact.graph.outputs, own, exact, outputs, strict=True):
-            self._compare_output(name, single, double, got)
+        with torch.no_grad(), self._injecting(self._float32_model, codes, keep):
+            expected = [to_array(each) for each in self._call(self._float32_model, feeds)]
+        float64_feeds = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in feeds.items()}
+        with torch.no_grad(), self._injecting(self._float64_model, codes, compare):
+            exact = [to_array(each) for each in self._call(self._float64_model, float64_feeds)]
+        for name, *values in zip(self._artifact.graph.outputs, expected, exact, outputs, strict=True):
+            self._compare_output(name, *values)
 
     @contextmanager
-    def _forced(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
-        """Let the quantizers of a model pass the file's codes on, and hand out what they get."""
-        forcing = _Forcing(model, self._nodes, codes, take, self._tally)
-        products = [module for module in model.modules() if isinstance(module, QuantizedProduct)]
-        inputs = {id(each._modules.get("input_quantizer")) for each in products}
+    def _injecting(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
+        """Make the quantizers of a model output the file's codes, and pass their inputs to ``take``."""
+        injector = _CodeInjector(model, self._nodes, codes, take, self._tally)
+        layers = [module for module in model.modules() if isinstance(module, QuantizedProduct)]
+        inputs = {id(each._modules.get("input_quantizer")) for each in layers}
         weights = {id(quantizer) for *_, quantizer in weight_layers(model)}
         others = [each for each in quantizers_of(model).values() if id(each) not in inputs | weights]
-        hooks = [each.register_forward_pre_hook(forcing.before_product) for each in products]
-        hooks += [each.register_forward_hook(forcing.after_quantizer) for each in others]
+        hooks = [each.register_forward_pre_hook(injector.before_layer) for each in layers]
+        hooks += [each.register_forward_hook(injector.after_quantizer) for each in others]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-        forcing.check_counts()
+        injector.check_counts()
 
     def _compare(self, node: QuantizeNode, x: Array, exact: Array, params: QuantParams, got: Array) -> None:
         bound = _bound(x, exact)
         shift = shift_of(params, node.qparams.kind)
-        low, own, high = (_codes(each, params, shift) for each in (x - bound, x, x + bound))
-        theirs = got.astype(own.dtype)
-        differing = theirs != own
-        if own.dtype.kind == "f":
-            differing &= ~(np.isnan(theirs) & np.isnan(own))
-        wrong = differing & ((theirs < low) | (theirs > high) | np.isnan(x))
+        low, expected, high = (_codes(each, params, shift) for each in (x - bound, x, x + bound))
+        codes = got.astype(expected.dtype)
+        differing = codes != expected
+        if expected.dtype.kind == "f":
+            differing &= ~(np.isnan(codes) & np.isnan(expected))
+        wrong = differing & ((codes < low) | (codes > high) | np.isnan(x))
         self._tally.count(got.size, np.count_nonzero(wrong))
-        self._within += int(np.count_nonzero(differing & ~wrong))
+        self._codes_within_bound += int(np.count_nonzero(differing & ~wrong))
         if wrong.any():
             index = first_index(np.atleast_1d(wrong))[: x.ndim]
-            cause = "not the code that the source gives"
             scale = float(params.scale.reshape(-1)[0]) if params.scale.size == 1 else None
-            values = own[index].item(), theirs[index].item(), float(x[index]), scale
-            self._tally.note(cause, node.node, node.codes, index, *values)
+            values = expected[index].item(), codes[index].item(), float(x[index]), scale
+            self._tally.note("wrong code", node.node, node.codes, index, *values)
 
     def _compare_output(self, name: str, x: Array, exact: Array, got: Array) -> None:
-        self._outputs += 1
+        self._compared_outputs += 1
         if x.shape != got.shape or x.dtype != got.dtype:
             self._differing_outputs += 1
-            expected, present = (f"{each.dtype}{list(each.shape)}" for each in (x, got))
-            self._tally.note("not the output that the source gives", f"output {name}", name, (), expected, present)
+            types = [f"{each.dtype}{list(each.shape)}" for each in (x, got)]
+            self._tally.note("wrong output", f"output {name}", name, (), types[0], types[1])
             return
         if x.dtype.kind == "f":
             wrong = ~(np.abs(got.astype(np.float64) - x) <= _bound(x, exact)) & (got != x)
@@ -194,45 +195,45 @@ class TorchSegments:
             self._differing_outputs += 1
             index = first_index(np.atleast_1d(wrong))[: x.ndim]
             values = x[index].item(), got[index].item()
-            self._tally.note("not the output that the source gives", f"output {name}", name, index, *values)
+            self._tally.note("wrong output", f"output {name}", name, index, *values)
 
     def result(self) -> Segments:
-        """What all batches have shown."""
+        """Return the result over all batches."""
         tally = self._tally
-        counts = tally.compared, tally.differing, self._within, self._outputs, self._differing_outputs
-        return Segments("", *counts, BOUND, tally.first)
+        codes = tally.compared, tally.differing, self._codes_within_bound
+        return Segments("", *codes, self._compared_outputs, self._differing_outputs, BOUND, tally.first)
 
 
-def _inner(layer: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - a convolution
-    """The input of a convolution without its padding, which comes last axis first."""
-    pads = layer._reversed_padding_repeated_twice
+def _without_padding(layer: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - a convolution
+    """Remove the padding from the input of a convolution."""
+    pads = layer._reversed_padding_repeated_twice  # starts and ends, last axis first
     cut = [slice(None)] * x.ndim
-    for place in range(len(pads) // 2):
-        before, after = pads[2 * place], pads[2 * place + 1]
-        cut[-1 - place] = slice(before, x.shape[-1 - place] - after)
+    for i in range(len(pads) // 2):
+        before, after = pads[2 * i], pads[2 * i + 1]
+        cut[-1 - i] = slice(before, x.shape[-1 - i] - after)
     return x[tuple(cut)]
 
 
 def _bound(x: Array, exact: Array) -> Array:
-    """How far a float32 value of another order of sums may be from each x."""
+    """Return how much a float32 value from a different accumulation order may differ from each x."""
     finite = np.isfinite(x) & np.isfinite(exact)
-    exact = np.clip(exact, -float(FLOAT32.max), float(FLOAT32.max))  # float64 masks with a lowest number of its own
-    noise = np.abs(np.subtract(x, exact, dtype=np.float64), where=finite, out=np.zeros(x.shape))
-    size = np.abs(exact, where=finite, out=np.zeros(x.shape))
-    huge = size >= _least_huge(size)
-    noise_level, largest = (part.max(where=~huge, initial=0.0) for part in (noise, size))
-    bound = np.full(x.shape, NOISE_RATIO * noise_level + ULPS * float(FLOAT32.eps) * largest)
+    exact = np.clip(exact, -float(FLOAT32.max), float(FLOAT32.max))  # masks use the lowest float64 here
+    error = np.abs(np.subtract(x, exact, dtype=np.float64), where=finite, out=np.zeros(x.shape))
+    magnitude = np.abs(exact, where=finite, out=np.zeros(x.shape))
+    huge = magnitude >= _huge_threshold(magnitude)
+    max_error, max_magnitude = (part.max(where=~huge, initial=0.0) for part in (error, magnitude))
+    bound = np.full(x.shape, ERROR_RATIO * max_error + MAX_ULPS * float(FLOAT32.eps) * max_magnitude)
     if huge.any():
-        bound[huge] += NOISE_RATIO * noise[huge].max() + ULPS * float(FLOAT32.eps) * size[huge]
+        bound[huge] += ERROR_RATIO * error[huge].max() + MAX_ULPS * float(FLOAT32.eps) * magnitude[huge]
     return np.asarray(np.minimum(bound, float(FLOAT32.max)), np.float32)
 
 
-def _least_huge(size: Array) -> float:
-    """The smallest magnitude far above all ordinary ones; infinite where there is none."""
-    if size.max(initial=0.0) < 2.0**LEAST_HUGE:
+def _huge_threshold(magnitude: Array) -> float:
+    """Return the smallest magnitude that is far above all others; infinity if no value is."""
+    if magnitude.max(initial=0.0) < 2.0**HUGE_EXPONENT:
         return np.inf
-    exponents = np.unique(np.frexp(size[size > 0])[1]) - 1
-    above = exponents[1:][(np.diff(exponents) > HUGE_GAP) & (exponents[1:] >= LEAST_HUGE)]
+    exponents = np.unique(np.frexp(magnitude[magnitude > 0])[1]) - 1
+    above = exponents[1:][(np.diff(exponents) > HUGE_EXPONENT_GAP) & (exponents[1:] >= HUGE_EXPONENT)]
     return float(2.0 ** above[0]) if above.size else np.inf
 
 
@@ -242,7 +243,7 @@ def _codes(x: Array, params: QuantParams, shift: int) -> Array:
 
 
 def _dequantized(codes: Array, params: QuantParams, shift: int) -> Array:
-    if not params.spec.format.is_integer:  # small floats, which are read as float32
+    if not params.spec.format.is_integer:  # float8 and float4, read as float32
         return np.asarray(codes.astype(np.float32) * np.float32(params.scale))
     if codes.dtype.kind == "f" or shift:
         codes = codes.astype(np.int32) - shift
@@ -250,8 +251,8 @@ def _dequantized(codes: Array, params: QuantParams, shift: int) -> Array:
 
 
 @torch.no_grad()
-def _as_exported(model: nn.Module, rounded: Collection[tuple[str, str]]) -> nn.Module:
-    """A copy whose weights are the dequantized codes that are exported, with folded norms and rounded biases."""
+def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) -> nn.Module:
+    """Copy a model with its exported weights, dequantized, with folded batch norms and rounded biases."""
     copy = copy_for_export(model)
     state = quantized_state(copy)
     for module in copy.modules():
@@ -259,23 +260,25 @@ def _as_exported(model: nn.Module, rounded: Collection[tuple[str, str]]) -> nn.M
             fold_in(module, module.fold)
     quantizers = quantizers_of(copy)
     names = {id(quantizer): name for name, quantizer in quantizers.items()}
-    first: dict[FakeQuantize, str] = {}  # the name of a weight in the file; tied ones have one quantizer
+    first: dict[FakeQuantize, str] = {}  # name in the file; tied weights share a quantizer
     for full, layer, name, quantizer in weight_layers(copy):
         if full not in state:
             continue
-        own = layer._modules.get("input_quantizer")
-        inputs = [x for weight, x in rounded if weight == first.setdefault(quantizer, full)]
-        inputs = [x for x in inputs if x in quantizers and (own is None or x == names.get(id(own)))]
+        input_quantizer = layer._modules.get("input_quantizer")
+        inputs = [x for weight, x in int32_biases if weight == first.setdefault(quantizer, full)]
+        if input_quantizer is not None:
+            inputs = [x for x in inputs if x == names.get(id(input_quantizer))]
+        inputs = [x for x in inputs if x in quantizers]
         if isinstance(layer, QuantizedProduct) and layer.bias is not None and inputs:
-            values = _rounded(to_array(layer.bias), quantizers[inputs[0]].params, state[full].params)
+            values = _rounded_bias(to_array(layer.bias), quantizers[inputs[0]].params, state[full].params)
             layer.bias = nn.Parameter(torch.from_numpy(values))
         layer._parameters[name] = nn.Parameter(torch.from_numpy(dequantize(state[full].codes, state[full].params)))
         quantizer.enabled = False
     return copy
 
 
-def _rounded(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
-    """A bias rounded to the product of the scales of input and weight; as it is where no int32 can hold that."""
+def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
+    """Round a bias to multiples of input scale times weight scale; unchanged if int32 cannot hold them."""
     unit = np.asarray(np.asarray(x.scale, np.float32).reshape(-1)[0] * weight.scale.astype(np.float32))
     if x.scale.ndim or unit.shape not in {(), bias.shape} or unit.min() < FLOAT32.smallest_normal:
         return bias.copy()
@@ -283,8 +286,8 @@ def _rounded(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
     return bias.copy() if not np.abs(codes).max(initial=0) <= BIAS_LIMIT else codes.astype(np.float32) * unit
 
 
-def _rounded_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
-    """The layers whose bias is int32 in the file, by the full name of the weight and the quantizer of the input."""
+def _int32_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
+    """List layers with an int32 bias in the file, as full name of the weight and name of the input quantizer."""
     provenance, graph = artifact.provenance, artifact.graph
     names = {} if provenance is None else provenance.weights
     weights = {each.node.output[0]: names.get(each.name, "") for each in artifact.weights}

@@ -41,11 +41,11 @@ from detent.verification.verify_report import Difference, Replay
 __all__ = ["TorchSource"]
 
 Array = NDArray[Any]
-TRAINED_ON = "a model that was trained on since its export is not this file's source"
+TRAINED_SINCE_EXPORT = "only trained values differ: was the model trained after the export?"
 
 
 class TorchSource:
-    """A prepared model."""
+    """A prepared ``detent.torch`` model as the source of a file."""
 
     is_same = False
     flaw = None
@@ -54,11 +54,11 @@ class TorchSource:
         plan_of(model)
         self._model, self._artifact = model, artifact
         provenance = artifact.provenance
-        self.knows_weights = provenance is not None  # else the file does not say which weight is which
+        self.knows_weights = provenance is not None  # otherwise the file does not record the names of weights
         self._names = {} if provenance is None else provenance.activations
         self.names = {} if provenance is None else provenance.weights
         self._quantizers = quantizers_of(model)
-        self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # by the name of their quantizer
+        self._nodes: dict[str, list[QuantizeNode]] = defaultdict(list)  # by quantizer name
         for node in artifact.quantize_nodes:
             self._nodes[self._names.get(node.node, "")].append(node)
         self.notes: dict[str, None] = {}
@@ -68,10 +68,10 @@ class TorchSource:
         self._quantized: set[str] = set()
 
     def replay(self) -> Replay:
-        """The file beside an export of this model in the same way."""
+        """Export this model with the options recorded in the file, and compare the result with the file."""
         provenance = self._artifact.provenance
         if provenance is None or provenance.export is None:
-            return Replay("the file does not say how it was exported, which qt.export_onnx writes into its metadata")
+            return Replay("the file has no record of its export (files from qt.export_onnx have one)")
         record = ExportRecord.from_dict(provenance.export)
         if record.problem:
             return Replay(record.problem)
@@ -90,28 +90,28 @@ class TorchSource:
                     container=container,
                 )
         except DetentError as error:
-            return Replay(f"the model cannot be exported in the same way: {error}")
+            return Replay(f"the model cannot be exported with the options recorded in the file: {error}")
         result = compare_models(expected, self._artifact.model, made_by="export")
         is_trained = bool(result.differences) and all(map(self._is_learned, result.differences))
-        return replace(result, hint=TRAINED_ON if is_trained else "")
+        return replace(result, hint=TRAINED_SINCE_EXPORT if is_trained else "")
 
     def _check_example(self, record: ExportRecord) -> None:
-        """Raise where recorded inputs contradict those of the file, before anything runs on them."""
+        """Raise if the recorded inputs do not fit the file's inputs, before the model runs on them."""
         declared = {each.name: each for each in inputs_of(self._artifact.model)}
         names = [each.name for each in record.inputs] if all(each.name for each in record.inputs) else [*declared]
-        for name, given in zip(names, record.inputs, strict=False):
+        for name, recorded in zip(names, record.inputs, strict=False):
             shape = declared[name].shape if name in declared else None
             fits = shape is None or (
-                len(shape) == len(given.shape)
-                and all(size in {None, own} for size, own in zip(shape, given.shape, strict=True))
+                len(shape) == len(recorded.shape)
+                and all(size in {None, own} for size, own in zip(shape, recorded.shape, strict=True))
             )
             if not fits:
                 raise FileFormatError(
-                    f"{WHERE}: input {name!r:.60} of shape {given.shape!r:.60}, the file's is {shape}"
+                    f"{WHERE}: input {name!r:.60} has shape {recorded.shape!r:.60}, expected {shape} as in the file"
                 )
 
     def _is_learned(self, difference: Difference) -> bool:
-        """Whether values of a weight, a bias, a scale or a zero point differ, and not what is done with them."""
+        """Whether only values of a weight, bias, scale or zero point differ, not the graph."""
         constant = self._artifact.graph.constants.get(difference.tensor)
         if constant is None or not difference.cause.endswith("changed"):
             return False
@@ -120,27 +120,27 @@ class TorchSource:
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """The model by segments; None where it cannot run so."""
+        """The model by segments; None if the file does not record the names of quantizers."""
         if not self.knows_weights:
             return None
         return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
 
     def _find_causes(self) -> list[str]:
-        """What makes the file's sums others than the model's, by intention."""
+        """List intended reasons why the file's sums differ from the model's."""
         causes = []
         if any(weight.is_bias for weight in self._artifact.weights):
-            causes.append("biases rounded to the unit of their sums")
+            causes.append("biases are rounded to int32")
         folds = any(isinstance(each, QuantizedProduct) and each.fold is not None for each in self._model.modules())
         if folds and not is_frozen(self._model):
-            causes.append("batch norms that are folded in the file only (qt.freeze folds the model's)")
+            causes.append("batch norms are folded only in the file (qt.freeze folds them in the model)")
         return causes
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """The quantized weights by their full names."""
+        """Return the quantized weights by full name."""
         return quantized_state(self._model)
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """The quantizer that the file says a node is."""
+        """Return the quantizer that the file records for a node."""
         node, name = quantizer, self._names.get(quantizer.node)
         module = None if name is None else self._quantizers.get(name)
         if module is None:
@@ -151,7 +151,7 @@ class TorchSource:
         return Expected(params, shift, node.unclipped if narrow else node.x)
 
     def bias(self, weight: str) -> Array | None:
-        """The bias of the layer of a weight, with a batch norm folded in; None where there is none, or several."""
+        """Return the bias of a weight's layer, batch norm folded in; None without a bias or for a tied weight."""
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
         if not isinstance(layer, QuantizedProduct):
@@ -162,7 +162,7 @@ class TorchSource:
         return None if bias is None else to_array(on_cpu(bias))
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-        """Those of the weights that a file lacks whose layers ran; a tied weight is there under its first name."""
+        """Return missing weights whose layers ran; the file has a tied weight under its first name."""
         if not self.knows_weights:
             return {}
         first: dict[int, str] = {}
@@ -180,16 +180,16 @@ class TorchSource:
         return prefix in self._called or (isinstance(parent, nn.MultiheadAttention) and above in self._called)
 
     def absent_quantizers(self) -> list[str]:
-        """Quantizers of activations that ran and that no node of the file is."""
+        """Return activation quantizers that ran and have no node in the file."""
         return sorted(self._quantized - set(self._names.values())) if self.knows_weights else []
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """The outputs and the codes for a batch, in evaluation mode."""
-        seen: dict[str, list[tuple[Array, QuantParams]]] = defaultdict(list)
-        with self._watched(seen), torch.no_grad():
+        """Run a batch in evaluation mode, and return outputs and codes."""
+        calls: dict[str, list[tuple[Array, QuantParams]]] = defaultdict(list)
+        with self._recording(calls), torch.no_grad():
             outputs = self._outputs_of(self._model, feeds)
-        self._quantized.update(seen)
-        return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(seen))
+        self._quantized.update(calls)
+        return Reference([to_array(on_cpu(each)) for each in outputs], self._codes(calls))
 
     def _outputs_of(self, model: nn.Module, feeds: Mapping[str, Array]) -> list[Tensor]:
         device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -199,25 +199,28 @@ class TorchSource:
         outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
         names = self._artifact.graph.outputs
         if len(outputs) != len(names):
-            raise ShapeError(f"the model gives {len(outputs)} tensors, the file {len(names)}: {', '.join(names)}")
+            raise ShapeError(
+                f"the model returns {len(outputs)} tensors, expected {len(names)} as in the file: {', '.join(names)}"
+            )
         return outputs
 
-    def _codes(self, seen: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
+    def _codes(self, calls: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
+        """Return codes by node, from the calls of each quantizer."""
         by_node = {}
         for name, nodes in self._nodes.items():
-            calls = seen.get(name, [])
-            if name and len(calls) != len(nodes):
-                note = f"{name} ran {len(calls)} times and is {len(nodes)} nodes: not compared from end to end"
-                self.notes[note] = None
+            results = calls.get(name, [])
+            if name and len(results) != len(nodes):
+                counts = f"it ran {len(results)} times, the file has {len(nodes)} nodes of it"
+                self.notes[f"{name} not compared end to end: {counts}"] = None
                 continue
-            for node, (codes, params) in zip(nodes, calls, strict=False):
+            for node, (codes, params) in zip(nodes, results, strict=False):
                 shift = shift_of(params, node.qparams.kind)
                 by_node[node.node] = codes.astype(np.int32) + shift if params.spec.format.is_integer else codes
         return by_node
 
     @contextmanager
-    def _watched(self, seen: dict[str, list[tuple[Array, QuantParams]]]) -> Iterator[None]:
-        """The model in evaluation mode, its quantizers and layers watched; afterwards it is as before."""
+    def _recording(self, calls: dict[str, list[tuple[Array, QuantParams]]]) -> Iterator[None]:
+        """Put the model into evaluation mode and record its quantizers and layers; restore it afterwards."""
         weights = {id(quantizer) for *_, quantizer in weight_layers(self._model)}
         names = {id(quantizer): name for name, quantizer in self._quantizers.items()}
 
@@ -225,7 +228,7 @@ class TorchSource:
             if id(quantizer) not in weights:
                 own = quantizer.params_for(x) if params is None else params
                 codes = quantize(to_array(on_cpu(x)), own, nan="qmin").codes
-                seen[names[id(quantizer)]].append((codes, own))
+                calls[names[id(quantizer)]].append((codes, own))
 
         def note(name: str) -> Any:  # noqa: ANN401 - a hook
             return lambda *_: self._called.add(name)
