@@ -50,7 +50,7 @@ def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_onl
         finite_only: leave out arrays with NaN and infinities, which have no range.
 
     Raises:
-        DtypeError: dtype is none of the four.
+        DtypeError: an unsupported dtype.
         ParamsError: the scale is not finite and positive.
 
     >>> import detent as dt

@@ -1,7 +1,7 @@
 """Kernels: the arithmetic of every operation.
 
-The same input bits give the same output bits for any thread count, instruction set, memory layout and array library;
-every native kernel equals its reference kernel bit for bit.
+Equal input bits give equal output bits for any thread count, instruction set, memory layout and array library. Every
+native kernel equals its reference kernel bit for bit.
 """
 
 from detent.kernels.native import dtype_name, join_team

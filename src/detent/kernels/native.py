@@ -1,9 +1,9 @@
 """The native backend: C++ kernels, compiled once per instruction set, behind ``detent._native``.
 
-The extension's ``Runner`` holds the kernels for data of one tiling by one set of rules: numbers, field by field as in
-``native/.../call.hpp``. Rules and layout are decided here once and runners are cached, so that a run passes pointers.
-Arrays that are not C-contiguous are copied first; results equal the reference's bit for bit. Functions that reduce or
-pack return None if there is no native kernel for their arguments.
+A ``Runner`` of the extension has the kernels for one tiling and one dict of rules. Rules are numbers, named like the
+fields in ``native/.../call.hpp``. This module computes rules and layout once and caches runners, so a run only passes
+pointers. Arrays that are not C-contiguous are copied first; results equal the reference kernels bit for bit. Functions
+that reduce or pack return None if there is no native kernel for their arguments.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -53,12 +53,12 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
-    """The rules of an operation without a format; ``bits`` of the mantissa distinguish the bins of a histogram."""
+    """Return the rules of an operation without a format; a histogram has bins of ``bits`` mantissa bits."""
     return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 
 def problem_rules(problem: Problem, codes: int = BYTES) -> dict[str, Any]:
-    """The rules of a problem, with codes as bytes, words or packed bits."""
+    """Return the rules of a problem, with codes as bytes, words or packed bits."""
     spec, ste, form = problem.spec, problem.ste, problem.spec.format
     mask = _IDENTITY
     if isinstance(ste, Clipped):
@@ -104,7 +104,7 @@ def observe_rules(problem: Problem) -> dict[str, Any]:
 
 
 def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
-    """From a range to parameters; for scales that are plain floats."""
+    """Return the rules that derive parameters from a range, for float scales."""
     convention = spec.convention
     return {
         "symmetric": _SYMMETRIC[convention.symmetric_scale] if spec.symmetric else 0,
@@ -119,34 +119,34 @@ def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
 
 
 def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int]:
-    """Columns, their block, every other axis as (size, block, stride in sets), and the number of sets."""
-    few = tiling.merged()
-    cols, block = (few.shape[-1], few.block[-1]) if few.shape else (1, 1)
+    """Return columns, their block, the other axes as (size, block, stride in sets), and the number of sets."""
+    merged = tiling.merged()
+    cols, block = (merged.shape[-1], merged.block[-1]) if merged.shape else (1, 1)
     lead = [
-        (size, block, prod(few.grid[axis + 1 :]))
-        for axis, (size, block) in enumerate(zip(few.shape[:-1], few.block[:-1], strict=True))
+        (size, block, prod(merged.grid[axis + 1 :]))
+        for axis, (size, block) in enumerate(zip(merged.shape[:-1], merged.block[:-1], strict=True))
     ]
-    return cols, min(block, max(cols, 1)), lead, few.sets
+    return cols, min(block, max(cols, 1)), lead, merged.sets
 
 
 _native: ModuleType | None
 try:
-    _native = import_module("detent._native")  # built where there is a compiler
-except ImportError as error:  # the package works without it
+    _native = import_module("detent._native")  # built if there is a compiler
+except ImportError as error:  # the reference kernels remain
     _native = None
     WHY_NOT: str | None = f"the native kernels are not built ({error}): install with a C++ compiler on PATH"
 else:
     WHY_NOT = None
 
 Array = NDArray[Any]
-MAX_RUNNERS = 4096
-MAX_LEAD = 8
-MAX_LEVELS = 16
-MAX_SIZE = 1 << 57  # elements, so that bytes and bits can be counted in 64 bits
+MAX_RUNNERS = 4096  # cached
+MAX_LEAD = 8  # axes: kMaxLead in layout.hpp
+MAX_LEVELS = 16  # of a codebook: a fixed array in codec.hpp
+MAX_SIZE = 1 << 57  # elements: their bits can be counted in int64
 
 
 def levels() -> dict[str, bool]:
-    """The compiled instruction sets, and whether this machine can run them; the last that it can run is used."""
+    """Return the compiled instruction sets, and whether this CPU supports each; the last supported one is used."""
     return {} if _native is None else dict(_native.levels())
 
 
@@ -155,12 +155,12 @@ class _Level:
 
 
 def set_level(name: str) -> None:
-    """Use another instruction set from the next plan on; for tests, since results do not depend on it."""
+    """Set the instruction set of later plans; for tests, because results do not depend on it."""
     _Level.index = list(levels()).index(name)
 
 
 def current_level() -> str:
-    """The instruction set of new kernels; "none" without native kernels."""
+    """Return the instruction set of new kernels; "none" without native kernels."""
     return list(levels())[_Level.index] if levels() else "none"
 
 
@@ -170,16 +170,16 @@ def set_num_threads(count: int) -> None:
 
 
 def join_team(address: int, size: int = 0) -> None:
-    """Run on the threads of the OpenMP runtime with ``GOMP_parallel`` at that address; 0 returns to our own threads.
+    """Run kernels on the threads of an OpenMP runtime, whose ``GOMP_parallel`` is at ``address``; 0 undoes this.
 
-    ``size`` is the address of its ``omp_get_max_threads``, which limits the threads; 0 for all of ours.
+    ``size`` is the address of ``omp_get_max_threads``, which limits the threads; 0 means no limit.
     """
     if _native is not None:
         _native.join_team(address, size)
 
 
 def refusal(problem: Problem) -> str | None:
-    """Why there is no native kernel for the problem; None if there is one."""
+    """Return the reason why there is no native kernel for the problem; None if there is one."""
     if WHY_NOT is not None:
         return WHY_NOT
     if OPERATIONS[problem.operation].needs_format:
@@ -190,12 +190,12 @@ def refusal(problem: Problem) -> str | None:
         if problem.ste is not None and not isinstance(problem.ste, Identity | Clipped | HardTanh):
             return f"{type(problem.ste).__name__} has no native kernel"
     if not _fits(problem.tiling):
-        return f"an array of shape {problem.tiling.shape} is too large for the native kernels"
+        return f"an array of shape {problem.tiling.shape} has too many axes or elements for the native kernels"
     return None
 
 
 def _rounds(problem: Problem) -> bool:
-    """Whether the operation computes integer codes; some gradients look at values only."""
+    """Tell whether the operation computes integer codes; some gradients only need values."""
     if not problem.spec.format.is_integer or problem.operation == "dequantize":
         return False
     if problem.operation in {"fake_quantize_backward", "quantize_backward"}:
@@ -209,44 +209,44 @@ def _fits(tiling: Tiling) -> bool:
 
 
 def make_runner(problem: Problem, codes: int) -> Any:
-    """The extension's kernels for the problem, with codes as bytes, words or packed bits."""
+    """Make the extension's kernels for the problem, with codes as bytes, words or packed bits."""
     return _runner(_Level.index, problem.tiling, problem_rules, problem, codes)
 
 
 @lru_cache(maxsize=MAX_RUNNERS)
 def _runner(level: int, tiling: Tiling, rules: Callable[..., dict[str, Any]], *arguments: Hashable) -> Any:
-    """The extension's kernels of an instruction set for data of that tiling, by the rules ``rules(*arguments)``."""
+    """Make the extension's kernels of an instruction set for one tiling and the rules ``rules(*arguments)``."""
     make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
     return make(level, *layout_of(tiling), rules(*arguments))
 
 
 def ready(array: Array) -> Array:
-    """The array as the extension takes it: C-contiguous, aligned, and of a type that every array library knows."""
+    """Convert an array for the extension: C-contiguous, aligned, and of a built-in dtype."""
     plain = array if is_ready(array) else np.array(array, order="C")
-    return plain if plain.dtype.isbuiltin == 1 else plain.view(f"u{plain.dtype.itemsize}")  # a type of ml_dtypes
+    return plain if plain.dtype.isbuiltin == 1 else plain.view(f"u{plain.dtype.itemsize}")  # a dtype of ml_dtypes
 
 
 def is_ready(array: Array) -> bool:
-    """Whether the extension can write into the array."""
+    """Tell whether the extension can write into the array."""
     flags = array.flags
     return bool(flags.c_contiguous and flags.aligned)
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
-    """The smallest and largest finite element of each set and the number of other elements."""
+    """Return the min-max range of each set's finite elements, and the number of non-finite elements."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling):
         return None
     low, high = _empty_bounds(tiling, x.dtype)
     nonfinite = _runner(_Level.index, tiling, plain_rules, name).minmax(ready(x), low, high)
-    low += 0.0  # a negative zero becomes a positive one
+    low += 0.0  # turns -0.0 into +0.0
     high += 0.0
     return low, high, int(nonfinite)
 
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The name of a dtype, which NumPy takes a while to make."""
+    """Return the name of a dtype; cached, because NumPy builds it slowly."""
     return dtype.name
 
 
@@ -258,34 +258,34 @@ def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]] | None:
-    """The reference's ``histogram``, and the result of ``minmax``."""
+    """Compute ``histogram`` of the reference kernels, and the result of ``minmax``."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling) or not (is_ready(counts) and is_ready(rows)):
         return None
     low, high = _empty_bounds(tiling, x.dtype)
     missed = np.zeros(rows.size, np.uint8)
     runner = _runner(_Level.index, tiling, plain_rules, name, bits)
-    weighing = np.empty(0, np.int64) if weights is None else ready(weights)
-    nonfinite, good = runner.histogram(ready(x), weighing, rows, len(counts), counts, missed, low, high)
+    ready_weights = np.empty(0, np.int64) if weights is None else ready(weights)
+    nonfinite, good = runner.histogram(ready(x), ready_weights, rows, len(counts), counts, missed, low, high)
     low += 0.0
     high += 0.0
     return missed, bool(good), (low, high, int(nonfinite))
 
 
 def grid_errors(
-    norm: float, ends: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
+    norm: float, code_range: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
 ) -> Array | None:
     if _native is None or norm not in {1, 2}:
         return None
     errors = np.empty(scale.shape)
     middles = (levels[1:] + levels[:-1]) / 2
     arrays = (*bins, scale, zero, levels, middles, whole_cells(levels, norm), errors)
-    _native.grid_errors(_Level.index, int(norm), *ends, *(ready(array) for array in arrays))
+    _native.grid_errors(_Level.index, int(norm), *code_range, *(ready(array) for array in arrays))
     return errors
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range of float64 bounds, both in that dtype; None also if a range gives none."""
+    """Derive scale and zero point, both in that dtype, of each range; None also if a range is invalid."""
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
@@ -295,9 +295,9 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake quantize x into ``out`` by its own range: lo, hi, scale, zero point, and how many elements are not finite.
+    """Fake-quantize x into ``out`` by its own range; return lo, hi, scale, zero point and the non-finite count.
 
-    None also if the range of a set gives no parameters.
+    The result is None also if the range of a set is invalid.
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):
         return None
@@ -305,7 +305,7 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     low, high, scale, zero_point = (parts[i, ...] for i in range(4))
     runner = _runner(_Level.index, problem.tiling, observe_rules, problem)
     nonfinite, good = runner.observe(ready(x), low, high, scale, zero_point, ready(out))
-    low += 0.0  # a negative zero becomes a positive one
+    low += 0.0  # turns -0.0 into +0.0
     high += 0.0
     parts.setflags(write=False)
     return (low, high, scale, zero_point, int(nonfinite)) if good else None
@@ -332,7 +332,7 @@ def checksum(x: Array) -> int | None:
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
-    """One-byte codes at ``bits`` each."""
+    """Pack one-byte codes at ``bits`` each."""
     if _native is None or codes.dtype.itemsize != 1:
         return None
     packed = np.empty(-(-codes.size * bits // 8), np.uint8)
@@ -341,7 +341,7 @@ def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
 
 
 def unpack(packed: NDArray[np.uint8], bits: int, count: int, *, signed: bool) -> Array | None:
-    """The codes of up to 8 bits of a byte string."""
+    """Unpack codes of up to 8 bits."""
     if _native is None or bits > 8:  # a byte
         return None
     codes = np.empty(count, np.int8 if signed else np.uint8)

@@ -1,6 +1,6 @@
-"""NativeKernel: a problem's C++ kernel behind the protocol that plans run.
+"""NativeKernel: the C++ kernel of a problem, with the ``Kernel`` protocol.
 
-Each method of the extension's ``Runner`` has one here, named alike, that allocates, packs and looks for NaN around it.
+Each method of the extension's ``Runner`` has a method of that name here, which allocates, packs and checks for NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 
 class NativeKernel:
-    """A problem's C++ kernel."""
+    """C++ kernel of a problem."""
 
     backend = "native"
 
@@ -36,11 +36,11 @@ class NativeKernel:
         self._codes = code_dtype(problem.spec)
         self._result = self._codes if "codes" in operation.outputs else FLOATS[problem.dtype]
         self._runner = make_runner(problem, BYTES if bits <= BYTE else WORDS)
-        # Codes of 9 to 15 bits are packed in Python; all others by the kernel, 8 and 16 bits as they are.
+        # Python packs codes of 9 to 15 bits, the kernel all others; codes of 8 and 16 bits need no packing.
         self._packed = None
         if bits <= BYTE or bits == MAX_BITS:
             self._packed = self._runner if bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
-        # unbound: no cycle to collect
+        # unbound, so that there is no reference cycle
         self._launch: Callable[..., Result] = getattr(NativeKernel, f"_{operation.native}")
         self._is_learned = operation.native == "learned"
 
@@ -124,7 +124,7 @@ class NativeKernel:
 
     @cached_property
     def _default_factor(self) -> Array:
-        """Per set ``1 / sqrt(N * max(|qmax|, 1))`` with N its number of elements."""
+        """The factor ``1 / sqrt(N * max(|qmax|, 1))`` of each parameter set, with N its number of elements."""
         weight, sizes = max(abs(self.problem.spec.qmax), 1), np.asarray(counts(self.problem.tiling))
         different, which = np.unique(sizes, return_inverse=True)
         factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])

@@ -1,6 +1,6 @@
-"""Operations and problems: what kernels compute, decided before any data is seen.
+"""Operations and problems: descriptions of what a kernel computes, without data.
 
-``OPERATIONS`` is the one table of operations. A new one is a row here, a function in ``reference`` and, to be fast, a
+``OPERATIONS`` lists all operations. A new operation is a row here, a function in ``reference`` and, to be fast, a
 method of the extension's ``Runner``.
 """
 
@@ -28,19 +28,19 @@ NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: what it reads and returns, and what computes it."""
+    """Operation of kernels: its inputs, outputs and implementations."""
 
-    inputs: tuple[str, ...]  # other than scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
+    inputs: tuple[str, ...]  # besides scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
     outputs: tuple[str, ...]
-    reference: Callable[..., Any]  # its keyword arguments are named like the fields of a problem
-    native: str  # the method of the extension's Runner, of inputs, scale, zero point and outputs
-    nan: tuple[NaNPolicy, ...] = ("propagate",)  # the default first
+    reference: Callable[..., Any]  # its keyword arguments have the names of a problem's fields
+    native: str  # method of the extension's Runner, with arguments inputs, scale, zero point and outputs
+    nan: tuple[NaNPolicy, ...] = ("propagate",)  # valid policies, the default first
     has_estimator: bool = False
     needs_format: bool = True
 
     @cached_property
     def keywords(self) -> frozenset[str]:
-        """The names of the arguments of the reference function that are not inputs."""
+        """The keyword arguments of the reference function."""
         return frozenset(signature(self.reference).parameters) - {*self.inputs, "xp"}
 
 
@@ -74,27 +74,27 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 
 
 def find_operation(name: str) -> Operation:
-    """The operation of that name."""
+    """Look up an operation by name."""
     operation = OPERATIONS.get(name)
     if operation is None:
-        raise UnsupportedError(f"no kernel for operation {name!r}: expected one of {', '.join(sorted(OPERATIONS))}")
+        raise UnsupportedError(f"unknown operation {name!r}: expected one of {', '.join(sorted(OPERATIONS))}")
     return operation
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One operation on arrays of one shape, dtype and spec."""
+    """Operation on arrays of one shape, dtype and spec."""
 
     operation: str
     tiling: Tiling
-    dtype: str  # of the data; "dequantize": of the result
+    dtype: str  # of the data; for "dequantize", of the result
     spec: QuantSpec
     ste: Estimator | None
     nan: NaNPolicy
 
 
 class Kernel(Protocol):
-    """One implementation of one problem."""
+    """Implementation of one problem."""
 
     backend: str
 
@@ -107,5 +107,5 @@ class Kernel(Protocol):
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays; scale and zero point have the compute type. The result is ``out`` where given."""
+        """Run on checked arrays; scale and zero point have the compute type. The result is ``out`` unless None."""
         ...

@@ -1,7 +1,7 @@
-"""Reductions: bounds, sums and histograms of arrays, and codes packed into bytes, where no plan is needed.
+"""Reductions: ranges, sums and histograms of arrays, and packing of codes, without a plan.
 
-They run on native kernels where these exist and on the reference elsewhere, with the same bits. Packed codes of few
-bits lie side by side, element 0 in the lowest bits of byte 0; the last byte is padded with zeros.
+They run on a native kernel if there is one, else on the reference kernel, with equal bits. Packed codes have no gaps:
+element 0 is in the lowest bits of byte 0, and the last byte is padded with zeros.
 """
 
 from hashlib import blake2b
@@ -35,11 +35,11 @@ __all__ = [
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[Any]
-CHUNK = 1 << 18  # codes at a time, which bounds the scratch memory
+CHUNK = 1 << 18  # codes at a time, to bound the scratch memory
 
 
 def pack_bits(codes: Codes, bits: int) -> Bytes:
-    """The low ``bits`` of each of a 1-D array of one- or two-byte integers."""
+    """Pack the low ``bits`` of each element of a 1-D array of one- or two-byte integers."""
     if codes.dtype.itemsize == 1 and current_kernels() != "reference":
         packed = native.pack(codes, bits)
         if packed is not None:
@@ -57,7 +57,7 @@ def _pack_part(words: NDArray[np.uint16], bits: int) -> Bytes:
 
 
 def unpack_bits(packed: Bytes, bits: int, count: int, *, signed: bool) -> Codes:
-    """The ``count`` codes of a byte string of the right size: int8 or uint8 up to 8 bits, int16 or uint16 above."""
+    """Unpack ``count`` codes of a byte string: int8 or uint8 up to 8 bits, int16 or uint16 above."""
     if bits <= BYTE and current_kernels() != "reference":
         result = native.unpack(packed, bits, count, signed=signed)
         if result is not None:
@@ -79,7 +79,7 @@ Array = NDArray[Any]
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
-    """The smallest and largest finite element of each set in the compute type, and how many elements are not finite."""
+    """Return the min-max range of each set's finite elements, in the compute type, and the non-finite count."""
     choice = current_kernels()
     result = None if choice == "reference" else native.minmax(x, tiling)
     if result is not None:
@@ -93,11 +93,11 @@ def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], counts: Array, weights: Array | None = None
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]]:
-    """Add to ``counts[row, set, bin]`` the elements, or their weights, whose row is known.
+    """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
-    A row is a sign and an exponent, ``rows`` gives the place of each of the 512 or -1, a bin is the leading ``bits`` of
-    the mantissa. Returns which of the other rows occur, whether all finite elements are in the range of a float32, and
-    what ``minmax`` returns.
+    A row is a sign and an exponent, and ``rows`` maps each of the 512 to its index in ``counts``, or to -1. A bin is
+    the leading ``bits`` of the mantissa. Returns the mask of rows without index that occur, whether all finite elements
+    are in the range of float32, and the result of ``minmax``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
@@ -109,22 +109,22 @@ def histogram(
 
 
 def grid_errors(
-    norm: float, ends: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
+    norm: float, code_range: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
 ) -> Array:
-    """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+    """Return the sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
 
-    Native for the norms 1 and 2; others differ in the last places between libraries of mathematics.
+    Norms 1 and 2 have native kernels; for other norms, math libraries differ in the last bits.
     """
     result = None
     if current_kernels() != "reference":
-        result = native.grid_errors(norm, ends, levels, bins, scale, zero)
-    return reference.grid_errors(norm, ends, levels, bins, scale, zero) if result is None else result
+        result = native.grid_errors(norm, code_range, levels, bins, scale, zero)
+    return reference.grid_errors(norm, code_range, levels, bins, scale, zero) if result is None else result
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:
-    """The sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements, in float64.
+    """Return the sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements, in float64.
 
-    Squares and products are of values times their factor: of x or the error, and of y.
+    For squares and products, x or the error is first multiplied by ``factor``, and y by ``second_factor``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)
@@ -136,7 +136,7 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """The largest magnitude of x ("value") or of the error; NaN if there is any, 0 for empty data."""
+    """Return the largest magnitude of x ("value") or of the error; NaN if any is NaN, 0 for empty data."""
     choice = current_kernels()
     result = None if choice == "reference" else native.largest_error(term, x, y)
     if result is not None:
@@ -147,26 +147,25 @@ def largest_error(term: Term, x: Array, y: Array) -> float:
 
 
 def tree_sum(terms: NDArray[np.float64]) -> float:
-    """The sum of all elements in the contract's order."""
+    """Return the sum of all elements in the fixed accumulation order."""
     return error_sum("value", terms, terms)
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake quantize x into ``out`` by its own range: lo, hi, scale, zero point, and how many elements are not finite.
+    """Fake-quantize x into ``out`` by its own range; return lo, hi, scale, zero point and the non-finite count.
 
-    None where only the steps one by one can do it: on the reference kernels, for scales of a special format, and where
-    a range gives no parameters.
+    The result is None for the reference kernels, for scale formats other than float, and if a range is invalid.
     """
     return None if current_kernels() == "reference" else native.observe(problem, x, out)
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Scale and zero point of each range of float64 bounds by a native kernel; None if there is none for them."""
+    """Derive scale and zero point of each range of float64 bounds by a native kernel; None without such a kernel."""
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 
 def checksum(x: Array) -> int:
-    """A number that changes if any bit of x changes; comparable only in this process."""
+    """Return a checksum of the bits of x, comparable only in this process."""
     result = None if current_kernels() == "reference" else native.checksum(x)
     if result is not None:
         return result
@@ -175,4 +174,4 @@ def checksum(x: Array) -> int:
 
 def _refuse_if(refused: bool, what: str) -> None:
     if refused:
-        raise UnsupportedError(f"{what} has no native kernel: use_kernels('auto') runs the reference")
+        raise UnsupportedError(f"{what} has no native kernel: use_kernels('auto') runs the reference kernel instead")

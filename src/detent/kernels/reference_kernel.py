@@ -1,4 +1,4 @@
-"""The reference backend: NumPy arrays through the reference functions, for every problem there is."""
+"""The reference backend: runs every problem by the reference functions on NumPy arrays."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,14 +18,14 @@ Array = NDArray[Any]
 
 
 class ReferenceKernel:
-    """A problem computed by its reference function."""
+    """Reference function of a problem, with the ``Kernel`` protocol."""
 
     backend = "reference"
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.operation = OPERATIONS[problem.operation]
-        # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars.
+        # 0-d arrays run as 1-d, because NumPy turns 0-d results into scalars.
         self._shape = problem.tiling.shape or (1,)
         self._tiling = problem.tiling if problem.tiling.shape else problem.spec.granularity.tiling((1,))
 
@@ -43,7 +43,7 @@ class ReferenceKernel:
         if problem.nan == "raise":
             refuse_nan("x", inputs[0])
         arrays = [self._operand(array) for array in inputs]
-        known = {
+        arguments = {
             "scale": scale,
             "zero_point": zero_point,
             "tiling": self._tiling,
@@ -55,7 +55,7 @@ class ReferenceKernel:
             "dtype": FLOATS[problem.dtype],
         }
         with np.errstate(all="ignore"):
-            result = operation.reference(*arrays, **{name: known[name] for name in operation.keywords})
+            result = operation.reference(*arrays, **{name: arguments[name] for name in operation.keywords})
         if len(operation.outputs) == 1:
             return self._deliver(result, out)
         if "mask" in operation.outputs:
@@ -65,7 +65,7 @@ class ReferenceKernel:
         return gx.reshape(problem.tiling.shape), np.asarray(gs), np.asarray(gz)
 
     def _operand(self, array: Array) -> Array:
-        """An input in the data's shape: packed codes unpacked, packed masks as booleans."""
+        """Convert an input to the data's shape: unpack packed codes, and packed masks to booleans."""
         spec, shape = self.problem.spec, self.problem.tiling.shape
         if "codes" in self.operation.inputs:
             if array.shape != shape or array.dtype != code_dtype(spec):
@@ -73,12 +73,12 @@ class ReferenceKernel:
                 array = unpack_bits(array, spec.bits, prod(shape), signed=signed)
         elif "mask" in self.operation.inputs and array.dtype == np.uint8:
             array = np.unpackbits(array, count=prod(shape), bitorder="little").astype(np.bool_)
-        # One-byte floats are codes: their bits.
+        # One-byte floats are codes, and are passed as their bits.
         bits = array.view(np.uint8) if array.dtype.itemsize == 1 and array.dtype.kind not in "iub" else array
         return bits.reshape(self._shape)
 
     def _deliver(self, result: Array, out: Array | None) -> Array:
-        """The result in the format's storage type, and in the caller's array where there is one, packed if that is."""
+        """Convert the result to the format's storage type, and copy it to ``out``, packed if ``out`` is."""
         values = np.asarray(result).reshape(self.problem.tiling.shape)
         spec = self.problem.spec
         if "codes" in self.operation.outputs and spec.format.kind == "float":

@@ -1,7 +1,7 @@
-"""The registry: which kernel runs a problem, and why.
+"""Registry: the choice of a kernel for each problem.
 
-Native kernels run where they exist, reference kernels elsewhere. Both give the same bits, so the choice only affects
-speed.
+A problem runs on its native kernel if there is one, else on the reference kernel. Both give equal bits, so the choice
+only affects speed.
 """
 
 import platform
@@ -24,13 +24,13 @@ from detent.ste import Clipped, HardTanh, Identity, Tanh
 
 __all__ = ["Capabilities", "capabilities", "find_kernel"]
 
-# What is not an operation of a plan: reductions and packing run on data of any convention.
+# Reductions and packing: not operations of a plan, and independent of conventions.
 PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
 NATIVE_NAME, REFERENCE_NAME = "native", "reference"
 
 
 def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
-    """The kernel that runs the problem."""
+    """Return the kernel that runs the problem."""
     find_operation(problem.operation)
     why_not = _why_not(problem, choice)
     if why_not is None:
@@ -41,18 +41,22 @@ def find_kernel(problem: Problem, choice: str = "auto") -> Kernel:
 
 
 def _why_not(problem: Problem, choice: str) -> str | None:
-    return "the reference kernels were asked for" if choice == REFERENCE_NAME else native.refusal(problem)
+    return (
+        "DETENT_KERNELS or use_kernels selected the reference kernels"
+        if choice == REFERENCE_NAME
+        else native.refusal(problem)
+    )
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What this installation can do.
+    """Kernels of this installation, with CPU and threads.
 
     Attributes:
-        level: the instruction set of the native kernels, "none" without them.
-        kernels: the backend that runs each operation on float32 data as int8 with the onnx convention.
-        table: for (operation, dtype, convention) "native", or why the reference runs it.
-        limits: what never has a native kernel, and why.
+        level: instruction set of the native kernels, "none" without them.
+        kernels: backend of each operation on float32 data, for int8 codes and the onnx convention.
+        table: for (operation, dtype, convention) "native", or the reason for the reference kernel.
+        limits: formats, rounding and estimators without native kernels, and the reasons.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...
@@ -72,14 +76,14 @@ class Capabilities:
         for operation in sorted(OPERATIONS):
             cells = []
             for dtype in FLOATS:
-                answers = [self.table[operation, dtype, name] for name in PRESETS]
-                native_count = answers.count(NATIVE_NAME)
-                reasons.update(dict.fromkeys(why for why in answers if why != NATIVE_NAME))
-                some = f"{native_count} of {len(answers)}"
-                cells.append({0: REFERENCE_NAME, len(answers): NATIVE_NAME}.get(native_count, some))
+                entries = [self.table[operation, dtype, name] for name in PRESETS]
+                native_count = entries.count(NATIVE_NAME)
+                reasons.update(dict.fromkeys(why for why in entries if why != NATIVE_NAME))
+                some = f"{native_count} of {len(entries)}"
+                cells.append({0: REFERENCE_NAME, len(entries): NATIVE_NAME}.get(native_count, some))
             lines.append(_columns(operation, *cells))
         lines += [_columns(name, *(self.kernels[name] for _ in FLOATS)) for name in PARTS]
-        lines += ["", f"by the rules of: {', '.join(PRESETS)}"]
+        lines += ["", f"conventions: {', '.join(PRESETS)}"]
         lines += [f"on the reference kernels: {why}" for why in (*reasons, *self.limits.values())]
         return "\n".join(lines)
 
@@ -89,7 +93,7 @@ def _columns(name: str, *cells: str) -> str:
 
 
 def capabilities() -> Capabilities:
-    """What this installation can do: processor, threads, and the kernel of each operation, data type and convention.
+    """Return CPU, threads, and the kernel of each operation, data type and convention.
 
     >>> capabilities().kernels["quantize"] in ("native", "reference")
     True
@@ -119,7 +123,7 @@ def capabilities() -> Capabilities:
         },
     }
     limits = {}
-    if kernels["quantize"] == NATIVE_NAME:  # else the table says it all
+    if kernels["quantize"] == NATIVE_NAME:  # else the table has the reason
         limits = {name: why for name, problem in samples.items() if (why := _why_not(problem, choice)) is not None}
     return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits)
 

@@ -1,11 +1,11 @@
-"""Settings: which kernels run, and on how many threads. Neither changes a result.
+"""Settings: the choice of kernels and the number of threads. Neither changes a result.
 
-``use_kernels`` chooses kernels in a ``with`` block; elsewhere the environment does. detent reads no other environment
-variables:
+``use_kernels`` selects kernels in a ``with`` block; outside of it, an environment variable does. detent reads no other
+environment variables:
 
 ==================== ===============================================================================================
-DETENT_KERNELS       "auto" (default), "native" or "reference": which kernels run
-DETENT_NUM_THREADS   how many threads kernels may use; without it OMP_NUM_THREADS, else every core of the affinity mask
+DETENT_KERNELS       "auto" (default), "native" or "reference"
+DETENT_NUM_THREADS   threads that kernels may use; default OMP_NUM_THREADS, else every core of the affinity mask
 ==================== ===============================================================================================
 """
 
@@ -22,28 +22,28 @@ from detent.kernels import native
 __all__ = ["current_kernels", "get_num_threads", "set_num_threads", "use_kernels"]
 
 KERNEL_CHOICES = ("auto", "native", "reference")
-MAX_THREADS = 1024
+MAX_THREADS = 1024  # far above the cores of any CPU; catches typing errors
 
 
 @cache
 def default_kernels() -> str:
-    """The kernels that DETENT_KERNELS asks for, read once."""
+    """Return the choice of DETENT_KERNELS, read once."""
     value = os.environ.get("DETENT_KERNELS") or "auto"
     if value not in KERNEL_CHOICES:
         hint = closest(value, KERNEL_CHOICES)
-        raise SpecError(f"DETENT_KERNELS is {value!r}{hint} expected {', '.join(KERNEL_CHOICES)}")
+        raise SpecError(f"unknown DETENT_KERNELS={value!r}{hint} expected {', '.join(KERNEL_CHOICES)}")
     return value
 
 
 def default_threads() -> int:
-    """The number of threads from the environment, or the cores this process may run on."""
+    """Return the number of threads from the environment, or the number of cores this process may use."""
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
         number = int(text) if text.isascii() and text.isdigit() else 0
         if 1 <= number <= MAX_THREADS:
             return number
-        if text and name == "DETENT_NUM_THREADS":  # what others make of their own variable is their business
-            raise SpecError(f"{name} is {text!r}, expected an integer from 1 to {MAX_THREADS}")
+        if text and name == "DETENT_NUM_THREADS":  # other values of OMP_NUM_THREADS may be valid for OpenMP
+            raise SpecError(f"got {name}={text!r}, expected an integer from 1 to {MAX_THREADS}")
     affinity = getattr(os, "sched_getaffinity", None)
     return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_THREADS)
 
@@ -52,13 +52,13 @@ _choice: ContextVar[str | None] = ContextVar("detent_kernels", default=None)
 
 
 def current_kernels() -> str:
-    """The kernels asked for: "auto", "native" or "reference"."""
+    """Return the selected kernels: "auto", "native" or "reference"."""
     return _choice.get() or default_kernels()
 
 
 @contextmanager
 def use_kernels(kernels: str) -> Iterator[None]:
-    """Choose the kernels of the operators inside a ``with`` block; "native" raises if there is no native kernel.
+    """Select the kernels of operators in a ``with`` block; "native" raises if there is no native kernel.
 
     >>> import detent as dt, numpy as np
     >>> with use_kernels("reference"):
@@ -76,13 +76,13 @@ def use_kernels(kernels: str) -> Iterator[None]:
 
 
 class _Threads:
-    """The number of threads kernels may use; it never changes a result."""
+    """Number of threads that kernels may use."""
 
     count = 0
 
 
 def set_num_threads(count: int) -> None:
-    """Let kernels use up to ``count`` threads. Results do not depend on it; the reference kernels use one.
+    """Set the number of threads that kernels may use. It never changes a result; reference kernels use one thread.
 
     >>> set_num_threads(2)
     >>> get_num_threads()
@@ -94,7 +94,7 @@ def set_num_threads(count: int) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads kernels may use."""
+    """Return the number of threads that kernels may use."""
     return _Threads.count
 
 

@@ -65,7 +65,7 @@ def test_native_refuses_what_it_cannot():
 def test_an_unknown_choice_is_refused():
     done = run(BACKEND, DETENT_KERNELS="natve")
     assert done.returncode != 0
-    assert "DETENT_KERNELS is 'natve'" in done.stderr
+    assert "unknown DETENT_KERNELS='natve'" in done.stderr
 
 
 def test_a_block_overrides_the_variable():

@@ -1,11 +1,11 @@
-"""Reference kernels over the array API, which every other kernel must equal bit for bit.
+"""Reference kernels over the array API; every other kernel must equal them bit for bit.
 
-They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports, and check nothing:
-plans check shapes, dtypes and NaN. Guarantee: one rounding per operation in the compute type, no fused multiply-add, no
-dependence on memory layout.
+They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports, without checks: plans
+check shapes, dtypes and NaN. They guarantee one rounding per operation in the compute type, no fused multiply-add, and
+no dependence on memory layout.
 
-Functions that a compiler traces take ``xp``, the namespace of their arrays, because looking it up cannot be traced;
-None looks it up. For the same reason nothing on their way is cached by a decorator.
+Functions that torch.compile traces have the argument ``xp``, the namespace of their arrays, because its lookup cannot
+be traced; None looks it up. For the same reason, none of these functions uses a caching decorator.
 """
 
 from detent.kernels.reference.bins import bin_edges, grid_errors, histogram

@@ -1,11 +1,11 @@
-"""Histograms by a float's own bits, and the error that a grid of levels makes on one.
+"""Histograms with bins by the bits of a float, and the quantization error of a grid of levels on a histogram.
 
 A bin is a sign, an exponent and the leading bits of a mantissa::
 
     key = sign | exponent (8 bits, as in float32) | mantissa (bits)          row = key >> bits
 
-Exponent 0 holds everything below the smallest normal float32, zero included, in evenly spaced bins; 255 is what is not
-finite. A row is the 2^bits bins of one sign and exponent. Bins are the same for every dtype.
+Exponent 0 contains zero and all magnitudes below the smallest normal float32, in bins of equal width; 255 contains
+infinities and NaN. A row is the 2^bits bins of one sign and exponent. All dtypes have equal bins.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ __all__ = ["bin_edges", "grid_errors", "histogram"]
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 ROWS, NONFINITE, LANES = 512, 255, 8
-NARROW = 2.0**-900  # a bin no wider is a point: its density might be beyond a double
+NARROW = 2.0**-900  # a bin of at most this width counts as a point: its density could overflow float64
 _BIAS, _SMALLEST = 127, -126
 
 
 def find_keys(x: Array, bits: int) -> tuple[NDArray[np.int64], bool]:
-    """The bin of each element, and whether all finite ones are in the range of a float32."""
-    wide = np.asarray(x, np.float64) + 0.0  # no negative zero
+    """Return the bin of each element, and whether all finite elements are in the range of float32."""
+    wide = np.asarray(x, np.float64) + 0.0  # turns -0.0 into +0.0
     size = np.abs(wide)
     mantissa, exponent = np.frexp(size)  # size = mantissa * 2^exponent, mantissa in [0.5, 1)
     biased = exponent - 1 + _BIAS
@@ -44,25 +44,25 @@ def find_keys(x: Array, bits: int) -> tuple[NDArray[np.int64], bool]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool]:
-    """Add to ``counts[row, set, bin]`` the elements, or their weights, whose row is known.
+    """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
-    ``rows`` gives the row of each sign and exponent, or -1. Returns which of the others occur, and whether all finite
-    elements are in the range of a float32.
+    ``rows`` maps each sign and exponent to its index in ``counts``, or to -1. Returns the mask of rows without index
+    that occur, and whether all finite elements are in the range of float32.
     """
     keys, good = find_keys(x, bits)
     sets = np.broadcast_to(tiling.spread(np.arange(counts.shape[1])), tiling.shape)
     row = rows[keys >> bits]
-    known = row >= 0
-    place = (row[known], sets[known], keys[known] & ((1 << bits) - 1))
-    np.add.at(counts, place, 1 if weights is None else weights[known])
+    has_row = row >= 0
+    index = (row[has_row], sets[has_row], keys[has_row] & ((1 << bits) - 1))
+    np.add.at(counts, index, 1 if weights is None else weights[has_row])
     missed = np.zeros(ROWS, np.uint8)
-    missed[keys[~known] >> bits] = 1
+    missed[keys[~has_row] >> bits] = 1
     missed[[NONFINITE, NONFINITE + 256]] = 0
     return missed, good
 
 
 def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
-    """The lower and upper edges of the bins of each row, in the order of their keys."""
+    """Return the lower and upper edges of the bins of each row, ordered by their keys."""
     exponent = (rows % 256)[:, None]
     steps = np.arange(2**bits + 1) / 2**bits
     unit = np.ldexp(1.0, np.maximum(exponent - _BIAS, _SMALLEST))
@@ -74,13 +74,18 @@ def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
 
 @np.errstate(all="ignore")  # subnormal widths and scales
 def grid_errors(
-    norm: float, ends: tuple[float, float], levels: Float64, bins: tuple[Float64, ...], scale: Float64, zero: Float64
+    norm: float,
+    code_range: tuple[float, float],
+    levels: Float64,
+    bins: tuple[Float64, ...],
+    scale: Float64,
+    zero: Float64,
 ) -> Float64:
-    """The sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+    """Return the sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
 
-    ``bins`` are lower and upper edges, mass of each set and bin, and the bounds of each set, at which bins are cut;
-    scale and zero have one row of candidates per set. Without levels, those are whole numbers from ``ends[0] - zero``
-    to ``ends[1] - zero``.
+    ``bins`` are lower edges, upper edges, the mass of each set and bin, and the lower and upper bounds of each set,
+    which cut its outermost bins. scale and zero have a row of candidates per set. If ``levels`` is empty, the levels
+    are the integers from ``code_range[0] - zero`` to ``code_range[1] - zero``.
     """
     lower, upper, mass, lo, hi = bins
     errors = np.empty(scale.shape)
@@ -91,7 +96,7 @@ def grid_errors(
         low, high, density = a[wide], b[wide], mass[i][wide] / (b - a)[wide]
         for j in range(scale.shape[1]):
             step, inverse = scale[i, j], 1.0 / scale[i, j]
-            nearest = _nearest(ends, levels, zero[i, j])
+            nearest = _nearest(code_range, levels, zero[i, j])
             parts = (_integral(t * inverse, nearest, whole, norm) for t in (high, low))
             error = _lane_sum(density * np.subtract(*parts)) * _raised(step, norm)
             for x, weight in zip(a[point], mass[i][point], strict=True):
@@ -106,10 +111,10 @@ def _raised(step: float, norm: float) -> float:
     return step * step * step if norm == 2 else step * step if norm == 1 else step ** (norm + 1)
 
 
-def _nearest(ends: tuple[float, float], levels: Float64, zero: float) -> Any:
-    """The nearest level of t, and its index among uneven ones."""
+def _nearest(code_range: tuple[float, float], levels: Float64, zero: float) -> Any:
+    """Make a function that returns the nearest level of t, and its index in ``levels``, if there are any."""
     if not levels.size:
-        return lambda t: (np.clip(np.rint(t), ends[0] - zero, ends[1] - zero), None)
+        return lambda t: (np.clip(np.rint(t), code_range[0] - zero, code_range[1] - zero), None)
     middles = (levels[1:] + levels[:-1]) / 2
 
     def uneven(t: Any) -> tuple[Any, Any]:
@@ -120,7 +125,7 @@ def _nearest(ends: tuple[float, float], levels: Float64, zero: float) -> Any:
 
 
 def whole_cells(levels: Float64, norm: float) -> Float64:
-    """The integral of the error from the first level up to each, where levels are uneven."""
+    """Return the integral of the error from the first level to each level; empty without levels."""
     halves = np.diff(levels) / 2
     return np.concatenate(([0.0], np.cumsum(2 * _beyond(halves, norm)))) if levels.size else levels
 
@@ -142,7 +147,7 @@ def _integral(t: Float64, nearest: Any, whole: Float64, norm: float) -> Any:
 
 
 def _lane_sum(terms: Float64) -> float:
-    """The sum in the native kernel's order: one in eight to each of eight sums, which are folded by halves."""
+    """Sum in the order of the native kernel: every eighth term to one of eight sums, which are added up by halves."""
     padded = np.concatenate((terms, np.zeros(-terms.size % LANES))).reshape(-1, LANES)
     sums = np.zeros(LANES)
     for row in padded:

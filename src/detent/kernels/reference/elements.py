@@ -1,6 +1,6 @@
-"""Elements: the arithmetic of one number, written over whole arrays (docs/numerics.md, sections 2, 3 and 7).
+"""Elements: the elementwise arithmetic of quantization (docs/numerics.md, sections 2, 3 and 7).
 
-Functions take compute-type arrays: ``x`` and, broadcast against it, ``s`` (scale) and ``z`` (zero point as a float).
+Arguments are arrays of the compute type: ``x``, and broadcast against it ``s`` (scale) and ``z`` (float zero point).
 
 ::
 
@@ -8,9 +8,9 @@ Functions take compute-type arrays: ``x`` and, broadcast against it, ``s`` (scal
     u = round(t) + z  or  round(fl(t + z))      unclamped
     q = min(max(u, qmin), qmax)                 as a float, exactly an integer
 
-Small floats and codebooks are tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
+Small floats and codebooks use tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
 
-Stochastic rounding takes counted random words from Philox4x32-10 (Salmon et al., SC 2011). Its arithmetic is on int64
+Stochastic rounding uses counter-based random words of Philox4x32-10 (Salmon et al., SC 2011), computed in int64
 arrays with values below 2**49, because not every array library has uint64: products of 32-bit words are split at 16
 bits.
 """
@@ -35,7 +35,7 @@ _ROUNDS = 10
 
 
 def random_words(xp: Any, index: Any, seed: int, step: int) -> Any:
-    """The first output word for each int64 ``index``; key = seed, counter = (index low, index high, step, 0)."""
+    """Return the first Philox word of each int64 ``index``; key = seed, counter = (index low, index high, step, 0)."""
     zero = xp.zeros_like(index)
     counter = (index & _WORD, index >> 32, zero + step, zero)
     key = (seed & _WORD, seed >> 32)
@@ -48,47 +48,47 @@ def random_words(xp: Any, index: Any, seed: int, step: int) -> Any:
 
 
 def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
-    """The high and low words of a 32 x 32 bit product."""
+    """Return the high and low words of a 32 x 32 bit product."""
     low = (word & _HALF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, ((high & _HALF) << 16) | (low & _HALF)
 
 
 def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:
-    """``t``: x in units of the scale. Only integer formats know the reciprocal."""
+    """Return ``t``: x in units of the scale. Only integer formats may use the reciprocal."""
     if spec.format.is_integer and spec.convention.division == "reciprocal":
         return x * (1.0 / s)
     return x / s
 
 
 def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
-    """Round to integers, kept as floats; infinities and NaN stay what they are."""
+    """Round to integers, as floats; infinities and NaN are unchanged."""
     if rounding.kind == "half_even":
         return xp.round(t)
     if rounding.kind == "floor":
         return xp.floor(t)
     magnitude = xp.abs(t)
     whole = xp.floor(magnitude)
-    fraction = magnitude - whole  # exact: both are multiples of the magnitude's last place
+    fraction = magnitude - whole  # exact: both are multiples of the magnitude's ulp
     if rounding.kind == "half_away":
         nearest = whole + xp.astype(fraction >= 0.5, t.dtype)
         return xp.where(t < 0, -nearest, nearest)
     threshold = xp.reshape(_thresholds(xp, t, rounding.seed, step), t.shape)
-    # Up from floor(t) where threshold < t - floor(t). Below zero t - floor(t) = 1 - fraction may not be a float, so
-    # both sides are taken from 1, where they are exact.
+    # Round up from floor(t) where threshold < t - floor(t). For t < 0, t - floor(t) = 1 - fraction may be inexact, so
+    # both sides are subtracted from 1, which is exact.
     up = xp.where(t < 0, (fraction > 0) & (fraction < 1.0 - threshold), threshold < fraction)
     return xp.floor(t) + xp.astype(up, t.dtype)
 
 
 def _thresholds(xp: Any, t: Any, seed: int, step: int) -> Any:
-    """The 24-bit random fraction in [0, 1) of each element, by its position in C order."""
+    """Return a 24-bit random fraction in [0, 1) for each element, by its position in C order."""
     index = xp.arange(prod(t.shape), dtype=xp.int64, device=t.device)
     words = random_words(xp, index, seed, step) >> 8
     return xp.astype(words, t.dtype) * 2.0**-24
 
 
 def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
-    """``u``: the integer code before clamping, as a float."""
+    """Return ``u``: the integer code before clamping, as a float."""
     t = ratio(spec, x, s)
     if spec.convention.zero_point == "before_round":
         return round_with(xp, spec.rounding, t + z, step)
@@ -96,20 +96,20 @@ def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> An
 
 
 def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
-    """Where an unclamped code (integers) or ratio (other formats) lies inside the range; NaN does not."""
+    """Return the mask of unclamped codes (integers) or ratios (other formats) inside the range; NaN is outside."""
     if exclusive:
         return (value > spec.qmin) & (value < spec.qmax)
     return (value >= spec.qmin) & (value <= spec.qmax)
 
 
 def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
-    """Bounds b such that a number t of that dtype encodes to the count of ``b < t``.
+    """Return the rounding boundaries b: a number t of that dtype encodes to the count of ``b < t``.
 
-    A codebook's midpoint goes down; a float's midpoint goes to the even code, so that above an odd code the bound is
-    the number just below the midpoint. Midpoints that are no number of the dtype are replaced by the next one below.
+    A codebook rounds a midpoint down. A float rounds it to the even code, so above an odd code the boundary is the
+    number just below the midpoint. A midpoint that the dtype cannot represent is replaced by the next number below.
     """
-    known = _BOUNDARIES.get((form.name, dtype))
-    return _find_boundaries(form, dtype) if known is None else known
+    cached = _BOUNDARIES.get((form.name, dtype))
+    return _find_boundaries(form, dtype) if cached is None else cached
 
 
 def _find_boundaries(form: Format, dtype: str) -> tuple[float, ...]:
@@ -123,7 +123,7 @@ def _find_boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     return tuple(bounds)
 
 
-# What encoding and decoding look up, found once.
+# Tables of encoding and decoding, computed once.
 _TABULATED = tuple(form for form in FORMATS.values() if not form.is_integer)
 _BOUNDARIES = {
     (form.name, dtype): _find_boundaries(form, dtype) for form in _TABULATED for dtype in ("float32", "float64")
@@ -132,7 +132,7 @@ _LEVELS = {form.name: form.levels for form in _TABULATED}
 
 
 def encode(xp: Any, form: Format, t: Any) -> Any:
-    """The int64 code of each ratio, its sign bit included; the ends saturate, NaN gives an unspecified code."""
+    """Return the int64 code of each ratio, including its sign bit; the ends saturate, NaN gives any code."""
     is_float = form.kind == "float"
     bounds = boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
     flat = xp.reshape(xp.abs(t) if is_float else t, (-1,))
@@ -144,14 +144,14 @@ def encode(xp: Any, form: Format, t: Any) -> Any:
 
 
 def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
-    """The value at scale 1 of each code of a float or codebook format."""
+    """Return the value at scale 1 of each code of a float or codebook format."""
     levels = xp.asarray(_LEVELS.get(form.name) or form.levels, dtype=dtype, device=code.device)
     flat = xp.reshape(xp.astype(code, xp.int64), (-1,))
     return xp.reshape(xp.take(levels, flat, axis=0), code.shape)
 
 
 def code_values(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
-    """The value at scale 1, zero point taken off, that each element is quantized to; NaN stays NaN."""
+    """Return the quantized value of each element at scale 1, minus the zero point; NaN stays NaN."""
     if spec.format.is_integer:
         u = unclamped(xp, spec, x, s, z, step)
         return xp.minimum(xp.maximum(u, xp.full_like(u, spec.qmin)), xp.full_like(u, spec.qmax)) - z

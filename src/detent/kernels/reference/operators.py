@@ -1,10 +1,10 @@
-"""Operators: quantize, dequantize, fake quantize and their gradients (docs/numerics.md, sections 2 to 5).
+"""Operators: quantize, dequantize, fake-quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
 ``scale`` and ``zero_point`` have the tiling's scale shape; codes of small floats are their bit patterns in uint8.
-``fill`` is the code that NaN gets; None if there is no NaN (quantize) or NaN stays NaN (fake quantize).
+``fill`` is the code that replaces NaN; None means that there is no NaN (quantize) or NaN stays NaN (fake_quantize).
 
-Masks select gradients and never multiply, because a gradient may be infinite. NaN in x gets gradient 0 from every
-estimator except Identity.
+Masks select gradients instead of multiplying them, because a gradient may be infinite. The gradient of a NaN in x is 0
+for every estimator except Identity.
 """
 
 from math import sqrt
@@ -37,7 +37,7 @@ NaNFill = Literal["zero_point", "qmin"]
 
 
 def _spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling) -> tuple[Any, Any]:
-    """Scale and zero point as compute-type arrays that broadcast against x."""
+    """Return scale and zero point in the compute type, broadcastable against x."""
     dtype = compute_type(x.dtype, xp)
     return tiling.spread(xp.astype(scale, dtype), xp), tiling.spread(xp.astype(zero_point, dtype), xp)
 
@@ -45,14 +45,14 @@ def _spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling)
 def quantize(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, fill: NaNFill | None = None, step: int = 0
 ) -> Any:
-    """The code of every element, in the format's storage type (uint8 bit patterns for small floats)."""
+    """Return the code of each element in the format's storage type (uint8 bit patterns for small floats)."""
     xp = array_namespace(x)
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
     x = xp.astype(x, s.dtype)
     if not spec.format.is_integer:
-        end = spec.qmin if fill == "qmin" else 0.0
+        fill_value = spec.qmin if fill == "qmin" else 0.0
         t = ratio(spec, x, s)
-        t = xp.where(xp.isnan(t), xp.asarray(end, dtype=t.dtype, device=t.device), t)
+        t = xp.where(xp.isnan(t), xp.asarray(fill_value, dtype=t.dtype, device=t.device), t)
         return xp.astype(encode(xp, spec.format, t), xp.uint8)
     u = unclamped(xp, spec, x, s, z, step)
     qmin = xp.full_like(u, spec.qmin)
@@ -62,7 +62,7 @@ def quantize(
 
 
 def dequantize(codes: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, dtype: Any) -> Any:
-    """The value of every code in ``dtype``: ``fl((q - z) * s)``, then one more rounding where dtype is narrower."""
+    """Return the value of each code: ``fl((q - z) * s)`` in the compute type, then rounded to ``dtype``."""
     xp = array_namespace(codes)
     compute = compute_type(dtype, xp)
     s = tiling.spread(xp.astype(scale, compute), xp)
@@ -83,18 +83,18 @@ def fake_quantize(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """``dequantize(quantize(x))`` in x's dtype, bit for bit; NaN stays NaN unless ``fill`` says otherwise."""
+    """Return ``dequantize(quantize(x))`` in x's dtype, with equal bits; NaN stays NaN if ``fill`` is None."""
     xp = array_namespace(x) if xp is None else xp
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
     value = code_values(xp, spec, xp.astype(x, s.dtype), s, z, step)
     if fill is not None:
-        end = xp.full_like(value, spec.qmin) - z if fill == "qmin" else xp.zeros_like(value)
-        value = xp.where(xp.isnan(value), end, value)
+        fill_value = xp.full_like(value, spec.qmin) - z if fill == "qmin" else xp.zeros_like(value)
+        value = xp.where(xp.isnan(value), fill_value, value)
     return _finish(xp, spec, value * s, x.dtype)
 
 
 def _finish(xp: Any, spec: QuantSpec, y: Any, dtype: Any) -> Any:
-    """Round to the output type. Only small floats keep a negative zero; others could get one from a tiny value."""
+    """Round to the output type. -0.0, for example from a tiny negative value, becomes +0.0 except for small floats."""
     y = xp.astype(y, dtype)
     return y if spec.format.kind == "float" else xp.where(y == 0, xp.zeros_like(y), y)
 
@@ -111,7 +111,7 @@ def fake_quantize_backward(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """The gradient of x, in x's dtype."""
+    """Return the gradient of x, in x's dtype."""
     xp = array_namespace(g, x) if xp is None else xp
     if isinstance(ste, Identity):
         return xp.asarray(g, copy=True)
@@ -120,14 +120,14 @@ def fake_quantize_backward(
     if isinstance(ste, Clipped):
         return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
     slope = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
-    # A slope of 0 selects 0 even if g is infinite.
+    # A slope of 0 gives 0 even if g is infinite.
     return xp.astype(xp.where(slope == 0, xp.zeros_like(slope), xp.astype(g, slope.dtype) * slope), x.dtype)
 
 
 def fake_quantize_masked(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> tuple[Any, Any]:
-    """Fake quantized x, and where its gradient will pass, as booleans; for estimators that select."""
+    """Return fake-quantized x, and the boolean mask of Identity or Clipped: where the gradient passes."""
     xp = array_namespace(x)
     y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
     if not isinstance(ste, Clipped):
@@ -137,7 +137,7 @@ def fake_quantize_masked(
 
 
 def masked_backward(g: Any, mask: Any) -> Any:
-    """The gradient of x by a mask that was made in the forward pass."""
+    """Return the gradient of x by the mask of the forward pass."""
     xp = array_namespace(g)
     return xp.where(mask, g, xp.zeros_like(g))
 
@@ -145,7 +145,7 @@ def masked_backward(g: Any, mask: Any) -> Any:
 def quantize_backward(
     g: Any, x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> Any:
-    """The gradient of x where g belongs to the codes: the estimator's gradient over the scale."""
+    """Return the gradient of x from the gradient g of the codes: the STE's gradient divided by the scale."""
     xp = array_namespace(g, x)
     compute = compute_type(x.dtype, xp)
     wide = xp.astype(g, compute), xp.astype(x, compute)
@@ -154,7 +154,7 @@ def quantize_backward(
 
 
 def dequantize_backward(g: Any, scale: Any, *, tiling: Tiling) -> Any:
-    """The gradient of the codes, ``g * s``, in g's dtype."""
+    """Return the gradient of the codes, ``g * s``, in g's dtype."""
     xp = array_namespace(g)
     s = tiling.spread(xp.astype(scale, compute_type(g.dtype, xp)), xp)
     return xp.astype(xp.astype(g, s.dtype) * s, g.dtype)
@@ -173,7 +173,7 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
     step: int = 0,
     xp: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """The gradients of x, of the scale and of the zero point (LSQ, LSQ+), the latter two like the scale."""
+    """Return the gradients of x, scale and zero point (LSQ, LSQ+); the last two have the scale's shape and dtype."""
     xp = array_namespace(g, x) if xp is None else xp
     gx = fake_quantize_backward(g, x, scale, zero_point, spec=spec, tiling=tiling, ste=ste, step=step, xp=xp)
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
@@ -194,11 +194,11 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
 
 
 def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
-    """``grad_scale``, or per set ``1 / sqrt(N * max(|qmax|, 1))`` with N its number of elements."""
+    """Return ``grad_scale``, or ``1 / sqrt(N * max(|qmax|, 1))`` of each set, with N its number of elements."""
     if grad_scale is not None:
         return xp.asarray(grad_scale, dtype=xp.float64, device=like.device)
     weight = max(abs(spec.qmax), 1)
-    # Python's square root: some array libraries' own is off by a bit.
+    # Python's square root, because that of some array libraries is off by one ulp.
     factors = [1.0 / sqrt(max(count, 1) * weight) for count in counts(tiling)]
     return xp.reshape(xp.asarray(factors, dtype=xp.float64, device=like.device), tiling.scale_shape)
 
@@ -214,7 +214,7 @@ def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, s
 
 
 def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero_point: Any, tiling: Tiling) -> Any:
-    """The factor of a smooth estimator, 0 where x is NaN or the range is beyond the compute type."""
+    """Return the factor of a smooth estimator; 0 where x is NaN or the range overflows the compute type."""
     if isinstance(ste, Tanh) and ste.unit == "step":
         v = wide / tiling.spread(xp.astype(scale, wide.dtype), xp)
     else:
@@ -229,5 +229,5 @@ def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero
         curve = xp.tanh(v)
         slope = 1.0 - curve * curve
     else:
-        raise UnsupportedError(f"the kernels have no estimator {ste!r}: callables are applied by the plan")
+        raise UnsupportedError(f"estimator {ste!r} has no kernel: the plan applies callables")
     return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)

@@ -1,8 +1,8 @@
-"""Sets: the elements of each set reduced to one value.
+"""Sets: reductions of each parameter set to one value.
 
-Sums have one order on every backend: terms in float64, the elements of a set in C order, padded with +0.0 to a
-multiple of 1024; inside each block of 1024 the halves are added until one value is left; the block sums are padded to a
-power of two and folded the same way. Metrics are such sums over one or two whole arrays.
+Sums have the same accumulation order on every backend. Terms are in float64; the elements of a set are in C order,
+padded with +0.0 to a multiple of 1024. In each block of 1024, the upper half is added to the lower half until one value
+is left. The block sums are padded to a power of two and added up by halves, too. Metrics are such sums over arrays.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from detent.granularity import Tiling
 
 __all__ = ["ONE", "Factor", "Term", "error_sum", "largest_error", "minmax", "power_of_two", "tree_sum"]
 
-BLOCK = 1024
+BLOCK = 1024  # elements; part of the accumulation order, so it never changes
 
 
 def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], Any]) -> Any:
-    """One value per set, in the scale's shape; ``reduce`` maps (sets..., elements in C order) to (sets...)."""
+    """Reduce each set to one value, in the scale's shape; ``reduce`` maps (sets..., elements) to (sets...)."""
     if 0 in tiling.shape:
-        nothing = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
-        return xp.reshape(reduce(nothing), tiling.scale_shape)
-    few = tiling.merged()
-    return xp.reshape(_reduce_from(xp, xp.reshape(values, few.shape), few.block, reduce), tiling.scale_shape)
+        empty = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
+        return xp.reshape(reduce(empty), tiling.scale_shape)
+    merged = tiling.merged()
+    return xp.reshape(_reduce_from(xp, xp.reshape(values, merged.shape), merged.block, reduce), tiling.scale_shape)
 
 
 def _reduce_from(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable[[Any], Any]) -> Any:
-    """Cut off the ragged tail of the first axis that has one, so that what is left falls into equal blocks."""
+    """Reduce the incomplete last block of an axis separately, so that all other blocks are equal."""
     for axis, (size, step) in enumerate(zip(values.shape, block, strict=True)):
         even = size - size % step
         if even and even != size:
@@ -49,7 +49,7 @@ def _reduce_equal(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable
 
 
 def counts(tiling: Tiling) -> list[int]:
-    """How many elements each set has, in C order of the sets."""
+    """Return the number of elements of each set, in C order of the sets."""
     sizes = [1]
     for size, block, grid in zip(tiling.shape, tiling.block, tiling.grid, strict=True):
         along = [min(block, size - index * block) for index in range(grid)]
@@ -58,7 +58,7 @@ def counts(tiling: Tiling) -> list[int]:
 
 
 def tree_sum(terms: Any, xp: Any = None) -> Any:
-    """Sum the last axis of a float64 array in the contract's order."""
+    """Sum the last axis of a float64 array in the fixed accumulation order."""
     xp = array_namespace(terms) if xp is None else xp
     lead = tuple(terms.shape[:-1])
     blocks = -(-terms.shape[-1] // BLOCK)
@@ -70,12 +70,12 @@ def tree_sum(terms: Any, xp: Any = None) -> Any:
 
 
 def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
-    """The sum of each set's float64 terms in the contract's order."""
+    """Sum the float64 terms of each set in the fixed accumulation order."""
     return reduce_sets(xp, terms, tiling, lambda part: tree_sum(part, xp))
 
 
 def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
-    """The smallest and largest finite element of each set, with zeros as +0.0; (inf, -inf) for sets without any."""
+    """Return the min-max range of each set's finite elements, with zeros as +0.0; (inf, -inf) without any."""
     xp = array_namespace(x) if xp is None else xp
     x = xp.astype(x, compute_type(x.dtype, xp))
 
@@ -108,19 +108,19 @@ def _fold(xp: Any, terms: Any, width: int) -> Any:
 
 
 Term = Literal["value", "square", "squared_error", "absolute_error", "product"]
-Factor = tuple[float, float]  # a power of two as a product, because it may be beyond a float
+Factor = tuple[float, float]  # two factors of a power of two, which may itself overflow a float
 ONE: Factor = (1.0, 1.0)
-SAFE_EXPONENT = 1000
+SAFE_EXPONENT = 1000  # below the largest exponent of float64, 1023
 
 
 def power_of_two(exponent: int) -> Factor:
-    """``2**exponent``; multiplying by one part after the other rounds at most once."""
+    """Return ``2**exponent`` as two factors; multiplying by both rounds at most once."""
     first = min(exponent, SAFE_EXPONENT)
     return ldexp(1.0, first), ldexp(1.0, exponent - first)
 
 
 def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: Factor = ONE) -> Any:
-    """The sum of a term over all elements: x or the error times ``factor``, in products y times ``second_factor``."""
+    """Sum a term over all elements; ``factor`` multiplies x or the error, ``second_factor`` multiplies y."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     if term == "value":
@@ -136,7 +136,7 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """The largest magnitude of x ("value") or of the error; NaN if there is any, 0 for empty data."""
+    """Return the largest magnitude of x ("value") or of the error; NaN if any is NaN, 0 for empty data."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
