@@ -1,4 +1,4 @@
-// Launch: a kernel on the pool, in parts. How many threads there are never changes a result.
+// Launch: runs a kernel on the pool, in parts. The number of threads never changes a result.
 #pragma once
 
 #include <atomic>
@@ -32,7 +32,8 @@ inline void run_part(const void* context, int64_t index) {
 
 inline int threads_for(int64_t elements) { return elements < kSmall ? 1 : thread_count.load(std::memory_order_relaxed); }
 
-// How work is cut: many parts a thread, because threads may come late or be slow; few where each has to merge what it found.
+// How work is divided: many parts per thread, because threads may start late or be slow; few parts if each must merge
+// its result.
 enum class Cut : int64_t { few = 3, many = 16 };
 
 // Runs the kernel on [0, count) in parts of `step`.
@@ -41,8 +42,8 @@ inline void launch_parts(const Call& call, Kernel kernel, int64_t count, int64_t
   if (count) run_tasks(run_part, &part, ceil_div(count, step), threads);
 }
 
-// The same in parts that begin at multiples of the grain. Backwards after a kernel on the same array, whose end is still in
-// the cache.
+// Runs the kernel in parts that begin at multiples of the grain. `backwards` is for a second kernel on an array whose
+// end is still in the cache.
 inline void launch(const Call& call, Kernel kernel, int64_t count, int64_t grain, int64_t elements, Cut cut = Cut::many,
                    bool backwards = false) {
   const int threads = threads_for(elements);

@@ -1,4 +1,4 @@
-// detent._native: the kernels as seen from Python.
+// detent._native: the Python bindings of the kernels.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -59,7 +59,7 @@ double largest_error(int level, int term, int64_t count, const Input& x, int dty
   return largest;
 }
 
-// A number that tells whether any byte has changed since it was last computed, in this process.
+// Checksum of an array, comparable only within this process.
 uint64_t checksum(int level, const Input& x) {
   const Kernels& kernels = kernels_of(level);
   Call call;
@@ -75,7 +75,7 @@ uint64_t checksum(int level, const Input& x) {
   return sum;
 }
 
-// Between one code per byte and `bits` per code; count is the number of codes.
+// Converts between one code per byte and packed codes of `bits` bits; count is the number of codes.
 void repack(bool packing, int level, int64_t count, int bits, bool is_signed, const Input& in, const Output& out) {
   if (bits < 1 || bits > 8) throw std::invalid_argument("1 to 8 bits are packed");
   const Kernels& kernels = kernels_of(level);
@@ -92,7 +92,7 @@ void repack(bool packing, int level, int64_t count, int bits, bool is_signed, co
   launch(call, packing ? kernels.pack : kernels.unpack, count, kGrain, count);
 }
 
-// The error of each candidate of each set on its histogram. Levels are those of other formats than integers, else empty.
+// Computes the error of each candidate of each set on its histogram. Levels are empty for integer formats.
 void grid_errors(int level, int norm, double qmin, double qmax, const Input& lower, const Input& upper, const Input& mass,
                  const Input& low, const Input& high, const Input& scales, const Input& zeros, const Input& levels,
                  const Input& middles, const Input& whole, const Output& errors) {

@@ -43,7 +43,7 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
     rows *= size;
     grid *= ceil_div(size, width);
   }
-  // Sizes in bytes, and in bits, must be numbers too.
+  // Sizes in bytes and in bits must fit int64, too.
   constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 64;
   if (layout.size > kLargest || sets > kLargest) throw std::invalid_argument("a layout of more elements than memory has");
   if (layout.size && grid != sets) throw std::invalid_argument("a layout has as many sets as its blocks make");
@@ -78,7 +78,7 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
   if (call_.kind == Kind::integers) return;
   wide_levels_ = nb::cast<std::vector<double>>(rules["levels"]);
   wide_bounds_ = nb::cast<std::vector<double>>(rules["bounds"]);
-  wide_levels_.resize(256);  // a table for every byte
+  wide_levels_.resize(256);  // an entry for every byte
   wide_bounds_.resize(15, std::numeric_limits<double>::infinity());
   levels_.assign(wide_levels_.begin(), wide_levels_.end());
   bounds_.assign(wide_bounds_.begin(), wide_bounds_.end());
@@ -87,7 +87,7 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
   call_.bounds = wide ? static_cast<const void*>(wide_bounds_.data()) : bounds_.data();
 }
 
-// How many boxes the elements make: a set each, or kTile sets of single columns.
+// Number of boxes: one per set, or one per kTile sets of single columns.
 int64_t Runner::boxes(bool columns) const {
   const Layout& layout = call_.layout;
   int64_t count = ceil_div(layout.cols, columns ? kTile : layout.block);
@@ -198,8 +198,8 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.g = g.data();
   call.scale = scale.data();
   call.zero = zero.data();
-  call.exclusive = false;  // learned parameters know one mask
-  // The largest set decides how many blocks each has room for; single columns are summed side by side.
+  call.exclusive = false;  // learned parameters always use inclusive bounds
+  // All sets have room for the blocks of the largest one; single columns are summed together.
   const bool columns = layout.block == 1 && layout.cols > 1;
   int64_t most = layout.block < layout.cols ? layout.block : layout.cols;
   for (int i = 0; i < layout.lead; ++i) most *= std::min(layout.axis[i].block, layout.axis[i].size);
@@ -213,7 +213,7 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.high_sums = !integers ? nullptr : direct ? static_cast<double*>(of_zero.data()) : high_sums.data();
   const int threads = threads_for(layout.size);
   const int64_t pieces = boxes(columns) * call.blocks;
-  call.step = ceil_div(pieces, threads);  // one part a thread: each has scratch of its own
+  call.step = ceil_div(pieces, threads);  // one part per thread, each with its own scratch memory
   const auto scratch = std::make_unique_for_overwrite<double[]>(
       static_cast<size_t>(ceil_div(pieces, call.step) * 2 * kLeaf * call.tile));
   call.scratch = scratch.get();
@@ -331,7 +331,7 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
   call.saw_nan = &saw_nan;
   call.shared = shared_;
   const int64_t size = call.layout.size;
-  constexpr int64_t kResident = 1 << 15;  // elements of a set that are still in the cache when it is read again
+  constexpr int64_t kResident = 1 << 15;  // elements of a set that stay in the cache for a second pass
   nb::gil_scoped_release unlocked;
   if (!shared_ && call.layout.block <= kResident && sets_ >= int64_t{4} * threads_for(size)) {
     launch(call, kernels_.observe, sets_, 1, size);

@@ -1,5 +1,5 @@
-// Runner: the kernels of one plan, with its layout and rules. Calls check only that the arrays are as large as the plan says,
-// so that no caller can make a kernel read or write beyond them.
+// Runner: the kernels of one plan, with its layout and rules. Calls check only the sizes of arrays, so that no caller
+// can make a kernel read or write outside of them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,10 +26,10 @@ void require_bytes(const char* name, size_t given, int64_t expected);
 
 class Runner {
  public:
-  // `rules` are those of a Call by name; `lead` holds size, block and stride in sets of every axis but the last.
+  // `rules` are the fields of a Call by name; `lead` has size, block and stride in sets of every axis except the last.
   Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t sets, const nb::dict& rules);
 
-  // These return whether NaN was met, where it is looked for.
+  // These return whether there is NaN, if they check for it.
   bool quantize(const Input& x, const Input& scale, const Input& zero, const Output& codes) const;
   bool dequantize(const Input& codes, const Input& scale, const Input& zero, const Output& out) const;
   bool fake_quantize(const Input& x, const Input& scale, const Input& zero, const Output& out) const;
@@ -39,24 +39,24 @@ class Runner {
   bool dequantize_backward(const Input& g, const Input& scale, const Input& zero, const Output& out) const;
   void masked_backward(const Input& g, const Input& mask, const Output& out) const;
 
-  // The float64 sums of every set for the gradients of scale and zero point.
+  // Computes the float64 sums of every set for the gradients of scale and zero point.
   void learned(const Input& g, const Input& x, const Input& scale, const Input& zero, const Output& of_scale,
                const Output& of_zero) const;
 
-  // The bounds of each set, which must be (inf, -inf) before; returns how many elements are not finite.
+  // Computes the bounds of each set, which must be (inf, -inf) before; returns the number of non-finite elements.
   int64_t minmax(const Input& x, const Output& low, const Output& high) const;
 
-  // Scales and zero points of bounds in double; returns whether all ranges gave some.
+  // Derives scales and zero points from bounds in double; returns whether all ranges are valid.
   bool derive(const Input& low, const Input& high, const Output& scale, const Output& zero) const;
 
-  // minmax, derive and fake_quantize in one; returns how many elements are not finite, and whether all is well. Where not,
-  // what is in out is undefined.
+  // Runs minmax, derive and fake_quantize in one call; returns the number of non-finite elements, and whether all
+  // ranges are valid. If not, the contents of out are undefined.
   std::tuple<int64_t, bool> observe(const Input& x, const Output& low, const Output& high, const Output& scale,
                                     const Output& zero, const Output& out) const;
 
-  // Adds to counts[row][set][bin] what falls into the rows that `rows` gives each sign and exponent; `missed` is set for
-  // those of other elements. Weights are one per element, or none. Bounds as for minmax. Returns how many elements are not
-  // finite, and whether all others are in the range of a float.
+  // Counts elements in counts[row][set][bin], where `rows` maps each sign and exponent to a row or -1; `missed` is set
+  // for signs and exponents that occur without a row. Weights are one per element, or none. Bounds as for minmax.
+  // Returns the number of non-finite elements, and whether all others are in the range of a float.
   std::tuple<int64_t, bool> histogram(const Input& x, const Input& weights, const Input& rows, int64_t row_count,
                                       const Output& counts, const Output& missed, const Output& low,
                                       const Output& high) const;

@@ -1,5 +1,6 @@
-// The gradient of x: g where the mask lets it pass and 0 elsewhere; weighed for HardTanh; over the scale for quantize.
-// Masks select bits and never multiply, because g may be infinite. NaN in x passes Identity only.
+// The gradient of x: g where the mask is set, else 0; multiplied by the slope for HardTanh; divided by the scale for
+// quantize. Masks select bits instead of multiplying, because g may be infinite. NaN in x has gradient 0 except for
+// Identity.
 #include <cstring>
 
 #include "detent/bits.hpp"
@@ -24,7 +25,7 @@ DETENT_LOOP void weigh(const Params<T>& p, const T* x, const T* g, T* y, int64_t
   });
 }
 
-// The mask applied to gradients of type G: the data's own where they are only selected, else the compute type.
+// The mask applied to gradients of type G: the data's type if they are only selected, else the compute type.
 template <class Codec, class T, class G>
 DETENT_LOOP void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
   switch (call.mask) {
@@ -70,7 +71,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient by a mask made in the forward pass.
+// The gradient by the mask of the forward pass.
 template <class In>
 void run_masked(const Call& call, int64_t begin, int64_t end) {
   const In* g = static_cast<const In*>(call.g);

@@ -1,8 +1,9 @@
-// A number for each block of bytes that tells whether any of them has changed: lanes of 32 bits, each of which every word
-// of its own alters for certain, folded into 64 bits. It is compared within one process only, and is no part of the contract.
+// A checksum for each block of bytes: 32-bit lanes, each changed by any change of one of its words, combined into 64
+// bits. It is compared only within one process, and may change between releases.
 //
-// Multiplication carries a change to higher bits only, so the upper half is folded into the lower one after it: else the
-// signs of two floats in one lane, flipped, would give the same number. No two bits of a block, flipped, cancel for certain.
+// Multiplication moves a change only to higher bits, so the upper half is then XORed into the lower half. Otherwise,
+// flipping the signs of two floats of one lane would give an equal checksum. No two flipped bits of a block cancel
+// systematically.
 #include <cstring>
 
 #include "detent/chunks.hpp"
@@ -12,7 +13,7 @@ namespace {
 using detent::kChecked;
 
 constexpr int kLanes = 64;
-constexpr uint32_t kFactor = 0x9E3779B1u;         // odd: multiplication loses nothing
+constexpr uint32_t kFactor = 0x9E3779B1u;         // odd: the multiplication is invertible
 constexpr uint64_t kFold = 0x9E3779B97F4A7C15ull;
 
 uint64_t check_block(const uint8_t* bytes, int64_t count) {

@@ -1,7 +1,7 @@
-// Sums over two arrays, for metrics: each of x and g may have a type of its own, and terms are computed in double.
+// Sums over two arrays, for metrics: x and g may have different types, and terms are computed in double.
 //
-// error_sums writes the sum of each block of 1024 elements, in the contract's order; fold_sums makes one sum of them.
-// largest_error takes the largest magnitude, NaN if there is one. Both work on blocks [begin, end).
+// error_sums computes the sum of each block of 1024 elements, in the fixed accumulation order; fold_sums adds them up.
+// largest_error computes the largest magnitude, or NaN if any is NaN. Both process blocks [begin, end).
 #include <cmath>
 
 #include "detent/arithmetic.hpp"
@@ -12,7 +12,8 @@ namespace {
 using detent::Dtype;
 using detent::Term;
 
-// The elements of a block as doubles, times a power of two in two steps, because the power itself may be beyond a double.
+// Converts the elements of a block to double, and multiplies them by a power of two in two steps, because the power
+// itself may overflow.
 const double* doubles(const void* array, Dtype dtype, int64_t at, int64_t count, double* buffer) {
   switch (dtype) {
     case Dtype::f16: widen_all(static_cast<const f16*>(array) + at, buffer, count); break;
@@ -23,7 +24,7 @@ const double* doubles(const void* array, Dtype dtype, int64_t at, int64_t count,
   return buffer;
 }
 
-// What is measured of each pair: the error, or one array's own value.
+// The measured number of each pair: the error, or the value of one array.
 void differences(const Call& call, int64_t at, int64_t count, double* out) {
   alignas(64) double first[kLeaf], second[kLeaf];
   const double* x = doubles(call.x, call.dtype, at, count, first);

@@ -1,5 +1,5 @@
-// y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless a fill is
-// asked for.
+// y = (clamp(round(x / s) + z) - z) * s, or the nearest level times s, rounded to x's type. NaN stays NaN unless there
+// is a fill.
 #include <cstring>
 
 #include "detent/bits.hpp"
@@ -23,7 +23,7 @@ DETENT_LOOP void fill(const Call& call, const Params<T>& p, const T* x, T* y, in
   });
 }
 
-// One bit per element: where a gradient will pass.
+// One bit per element: whether its gradient passes.
 template <class Codec, class T>
 DETENT_LOOP void write_mask(const Codec& codec, const Call& call, const Params<T>& p, const T* x, uint8_t* bits, int64_t count) {
   uint8_t pass[kChunk];

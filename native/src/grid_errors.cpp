@@ -1,9 +1,9 @@
-// The error that quantization with a candidate scale and zero point makes on a histogram: the sum over bins of the integral of
-// |x - nearest level|^norm over the bin, whose mass is spread evenly. Norms 1 and 2. A bin is cut at the set's own bounds; one
-// without width is a point.
+// The quantization error of a candidate scale and zero point on a histogram: the sum over bins of the integral of |x -
+// nearest level|^norm, with the mass of a bin spread evenly. Norms 1 and 2. Bins are cut at the bounds of the set; a
+// bin of width zero is a point.
 //
-// The integral from 0 to t, in units of the scale, is n times that over one whole level, plus what is left: f^(norm+1) /
-// (norm + 1), where n is the nearest level and f the distance from it. Beyond the last level n stays and f grows.
+// The integral from 0 to t, in units of the scale, is n times that over one whole level, plus f^(norm+1) / (norm + 1),
+// where n is the nearest level and f the distance from it. Beyond the last level, n is constant and f grows.
 #include "detent/arithmetic.hpp"
 #include "detent/chunks.hpp"
 
@@ -11,10 +11,10 @@ namespace {
 
 using detent::Kind;
 
-constexpr double kNarrow = 0x1p-900;  // a bin no wider is a point: its density might be beyond a double
-constexpr int kLanes = detent::kGridPadding;  // terms are added in so many sums, which are then folded by halves: one order at every level
+constexpr double kNarrow = 0x1p-900;  // a bin of at most this width is a point: its density could overflow
+constexpr int kLanes = detent::kGridPadding;  // partial sums, added up by halves: the order of every level
 
-// The part of the integral beyond a level, an odd function of the distance; and the distance itself to the power.
+// The part of the integral beyond a level, an odd function of the distance; and the power of the distance.
 template <int norm>
 inline double beyond(double f) {
   if constexpr (norm == 2) return f * f * f * (1.0 / 3.0);
@@ -29,7 +29,7 @@ inline double cube(double scale) {
   return norm == 2 ? scale * scale * scale : scale * scale;
 }
 
-// Levels one apart, from first to last.
+// Levels at distance 1, from first to last.
 template <int norm>
 struct Even {
   double nearest(double t) const { return clamped(std::rint(t), first, last); }
@@ -40,7 +40,7 @@ struct Even {
   double first, last;
 };
 
-// Any levels: `middles` lie between them, and whole[i] is the integral up to level i.
+// Any levels: `middles` are their midpoints, and whole[i] is the integral up to level i.
 template <int norm>
 struct Uneven {
   int64_t index(double t) const {
@@ -64,7 +64,7 @@ struct Uneven {
   int64_t count;
 };
 
-// The bins of one set that hold anything, cut at its bounds.
+// The bins of one set that are not empty, cut at its bounds.
 struct Bins {
   Bins(double* scratch, int64_t most)
       : low(scratch), high(low + most), density(high + most), point(density + most), weight(point + most) {}

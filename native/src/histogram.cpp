@@ -1,10 +1,10 @@
-// How many elements of each set fall into each bin. A bin is a sign, an exponent and the leading `bits` bits of a mantissa:
-// the upper bits of a float, so that no range has to be known before. Numbers below the smallest normal float lie in evenly
-// spaced bins from zero on; those beyond the largest float are refused; what is not finite is left out.
+// Counts the elements of each set in each bin. A bin is a sign, an exponent and the leading `bits` bits of a mantissa,
+// the upper bits of a float, so the range need not be known in advance. Numbers below the smallest normal float have
+// bins of equal width, starting at zero. Finite numbers above the largest float are rejected; infinities and NaN are
+// left out.
 //
-// Counts lie as [row][set][bin], and call.rows gives the row of each sign and exponent, or -1. Where elements have none,
-// call.missed says which rows are missing, and only the others are counted. Weighted elements count as often as their
-// weight says.
+// Counts are [row][set][bin], and call.rows maps each sign and exponent to its row, or to -1. Elements without a row
+// are not counted, and call.missed is set for their sign and exponent. With weights, the weights are added up.
 #include <bit>
 #include <cstring>
 
@@ -20,7 +20,8 @@ constexpr int kNonfinite = 255;
 
 inline uint32_t row_key(uint32_t key, int bits) { return key >> bits; }
 
-// The bin of each number: sign, exponent as in a float, mantissa. Returns whether all are in the range of a float.
+// Computes the bin of each number: sign, exponent as in a float, mantissa. Returns whether all are in the range of a
+// float.
 inline bool find_keys(const float* x, uint32_t* keys, int64_t count, int bits) {
   for (int64_t i = 0; i < count; ++i) keys[i] = std::bit_cast<uint32_t>(x[i] + 0.0f) >> (23 - bits);  // + 0: no -0
   return true;
@@ -49,14 +50,14 @@ inline bool find_keys(const double* x, uint32_t* keys, int64_t count, int bits) 
   return good;
 }
 
-// What one thread has counted of a single set, in tables of its own with a place for every key, of which few are touched.
-// Negative numbers and the second table are shifted: processors take addresses that differ by a multiple of 4096 for the
-// same.
+// Counts of one thread for a single set, in its own tables with an entry for every key; only a few entries are used.
+// Negative numbers and the second table are shifted, because CPUs confuse addresses that differ by a multiple of 4096
+// (4K aliasing).
 class Table {
  public:
   static constexpr int64_t kShift = 272;
 
-  // How many doubles of zeros a table needs.
+  // Number of zero doubles that a table needs.
   static int64_t size(int bits) { return (int64_t{kExponents} << bits) + 2 * kShift; }
 
   Table(const Call& call, double* zeros)
@@ -66,13 +67,13 @@ class Table {
         second_(counts_ + kExponents * width_ + 2 * kShift),
         sums_(reinterpret_cast<int64_t*>(zeros)) {}
 
-  // From keys to places in the tables.
+  // Converts keys to indices in the tables.
   void place(uint32_t* keys, int64_t count) const {
     const int sign = call_.bits + 8;
     for (int64_t i = 0; i < count; ++i) keys[i] += (keys[i] >> sign) * static_cast<uint32_t>(kShift);
   }
 
-  // Neighbours go to two tables: equal ones need not wait for one another.
+  // Adjacent elements use different tables, so that equal ones need not wait for each other.
   void count(const uint32_t* __restrict places, int64_t count) {
     uint32_t *first = counts_, *second = second_;
     int64_t i = 0;
@@ -89,7 +90,7 @@ class Table {
     for (int64_t i = 0; i < count; ++i) sums_[places[i]] += weights[i];
   }
 
-  // Adds the rows to the set's counts and forgets them. Returns whether that was all there was.
+  // Adds the rows to the set's counts and resets them. Returns whether no other counts are left.
   bool empty_into(int64_t* counts, int64_t all) {
     for (int row = 0; row < kExponents; ++row) {
       const bool finite = row % 256 != kNonfinite;
@@ -105,7 +106,7 @@ class Table {
     return all == 0;
   }
 
-  // Whether anything was counted that is not finite; of weighted elements it is not known.
+  // Whether non-finite elements were counted; unknown for weighted elements.
   bool has_nonfinite() const {
     bool found = weighted();
     for (const int row : {kNonfinite, kNonfinite + 256}) {
@@ -115,7 +116,7 @@ class Table {
     return found;
   }
 
-  // Forgets what has no row.
+  // Resets the counts without a row.
   void clear() { std::memset(sums_, 0, static_cast<size_t>(size(call_.bits)) * sizeof(double)); }
 
  private:
@@ -136,7 +137,7 @@ class Table {
   const Call& call_;
   int64_t width_;
   uint32_t *counts_, *second_;
-  int64_t* sums_;  // or one table, in the same memory
+  int64_t* sums_;  // or one table of sums, in the same memory
 };
 
 void mark(const Call& call, const uint32_t* keys, int64_t count) {
@@ -149,7 +150,7 @@ void mark(const Call& call, const uint32_t* keys, int64_t count) {
 template <class T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
-// The smallest and largest of all that is no NaN, infinities included.
+// Updates the bounds by all elements except NaN; infinities count.
 template <class T>
 inline void take_extremes(const T* x, int64_t count, Bounds<T>& bounds) {
   constexpr int kLanes = 32;
@@ -169,11 +170,11 @@ inline void take_extremes(const T* x, int64_t count, Bounds<T>& bounds) {
   for (int j = 0; j < kLanes; ++j) take(bounds, low[j], high[j]);
 }
 
-// All elements are one set, which threads share: each counts into a table of its own. Bounds are found on the way.
+// All elements are one set, which threads share: each thread counts into its own table, and updates the bounds.
 template <class In>
 void run_whole(const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;
-  constexpr int64_t kFlush = int64_t{1} << 30;  // elements that a 32-bit count certainly holds
+  constexpr int64_t kFlush = int64_t{1} << 30;  // elements that fit a 32-bit count
   const In* in = static_cast<const In*>(call.x);
   alignas(64) T wide[kChunk];
   alignas(64) uint32_t keys[kChunk];
@@ -207,7 +208,7 @@ void run_whole(const Call& call, int64_t begin, int64_t end) {
       }
     }
     const Held held(*call.merging);
-    // With weights of zero there may be elements without a row that the sum does not tell of.
+    // With weights of zero, the sum does not show elements without a row.
     if (table.empty_into(call.counts, all) && !call.weights) continue;
     for (int64_t at = from; at < to; at += kChunk) {
       const int64_t count = least(to - at, kChunk);
@@ -224,7 +225,7 @@ void run_whole(const Call& call, int64_t begin, int64_t end) {
   if (!good) *call.refused = true;
 }
 
-// Several sets, each of which belongs to one piece of work: a box of a few columns, or of one set.
+// Several sets; each belongs to one piece of work: a box of a few columns, or of one set.
 template <class In>
 void run_sets(const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;

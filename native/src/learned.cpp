@@ -1,4 +1,4 @@
-// The gradients of scale and zero point (LSQ, LSQ+), as block sums of every set:
+// Gradients of scale and zero point (LSQ, LSQ+), as block sums of each set:
 //   scale       g * ((q - z) - t) in range, g * (q - z) where clamped
 //   zero point  -s * g where clamped, 0 in range; integers only
 // NaN in x adds nothing. Works on pieces [begin, end): piece i is block i % blocks of box i / blocks.
@@ -8,7 +8,7 @@
 
 namespace {
 
-// One run of elements with the parameters of one set, or of one set each.
+// Consecutive elements with the parameters of one set, or of one set each.
 template <bool uniform, class Codec, class T>
 DETENT_LOOP void terms(const Codec codec, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
            const T* __restrict g, double* __restrict of_scale, double* __restrict of_zero, int64_t count) {
@@ -75,7 +75,7 @@ void learned(const Call& call, int64_t begin, int64_t end) {
   });
 }
 
-// The sums of the sets [begin, end) from their block sums, each in the place of its first.
+// Adds up the block sums of the sets [begin, end), each into its first block sum.
 void fold_sums(const Call& call, int64_t begin, int64_t end) {
   Boxes boxes(call.layout, call.layout.block, begin);
   for (int64_t set = begin; set < end; ++set) {

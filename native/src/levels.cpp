@@ -1,4 +1,4 @@
-// The table of contents of the kernels: one row per CPU level.
+// Table of the kernels: one row per instruction set.
 #include "detent/levels.hpp"
 
 #if defined(DETENT_X86_LEVELS)
@@ -27,7 +27,7 @@ namespace {
 bool always() { return true; }
 
 #if defined(DETENT_X86_LEVELS)
-// Not every Clang knows the name for __builtin_cpu_supports.
+// Some versions of Clang do not support the name in __builtin_cpu_supports.
 bool has_f16c() {
   unsigned a, b, c, d;
   return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);

@@ -1,8 +1,8 @@
-// The smallest and largest finite element of each set, and how many elements are not finite.
+// The smallest and largest finite element of each set, and the number of non-finite elements.
 //
-// call.low and call.high hold the bounds of every set, (inf, -inf) to begin with; call.nonfinite counts. Minimum and maximum do
-// not depend on order, so that threads meet only where they share a set: there bounds are merged atomically, or a row at a
-// time by one thread.
+// call.low and call.high are the bounds of every set, initially (inf, -inf); call.nonfinite is a counter. Minimum and
+// maximum do not depend on the order. Threads that share a set merge their bounds atomically, or a row at a time under
+// a lock.
 #include <atomic>
 
 #include "detent/arithmetic.hpp"
@@ -10,7 +10,7 @@
 
 namespace {
 
-// A number that several threads may change. std::atomic_ref, which some libraries still lack.
+// A number that several threads may change, like std::atomic_ref, which some standard libraries still lack.
 template <class T>
 class Shared {
  public:
@@ -22,7 +22,7 @@ class Shared {
     __atomic_load(&value_, &seen, __ATOMIC_RELAXED);
     return seen;
   }
-  // Whether it was still `seen` and is now `wanted`; if not, seen is what it is.
+  // Compare-and-swap: stores `wanted` if the value is `seen`; otherwise loads the value into `seen` and returns false.
   bool exchange(T& seen, T wanted) {
     return __atomic_compare_exchange(&value_, &seen, &wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   }
@@ -53,10 +53,10 @@ inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
   }
 }
 
-// One element per set along the row: the row's bounds are taken element by element.
+// Each element of the row has its own set: bounds are updated element by element.
 template <class T>
 void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int64_t count, int64_t& nonfinite) {
-  int found = 0;  // as wide as the data: a row is at most kChunk long
+  int found = 0;  // int, as wide as the data: a row has at most kChunk elements
   for (int64_t i = 0; i < count; ++i) {
     const T v = x[i];
     const bool good = finite(v);
@@ -68,7 +68,8 @@ void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int6
   nonfinite += found;
 }
 
-// Four rows of the same sets, one below the other. Returns whether all is finite; where not, the bounds are any.
+// Updates the bounds by four rows of the same sets. Returns whether all elements are finite; if not, the bounds are
+// undefined.
 template <class T>
 bool take_four_rows(const T* x, T* __restrict low, T* __restrict high, int64_t cols) {
   int bad = 0;
@@ -85,8 +86,8 @@ bool take_four_rows(const T* x, T* __restrict low, T* __restrict high, int64_t c
 
 constexpr int64_t kWide = 4 * kChunk;
 
-// Takes rows of the same sets into lows and highs, from the cursor's on up to `end`; returns where it stopped, or -1 where it
-// was not careful and met something that is not finite.
+// Updates lows and highs by rows of the same sets, from the cursor's row to `end`. Returns the position where it
+// stopped, or -1 if the fast version met a non-finite element.
 template <class In>
 int64_t take_rows(const Call& call, int64_t at, int64_t end, bool careful, compute_t<In>* lows, compute_t<In>* highs,
                   int64_t& nonfinite) {
@@ -133,8 +134,8 @@ void merge_row(const T* __restrict lows, const T* __restrict highs, T* __restric
   }
 }
 
-// Sets of single elements along a row: bounds of rows that share their sets are kept apart until a row with other sets comes.
-// Rows too wide for that are merged a chunk at a time.
+// Each element of a row has its own set: bounds of rows with the same sets are collected in a buffer until a row with
+// different sets follows. Rows too wide for the buffer are merged a chunk at a time.
 template <class In>
 void run_by_element(const Call& call, int64_t begin, int64_t end, int64_t& nonfinite) {
   using T = compute_t<In>;
@@ -176,7 +177,7 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
   for (int64_t at = begin; at < end;) {
     const int64_t set = cursor.set(), run = least(cursor.run(), end - at);
     if (!call.shared && run <= kShort) {
-      // Whole groups belong to this range alone.
+      // Whole groups belong only to this range.
       const int64_t groups = least(cursor.whole_blocks(end - at), kGroups<In> / call.layout.block);
       if (groups > 1) {
         bounds_of_groups(load(in + at, groups * run, wide), groups, run, low + set, high + set, nonfinite);
@@ -186,7 +187,7 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
       }
     }
     const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
-    // A run that ends inside this range belongs to it alone, where every set is one run.
+    // If every set is one run, a run that ends inside this range belongs only to this range.
     merge(low + set, high + set, bounds, call.shared || at == begin || at + run == end);
     cursor.advance(run);
     at += run;

@@ -1,6 +1,7 @@
-// From data to parameters to fake quantized data. `derive` makes scales and zero points of bounds, for the sets [begin, end).
-// `observe` does all three steps for the sets [begin, end), a few at a time while they are in the cache, where every set is
-// one run of memory (call.shared is false); elsewhere minmax, derive and fake_quantize run one after the other.
+// From data to parameters to fake-quantized data. `derive` computes scales and zero points from bounds, for the sets
+// [begin, end). `observe` does all three steps for the sets [begin, end), a few at a time while they are in the cache;
+// each set must be contiguous in memory (call.shared is false). Otherwise minmax, derive and fake_quantize run one
+// after the other.
 #include "detent/arithmetic.hpp"
 #include "detent/bounds.hpp"
 #include "detent/scale_rule.hpp"
@@ -45,7 +46,7 @@ void derive_all(const Call& call, int64_t begin, int64_t end) {
   if (!good) call.refused->store(true, std::memory_order_relaxed);
 }
 
-constexpr int64_t kStage = 8192;  // elements at a time
+constexpr int64_t kStage = 8192;  // elements per stage, which fit the cache
 
 template <class In>
 void observe_sets(const Call& call, detent::Kernel fake_quantize, int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// Codes of 1 to 8 bits between bytes and bits; see bits.hpp for the order.
+// Packing and unpacking of codes of 1 to 8 bits; bits.hpp defines the order.
 #include "detent/bits.hpp"
 #include "detent/call.hpp"
 

@@ -16,7 +16,7 @@
 namespace detent {
 namespace {
 
-// Tells the processor that this is a loop that waits.
+// Tells the CPU that this is a spin loop.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -25,9 +25,9 @@ inline void relax() {
 #endif
 }
 
-// What is open of a job, in one word: how many tasks, how many seats for those who work on it, and which job it is. A worker
-// that wakes late finds nothing open and need not be waited for. A caller that finds no seat left only waits. Who has taken
-// a task may read the rest of the job, because the caller waits for every task that was taken.
+// The open part of a job, in one word: the number of tasks, the number of seats for workers, and the number of the job.
+// A worker that wakes up late finds no open tasks, and nobody waits for it. A caller without a seat only waits. A
+// thread with a task may read the rest of the job, because the caller waits for every task that was taken.
 struct Open {
   static constexpr uint64_t kSeat = uint64_t{1} << 32, kJob = uint64_t{1} << 48;
 
@@ -40,7 +40,7 @@ struct Open {
 
 class Pool {
  public:
-  // False where the pool is busy with another caller's work.
+  // Returns false if the pool is busy with the job of another caller.
   bool run(Task task, const void* context, int64_t count, int helpers) {
     std::unique_lock<std::mutex> turn(busy_, std::try_to_lock);
     if (!turn.owns_lock()) return false;
@@ -67,7 +67,7 @@ class Pool {
       try {
         std::thread(&Pool::serve, this, epoch_.load(std::memory_order_relaxed)).detach();
       } catch (const std::system_error&) {
-        return;  // no more threads to be had: those there are do the work
+        return;  // the system has no more threads: the existing ones do the work
       }
     }
   }
@@ -81,8 +81,8 @@ class Pool {
     }
   }
 
-  // Stays awake for a moment, because the next job often comes soon and to wake a thread takes as long as a small job. Whoever
-  // else wants the processor gets it.
+  // Spins for a moment, because the next job often follows soon, and waking a thread takes as long as a small job. It
+  // yields the core to other threads.
   void linger(uint32_t seen) const {
     const auto until = std::chrono::steady_clock::now() + kLinger;
     while (epoch_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < until) {
@@ -91,7 +91,8 @@ class Pool {
     }
   }
 
-  // Takes a task, and a seat if `seated` is not one of this job. Returns the word it was taken from, or one without tasks.
+  // Takes a task, and also a seat if `seated` is not a seat of this job. Returns the word before, or a word without
+  // tasks.
   Open take(Open seated) {
     Open seen{open_.load(std::memory_order_relaxed)};
     for (;;) {
@@ -111,7 +112,7 @@ class Pool {
     }
   }
 
-  // The last tasks take a moment, less than it takes to fall asleep and be woken.
+  // The last tasks take less time than falling asleep and being woken.
   void finish() {
     constexpr int kPatience = 2000;
     for (int i = 0; i < kPatience && unfinished_.load(std::memory_order_acquire); ++i) relax();
@@ -180,7 +181,7 @@ void Lock::lock() { mutex_.lock(); }
 void Lock::unlock() { mutex_.unlock(); }
 
 void run_tasks(Task task, const void* context, int64_t count, int threads) {
-  constexpr int64_t kMostThreads = 1 << 15, kMostTasks = int64_t{1} << 31;  // that fit an Open
+  constexpr int64_t kMostThreads = 1 << 15, kMostTasks = int64_t{1} << 31;  // the largest numbers that fit an Open
   int64_t most = threads < count ? threads : count;
   most = count > kMostTasks ? 1 : most < kMostThreads ? most : kMostThreads;
   if (const Team joined = most > 1 ? team.load(std::memory_order_relaxed) : nullptr) {

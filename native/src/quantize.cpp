@@ -1,5 +1,5 @@
 // The code of every element, as bytes, words or packed bits: q = clamp(round(x / s) + z), or the nearest level. NaN is
-// reported, and gets the code of the fill.
+// reported, and replaced by the code of the fill.
 #include "detent/bits.hpp"
 #include "detent/chunks.hpp"
 #include "detent/codec.hpp"
@@ -9,14 +9,14 @@ namespace {
 using detent::Codes;
 using detent::Fill;
 
-// Signed and unsigned codes of one width have the same bits: Code is int8_t or int16_t for both. The code of NaN is any until
-// it is filled.
+// Signed and unsigned codes of one bit width have equal bits: Code is int8_t or int16_t for both. The code of NaN is
+// undefined until it is filled.
 template <class Codec, class Code, class T>
 DETENT_LOOP void codes(const Codec codec, const Params<T>& p, const T* x, Code* q, int64_t count) {
   if (p.spread != Spread::grouped) {
     return each(p, count, [=](int64_t i, Unit<T> unit, T zero) { q[i] = static_cast<Code>(codec.code(x[i], unit, zero)); });
   }
-  // In the short loops of groups, narrow results would make for narrow vectors.
+  // In the short loops of groups, narrow results would make the compiler use narrow vectors.
   alignas(64) int32_t wide[kChunk];
   int32_t* to = wide;
   each(p, count, [=](int64_t i, Unit<T> unit, T zero) { to[i] = codec.code(x[i], unit, zero); });

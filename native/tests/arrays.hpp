@@ -1,4 +1,4 @@
-// Arrays: what kernels read and write, filled at random where they read, and compared with the model where they write.
+// Arrays: inputs of kernels, filled at random, and outputs, compared with the model.
 #pragma once
 
 #include <atomic>
@@ -27,14 +27,14 @@ class Arrays : public Tester {
     return read<model::Compute<In>>(c.zero, model::set_of(c.layout, index));
   }
 
-  // Codes, ties and their neighbours, and now and then something special; in guarded memory, and a copy.
+  // Fills with codes, ties and adjacent numbers, and some special values; in guarded memory, and a copy.
   template <class In>
   std::vector<In> data(const Case& c, Place place, const void*& pointer, bool special = true) {
     using T = model::Compute<In>;
     using Limits = std::numeric_limits<T>;
     constexpr T kSpecial[] = {T(0), -T(0), Limits::infinity(), -Limits::infinity(), Limits::denorm_min(), -Limits::min() / 4,
                               Limits::max(), T(6e-8), T(-65519), Limits::quiet_NaN()};
-    const int64_t specials = 9 + dice_.below(2);  // every other array holds NaN
+    const int64_t specials = 9 + dice_.below(2);  // every other array contains NaN
     const bool constant = dice_() % 16 == 0;
     std::vector<In> x;
     for (int64_t i = 0; i < c.layout.size; ++i) {
@@ -54,7 +54,8 @@ class Arrays : public Tester {
     return bytes;
   }
 
-  // Of very different magnitudes: in any other order they have another sum. A quarter are zeros, mostly negative ones.
+  // Very different magnitudes, so that a wrong accumulation order changes the sum. A quarter are zeros, mostly
+  // negative.
   std::vector<double> random_doubles(int64_t count) {
     std::vector<double> numbers;
     const bool zeros = dice_() % 4 == 0;
@@ -62,7 +63,7 @@ class Arrays : public Tester {
     return numbers;
   }
 
-  // Two arrays of the same size, the second of any type, and their elements as pairs.
+  // Two arrays of equal size, the second of any type, and their elements as pairs.
   template <class In>
   std::vector<std::pair<double, double>> pairs(Case& c) {
     constexpr int kExponents[] = {-1024, -5, 0, 7, 1000, 1073};
@@ -107,7 +108,7 @@ class Arrays : public Tester {
     int64_t nonfinite = 0;
   };
 
-  // Empty bounds for the kernel, and what it should make of them.
+  // Empty bounds for the kernel, and the expected bounds.
   template <class In>
   Extremes place_bounds(Case& c, int64_t sets, const std::vector<In>& x) {
     using T = model::Compute<In>;
@@ -131,7 +132,7 @@ class Arrays : public Tester {
     return expected;
   }
 
-  // Zeros of either sign are equal here: the caller makes them positive.
+  // Zeros of either sign are equal here, because the caller makes them positive.
   template <class In>
   void expect_bounds(const Case& c, const Extremes& expected) {
     using T = model::Compute<In>;
@@ -177,7 +178,7 @@ class Arrays : public Tester {
 
   // Sums
 
-  // How many blocks the largest of the sets has.
+  // Number of blocks of the largest set.
   static int64_t blocks_of(const std::vector<std::vector<double>>& terms) {
     size_t most = 0;
     for (const auto& each : terms) most = std::max(most, each.size());
@@ -202,7 +203,7 @@ class Arrays : public Tester {
   template <class T>
   void place_rules_of(Case& c, int64_t sets) {
     constexpr double kScales[] = {0.0123, 0.3, 0.017, 1.0 / 3, 0.5, 1e-3, 40.0};
-    // Now and then the ends of the range in which quotients are corrected, and their neighbours beyond.
+    // Sometimes the limits of the range of corrected quotients, and the adjacent numbers outside.
     const int end = std::is_same_v<T, double> ? 400 : 60;
     const bool at_ends = dice_() % 8 == 0;
     std::vector<T> scale, zero;
@@ -229,7 +230,7 @@ class Arrays : public Tester {
     c.bounds = array<T>(kBounds, bounds);
   }
 
-  // A number in units of the scale: something that can be represented, a tie, or out of range.
+  // A number in units of the scale: a representable value, a tie, or a value out of range.
   double any_ratio(const Case& c) {
     if (!c.format) {
       const int64_t reach = 2 * static_cast<int64_t>(c.qmax - c.qmin) + 9;
@@ -247,7 +248,7 @@ class Arrays : public Tester {
     return dice_.heads() ? size : -size;
   }
 
-  // Numbers of a type, infinite or NaN now and then in one of four arrays, as they are rounded.
+  // Numbers rounded to a type; one array in four has some infinities and NaN.
   template <class In>
   std::vector<double> numbers(Place place, int64_t count, const void*& pointer) {
     const bool special = dice_() % 4 == 0;

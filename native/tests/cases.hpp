@@ -1,4 +1,4 @@
-// Cases: the shapes that arrays are tried in, and rules drawn at random. Over the whole test all rules meet all others.
+// Cases: shapes of arrays, and random rules. Over the whole test, all pairs of rules occur.
 #pragma once
 
 #include <random>
@@ -18,7 +18,7 @@ struct Shape {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The layout of an array whose axes are cut into blocks, as the Python side makes it, and its number of sets.
+// The layout of an array whose axes are divided into blocks, as the Python side computes it, and its number of sets.
 inline Layout layout_of(const Shape& shape, int64_t& sets) {
   Layout layout;
   const size_t last = shape.sizes.size() - 1;
@@ -66,7 +66,7 @@ class Dice {
     return static_cast<Choice>(random_() % static_cast<unsigned>(count));
   }
 
-  // Any rules for integers of 1 to 16 bits or another format.
+  // Random rules for integers of 1 to 16 bits or another format.
   void set_rules(Case& c) {
     c.dtype = one_of<Dtype>(4);
     c.fill = one_of<Fill>(3);
@@ -96,7 +96,7 @@ class Dice {
     c.qmax = c.qmin + std::ldexp(1.0, c.bits) - 1;
   }
 
-  // Other formats know one way to divide and to round, no zero point, and no mask by value.
+  // Other formats have a single way to divide and to round, no zero point, and no mask by value.
   void set_format(Case& c, const model::Format& format) {
     c.format = &format;
     c.kind = format.kind;

@@ -1,4 +1,4 @@
-// Guarded: memory between two pages that no one may touch, so that one byte read or written too far is a crash.
+// Guarded: memory between two inaccessible pages, so that an access of one byte outside crashes.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,7 +12,7 @@
 
 namespace testing {
 
-enum class Side { first, last };  // at which guard page an array lies
+enum class Side { first, last };  // the guard page next to the array
 
 class Guarded {
  public:
@@ -28,7 +28,7 @@ class Guarded {
   Guarded& operator=(const Guarded&) = delete;
   ~Guarded() { munmap(begin_ - page_, size_ + 2 * page_); }
 
-  // An array of that many bytes that touches a guard page; the bytes on its other side hold a pattern.
+  // An array of that many bytes next to a guard page; the bytes on its other side have a pattern.
   uint8_t* place(size_t bytes, Side side) {
     if (bytes + kMargin > size_) fail("a buffer that small for the case");
     array_ = side == Side::last ? begin_ + size_ - bytes : begin_;
@@ -38,7 +38,7 @@ class Guarded {
     return array_;
   }
 
-  // Whether the bytes on the side without a guard page are as they were; true before an array is placed.
+  // Whether the pattern on the side without a guard page is unchanged; true before an array is placed.
   bool intact() const {
     for (size_t i = 0; margin_ && i < kMargin; ++i) {
       if (margin_[i] != kPattern) return false;

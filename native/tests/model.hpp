@@ -1,5 +1,5 @@
-// The model: the numeric contract for one element, one set or one sum at a time, written for clarity, sharing no
-// arithmetic with the kernels.
+// Model: docs/numerics.md for one element, one set or one sum at a time, written for clarity, without any code of the
+// kernels.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using namespace detent;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// A 16-bit float by the widths of its fields. The code of infinity counts as the next power of two where numbers round.
+// A 16-bit float by the widths of its fields. For rounding, infinity counts as the next power of two.
 template <int kMantissa, int kBias>
 struct Small {
   using Compute = float;
@@ -41,7 +41,7 @@ struct Small {
     return static_cast<float>(bits & 0x8000 ? -size : size);
   }
 
-  // The nearest number; of two equally near ones the one with the even code.
+  // The nearest number; for ties, the one with the even code.
   static Small nearest(float x) {
     const uint32_t sign = std::signbit(x) ? 0x8000 : 0;
     if (std::isnan(x)) return {static_cast<uint16_t>(sign | 0x7FFF)};
@@ -91,21 +91,21 @@ In nearest(Compute<In> x) {
   }
 }
 
-// Equal bits, or NaN both.
+// Equal bits, or both NaN.
 template <class In>
 bool same(In a, In b) {
   if (std::isnan(value_of(a)) || std::isnan(value_of(b))) return std::isnan(value_of(a)) && std::isnan(value_of(b));
   return std::memcmp(&a, &b, sizeof a) == 0;
 }
 
-// A format that is no integer. `values` are the finite numbers that encoding chooses among, ascending, without signs where
-// the codes have a sign bit; `levels` is the number of every code.
+// A format other than integers. `values` are the finite values that encoding rounds to, ascending, without sign if
+// codes have a sign bit; `levels` is the value of every code.
 struct Format {
   Kind kind;
   int bits, mantissa, min_exponent;
   std::vector<double> values, levels;
 
-  // The nearest value. Between two of them a float takes the one with the even code, a codebook the lower one.
+  // The nearest value. For ties, a float rounds to the even code, a codebook to the lower value.
   int encode(double t) const {
     const bool floats = kind == Kind::small_floats;
     const double size = floats ? std::fabs(t) : t;
@@ -144,7 +144,7 @@ inline const Format kFormats[] = {
               0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0}),
 };
 
-// A call, and the format of its codes where that is no integer.
+// A call, and the format of its codes if it is not an integer format.
 struct Case : Call {
   const Format* format = nullptr;
 };
@@ -178,7 +178,7 @@ T unclamped(const Case& c, T x, T scale, T zero) {
   return round(t) + zero;
 }
 
-// The code as a number; NaN where x is NaN and nothing is filled in.
+// The code as a number; NaN if x is NaN and there is no fill.
 template <class T>
 T code(const Case& c, T x, T scale, T zero) {
   if (std::isnan(x)) {
@@ -190,14 +190,14 @@ T code(const Case& c, T x, T scale, T zero) {
   return std::clamp(unclamped(c, x, scale, zero), T(c.qmin), T(c.qmax));
 }
 
-// The number that a code stands for at scale 1; of a code that is NaN, NaN.
+// The value of a code at scale 1; NaN for a NaN code.
 template <class T>
 T meaning(const Case& c, T code, T zero) {
   if (!c.format) return code - zero;
   return std::isnan(code) ? code : static_cast<T>(c.format->levels.at(static_cast<size_t>(code)));
 }
 
-// The result of the compute type in the data's type. Only small floats have negative zeros.
+// Converts a result from the compute type to the data's type. Only small floats have negative zeros.
 template <class In>
 In finished(const Case& c, Compute<In> y) {
   const In result = nearest<In>(y);
@@ -209,7 +209,7 @@ In dequantized(const Case& c, Compute<In> code, Compute<In> scale, Compute<In> z
   return finished<In>(c, meaning(c, code, zero) * scale);
 }
 
-// NaN that is filled in is the value of the lowest code, or 0.
+// A fill replaces NaN by the value of the lowest code, or by 0.
 template <class In>
 In fake_quantized(const Case& c, In x, Compute<In> scale, Compute<In> zero) {
   using T = Compute<In>;
@@ -255,7 +255,7 @@ In gradient(const Case& c, In g, In x, Compute<In> scale, Compute<In> zero) {
   return nearest<In>(y);
 }
 
-// What one element adds to the gradients of its scale and zero point.
+// The terms of one element in the gradients of scale and zero point.
 struct Terms {
   double scale, zero;
 };
@@ -277,7 +277,7 @@ inline double folded(std::vector<double> terms, size_t padded) {
   return terms[0];
 }
 
-// The sums of blocks, and their sum in the contract's order.
+// The sums of blocks, and their sum in the fixed accumulation order.
 inline std::vector<double> block_sums(const std::vector<double>& terms) {
   std::vector<double> sums;
   for (auto at = terms.begin(); at != terms.end();) {
@@ -294,7 +294,7 @@ inline double sum_of_blocks(const std::vector<double>& sums) {
   return folded(sums, padded);
 }
 
-// Scale and zero point of a range; without them where there are none.
+// Scale and zero point of a range; empty if the range is invalid.
 template <class T>
 struct Derived {
   bool good;
@@ -339,8 +339,8 @@ Derived<T> derived(const Case& c, double low, double high) {
 
 // Histograms
 
-// Where a number is counted: a row for its sign and exponent, and a bin of evenly spaced ones in it. The row of what is not
-// finite or beyond a float is that of infinity, where nothing is counted.
+// The row and bin of a number: a row for its sign and exponent, with bins of equal width. Non-finite numbers and those
+// outside the range of a float get the row of infinity, where nothing is counted.
 struct Bin {
   int row;
   int64_t place;
@@ -366,7 +366,8 @@ inline long double part_of_error(long double a, long double b, long double level
   return below(b) - below(a);
 }
 
-// The error of levels, which ascend, on mass that is evenly spread from a to b: level by level, each where it is nearest.
+// The error of ascending levels on mass that is evenly spread from a to b: level by level, each where it is the
+// nearest.
 inline double grid_error(const std::vector<double>& levels, int norm, double a, double b, double mass) {
   long double error = 0;
   for (size_t i = 0; i < levels.size(); ++i) {

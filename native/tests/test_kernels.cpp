@@ -1,5 +1,5 @@
-// Every kernel of every CPU level this machine can run, against the model, on arrays that end (or begin) at a guard page:
-// lengths from 0 to 300 in many layouts, and long arrays cut into parts for several threads.
+// Compares every kernel, for every instruction set that this CPU supports, with the model, on arrays that end (or
+// begin) at a guard page: lengths from 0 to 300 in many layouts, and long arrays in parts for several threads.
 // Prints what differs and exits with 1; `native/tests/Makefile` builds it as shipped and under the sanitizers.
 #include "arrays.hpp"
 
@@ -173,7 +173,7 @@ class Tests : public Arrays {
     }
   }
 
-  // Gradients are finite in three of four runs: others would hide the order of the sums.
+  // Gradients are finite in three of four runs, because infinities would hide a wrong accumulation order.
   template <class In>
   void learned(Case& c, int64_t sets) {
     if (!c.layout.size) return;
@@ -202,7 +202,7 @@ class Tests : public Arrays {
     if (c.high_sums) expect_block_sums(c, c.high_sums, zeros);
   }
 
-  // Sets of the layout with numbers for block sums; those a set has no elements for are left alone.
+  // Sets of the layout with block sums; blocks without elements stay unchanged.
   template <class In>
   void fold_sums(Case& c, int64_t sets) {
     if (!c.layout.size) return;
@@ -287,7 +287,7 @@ class Tests : public Arrays {
     }
   }
 
-  // Any change of a byte shows in its block, and in no other; without a change nothing does.
+  // Any change of a byte changes the checksum of its block, and no other.
   template <class In>
   void checksum(Case& c, int64_t) {
     c.layout.size *= 4;
@@ -309,7 +309,8 @@ class Tests : public Arrays {
     }
   }
 
-  // Some of the rows that occur are known, and some that do not; one weight in four is zero. Numbers beyond a float are told.
+  // Some rows that occur have an index, and some rows that do not occur; one weight in four is zero. Numbers outside
+  // the range of a float are reported.
   template <class In>
   void histogram(Case& c, int64_t sets) {
     const std::vector<In> x = data_near_floats<In>(c);
@@ -352,7 +353,7 @@ class Tests : public Arrays {
     expect(refused_.load() == beyond, c, 0, "a number beyond a float overlooked or imagined");
   }
 
-  // As many bins as the array has elements, but few sets and candidates: the model goes through all levels.
+  // As many bins as elements, but few sets and candidates, because the model loops over all levels.
   template <class In>
   void grid_errors(Case& c, int64_t) {
     c.sets = 1 + dice_.below(3);
@@ -420,7 +421,7 @@ class Tests : public Arrays {
 
   static constexpr int64_t kMostBins = 20000, kMostCounts = 300000;
 
-  // Data whose numbers beyond a float are just beyond.
+  // Data with numbers just outside the range of a float.
   template <class In>
   std::vector<In> data_near_floats(Case& c) {
     std::vector<In> x = data<In>(c, kX, c.x);
@@ -433,7 +434,7 @@ class Tests : public Arrays {
     return x;
   }
 
-  // The place of each row or -1: at most 12, most of which occur.
+  // The index of each row, or -1: at most 12 rows, and most of them occur.
   template <class In>
   std::vector<int16_t> some_rows(const Case& c, const std::vector<In>& x, int64_t most) {
     std::vector<int16_t> rows(kExponents, -1);
@@ -468,7 +469,7 @@ class Tests : public Arrays {
 const Tests::Row Tests::kRows[] = {DETENT_FOR_EACH_KERNEL(ROW)};
 #undef ROW
 
-// What these do is the same for every shape of an array.
+// These do not depend on the shape of an array.
 bool knows_no_shape(const Tests::Row& row) {
   for (const auto kernel :
        {&Kernels::error_sums, &Kernels::largest_error, &Kernels::pack, &Kernels::unpack, &Kernels::grid_errors,
@@ -478,7 +479,7 @@ bool knows_no_shape(const Tests::Row& row) {
   return false;
 }
 
-// All shapes of a length, or one in three, which over three lengths are all of them.
+// All shapes of a length, or every third one, so that three lengths cover all shapes.
 void check_length(Tests& tests, const Level& level, const Tests::Row& row, int64_t n, int threads, bool some = false) {
   const std::vector<Shape> all = shapes(n);
   for (size_t i = 0; i < all.size(); ++i) {

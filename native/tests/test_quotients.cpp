@@ -1,7 +1,7 @@
-// Corrected quotients have the bits of divided ones. That they do is a theorem but for two corners, which are tried here in
-// full: inverses that are off by nearly half a unit of their last place, where the scale's mantissa is all ones, and first
-// quotients that are off by nearly 1.5 units, where x and the scale are both just below a power of two. Whatever else comes
-// to mind is tried at random.
+// Checks that corrected quotients have the bits of divided ones. This is proved except for two corner cases, which are
+// tested exhaustively: inverses that are off by nearly half an ulp, where the scale's mantissa is all ones, and first
+// quotients that are off by nearly 1.5 ulp, where x and the scale are both just below a power of two. Other cases are
+// random.
 #include <bit>
 #include <cinttypes>
 #include <cstdio>
@@ -60,7 +60,7 @@ void corners() {
   }
 }
 
-// Scales of any size that is inverted, quotients of any size that matters, and quotients near the middle of two codes.
+// Random invertible scales, quotients of every relevant magnitude, and quotients near the midpoint of two codes.
 template <class T>
 void at_random(int64_t count) {
   std::mt19937_64 dice(7);

@@ -1,4 +1,4 @@
-// Tester: guarded arrays, the kernel as the pool runs it, and a place where differences are counted and told.
+// Tester: guarded arrays, kernels run as the pool runs them, and a counter and printer of differences.
 #pragma once
 
 #include <cinttypes>
@@ -11,7 +11,7 @@
 namespace testing {
 
 constexpr int64_t kLargest = 40000;
-constexpr int64_t kParts = 8;  // of work that is not cut by the grain, at most
+constexpr int64_t kParts = 8;  // at most, for work that is not divided by the grain
 
 template <class T>
 T read(const void* array, int64_t index) {
@@ -29,7 +29,7 @@ inline int bits_at(const void* array, int64_t first, int64_t last) {
   return number;
 }
 
-// Calls body with a value of the type that holds numbers of that dtype.
+// Calls body with a value of the C++ type of that dtype.
 template <class Body>
 void with_type(Dtype dtype, Body body) {
   switch (dtype) {
@@ -45,7 +45,7 @@ class Tester {
   int64_t runs = 0, elements = 0, failures = 0;
 
  protected:
-  // Where arrays lie; each run places its own anew.
+  // Memory of the arrays; each run places its arrays again.
   enum Place { kX, kG, kScale, kZero, kOut, kLow, kHigh, kMask, kSums, kHighSums, kScratch, kLevels, kBounds, kPlaces };
 
   template <class T>
@@ -77,13 +77,13 @@ class Tester {
 
   void launch(const Call& call, int64_t count, int64_t step) { launch(call, level_->kernels.*kernel_, count, step); }
 
-  // The same for elements, whose parts begin at multiples of the grain.
+  // Runs the kernel on elements, in parts that begin at multiples of the grain.
   void launch(const Call& call) {
     const int64_t size = call.layout.size;
     launch(call, size, threads_ > 0 ? kGrain : std::max(size, kGrain));
   }
 
-  // A step for work on sets, blocks or pieces, which may be cut anywhere.
+  // A random step for work on sets, blocks or pieces, which may be divided anywhere.
   int64_t any_step(int64_t count) {
     const int64_t least = std::max<int64_t>(1, ceil_div(count, kParts));
     return threads_ > 0 || dice_.heads() ? least : std::max<int64_t>(1, count);

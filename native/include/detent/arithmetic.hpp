@@ -1,5 +1,5 @@
-// Arithmetic: one number's way from x to its code, as the numeric contract writes it. Each operation rounds once; the
-// compiler must not contract or reassociate (see CMakeLists.txt). Internal linkage, as in half.hpp.
+// Arithmetic: from a number x to its code, as docs/numerics.md defines it. Each operation rounds once; the compiler
+// must not contract or reassociate (see CMakeLists.txt). Internal linkage, as in half.hpp.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ using detent::Dtype;
 using detent::Rounding;
 using detent::ZeroPoint;
 
-// How x / s is computed. `corrected` has the bits of `divide` wherever they matter, at a fraction of its time.
+// How x / s is computed. `corrected` gives the codes of `divide`, and is much faster.
 enum class Quotient { divide, reciprocal, corrected };
 
 #if defined(__FMA__) || defined(__aarch64__)
@@ -38,7 +38,7 @@ constexpr T power_of_two(int exponent) {
   return power;
 }
 
-// The scales that `corrected` takes: products and remainders neither overflow nor lose bits.
+// The scales for which `corrected` is valid: products and remainders neither overflow nor lose bits.
 template <class T>
 constexpr int kInvertible = std::is_same_v<T, double> ? 400 : 60;
 template <class T>
@@ -55,12 +55,12 @@ inline T clamped(T u, T low, T high) {
 
 // x in units of the scale.
 //
-// `corrected` is Markstein's division: with an inverse that is rounded once, a first quotient is off by less than 1.5 units
-// of its last place; adding remainder * inverse in one rounding gives the rounded quotient. (The remainder is exact but where
-// the first quotient is off by more than one unit, and there its own rounding does not move the sum across a midpoint.)
-// In float that holds for quotients from 2^-30 to 2^20 of an invertible scale, in double for far more. Smaller ones may lose
-// bits and the sign of a zero, which does not change the nearest code; larger ones, and infinity, must be clamped before.
-// native/tests/test_quotients.cpp tries the corners.
+// `corrected` is Markstein's division: with an inverse that is rounded once, the first quotient is off by less than 1.5
+// ulp, and adding remainder * inverse with one rounding gives the rounded quotient. (The remainder is exact unless the
+// first quotient is off by more than one ulp; then its rounding error does not move the sum across a midpoint.) In
+// float, this holds for an invertible scale and quotients from 2^-30 to 2^20, in double for a far larger range. Smaller
+// quotients may lose bits and the sign of a zero, which does not change the nearest code; larger ones, and infinity,
+// must be clamped before. native/tests/test_quotients.cpp checks the corner cases.
 template <Quotient how, class T>
 inline T quotient(T x, Unit<T> unit) {
   if constexpr (how == Quotient::divide) {

@@ -1,5 +1,5 @@
-// Bits: codes of 1 to 8 bits side by side, element 0 in the lowest bits; eight elements fill `bits` bytes.
-// Internal linkage, as in half.hpp.
+// Bits: codes of 1 to 8 bits without gaps, element 0 in the lowest bits; eight elements fill `bits` bytes. Internal
+// linkage, as in half.hpp.
 #pragma once
 
 #include <bit>
@@ -55,7 +55,7 @@ inline void with_bits(int bits, Body body) {
   }
 }
 
-// Pairs of nibbles, an even number of them: plain enough for vector code.
+// Pairs of nibbles, an even number of them: simple enough for the compiler to vectorize.
 inline void pack_nibbles(const uint8_t* __restrict in, uint8_t* __restrict out, int64_t count) {
   for (int64_t i = 0; i < count / 2; ++i) {
     uint16_t pair;

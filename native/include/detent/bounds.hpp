@@ -1,4 +1,4 @@
-// Bounds: the smallest and largest finite of a run of numbers. Internal linkage, as in half.hpp.
+// Bounds: the smallest and largest finite number of consecutive elements. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <cstring>
@@ -25,8 +25,8 @@ inline bool finite(T x) {
   return x - x == T(0);
 }
 
-// The bounds of the finite elements, and their number taken off. NaN loses every comparison; infinities are rare enough for
-// a second look, which a sum of zeros asks for: x - x is 0 unless x is not finite.
+// Updates the bounds by the finite elements, and subtracts their number. NaN loses every comparison. Infinities are
+// rare, so they get a second pass: the sum of x - x shows them, because x - x is 0 only for finite x.
 template <int lanes, class T>
 Bounds<T> bounds_of(const T* __restrict x, int64_t count, int64_t& nonfinite) {
   Bounds<T> all;
@@ -69,9 +69,9 @@ Bounds<T> bounds_of(const T* __restrict x, int64_t count, int64_t& nonfinite) {
   return all;
 }
 
-// Short groups, eight at a time: the columns of eight groups are taken together in vectors of eight lanes, and the lanes then
-// in three steps that exchange them between two vectors each. Written with the vectors of GCC and Clang, which exist for
-// every processor; the bounds of short groups take much longer without.
+// Short groups are reduced eight at a time: first the columns of eight groups in vectors of eight lanes, then the lanes
+// in three steps that exchange them between two vectors. This uses the vector extensions of GCC and Clang, which exist
+// for every CPU; without them, short groups are much slower.
 #if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
 #define DETENT_SHUFFLES 1
 typedef float Floats __attribute__((vector_size(32)));
@@ -79,7 +79,7 @@ typedef double Doubles __attribute__((vector_size(64)));
 template <class T>
 using Lanes = std::conditional_t<std::is_same_v<T, double>, Doubles, Floats>;
 
-// By reference: a vector wider than a level's own has no settled way to be passed.
+// By reference, because the ABI for vectors wider than those of the instruction set is not fixed.
 struct Lower {
   template <class V>
   void operator()(V& bound, const V& x) const { bound = x < bound ? x : bound; }
@@ -89,7 +89,7 @@ struct Higher {
   void operator()(V& bound, const V& x) const { bound = x > bound ? x : bound; }
 };
 
-// Leaves in lane i of v[0] the bound over the lanes of v[i].
+// Stores the bound over the lanes of v[i] in lane i of v[0].
 template <class V, class Take>
 inline void across(V* v, Take take) {
   for (int i = 0; i < 4; ++i) {
@@ -107,8 +107,8 @@ inline void across(V* v, Take take) {
   take(v[0], __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15));
 }
 
-// The bounds of eight groups of `size` elements, a multiple of 8. Returns whether all elements are finite; where not, the
-// bounds are any.
+// Computes the bounds of eight groups of `size` elements, a multiple of 8. Returns whether all elements are finite; if
+// not, the bounds are undefined.
 template <class T>
 inline bool bounds_of_eight(const T* x, int64_t size, T* low, T* high) {
   using V = Lanes<T>;
@@ -136,9 +136,9 @@ inline bool bounds_of_eight(const T* x, int64_t size, T* low, T* high) {
 }
 #endif
 
-constexpr int64_t kShort = 512;  // up to this many elements, groups are taken eight at a time
+constexpr int64_t kShort = 512;  // groups up to this size are reduced eight at a time
 
-// The bounds of groups that lie one after the other, each of `size` elements.
+// Computes the bounds of consecutive groups of `size` elements.
 template <class T>
 void bounds_of_groups(const T* x, int64_t groups, int64_t size, T* low, T* high, int64_t& nonfinite) {
   int64_t group = 0;
@@ -159,11 +159,11 @@ void bounds_of_groups(const T* x, int64_t groups, int64_t size, T* low, T* high,
   }
 }
 
-// How many short groups are taken at once: as many as fit the buffer where numbers are widened first.
+// Number of short groups per call; if numbers are widened first, as many as fit the buffer.
 template <class In>
 constexpr int64_t kGroups = std::is_same_v<In, compute_t<In>> ? kLongChunk : kChunk;
 
-// The bounds of a run of any length.
+// Computes the bounds of consecutive elements, of any number.
 template <class In>
 Bounds<compute_t<In>> bounds_of_run(const In* in, int64_t run, compute_t<In>* buffer, int64_t& nonfinite) {
   if constexpr (std::is_same_v<In, compute_t<In>>) return bounds_of<32>(in, run, nonfinite);

@@ -1,4 +1,4 @@
-// Call: everything one run of a kernel needs, decided by the plan. Plain data; no Python, no ownership.
+// Call: the arguments of one kernel run, set by the plan. Plain data, without Python objects and ownership.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,15 @@ enum class Dtype : int { f16, bf16, f32, f64 };
 enum class Division : int { divide, reciprocal };
 enum class ZeroPoint : int { after_round, before_round };
 enum class Rounding : int { half_even, half_away, floor };
-enum class Fill : int { none, zero_point, qmin };          // the code NaN gets
+enum class Fill : int { none, zero_point, qmin };          // the code that replaces NaN
 enum class Mask : int { identity, code, value, hard_tanh };  // where the gradient passes
 enum class Grad : int { fake, quantize };                  // quantize: divided by the scale
 enum class Kind : int { integers, small_floats, codebook };  // of the format
 
-// What error_sums adds up; squares and products are of values times their factor.
+// The terms of error_sums; in squares and products, values are multiplied by their factor first.
 enum class Term : int { value, square, squared_error, absolute_error, product };
 
-// From a range to a scale and zero point; the kinds are those of a convention, and its zero-range rule.
+// Rule that derives scale and zero point from a range; its kinds are those of a convention and its zero-range rule.
 enum class Symmetric : int { affine, qmax, half_span, tight };
 enum class ZeroRange : int { unit, unit_at_qmin, eps, width, error };
 
@@ -29,12 +29,12 @@ struct ScaleRule {
   Symmetric symmetric = Symmetric::affine;
   ZeroRange zero_range = ZeroRange::unit;
   double floor = 0;        // eps, width
-  double zero_point = 0;   // where symmetric
+  double zero_point = 0;   // if symmetric
   bool include_zero = true;
-  bool half_away = false;  // how zero points round
+  bool half_away = false;  // rounding of zero points
 };
 
-// How codes lie in memory: one per byte, one per two bytes, or packed at `bits` each.
+// Storage of codes: one per byte, one per two bytes, or packed at `bits` each.
 enum class Codes : int { bytes, words, packed };
 
 struct Call {
@@ -46,7 +46,7 @@ struct Call {
   Fill fill = Fill::none;
   Mask mask = Mask::code;
   Grad grad = Grad::fake;
-  bool find_nan = false;   // whether fake_quantize looks for NaN; quantize always does
+  bool find_nan = false;   // whether fake_quantize checks for NaN; quantize always does
   bool exclusive = false;  // bounds of the mask
   bool is_signed = true;   // of the codes
   bool no_zero = false;    // every zero point is 0
@@ -57,8 +57,8 @@ struct Call {
   Kind kind = Kind::integers;
   int mantissa = 0, min_exponent = 0;  // small floats: bits of the mantissa, exponent of the smallest normal number
   double largest = 0;                  // small floats: the largest finite value
-  const void* levels = nullptr;        // other formats than integers: the value of each of 256 codes, compute type
-  const void* bounds = nullptr;        // codebooks: what a ratio must exceed to get the next code, compute type
+  const void* levels = nullptr;        // not for integers: the value of each of 256 codes, compute type
+  const void* bounds = nullptr;        // codebooks: rounding boundaries between codes, compute type
 
   const void* x = nullptr;
   const void* g = nullptr;
@@ -70,12 +70,12 @@ struct Call {
   void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type unless wide_bounds
   void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
-  Lock* merging = nullptr;  // minmax and histogram: held while what parts have found is merged
+  Lock* merging = nullptr;  // minmax and histogram: held while the results of parts are merged
 
-  uint8_t* mask_bits = nullptr;          // fake_quantize: where the mask goes, one bit per element; null for none
+  uint8_t* mask_bits = nullptr;          // fake_quantize: output for the mask, one bit per element, or null
   const uint8_t* mask_in = nullptr;      // masked_backward: the mask
 
-  // Sums: `blocks` per set, one per kLeaf elements; high_sums are those of the zero points, null for none.
+  // Sums: `blocks` per set, one per kLeaf elements; high_sums are for the zero points, or null.
   double* sums = nullptr;
   double* high_sums = nullptr;
   int64_t blocks = 1, tile = 1;
@@ -88,41 +88,42 @@ struct Call {
   Dtype second_dtype = Dtype::f32;          // error_sums: of g
   double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: of x (or the error), and of g
 
-  // histogram: the row of each sign and exponent or -1, and what is counted in each row, set and bin of `bits` bits.
+  // histogram: the row of each sign and exponent, or -1, and the counts of each row, set and bin of `bits` bits.
   const int16_t* rows = nullptr;
-  const int64_t* weights = nullptr;  // of each element; null for 1
+  const int64_t* weights = nullptr;  // of each element; null means 1
   int64_t* counts = nullptr;
-  uint8_t* missed = nullptr;  // set where an element has no row
+  uint8_t* missed = nullptr;  // set for signs and exponents that occur but have no row
   int64_t sets = 1;
 
-  // grid_errors: bins with lower and upper ends, their mass in each set, and `candidates` scales and zero points per set.
+  // grid_errors: lower and upper edges of bins, their mass in each set, and `candidates` scales and zero points per
+  // set.
   const double *lower = nullptr, *upper = nullptr, *mass = nullptr, *scales = nullptr, *zeros = nullptr;
-  const double *middles = nullptr, *whole = nullptr;  // of uneven levels: between them, and the error up to each
+  const double *middles = nullptr, *whole = nullptr;  // uneven levels: midpoints, and the integral of the error up to each
   double* errors = nullptr;
   int64_t bins = 0, candidates = 0, level_count = 0;
   double norm = 2;
 
-  ScaleRule rule;             // observe, derive: from bounds
-  bool wide_bounds = false;   // derive: low and high are double, whatever the compute type
-  void* scale_out = nullptr;  // to scales and zero points
+  ScaleRule rule;             // observe, derive: scales and zero points of bounds
+  bool wide_bounds = false;   // derive: low and high are double for every compute type
+  void* scale_out = nullptr;  // observe, derive: output
   void* zero_out = nullptr;
-  std::atomic<bool>* refused = nullptr;  // set where a range gives no parameters
+  std::atomic<bool>* refused = nullptr;  // set if a range is invalid
 
-  std::atomic<bool>* saw_nan = nullptr;       // set where NaN was met and looked for
-  std::atomic<int64_t>* nonfinite = nullptr;  // minmax: how many elements are not finite
+  std::atomic<bool>* saw_nan = nullptr;       // set if NaN was checked for and occurs
+  std::atomic<int64_t>* nonfinite = nullptr;  // minmax: number of non-finite elements
 };
 
 constexpr int64_t kGrain = 4096;
-constexpr int64_t kLeaf = 1024;  // elements of a block of a sum
-constexpr int64_t kTile = 16;    // sets of single columns that are summed together
-constexpr int64_t kChecked = 65536;  // bytes of a block of a checksum
-constexpr int kExponents = 512;  // of a float, with the sign
+constexpr int64_t kLeaf = 1024;  // elements per block of a sum
+constexpr int64_t kTile = 16;    // sets of single columns per box
+constexpr int64_t kChecked = 65536;  // bytes per block of a checksum
+constexpr int kExponents = 512;  // exponents of float32, times two signs
 
-// The scratch of a part of grid_errors: so many arrays, each of the bins and some more.
+// Scratch memory per part of grid_errors: this many arrays, each of the number of bins plus padding.
 constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 
-// One table per CPU level. A kernel works on elements [begin, end) of the flat array, begin a multiple of kGrain; those that
-// sum on pieces, blocks or sets, as they say.
+// One table per instruction set. A kernel processes elements [begin, end) of the flat array, where begin is a multiple
+// of kGrain; kernels that sum process pieces, blocks or sets, as documented there.
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \

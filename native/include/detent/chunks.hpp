@@ -1,11 +1,11 @@
-// Chunks: an array cut into pieces that fit the first cache, each with the scales and zero points of its elements.
+// Chunks: pieces of an array that fit the L1 cache, each with the scales and zero points of its elements.
 //
-// A chunk that lies in one set is uniform: one scale, one zero point. One that is made of equal short sets is grouped. Any
-// other has one of each per element, taken straight from the parameters where they lie element by element, or spread into a
-// buffer where sets are short.
-// Who needs no buffer of a chunk's size may ask for chunks beyond kChunk, which come where the parameters need none either.
-// Every chunk but the last of a range starts and ends at a multiple of 8 elements, so that packed codes fill whole bytes.
-// Internal linkage, as in half.hpp.
+// A chunk inside one set is uniform: one scale, one zero point. A chunk of equal short sets is grouped. Any other chunk
+// has a scale and zero point per element: read directly from the parameters if each element is its own set, else
+// expanded into a buffer.
+// A caller without a buffer of chunk size may request chunks larger than kChunk; it gets them if the parameters need no
+// buffer either. Every chunk except the last of a range starts and ends at a multiple of 8 elements, so packed codes
+// fill whole bytes. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <type_traits>
@@ -20,7 +20,7 @@ namespace {
 using detent::Call;
 using detent::Division;
 
-// Holds a lock for as long as it lives.
+// Holds a lock until it is destroyed.
 class Held {
  public:
   explicit Held(detent::Lock& lock) : lock_(lock) { lock_.lock(); }
@@ -34,22 +34,22 @@ class Held {
 
 constexpr int64_t kChunk = 1024;
 constexpr int64_t kLongChunk = 4 * kChunk;
-constexpr int64_t kLong = 128;   // from this many elements on, a run is a chunk of its own
-constexpr int64_t kRow = 4 * kChunk;  // up to this many columns, the inverses of a row are kept
-constexpr int64_t kGroup = 256;  // up to this many elements, equal sets share a chunk
+constexpr int64_t kLong = 128;   // a run of at least this many elements is a separate chunk
+constexpr int64_t kRow = 4 * kChunk;  // the inverses of a row of up to this many columns are cached
+constexpr int64_t kGroup = 256;  // equal sets of up to this many elements share a chunk
 
 template <class In>
 using compute_t = std::conditional_t<std::is_same_v<In, double>, double, float>;
 
 enum class Spread { uniform, grouped, by_element };
 
-// The parameters of one chunk. Inverses are there where quotients are by reciprocal, or may be corrected; elsewhere any.
+// The parameters of one chunk. Inverses are valid only if quotients use the reciprocal or may be corrected.
 template <class T>
 struct Params {
   Spread spread;
-  bool invertible;                     // all scales are within the range of corrected quotients
-  T scale, inverse, zero;              // where uniform
-  const T *scales, *inverses, *zeros;  // where not: per group, or per element
+  bool invertible;                     // corrected quotients are valid for all scales
+  T scale, inverse, zero;              // if uniform
+  const T *scales, *inverses, *zeros;  // if not uniform: per group, or per element
   int64_t group;                       // elements of a group, a multiple of kStride
 };
 
@@ -62,17 +62,17 @@ struct Params {
 #define DETENT_INDEPENDENT
 #endif
 
-// A loop that is compiled once for all who call it. They hand over a whole chunk, so that the call costs nothing.
+// A loop that is compiled once for all callers. They pass a whole chunk, so the cost of the call is negligible.
 #if defined(__GNUC__)
 #define DETENT_LOOP __attribute__((noinline))
 #else
 #define DETENT_LOOP
 #endif
 
-constexpr int kStride = 16;  // short groups are worked on in strides of this many elements
+constexpr int kStride = 16;  // short groups are processed in strides of this many elements
 
-// Calls body(i, unit, zero) for every element of a chunk, in loops that become vector code where body is plain
-// arithmetic on arrays at i. Arrays are the same or do not overlap.
+// Calls body(i, unit, zero) for every element of a chunk, in loops that the compiler vectorizes if body is plain
+// arithmetic on arrays at i. Two arrays are either identical or do not overlap.
 template <class T, class Body>
 inline void each(const Params<T>& p, int64_t count, Body body) {
   if (p.spread == Spread::uniform) {
@@ -97,7 +97,7 @@ inline void each(const Params<T>& p, int64_t count, Body body) {
   }
 }
 
-// The zero point of one element, where there is no hurry.
+// The zero point of one element, for code that need not be fast.
 template <class T>
 inline T zero_at(const Params<T>& p, int64_t i) {
   return p.spread == Spread::uniform ? p.zero : p.zeros[p.spread == Spread::grouped ? i / p.group : i];
@@ -108,7 +108,7 @@ inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 template <class T>
 class Chunks {
  public:
-  // Inverses are made where quotients are asked for, once per row: they stay for the rows that share its sets.
+  // Inverses are computed only if quotients are needed, once for all consecutive rows of the same sets.
   Chunks(const Call& call, int64_t begin, int64_t limit = kChunk, bool quotients = true)
       : cursor_(call.layout, begin),
         limit_(limit),
@@ -259,7 +259,7 @@ class Chunks {
   alignas(64) T row_inverses_[kRow];
 };
 
-// Over a chunk that is still in the cache: no second pass over memory. One comparison looks at two elements.
+// Reads a chunk that is still in the cache. One comparison checks two elements.
 template <class T>
 DETENT_LOOP bool has_nan(const T* x, int64_t count) {
   const int64_t half = count / 2;
@@ -268,7 +268,7 @@ DETENT_LOOP bool has_nan(const T* x, int64_t count) {
   return missing != 0;
 }
 
-// The next elements as the compute type: the array itself where it has that type, a widened copy where not.
+// The next elements in the compute type: the array itself if it has that type, else a widened copy.
 template <class In>
 inline const compute_t<In>* load(const In* in, int64_t count, compute_t<In>* buffer) {
   if constexpr (std::is_same_v<In, compute_t<In>>) {
@@ -279,7 +279,7 @@ inline const compute_t<In>* load(const In* in, int64_t count, compute_t<In>* buf
   }
 }
 
-// The results in the data's type. Where zeros have no sign, a tiny value that rounds to zero is a positive zero.
+// The results in the data's type. If the format has no signed zeros, a tiny value that rounds to zero becomes +0.
 template <class In>
 inline void store(const compute_t<In>* y, In* out, int64_t count, bool signed_zeros) {
   narrow_all(y, out, count);

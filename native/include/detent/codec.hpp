@@ -1,4 +1,4 @@
-// Codec: one number's way to its code, and to the value of that code, for every kind of format.
+// Codec: encodes a number to its code, and to the value of that code, for every kind of format.
 //
 //   ratio(x, unit)         t: x in units of the scale
 //   code(x, unit, zero)    the code; that of NaN is any
@@ -6,7 +6,7 @@
 //   inside(x, unit, zero)  whether x is not clamped
 //   twin()                 a codec of the same codes, values and sides that corrects quotients instead of dividing
 //
-// A codec is a few numbers that a loop keeps in registers. Internal linkage, as in half.hpp.
+// A codec has only a few numbers, so a loop keeps it in registers. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <bit>
@@ -23,7 +23,7 @@ struct QuickIntegers;
 template <class Rule, class T>
 struct Integers {
   static constexpr bool signed_zeros = false;  // whether a result may be a negative zero
-  // Rounding down tells a tiny negative quotient from zero; half_away could have a twin and is too rare for one.
+  // No twin for floor, which distinguishes a tiny negative quotient from zero, nor for half_away, which is rarely used.
   static constexpr bool has_twin = Rule::quotient == Quotient::divide && Rule::rounding == Rounding::half_even;
   using Twin = QuickIntegers<Rule::zero_point, T>;
 
@@ -40,7 +40,7 @@ struct Integers {
     return clamped(unclamped<Rule>(x, unit, zero), low, high) - zero + T(0);  // + 0: no negative zero
   }
 
-  // Codes before clamping are whole numbers, so that exclusive bounds are inclusive ones a step further in.
+  // Codes before clamping are integers, so exclusive bounds equal inclusive bounds that are one code narrower.
   bool inside(T x, Unit<T> unit, T zero) const {
     const T u = unclamped<Rule>(x, unit, zero);
     return (u >= first) & (u <= last);
@@ -54,17 +54,17 @@ struct Integers {
   T low, high, first, last;
 };
 
-// Clamps x to the values of the extreme codes instead of clamping codes. Rounding is monotone, and the value of a code, in
-// units of the scale, is within two roundings of a whole number: it rounds to that code.
+// Clamps x to the values of the lowest and highest code instead of clamping codes. This is equivalent: rounding is
+// monotone, and the value of a code, divided by the scale, rounds to that code.
 template <ZeroPoint zero_rule, class T>
 struct QuickIntegers {
   using Rule = Rules<Quotient::corrected, zero_rule, Rounding::half_even>;
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
-  static constexpr T kWhole = std::is_same_v<T, double> ? T(3ll << 51) : T(3 << 22);  // where neighbours are 1 apart
+  static constexpr T kWhole = std::is_same_v<T, double> ? T(3ll << 51) : T(3 << 22);  // ulp 1
 
   QuickIntegers(T low_, T high_, T first_, T last_) : low(low_), high(high_), first(first_), last(last_) {}
 
-  // Adding kWhole rounds to a whole number, which is then in the lowest bits. NaN becomes the lowest value.
+  // Adding kWhole rounds to an integer, which is then in the lowest bits. NaN becomes the lowest value.
   int32_t code(T x, Unit<T> unit, T zero) const {
     const T lowest = (low - zero) * unit.scale, highest = (high - zero) * unit.scale;
     const T raised = x > lowest ? x : lowest, within = raised < highest ? raised : highest;
@@ -84,7 +84,7 @@ struct QuickIntegers {
     }
   }
 
-  // Clamped two codes further out, so that the code before clamping can still be told.
+  // The clamp range is two codes wider, so that the mask can still see codes outside of the range.
   bool inside(T x, Unit<T> unit, T zero) const {
     const T nearby = clamped(x, (low - zero - T(2)) * unit.scale, (high - zero + T(2)) * unit.scale);
     const T u = unclamped<Rule>(nearby, unit, zero);
@@ -94,7 +94,7 @@ struct QuickIntegers {
   T low, high, first, last;
 };
 
-// What small floats and codebooks share: no zero point, division by the scale, and a mask by the ratio.
+// Base of small floats and codebooks: no zero point, division by the scale, and a mask by the ratio.
 template <Quotient how, class T>
 struct Ratios {
   static constexpr bool has_twin = how == Quotient::divide;
@@ -118,7 +118,8 @@ struct Ratios {
   bool exclusive;
 };
 
-// Sign, exponent and mantissa. A magnitude is a whole number of steps of its binade; below the normals the step stays.
+// Sign, exponent and mantissa. A magnitude is an integer multiple of the step of its binade; subnormals have the step
+// of the smallest normal numbers.
 template <Quotient how, class T>
 struct SmallFloats : Ratios<how, T> {
   using Twin = SmallFloats<Quotient::corrected, T>;
@@ -155,7 +156,7 @@ struct SmallFloats : Ratios<how, T> {
   int mantissa, sign;
 
  private:
-  // The sign is that of x: a corrected ratio may lose that of a zero.
+  // The sign is taken from x, because a corrected ratio may lose the sign of a zero.
   int32_t encode(T t, T x) const {
     const Bits exponent = exponent_of(t);
     const Bits binades = (exponent - smallest) >> (kMantissa - mantissa);
@@ -175,7 +176,7 @@ struct SmallFloats : Ratios<how, T> {
 
   T step(Bits exponent) const { return std::bit_cast<T>(exponent - (Bits(mantissa) << kMantissa)); }
 
-  // Exact but for the rounding to a whole number: the step is a power of two.
+  // Exact except for the rounding to an integer, because the step is a power of two.
   T steps(T t, Bits exponent) const {
     const Bits inverse = (2 * kBias << kMantissa) - (exponent - (Bits(mantissa) << kMantissa));
     return std::rint(magnitude(t) * std::bit_cast<T>(inverse));
@@ -219,7 +220,7 @@ struct Codebook : Ratios<how, T> {
   T bounds[kBounds], levels[kBounds + 1];
 };
 
-// Calls body(codec), with the codec's twin where there is one and the scales allow for it.
+// Calls body(codec), with the codec's twin if there is one and the scales allow it.
 template <class Codec, class Body>
 inline void with_quickest(const Codec& codec, bool invertible, Body body) {
   if constexpr (kFused && Codec::has_twin) {

@@ -10,7 +10,7 @@ using detent::Axis;
 using detent::kMaxLead;
 using detent::Layout;
 
-// The position of a kernel in an array: row by row, with the set of the current element. Divides only when it is made.
+// The position of a kernel in an array: row by row, with the set of the current element. Only the constructor divides.
 class Cursor {
  public:
   Cursor(const Layout& layout, int64_t position) : layout_(layout) {
@@ -26,12 +26,12 @@ class Cursor {
     left_ = layout.block - col % layout.block;
   }
 
-  // The set of the current element, and how many elements from here on share it (at least 1).
+  // The set of the current element, and the number of elements from here on that share it (at least 1).
   int64_t set() const { return set_; }
   int64_t run() const { return left_ < rest_of_row() ? left_ : rest_of_row(); }
   int64_t rest_of_row() const { return layout_.cols - col; }
 
-  // Forward by at most run() elements, or rest_of_row() where each element has a set of its own.
+  // Moves forward by at most run() elements, or rest_of_row() if each element has its own set.
   void advance(int64_t count) {
     col += count;
     if (col == layout_.cols) {
@@ -44,13 +44,13 @@ class Cursor {
     }
   }
 
-  // How many whole blocks begin here and end within `rest` elements of this row; 0 inside a block.
+  // Number of whole blocks that begin here and end within `rest` elements of this row; 0 inside a block.
   int64_t whole_blocks(int64_t rest) const {
     if (left_ != layout_.block) return 0;
     return (rest < rest_of_row() ? rest : rest_of_row()) / layout_.block;
   }
 
-  // How many rows from this one on have the same sets.
+  // Number of rows from this one on that have the same sets.
   int64_t equal_rows() const {
     if (layout_.lead == 0) return 1;
     const Axis& axis = layout_.axis[layout_.lead - 1];
@@ -58,7 +58,7 @@ class Cursor {
     return in_block < axis.size - index ? in_block : axis.size - index;
   }
 
-  // Forward by so many blocks, from the start of one.
+  // Moves forward by that many blocks, from the start of a block.
   void advance_blocks(int64_t blocks) {
     col += blocks * layout_.block;
     set_ += blocks;

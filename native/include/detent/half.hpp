@@ -1,5 +1,6 @@
-// float16 and bfloat16 to and from float32, one rounding, ties to even, bit for bit what NumPy and ml_dtypes do.
-// Included by the kernels only: everything has internal linkage, so that no CPU level's code leaks into another's.
+// Conversion of float16 and bfloat16 to and from float32: one rounding, ties to even, bit for bit as in NumPy and
+// ml_dtypes. Included only by kernels. Everything has internal linkage, so the linker cannot mix code of different
+// instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +37,10 @@ inline float widen(bf16 x) { return float_of(static_cast<uint32_t>(x.bits) << 16
 inline float widen(f16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
   const uint32_t rest = x.bits & 0x7FFF;
-  if (rest >= 0x7C00) {  // infinite or NaN, which becomes quiet
+  if (rest >= 0x7C00) {  // infinity, or NaN, which becomes quiet
     return float_of(sign | 0x7F800000 | (rest & 0x3FF) << 13 | (rest > 0x7C00 ? 0x400000 : 0));
   }
-  // Subnormals and normals alike: shift into place and correct the exponent by an exact multiplication.
+  // Subnormal and normal numbers: shift into place, and correct the exponent by an exact multiplication.
   return float_of(sign | bits_of(float_of(rest << 13) * float_of(0x77800000)));  // 2^112
 }
 
@@ -58,11 +59,11 @@ inline void narrow(float x, f16& out) {
   const uint32_t rest = bits & 0x7FFFFFFF;
   if (rest > 0x7F800000) {
     out.bits = static_cast<uint16_t>(sign | 0x7E00 | (rest >> 13 & 0x3FF));
-  } else if (rest >= 0x47800000) {  // 2^16 and beyond, infinities too
+  } else if (rest >= 0x47800000) {  // 2^16 and above, including infinity
     out.bits = static_cast<uint16_t>(sign | 0x7C00);
-  } else if (rest < 0x38800000) {  // below the normals: adding 0.5 aligns the last place of the result
+  } else if (rest < 0x38800000) {  // subnormal: adding 0.5 aligns the last bit of the result
     out.bits = static_cast<uint16_t>(sign | (bits_of(float_of(rest) + 0.5f) - 0x3F000000));
-  } else {  // rounding may carry into the exponent, and from the largest number into infinity
+  } else {  // rounding may carry into the exponent, and turn the largest number into infinity
     out.bits = static_cast<uint16_t>(sign | ((rest - 0x38000000 + 0xFFF + (rest >> 13 & 1)) >> 13));
   }
 }

@@ -1,8 +1,8 @@
-// Layout: how a C-contiguous array falls into sets, reduced to rows and columns.
+// Layout: the division of a C-contiguous array into parameter sets, reduced to rows and columns.
 //
-// Adjacent axes that are both spanned whole by a set, or both split into single indices, are one axis to a kernel. What is
-// left is a last axis of `cols` elements, of which `block` consecutive ones share a set, and at most kMaxLead leading
-// axes, each with its own block. Element (r, c) belongs to set `row_offset(r) + c / block`.
+// Adjacent axes are merged if a set spans both entirely, or if each index of both has its own set. The result is a last
+// axis of `cols` elements, where `block` consecutive elements share a set, and at most kMaxLead leading axes, each with
+// its own block. Element (r, c) belongs to set `row_offset(r) + c / block`.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Axis {
 struct Layout {
   int64_t size = 0;   // elements: rows * cols
   int64_t cols = 1;   // elements of the last axis
-  int64_t block = 1;  // elements of the last axis that share a set; cols where all do
+  int64_t block = 1;  // elements of the last axis that share a set; cols if all do
   int lead = 0;
   Axis axis[kMaxLead] = {};
 };

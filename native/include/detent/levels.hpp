@@ -1,4 +1,4 @@
-// Levels: the same kernels compiled once per CPU level, and the best one this machine can run.
+// Levels: kernels compiled once per instruction set, and the best instruction set that this CPU supports.
 #pragma once
 
 #include "detent/call.hpp"
@@ -11,7 +11,7 @@ struct Level {
   Kernels kernels;
 };
 
-// From the plainest to the best; the first always runs.
+// From the baseline, which every CPU supports, to the best.
 extern const Level kLevels[];
 extern const int kLevelCount;
 

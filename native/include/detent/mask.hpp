@@ -1,4 +1,4 @@
-// Mask: where a gradient passes, for the estimators that select. Internal linkage, as in half.hpp.
+// Mask: where a gradient passes, for Identity and Clipped. Internal linkage, as in half.hpp.
 #pragma once
 
 #include "detent/chunks.hpp"
@@ -8,7 +8,7 @@ namespace {
 
 using detent::Mask;
 
-// Calls body(i, pass) for every element: by code or by value, as the call says. Body is plain arithmetic, as for `each`.
+// Calls body(i, pass) for every element, by code or by value as in the call. Body is plain arithmetic, as for `each`.
 template <class Codec, class T, class Body>
 inline void with_mask(const Codec codec, const Call& call, const Params<T>& p, const T* x, int64_t count, Body body) {
   if (call.mask == Mask::code) {

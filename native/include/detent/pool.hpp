@@ -1,10 +1,10 @@
-// Pool: the threads that kernels share. Which thread runs which part never changes a result.
+// Pool: the threads that all kernels share. The assignment of parts to threads never changes a result.
 //
-// The calling thread works too. A second caller finds the pool busy and works alone. A child process made by fork starts
-// with a pool of its own, because threads do not survive a fork.
+// The calling thread works too. If the pool is busy, a second caller works alone. A forked child process starts with a
+// new pool, because threads do not survive a fork.
 //
-// Where another library's OpenMP threads work in turn with ours, two pools on the same processors get in each other's way:
-// those of OpenMP stay awake after their work. Then that library's team can do the work of both.
+// If another library uses OpenMP threads between our kernels, two pools compete for the same cores, because OpenMP
+// threads spin after their work. In that case our tasks can run on the OpenMP team of that library.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace detent {
 
 using Task = void (*)(const void* context, int64_t index);
 
-// A mutex whose code is compiled once, and not per CPU level.
+// A mutex whose code is compiled once, not per instruction set.
 class Lock {
  public:
   void lock();
@@ -24,20 +24,20 @@ class Lock {
   std::mutex mutex_;
 };
 
-// That many zeros, which belong to the calling thread for as long as it lives. They are to be left as they were found.
+// Returns that many zeros in thread-local memory. The caller must reset them to zero after use.
 double* borrowed_zeros(int64_t count);
 
 // Runs task(context, 0 .. count-1), each index once, on at most `threads` threads; returns when all are done.
 void run_tasks(Task task, const void* context, int64_t count, int threads);
 
-// OpenMP's entry to a parallel region, as GCC's runtime and those compatible with it have it.
+// Entry point of a parallel region in the OpenMP runtime of GCC and compatible ones.
 using Team = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 
-// How many threads the caller wants of that runtime: its omp_get_max_threads.
+// Number of threads of that runtime: its omp_get_max_threads.
 using TeamSize = int (*)();
 
-// Lets tasks run on the team of that runtime and on no more threads than it has, or, with null, on threads of our own; a
-// child process starts with the latter. Without a size the team is as large as a task asks for.
+// Runs later tasks on the team of that runtime, with at most its number of threads. Null switches back to our own
+// threads, which a child process starts with. Without `size` there is no limit.
 void join_team(Team team, TeamSize size);
 
 }  // namespace detent

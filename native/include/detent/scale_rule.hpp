@@ -1,5 +1,5 @@
-// Scale rule: from a range [low, high] to a scale and zero point, in double, rounded once to the scale's type; the zero
-// point uses the stored scale. The same arithmetic as detent.scale_rule. Internal linkage, as in half.hpp.
+// Scale rule: derives scale and zero point from a range [low, high], in double, rounded once to the scale's type; the
+// zero point uses the rounded scale. Equals detent.scale_rule bit for bit. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@ using detent::ZeroRange;
 inline double larger(double a, double b) { return a > b ? a : b; }
 inline double smaller(double a, double b) { return a < b ? a : b; }
 
-// What is decided by the rule alone is decided once: the loop over sets has no branches. Bounds of type B: a double neither
-// overflows nor loses bits in the corrected quotient of a float.
+// Everything that depends only on the rule is computed once, so the loop over sets has no branches. Bounds have type B:
+// with float bounds, a corrected quotient in double neither overflows nor loses bits.
 template <class B, Symmetric kind, bool half_away>
 struct Deriver {
   static constexpr Quotient how = kFused && std::is_same_v<B, float> ? Quotient::corrected : Quotient::divide;
@@ -39,7 +39,7 @@ struct Deriver {
     refused = rule.zero_range == ZeroRange::error ? 0.0 : -1.0;
   }
 
-  // Of a set without finite elements it may be NaN: derive refuses it.
+  // NaN is possible for a set without finite elements; derive rejects it.
   double exact(double low, double high) const {
     if constexpr (kind == Symmetric::affine) {
       return quotient<how>(larger(high, highest), unit) - quotient<how>(smaller(low, lowest), unit);
@@ -51,8 +51,8 @@ struct Deriver {
     }
   }
 
-  // The scale, a number of type T, and the zero point; returns 0 where the range gives parameters. All in double and in sums
-  // instead of logic, of which compilers make no vector code.
+  // Computes the scale, representable in T, and the zero point; returns 0 if the range is valid. Everything is in
+  // double, with sums in place of logical operators, because compilers do not vectorize those.
   template <class T>
   double derive(double low, double high, double& scale, double& zero) const {
     const double floored = larger(exact(low, high), floor);

@@ -1,8 +1,8 @@
-// Sums in the contract's order: the elements of a set in C order, in blocks of 1024 that are padded with +0.0 and folded by
-// halves, then the block sums, padded to a power of two and folded the same way. All in double.
+// Sums in the fixed accumulation order: the elements of a set in C order, in blocks of 1024 that are padded with +0.0
+// and added up by halves; then the block sums, padded to a power of two and added up by halves. All in double.
 //
-// A box is the set of elements that one piece of work sums: a set, or a few neighbouring sets of single columns, whose rows
-// lie side by side in memory. Internal linkage, as in half.hpp.
+// A box is the elements that one piece of work sums: a parameter set, or a few adjacent sets of single columns, whose
+// rows are adjacent in memory. Internal linkage, as in half.hpp.
 #pragma once
 
 #include "detent/call.hpp"
@@ -12,8 +12,8 @@ namespace {
 
 using detent::kLeaf;
 
-// Folds `rows` rows of `width` numbers into row 0, as if they were padded with zeros to a power of two and, where `padded`
-// says so, beyond. Adding +0.0 changes nothing but a negative zero, so that once is as good as often.
+// Adds up `rows` rows of `width` numbers by halves into row 0, as if they were padded with zeros to a power of two and,
+// if `padded`, further. Adding +0.0 only changes a negative zero, so adding it once is enough.
 inline void fold(double* terms, int64_t rows, int64_t width, bool padded) {
   int64_t full = 1;
   while (full < rows) full *= 2;
@@ -28,8 +28,8 @@ inline void fold(double* terms, int64_t rows, int64_t width, bool padded) {
   }
 }
 
-// The boxes of a layout in the order of their sets. `width` is what a box takes of the last axis: the block of a set, or
-// several columns where each is a set of its own.
+// The boxes of a layout, ordered by their sets. `width` is the part of the last axis in a box: the block of a set, or
+// several columns if each is its own set.
 class Boxes {
  public:
   Boxes(const Layout& layout, int64_t width, int64_t index) : layout_(layout), width_(width) {
@@ -44,7 +44,7 @@ class Boxes {
     settle();
   }
 
-  // The first set of the box, its number of elements, and how many lie side by side.
+  // The first set of the box, its number of elements, and the number of adjacent sets.
   int64_t set() const { return set_; }
   int64_t count() const { return count_; }
   int64_t width() const { return extent_[layout_.lead]; }
@@ -58,7 +58,8 @@ class Boxes {
     settle();
   }
 
-  // Calls body(position in the array, count, elements before) for the elements [first, last) of the box, run by run.
+  // Calls body(position in the array, count, elements before) for each contiguous part of the elements [first, last) of
+  // the box.
   template <class Body>
   void runs(int64_t first, int64_t last, Body body) const {
     int64_t index[kMaxLead], rest = first / width(), col = first % width();

@@ -70,7 +70,8 @@ class Capabilities:
     limits: Mapping[str, str]
 
     def __str__(self) -> str:
-        lines = [f"machine  {self.machine}", f"level    {self.level}", f"threads  {self.threads}", ""]
+        facts = {"machine": self.machine, "instruction set": self.level, "threads": self.threads}
+        lines = [*(f"{name:15}  {value}" for name, value in facts.items()), ""]
         lines.append(_columns("operation", *FLOATS))
         reasons: dict[str, None] = {}
         for operation in sorted(OPERATIONS):
