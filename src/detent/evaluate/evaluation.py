@@ -140,7 +140,7 @@ class Evaluation:
         others = [layer for layer in layers if not layer.in_integers]
         facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
         if len(others) <= MAX_LAYERS_NAMED:
-            facts += [("float kernel", f"{layer.name}: {_why_float(layer)}") for layer in others]
+            facts += [("float kernel", f"{layer.name}: {_float_reason(layer)}") for layer in others]
         return facts
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class Evaluation:
         }
 
 
-def _why_float(layer: LayerReport) -> str:
+def _float_reason(layer: LayerReport) -> str:
     if layer.reason:
         return layer.reason
     if not layer.input:

@@ -75,7 +75,7 @@ class BinnedObserver(Observer):
         self._counts: Counts = np.zeros((0, 0, 2**self.precision), np.int64)
         return super().reset()
 
-    def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
+    def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
         if data.dtype == np.float64:
             low, high, _ = minmax(data, tiling)
             if (((np.abs(low) >= FLOAT32_LIMIT) | (np.abs(high) >= FLOAT32_LIMIT)) & (low <= high)).any():
@@ -134,7 +134,7 @@ class BinnedObserver(Observer):
                     counts = counts if other.weighted else _as_units(counts)
                     self._counts, self.weighted = self._with_room_for(counts), True
                 self._add_rows(other._rows, counts.copy())
-                self._lo, self._hi = self._blended(other._lo, other._hi)
+                self._lo, self._hi = self._updated_bounds(other._lo, other._hi)
             self._absorb_counts(other)
         return self
 

@@ -36,7 +36,7 @@ class MinMax(Observer):
         """Merge another ``MinMax`` into this one; commutative and associative."""
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
-                self._lo, self._hi = self._blended(other._lo, other._hi)
+                self._lo, self._hi = self._updated_bounds(other._lo, other._hi)
             self._absorb_counts(other)
         return self
 
@@ -74,18 +74,18 @@ class EMAMinMax(Observer):
             self.batches += 1
         return self
 
-    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        return self._mixed(lo, hi, self.decay)
+    def _updated_bounds(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
+        return self._averaged(lo, hi, self.decay)
 
-    def _mixed(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
+    def _averaged(self, lo: Bounds, hi: Bounds, decay: float) -> tuple[Bounds, Bounds]:
         if self._lo is None or self._hi is None:
             return lo, hi
         return mix_ranges((self._lo, self._hi), (lo, hi), decay)
 
     def merge(self, other: Self) -> Self:
-        """Merge another average as the mean of its ``n`` batches, which come after: ``decay**n`` of this one is kept.
+        """Merge another ``EMAMinMax``, whose ``n`` batches count as observed after those of this one.
 
-        Neither commutative nor associative.
+        The weight of this average becomes ``decay**n``. Merging is neither commutative nor associative.
 
         >>> import numpy as np
         >>> one = EMAMinMax(0.5).observe(np.array([2.0]))
@@ -94,7 +94,7 @@ class EMAMinMax(Observer):
         """
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
-                self._lo, self._hi = self._mixed(other._lo, other._hi, self.decay**other.batches)
+                self._lo, self._hi = self._averaged(other._lo, other._hi, self.decay**other.batches)
             self.batches += other.batches
             self._absorb_counts(other)
         return self

@@ -125,14 +125,14 @@ class Observer(ABC):
                 f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
                 f"{self.granularity}, earlier batches had {self._lo.shape}: use one observer per shape"
             )
-        low, high, nonfinite = self._measured(data, tiling, weight)
-        self._lo, self._hi = self._blended(*self._as_state(low, high))
+        low, high, nonfinite = self._batch_bounds(data, tiling, weight)
+        self._lo, self._hi = self._updated_bounds(*self._as_state(low, high))
         self.count += data.size - nonfinite
         self.nonfinite += nonfinite
         self._double |= data.dtype == np.float64
         return self
 
-    def _measured(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
+    def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
         """Return the batch's bounds and its number of non-finite elements; subclasses update histograms here."""
         if weight is not None:
             raise UnsupportedError(f"{self!r} does not support weights: use MSE, Percentile or Entropy")
@@ -151,7 +151,7 @@ class Observer(ABC):
             )
         return lo, hi
 
-    def _blended(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
+    def _updated_bounds(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
         """Return the bounds after a batch with these bounds, here the union; the observer does not change."""
         if self._lo is None or self._hi is None:
             return lo, hi

@@ -63,7 +63,7 @@ def calibrate(
     >>> calibrate([np.array([1.0]), np.array([-2.0])], MinMax()).range()
     Range(lo=array(-2.), hi=array(1.))
     """
-    alone = isinstance(observers, Observer)
+    is_single = isinstance(observers, Observer)
     named = _named(observers)
     step = as_integer("every", every, at_least=1)
     path = None if resume_file is None else Path(resume_file)
@@ -74,17 +74,17 @@ def calibrate(
     try:
         for count, batch in enumerate(batches, start=1):
             if count <= saved.batches:
-                if count == saved.batches and _mark(batch, named, alone=alone) != saved.mark:
+                if count == saved.batches and _mark(batch, named, is_single=is_single) != saved.mark:
                     raise FileFormatError(
                         f"batch {count} differs from the last batch saved in {path}: pass the same batches, or delete "
                         "the file"
                     )
                 continue
             is_complete = False
-            _feed(count, batch, named, alone=alone)
+            _feed(count, batch, named, is_single=is_single)
             is_complete = True
             if path is not None:
-                mark = _mark(batch, named, alone=alone)
+                mark = _mark(batch, named, is_single=is_single)
                 if count % step == 0:
                     _save(path, named, _ResumeHeader(count, mark))
             report(count, total)
@@ -105,7 +105,7 @@ def calibrate(
         try:
             Observer.range(observer)
         except NotCalibratedError as error:
-            raise NotCalibratedError(f"{'' if alone else f'{name!r}: '}{error}") from error
+            raise NotCalibratedError(f"{'' if is_single else f'{name!r}: '}{error}") from error
     return observers
 
 
@@ -120,8 +120,8 @@ def _named(observers: object) -> Mapping[str, Observer]:
     return observers
 
 
-def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> None:
-    if not alone:
+def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -> None:
+    if not is_single:
         if not isinstance(batch, Mapping):
             raise ShapeError(
                 f"batch {number} is of type {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}"
@@ -131,16 +131,16 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, alone
             raise ShapeError(f"batch {number} has no {missing[0]!r}, only {list(batch)!r}")
     for name, observer in observers.items():
         try:
-            observer.observe(batch if alone else batch[name])  # type: ignore[arg-type, call-overload, index]
+            observer.observe(batch if is_single else batch[name])  # type: ignore[arg-type, call-overload, index]
         except DetentError as error:
-            raise type(error)(f"{'' if alone else f'{name!r} in '}batch {number}: {error}") from error
+            raise type(error)(f"{'' if is_single else f'{name!r} in '}batch {number}: {error}") from error
 
 
-def _mark(batch: Batch, observers: Mapping[str, Observer], *, alone: bool) -> int:
+def _mark(batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -> int:
     """Return a checksum of the arrays in a batch that are observed."""
     checksum = 0
     for name in observers:
-        array = np.ascontiguousarray(batch if alone else batch[name])  # type: ignore[call-overload, index]
+        array = np.ascontiguousarray(batch if is_single else batch[name])  # type: ignore[call-overload, index]
         checksum = crc32(array.view(np.uint8).data if array.size else b"", checksum)
     return checksum
 

@@ -299,7 +299,7 @@ def _read_difference(value: object) -> Difference:
 def _read_kernel(value: object) -> Kernel:
     kinds = (str, str, int, int, int, bool)
     if not isinstance(value, list) or [type(each) for each in value] != list(kinds):
-        raise FileFormatError("a kernel is a list of node, kernel, compared, differing, max_steps and saturated")
+        raise FileFormatError("a kernel must be a list of node, kernel, compared, differing, max_steps and saturated")
     return Kernel(*value)
 
 
