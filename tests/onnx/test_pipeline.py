@@ -387,6 +387,10 @@ def test_a_model_in_memory_needs_an_output(tmp_path, monkeypatch):
     for model in (conv_chain(), load_model(conv_chain())):
         with pytest.raises(SpecError, match=r"a model in memory has no file to write next to: pass output='quan"):
             qo.quantize(model, data=FEEDS)
+    with pytest.raises(SpecError, match="expected the model as a path"):
+        qo.quantize(3, data=FEEDS)
+    with pytest.raises(dt.DetentError, match="recipe"):
+        qo.quantize("net.onnx", data=FEEDS, recipe=5)
     assert not list(tmp_path.iterdir())
 
 

@@ -324,13 +324,13 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
+    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
+    rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
-    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
-    recipe, target = get_recipe(recipe), get_target(target)
     original = _load(model)
     run = _Run(memory_budget, progress, resume_file)
-    decided = _decide(original, data, recipe, target, options, run, force=force)
+    decided = _decide(original, data, rules, target, options, run, force=force)
     with running("rewriting"):
         quantized = rewrite(original, decided.decisions)
     samples = decided.samples[:EVALUATION_BATCHES] if compare else ()
@@ -346,6 +346,7 @@ def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path
         model_path = model.path if isinstance(model, LoadedModel) else model
         if isinstance(model_path, str | PathLike):
             return default_output(model_path, recipe)
+        load_model(model)  # rejects anything that is not a model
         raise SpecError(
             "output is missing, and a model in memory has no file to write next to: pass output='quantized.onnx', or "
             "use qo.rewrite(model, qo.decide(model, data)) to write no file"
