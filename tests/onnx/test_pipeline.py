@@ -428,3 +428,5 @@ def test_plans_and_reports_fit_a_notebook(tmp_path):
     )
     assert repr(report).startswith(f"<QuantizeReport {tmp_path / 'q.onnx'}: ")
     assert "skipped" in report._repr_html_()
+    assert repr(report.decisions).startswith("<Decisions for onnxruntime: 1 of 2 layers quantized, 1 Q/DQ pairs")
+    assert repr(qo.calibrate(plan, rows(2))) == "<Calibration of 2 tensors on 2 batches>"

@@ -290,6 +290,19 @@ def test_the_summary_is_a_table_and_json():
     assert facts["rows"][0]["shape"] == [2, 2]
     assert facts["nodes"]["DequantizeLinear"] == 3
     assert (summary.count("bias"), summary.nbytes("bias")) == (1, 12)
+    quantized = load_quantized(model)
+    assert repr(quantized) == f"<QuantizedModel {lines[0]}>"
+    assert quantized._repr_html_() == summary._repr_html_()
+    assert summary._repr_html_().count("<tr>") == 4
+
+
+def test_names_in_tables_are_escaped():
+    name = "<img src=x>"
+    initializers = [numpy_helper.from_array(np.int8([1, 2]), name), numpy_helper.from_array(np.float32(0.5), "s")]
+    nodes = [helper.make_node("DequantizeLinear", [name, "s"], ["y"])]
+    html = load_quantized(model_of(nodes, initializers))._repr_html_()
+    assert "&lt;img src=x&gt;" in html
+    assert "<img" not in html
 
 
 def test_a_damaged_file_is_rejected(tmp_path):

@@ -55,7 +55,7 @@ MAX_SAMPLES, MAX_SAMPLE_BYTES = 4, 64 << 20  # the first batches, kept in memory
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibration:
     """Observed activations of a model.
 
@@ -79,6 +79,9 @@ class Calibration:
     fingerprint: str
     scaled: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     _params: dict[tuple[QuantizerPlacement, bool], QuantParams] = field(default_factory=dict, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Calibration of {len(self.observers)} tensors on {self.batches} batches>"
 
     def source(self, tensor: str) -> tuple[str, float]:
         """Return the observed tensor that ``tensor`` is a multiple of, and the factor; itself and 1.0 if observed."""

@@ -349,7 +349,7 @@ def _check_change(where: str, what: str, layers: tuple[str, ...], strength: floa
         raise SpecError(f"{where}: strength and gain_db must be finite, got {strength} and {gain_db}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Decisions(_ComparedByContent):
     """All decisions for one model; see the module's table.
 
@@ -368,6 +368,8 @@ class Decisions(_ComparedByContent):
         ranges: scale and zero point by group.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
+    >>> decisions
+    <Decisions for openvino: 0 of 1 layers quantized, 0 Q/DQ pairs, 0 equalized, 0 smoothed>
     >>> Decisions.from_json(decisions.to_json()) == decisions
     True
     >>> Decisions(target="openvino", opset=9)
@@ -413,6 +415,13 @@ class Decisions(_ComparedByContent):
         for name in ("equalized", "smoothed", "placements"):
             _check_unique("decisions", name, [each.tensor for each in getattr(self, name)])
         self._check_groups()
+
+    def __repr__(self) -> str:
+        quantized = sum(each.is_quantized for each in self.layers)
+        return (
+            f"<Decisions for {self.target}: {quantized} of {len(self.layers)} layers quantized, {len(self.placements)} "
+            f"Q/DQ pairs, {len(self.equalized)} equalized, {len(self.smoothed)} smoothed>"
+        )
 
     def _check_versions(self) -> None:
         for name, value, supported in (

@@ -27,10 +27,8 @@ from detent.onnx_model.sessions import array_outputs, make_session, ort_errors, 
 
 __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
-PER_AXIS_OPSET, BLOCKED_OPSET = (
-    13,
-    21,
-)  # the first opsets with per-channel and with blocked, 4-bit and 16-bit Q/DQ nodes
+PER_AXIS_OPSET = 13  # the first opset with per-channel Q/DQ nodes
+BLOCKED_OPSET = 21  # the first opset with blocked, 4-bit and 16-bit Q/DQ nodes
 UNLISTED_CONSTANTS_IR, NEWEST_IR = 4, 10  # the first IR where initializers need not be inputs, the newest one written
 MAX_CONVERSION_ERROR = 1e-5  # relative to the largest output; covers a different accumulation order
 
@@ -232,7 +230,7 @@ def _name_nodes(graph: Graph) -> None:
 
 
 def _drop_identities(graph: Graph) -> None:
-    """Remove Identity nodes whose output nobody outside the graph reads."""
+    """Remove Identity nodes whose output is neither a model output nor read by a subgraph."""
     copies = [node for node in graph.nodes if node.op_type == "Identity" and node.domain in MAIN]
     needed = graph.captured.union(graph.outputs)
     unneeded = [node for node in copies if node.output[0] not in needed]

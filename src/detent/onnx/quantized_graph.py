@@ -446,7 +446,7 @@ class _Writer:
         self._codes[tensor] = pair.codes
         self.activation_names[pair.nodes[-2].name] = tensor
         for node in readers:
-            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # else it is not the first input
+            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # skip readers of a further input
                 self._input_params[node.name] = params
         for name in placement.constants:
             self._write_scalar(name, placement.tensor)

@@ -131,7 +131,7 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     entry: dict[str, Any] = {**_defaults(Decisions), **(provenance.decisions or {})}
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
-        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong into the metadata entry itself")
+        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong to the metadata entry itself")
     for name, cls in _PARTS.items():
         entry[name] = _each(entry.get(name), _defaults(cls), _whole)
     entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})

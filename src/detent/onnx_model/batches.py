@@ -179,7 +179,7 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
     nbytes, held = prod(sizes) * kind.itemsize, size - len(start) - width - length
     if len(sizes) > RANK_LIMIT or nbytes != held:
-        raise FileFormatError(f"{what} of type {kind} and shape {sizes} takes {nbytes} bytes, the file holds {held}")
+        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, the file holds {held}")
     return _ArrayHeader(kind, sizes, order[1] == "True")
 
 

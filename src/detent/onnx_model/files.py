@@ -198,7 +198,7 @@ def _check(model: ModelProto, external: "_ExternalData", name: str) -> None:
         for tensor in _tensors(model):
             try:
                 if any(size < 0 for size in tensor.dims):
-                    raise FileFormatError(f"has the shape {list(tensor.dims)}")
+                    raise FileFormatError(f"has a negative size in its shape {list(tensor.dims)}")
                 external.fetch(tensor)
                 _check_tensor(tensor)
             except FileFormatError as error:

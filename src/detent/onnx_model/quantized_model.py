@@ -6,7 +6,7 @@ with the reason.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any
@@ -21,7 +21,7 @@ from detent.onnx_model.files import ModelSource, load_model
 from detent.onnx_model.graph import describe
 from detent.onnx_model.qdq_reader import CodedInput, QuantizedGraph, QuantizeNode, Record, Unread, WeightCodes
 from detent.onnx_model.qdq_writer import QdqParams
-from detent.tables import short_name, table_lines
+from detent.tables import html_table, short_name, table_lines
 from detent.tensor import QuantizedTensor
 
 __all__ = ["ActivationQuantizer", "QuantizedBias", "QuantizedModel", "Summary", "SummaryRow", "load_quantized"]
@@ -67,7 +67,7 @@ class ActivationQuantizer:
     axis: int  # axis of the channels
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedModel:
     """The contents of a quantized model.
 
@@ -108,6 +108,12 @@ class QuantizedModel:
             view.add(record)
         parts = view.weights, view.biases, tuple(view.activations), view.readers, view.skipped
         return cls(*parts, dict(graph.operators), graph.float_nbytes)
+
+    def __repr__(self) -> str:
+        return f"<QuantizedModel {self.summary()._head()}>"
+
+    def _repr_html_(self) -> str:
+        return self.summary()._repr_html_()
 
     def summary(self) -> "Summary":
         """Return a table of all quantized tensors; ``str`` formats it as text."""
@@ -224,7 +230,7 @@ class SummaryRow:
 
 @dataclass(frozen=True)
 class Summary:
-    """A table of all quantized tensors; ``str`` is its text."""
+    """A table of all quantized tensors; ``str`` and notebooks show it."""
 
     rows: tuple[SummaryRow, ...]
     nodes: Mapping[str, int]
@@ -244,23 +250,36 @@ class Summary:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
+        table = table_lines(self._cells(short_name), right=_NUMBERS) if self.rows else []
+        return "\n".join([self._head(), self._operators(), *table, *self._not_read()])
+
+    def _repr_html_(self) -> str:
+        notes = [self._head(), self._operators(), *self._not_read()]
+        return html_table(self._cells(str), right=_NUMBERS, notes=notes)
+
+    def _head(self) -> str:
         floats = sum(FLOAT_NBYTES * prod(row.shape or ()) for row in self.rows if row.kind == "weight")
         weights, biases, activations = (self.count(kind) for kind in ("weight", "bias", "activation"))
-        head = (
+        return (
             f"{weights} weight{'s' * (weights != 1)}, {self.nbytes('weight')} bytes ({floats} as float32); "
             f"{biases} bias{'es' * (biases != 1)}, {self.nbytes('bias')} bytes; "
             f"{activations} activation quantizer{'s' * (activations != 1)}; {self.float_nbytes} bytes of other floats"
         )
-        nodes = ", ".join(
-            f"{count} {name}" for name, count in sorted(self.nodes.items(), key=lambda at: (-at[1], at[0]))
-        )
-        skipped = [f"not read: {name}: {reason}" for name, reason in self.skipped.items()]
-        return "\n".join([head, nodes, *self._table(), *skipped])
 
-    def _table(self) -> list[str]:
+    def _operators(self) -> str:
+        by_count = sorted(self.nodes.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{count} {name}" for name, count in by_count)
+
+    def _not_read(self) -> list[str]:
+        return [f"not read: {name}: {reason}" for name, reason in self.skipped.items()]
+
+    def _cells(self, shorten: Callable[[str], str]) -> list[tuple[str, ...]]:
         cells = [("tensor", "kind", "type", "shape", "bytes", "read by")]
         for row in self.rows:
             shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
             nbytes = "" if row.kind == "activation" else str(row.nbytes)
-            cells.append((short_name(row.name), row.kind, row.type, shape, nbytes, ", ".join(row.readers)))
-        return table_lines(cells, right=(4,)) if self.rows else []
+            cells.append((shorten(row.name), row.kind, row.type, shape, nbytes, ", ".join(row.readers)))
+        return cells
+
+
+_NUMBERS = (4,)  # columns
