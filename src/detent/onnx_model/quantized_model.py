@@ -274,7 +274,7 @@ class Summary:
         return [f"not read: {name}: {reason}" for name, reason in self.skipped.items()]
 
     def _cells(self, shorten: Callable[[str], str]) -> list[tuple[str, ...]]:
-        cells = [("tensor", "kind", "type", "shape", "bytes", "read by")]
+        cells: list[tuple[str, ...]] = [("tensor", "kind", "type", "shape", "bytes", "read by")]
         for row in self.rows:
             shape = "" if row.shape is None else "x".join(map(str, row.shape)) or "1"
             nbytes = "" if row.kind == "activation" else str(row.nbytes)
