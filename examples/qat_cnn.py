@@ -1,8 +1,8 @@
-"""Quantization-aware training of a convolutional network: 4-bit weights and activations.
+"""Train a convolutional network with 4-bit weights and activations (QAT), compared with float and with PTQ.
 
-Quantizing the trained float network costs accuracy; training it on as a quantized one wins that back. Convolutions are
-quantized with their batch normalisation folded in, as they are shipped. The float network is trained on for as many
-steps, too, so that the comparison is fair.
+Quantizing the trained float network (PTQ) costs accuracy; quantization-aware training recovers it. Convolutions are
+quantized with their batch norm folded in, as they are exported. For a fair comparison, the float network is trained for
+the same number of additional steps.
 """
 
 import copy
@@ -17,14 +17,14 @@ FLOAT_STEPS, QAT_STEPS = 200, 80
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Stripes at any phase, in noise; their direction is the class."""
-    made = torch.Generator().manual_seed(seed)
-    classes = torch.randint(CLASSES, (count,), generator=made)
+    """Noisy images of stripes with random phase; the class is the direction of the stripes."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (count,), generator=generator)
     angle = (classes * (torch.pi / CLASSES))[:, None, None]
     row, column = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
-    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=made)
+    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=generator)
     stripes = torch.sin(1.2 * (row * angle.sin() + column * angle.cos()) + phase)
-    return (stripes + 0.6 * torch.randn(count, SIDE, SIDE, generator=made))[:, None], classes
+    return (stripes + 0.6 * torch.randn(count, SIDE, SIDE, generator=generator))[:, None], classes
 
 
 def network() -> nn.Sequential:
@@ -35,7 +35,7 @@ def network() -> nn.Sequential:
 
 
 def train(model: nn.Module, rate: float, steps: range) -> nn.Module:
-    """An ordinary loop: it knows nothing of quantization."""
+    """Train in an ordinary loop, which needs no change for quantization."""
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), rate)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, len(steps))
@@ -57,32 +57,32 @@ def accuracy(model: nn.Module) -> float:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # more do not help a network as small as this
+    torch.set_num_threads(1)  # more threads do not speed up a network this small
     model = train(network(), 1e-2, range(FLOAT_STEPS))
     more_steps = range(FLOAT_STEPS, FLOAT_STEPS + QAT_STEPS)
-    in_float = accuracy(train(copy.deepcopy(model), 2e-3, more_steps))
+    float_accuracy = accuracy(train(copy.deepcopy(model), 2e-3, more_steps))
 
-    plan = qt.plan(model, "w4a4")  # nothing happens yet
+    plan = qt.plan(model, "w4a4")  # does not change the model
     print(plan)
     qt.prepare(model, "w4a4")
     with qt.calibrating(model):
         model(images(512, seed=10**7)[0])
-    after_training = accuracy(model)
+    ptq_accuracy = accuracy(model)
 
-    trained = accuracy(train(model, 2e-3, more_steps))
-    qt.freeze(model)  # batch normalisations become part of their convolutions
-    frozen = accuracy(model)
+    qat_accuracy = accuracy(train(model, 2e-3, more_steps))
+    qt.freeze(model)  # fuses batch norms into their convolutions
+    frozen_accuracy = accuracy(model)
     weights = qt.quantized_state(model)
-    shipped = sum(weight.nbytes for weight in weights.values())
+    nbytes = sum(weight.nbytes for weight in weights.values())
 
-    print(f"\naccuracy in float              {in_float:.1%}")
-    print(f"quantized after training       {after_training:.1%}")
-    print(f"quantized while training       {trained:.1%}, {frozen:.1%} when frozen")
-    print(f"weights {plan.nbytes_before:,} bytes in float, {shipped:,} packed, with their scales")
-    assert after_training + 0.01 < trained
-    assert in_float - 0.03 < trained
-    assert abs(frozen - trained) < 0.005  # the same codes; sums of floats in another order
-    assert shipped == plan.nbytes_after
+    print(f"\naccuracy in float     {float_accuracy:.1%}")
+    print(f"quantized by PTQ      {ptq_accuracy:.1%}")
+    print(f"quantized by QAT      {qat_accuracy:.1%}, {frozen_accuracy:.1%} when frozen")
+    print(f"weights: {plan.nbytes_before:,} bytes in float, {nbytes:,} bytes packed, including scales")
+    assert ptq_accuracy + 0.01 < qat_accuracy
+    assert float_accuracy - 0.03 < qat_accuracy
+    assert abs(frozen_accuracy - qat_accuracy) < 0.005  # equal codes; only the order of float operations differs
+    assert nbytes == plan.nbytes_after
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""torch.compile of a prepared model: one graph, forward and backward, with the quantizers in it.
+"""Compile a prepared model with torch.compile: one graph for forward and backward, including the quantizers.
 
-Two copies of a model take the same steps, one compiled with ``fullgraph=True``, which refuses to break the graph. Their
-scales agree. The compiler needs a C++ compiler on the CPU; without one the example says so and runs as it is.
+Two copies of a model are trained with the same steps, one of them compiled with ``fullgraph=True``, which does not
+allow graph breaks. Their scales agree. On the CPU, torch.compile needs a C++ compiler; without one, the example prints
+a note and runs uncompiled.
 """
 
 import copy
@@ -18,22 +19,22 @@ STEPS, BATCH = 10, 16
 
 
 def compiler() -> str | None:
-    """The C++ compiler that torch would use, if there is one."""
+    """The path of the C++ compiler that torch would use; None without a compiler."""
     names = [os.environ.get("CXX", ""), "g++", "c++", "clang++", "cl"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Noise that is brighter in the upper or in the lower half."""
-    made = torch.Generator().manual_seed(seed)
-    upper = torch.randint(2, (BATCH,), generator=made)
-    x = torch.randn(BATCH, 1, 8, 8, generator=made)
+    """Noise images; the class says whether the upper half is brighter."""
+    generator = torch.Generator().manual_seed(seed)
+    upper = torch.randint(2, (BATCH,), generator=generator)
+    x = torch.randn(BATCH, 1, 8, 8, generator=generator)
     x[:, :, :4] += upper[:, None, None, None]
     return x, upper
 
 
 def main() -> None:
-    warnings.simplefilter("ignore", DeprecationWarning)  # the compiler uses parts of torch that torch deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch.compile uses deprecated parts of torch
     torch.manual_seed(0)
     torch.set_num_threads(1)
     eager = nn.Sequential(
@@ -43,13 +44,13 @@ def main() -> None:
     with qt.calibrating(eager):
         eager(batch(1000)[0])
     model = copy.deepcopy(eager)
-    found = compiler()
-    print(f"compiling with {found}" if found else "no C++ compiler is installed: this runs without torch.compile")
-    # The option spares half of the time here, in which torch would compile programs to try what the CPU says it can do.
-    run = torch.compile(model, fullgraph=True, options={"cpp.vec_isa_ok": True}) if found else model
+    path = compiler()
+    print(f"compiling with {path}" if path else "no C++ compiler is installed: running without torch.compile")
+    # With this option, torch compiles no test programs for instruction sets, which would take half of the time here.
+    compiled = torch.compile(model, fullgraph=True, options={"cpp.vec_isa_ok": True}) if path else model
 
     losses = []
-    for each, forward in ((eager, eager), (model, run)):
+    for each, forward in ((eager, eager), (model, compiled)):
         optimizer = torch.optim.SGD(each.parameters(), 0.1)
         for step in range(STEPS):
             x, upper = batch(step)
@@ -60,9 +61,9 @@ def main() -> None:
         losses.append(loss.item())
 
     for i in (0, 4):
-        ours, theirs = (each[i].input_quantizer.scale.item() for each in (eager, model))
-        print(f"layer {i}: scale {ours:.7f} in eager mode, {theirs:.7f} {'compiled' if found else 'again'}")
-        assert abs(ours - theirs) < 1e-5 * ours
+        expected, scale = (each[i].input_quantizer.scale.item() for each in (eager, model))
+        print(f"layer {i}: scale {expected:.7f} in eager mode, {scale:.7f} {'compiled' if path else 'in a second run'}")
+        assert abs(expected - scale) < 1e-5 * expected
     print(f"loss after {STEPS} steps: {losses[0]:.6f} and {losses[1]:.6f}")
     assert abs(losses[0] - losses[1]) < 1e-4
 

@@ -1,8 +1,8 @@
-"""Quantization-aware training on several processes: the same scales on each, whatever share of the data each has.
+"""Quantization-aware training on several processes, which get identical scales although each has its own data.
 
     torchrun --nproc_per_node 2 examples/qat_distributed.py
 
-Run plainly, it is one process that follows the same rule: statistics move once per step, in qt.sync.
+Without torchrun, one process runs the same code: EMA ranges are updated once per step, in qt.sync.
 """
 
 import os
@@ -18,9 +18,9 @@ STEPS, BATCH = 60, 64
 
 
 def points(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points in the plane, and whether they lie in a ring."""
-    made = torch.Generator().manual_seed(seed)
-    x = torch.rand(BATCH, 2, generator=made) * 4 - 2
+    """Random points in the plane; the class says whether a point lies in a ring."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(BATCH, 2, generator=generator) * 4 - 2
     return x, (x.norm(dim=1) - 1.2).abs().lt(0.4).long()
 
 
@@ -28,18 +28,18 @@ def train(model: nn.Module, rank: int, size: int) -> None:
     trained = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.Adam(trained.parameters(), 1e-2)
     for step in range(STEPS):
-        x, wanted = points(step * size + rank)
-        loss = nn.functional.cross_entropy(trained(x), wanted)
+        x, classes = points(step * size + rank)
+        loss = nn.functional.cross_entropy(trained(x), classes)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        qt.sync(model)  # one collective, which every process reaches in every step
+        qt.sync(model)  # one collective per step, on every process
 
 
 def same_on_all(value: torch.Tensor, size: int) -> bool:
-    found = [torch.empty_like(value) for _ in range(size)]
-    dist.all_gather(found, value)
-    return all(torch.equal(value, other) for other in found)
+    gathered = [torch.empty_like(value) for _ in range(size)]
+    dist.all_gather(gathered, value)
+    return all(torch.equal(value, other) for other in gathered)
 
 
 def main() -> None:
@@ -47,28 +47,28 @@ def main() -> None:
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
-        dist.init_process_group("gloo")  # nccl on GPUs; before qt.prepare, which asks how many there are
+        dist.init_process_group("gloo")  # nccl on GPUs; call it before qt.prepare
     rank = dist.get_rank() if size > 1 else 0
 
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     qt.prepare(model, "w4a8", sync=True)
-    with qt.calibrating(model):  # each process with its share; merged exactly on leaving
+    with qt.calibrating(model):  # each process has its share of the batches; merged exactly on exit
         for i in range(rank, 8, size):
             model(points(1000 + i)[0])
 
     train(model, rank, size)
     qt.freeze(model.eval())
-    x, wanted = points(2000)
-    right = (model(x).argmax(1) == wanted).float().mean().item()
+    x, classes = points(2000)
+    accuracy = (model(x).argmax(1) == classes).float().mean().item()
     scales = torch.stack([model[i].input_quantizer.scale for i in (0, 2, 4)])
     same = size == 1 or same_on_all(scales, size)
     if rank == 0:
-        print(f"{size} process{'es' if size > 1 else ''}, {STEPS} steps: {right:.0%} right on unseen data")
+        print(f"{size} process{'es' if size > 1 else ''}, {STEPS} steps: accuracy {accuracy:.0%} on held-out data")
         print(f"scales {', '.join(f'{scale:.5f}' for scale in scales.tolist())}; same scales on all: {same}")
         for name, weight in qt.quantized_state(model).items():
             print(f"{name}: {weight.params.spec}")
     if size > 1:
-        dist.destroy_process_group()  # no DDP wrapper is left that would end the group later, which can deadlock
+        dist.destroy_process_group()  # explicitly: at exit, the end of the group can deadlock
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A tour in one screen: formats compared, one arithmetic, a gradient, a file. Run by `make demo`.
+"""Compare quantization formats on one weight matrix, compute gradients, save and load. `make demo` runs this script.
 
-Everything printed is also asserted. Nothing here measures speed: `make bench` does.
+It also asserts that fake quantization equals quantize and dequantize bit for bit. `make bench` measures speed.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ SPECS = (
 
 
 def weights() -> np.ndarray:
-    """A seeded matrix whose rows differ in size, as those of trained layers do."""
+    """A random matrix whose rows have different magnitudes, as in trained layers."""
     rng = np.random.default_rng(0)
     rows = np.exp2(rng.uniform(-3, 1, size=(128, 1)))
     return (0.05 * rows * rng.normal(size=(128, 512))).astype(np.float32)
@@ -38,25 +38,25 @@ def compare_formats(x: np.ndarray) -> None:
         q = dt.quantize(x, params)
         y = q.dequantize()
 
-        # What training sees is what is stored, bit for bit.
+        # Fake quantization in training equals the stored values, bit for bit.
         assert y.tobytes() == dt.fake_quantize(x, params).tobytes()
 
         error, bound = dt.metrics.max_error(x, y), params.quantization_error_bound()
         clipped = dt.metrics.clip_fraction(x, params)
-        steps = 2.0**-22 * q.spec.num_levels  # what rounding x / s and y may add to the bound
-        assert clipped > 0 or error <= bound * (1 + steps), name
+        rounding = 2.0**-22 * q.spec.num_levels  # relative float rounding error of x / s and y
+        assert clipped > 0 or error <= bound * (1 + rounding), name
         print(
             f"{name:<21}{q.spec.bits:>5}{x.nbytes / q.nbytes:>8.2f}x{dt.metrics.sqnr_db(x, y):>9.2f}"
             f"{error:>11.5f}{bound:>9.5f}{clipped:>9.2%}"
         )
-    print("quantize, then dequantize == fake_quantize, bit for bit, in every row")
+    print("in every row, dequantize(quantize(x)) equals fake_quantize(x) bit for bit")
 
 
 def show_gradients() -> None:
     params = dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.01)
     x = np.array([-2.0, -1.272, 0.5, 1.0, 1.272], np.float32)
     g = np.ones_like(x)
-    print("\ngradients of x: int8 with scale 0.01 reaches from -1.27 to 1.27, and -1.272 still rounds to code -127")
+    print("\ngradients of x: int8 with scale 0.01 covers -1.27 to 1.27, and -1.272 still rounds to code -127")
     print(f"  {'x':<41}{row(x)}")
     for ste in (dt.ste.Identity(), dt.ste.Clipped(), dt.ste.Clipped(on="value"), dt.ste.HardTanh()):
         print(f"  {ste!s:<41}{row(dt.fake_quantize_backward(g, x, params, ste=ste))}")
@@ -72,13 +72,13 @@ def row(values: np.ndarray) -> str:
 
 def save_and_load(x: np.ndarray) -> None:
     q = dt.quantize(x, dt.QuantParams.from_data("int4/group32", x))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "weights.safetensors")
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "weights.safetensors")
         q.save(path)
         loaded = dt.QuantizedTensor.load(path)
     assert loaded == q
     assert loaded.dequantize().tobytes() == q.dequantize().tobytes()
-    print(f"\nsaved, loaded and equal:\n  {loaded}")
+    print(f"\nsaved and loaded without a change:\n  {loaded}")
 
 
 def main() -> None:

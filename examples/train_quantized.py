@@ -1,7 +1,7 @@
-"""Quantization-aware training in plain NumPy: a small network learns with 3-bit weights and 8-bit activations.
+"""Quantization-aware training (QAT) in plain NumPy: a small network with 3-bit weights and 8-bit activations.
 
-The weights' scales are learned (LSQ), the activation's range is a moving average. The float network, the same
-network quantized after training, and the network trained quantized are compared on data none of them saw.
+Weight scales are learned (LSQ), the activation has an EMA range. The script compares the float network, the float
+network quantized after training (PTQ), and the network trained with quantization (QAT) on held-out data.
 """
 
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ import numpy as np
 
 import detent as dt
 
-HIDDEN, STEPS, BATCH, RATE = 32, 800, 64, 0.1
+HIDDEN, STEPS, BATCH, LEARNING_RATE = 32, 800, 64, 0.1
 
 
 @dataclass
 class Network:
-    """y = relu(x @ w1 + b) @ w2, with a fake quantizer on both weights and on the hidden activation."""
+    """y = relu(x @ w1 + b) @ w2, with fake quantization of both weights and of the hidden activation."""
 
     w1: np.ndarray
     bias: np.ndarray
@@ -25,27 +25,27 @@ class Network:
     qh: dt.FakeQuantize = field(default_factory=lambda: dt.FakeQuantize("uint8", mode=dt.EMA(decay=0.95)))
 
     def quantizers(self) -> tuple[dt.FakeQuantize, ...]:
-        """All three, in a fixed order."""
+        """All three quantizers, in a fixed order."""
         return self.q1, self.q2, self.qh
 
     def forward(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The hidden activation, the second weight and the result, all as quantized."""
+        """Return the quantized hidden activation, the quantized second weight, and the output."""
         hidden = self.qh(np.maximum(x @ self.q1(self.w1) + self.bias, 0))
         w2 = self.q2(self.w2)
         return hidden, w2, hidden @ w2
 
     def train_step(self, x: np.ndarray, target: np.ndarray) -> None:
-        """One step of gradient descent; every backward uses the parameters of the forward before it."""
+        """Take one step of gradient descent; each backward uses the parameters of the preceding forward."""
         hidden, w2, y = self.forward(x)
         gy = 2 * (y - target) / np.float32(len(x))
         g_hidden = self.qh.backward(gy @ w2.T) * (hidden > 0)
-        self.w2 -= RATE * self.q2.backward(hidden.T @ gy)
-        self.w1 -= RATE * self.q1.backward(x.T @ g_hidden)
-        self.bias -= RATE * g_hidden.sum(axis=0)
+        self.w2 -= LEARNING_RATE * self.q2.backward(hidden.T @ gy)
+        self.w1 -= LEARNING_RATE * self.q1.backward(x.T @ g_hidden)
+        self.bias -= LEARNING_RATE * g_hidden.sum(axis=0)
         for quantizer in (self.q1, self.q2):
-            if quantizer.enabled:  # the scale takes a step of its own; it must stay positive
-                step = quantizer.scale - np.float32(RATE) * quantizer.scale_grad
-                quantizer.update_params(np.maximum(step, np.float32(1e-4)))
+            if quantizer.enabled:  # update the learned scale, which must stay positive
+                scale = quantizer.scale - np.float32(LEARNING_RATE) * quantizer.scale_grad
+                quantizer.update_params(np.maximum(scale, np.float32(1e-4)))
 
     def loss(self, x: np.ndarray, target: np.ndarray) -> float:
         """The mean squared error."""
@@ -72,32 +72,32 @@ def train(*, quantized: bool) -> Network:
 
 
 def main() -> None:
-    test = data(np.random.default_rng(1), 2000)
+    test_data = data(np.random.default_rng(1), 2000)
     net = train(quantized=False)
-    float_loss = net.loss(*test)
+    float_loss = net.loss(*test_data)
 
     for quantizer in net.quantizers():
         quantizer.enabled = True
-    net.forward(data(np.random.default_rng(2), 2000)[0])  # calibrates: the first batch sets the parameters
+    net.forward(data(np.random.default_rng(2), 2000)[0])  # calibration: the first batch sets the parameters
     for quantizer in net.quantizers():
         quantizer.eval()
-    after_loss = net.loss(*test)
+    ptq_loss = net.loss(*test_data)
 
     trained = train(quantized=True)
     states = [quantizer.eval().state_dict() for quantizer in trained.quantizers()]
-    trained_loss = trained.loss(*test)
+    qat_loss = trained.loss(*test_data)
 
-    # Evaluation changes no state, and a state dict brings a fresh quantizer to the same bits.
+    # A new quantizer with a loaded state dict gives the same bits.
     restored = Network(trained.w1, trained.bias, trained.w2)
     for quantizer, state in zip(restored.quantizers(), states, strict=True):
         quantizer.load_state_dict(state).eval()
-    assert restored.loss(*test) == trained_loss
-    assert float_loss < trained_loss < after_loss
+    assert restored.loss(*test_data) == qat_loss
+    assert float_loss < qat_loss < ptq_loss
 
-    print(f"mean squared error on unseen data, {STEPS} steps each")
+    print(f"mean squared error on held-out data, {STEPS} steps each")
     print(f"  float32                        {float_loss:.5f}")
-    print(f"  3-bit weights after training   {after_loss:.5f}")
-    print(f"  3-bit weights while training   {trained_loss:.5f}")
+    print(f"  3-bit weights, PTQ             {ptq_loss:.5f}")
+    print(f"  3-bit weights, QAT             {qat_loss:.5f}")
 
 
 if __name__ == "__main__":

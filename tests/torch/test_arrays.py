@@ -42,5 +42,5 @@ def test_bfloat16_shares_memory_both_ways():
 def test_batches_become_arguments():
     assert arguments_of({"mask": None}).kwargs == {"mask": None}
     assert arguments_of([1, 2]).args == (1, 2)
-    with pytest.raises(dt.DtypeError, match="a batch is of type int"):
+    with pytest.raises(dt.DtypeError, match="got int for a batch"):
         arguments_of(3)

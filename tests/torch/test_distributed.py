@@ -342,7 +342,7 @@ def test_unequal_recipes_raise_on_all_ranks(ranks):
     for succeeded, error in ranks.outcomes(calibrate_unequal):
         assert not succeeded
         assert error[0] == "StateError"
-        assert "the models of ranks 1 are prepared differently from that of rank 0" in error[1]
+        assert "the models on ranks 1 are prepared differently from the model on rank 0" in error[1]
         assert "- rank 0: 2.weight_quantizer: int8/axis0" in error[1]
         assert "+ rank 1: 2.weight_quantizer: int4/axis0" in error[1]
 
@@ -360,7 +360,7 @@ def test_a_failing_rank_stops_the_others(ranks, how, own):
     (_, first), (_, second) = ranks.outcomes(calibrate_failing, how)
     assert first[:2] == (
         "StateError",
-        "calibration failed on rank 1, so this process stops, too: its own error says why",
+        "calibration failed on rank 1, so this process stops, too: see the error on that rank",
     )
     assert second[0] == own
 
@@ -437,7 +437,7 @@ def test_a_sharded_model_is_refused_by_prepare(ranks):
     for succeeded, error in ranks.outcomes(prepare_sharded):
         assert not succeeded
         assert error[0] == "SpecError"
-        assert "qt.prepare comes before fully_shard" in error[1]
+        assert "call qt.prepare before fully_shard" in error[1]
 
 
 def test_learned_scales_keep_their_precision_beside_half_precision_weights(ranks):
@@ -450,13 +450,16 @@ def test_sync_refuses_ranges_that_move_in_forward(ranks):
     for succeeded, error in ranks.outcomes(sync_alone):
         assert not succeeded
         assert error[0] == "StateError"
-        assert "3 quantizers average the batches of their own process, the first is 0.input_quantizer" in error[1]
+        assert (
+            "3 quantizers update their EMA ranges in each process separately, the first is 0.input_quantizer"
+            in error[1]
+        )
 
 
 def test_averages_of_each_process_alone_are_not_silent(ranks):
     for said in ranks.run(forward_alone):
         assert len(said) == 3
-        assert "every process averages the ranges of its own batches" in said[0]
+        assert "each process updates its EMA ranges separately" in said[0]
 
 
 # Checkpoints
@@ -533,7 +536,7 @@ def test_sync_merges_the_range_of_the_whole_step():
 
 def test_forgetting_sync_is_not_silent():
     quantizer = synced([torch.ones(2)] * 98)
-    with pytest.warns(UserWarning, match=r"100 training forwards without qt\.sync\(model\)"):
+    with pytest.warns(UserWarning, match=r"qt\.sync\(model\) was not called for 100 training forward passes"):
         quantizer(torch.ones(2))
 
 
@@ -553,7 +556,7 @@ def test_a_model_without_averages_needs_no_sync():
 
 
 def test_bytes_of_a_rank_are_checked():
-    with pytest.raises(dt.StateError, match="another order"):
+    with pytest.raises(dt.StateError, match="in a different order"):
         distributed._check_same([{"a": "1", "b": "2"}, {"b": "2", "a": "1"}])
 
 

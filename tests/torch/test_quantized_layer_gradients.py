@@ -62,7 +62,7 @@ def gradient(spec: dt.QuantSpec, ste: object, *, compiled: bool = False) -> tupl
 def test_gradients_of_weights_are_those_of_the_contract(spec, ste, native, monkeypatch):
     if not native:
         if SPECS[spec].scale_format != "float":
-            pytest.skip("such scales are not traced")
+            pytest.skip("such scales are not supported in torch operations")
         for module in ("quantizer", "quantized_layer"):
             monkeypatch.setattr(f"detent.torch.{module}.is_plain", lambda x: False)
     assert_same(*gradient(SPECS[spec], ESTIMATORS[ste]))

@@ -260,7 +260,7 @@ def test_text():
     assert repr(schedule) == "Schedule(delay=2, observe_until=2, freeze_norms=10) at step 0"
     schedule.load_state_dict({"steps": 5})
     assert str(schedule).splitlines() == [
-        "  step 0   float, ranges are gathered",
+        "  step 0   float, EMA ranges are updated",
         "> step 2   quantized; EMA ranges frozen",
         "  step 10  batch norm statistics frozen",
     ]
@@ -274,9 +274,9 @@ def test_text():
         ({"delay": 2.5}, "delay must be an integer of at least 0, got 2.5"),
         ({"delay": True}, "delay must be an integer"),
         ({"freeze_norms": "10"}, "freeze_norms must be an integer of at least 0, got '10'"),
-        ({"delay": 5, "observe_until": 3}, "observe_until=3 comes before delay=5.*expected observe_until >= delay"),
-        ({"delay": 5, "freeze_scales": 4}, "freeze_scales=4 comes before delay=5"),
-        ({"observe_until": 9, "freeze_scales": 4}, "freeze_scales=4 comes before observe_until=9"),
+        ({"delay": 5, "observe_until": 3}, "observe_until=3 before delay=5, expected observe_until >= delay"),
+        ({"delay": 5, "freeze_scales": 4}, "freeze_scales=4 before delay=5"),
+        ({"observe_until": 9, "freeze_scales": 4}, "freeze_scales=4 before observe_until=9"),
     ],
 )
 def test_arguments_that_cannot_be_meant(arguments, words):

@@ -206,7 +206,7 @@ def test_a_recomputed_forward_is_not_watched():
 
 def test_freezing_is_final():
     model = qt.freeze(calibrated(conv_bn(), x=torch.randn(2, 1, 6, 6)))
-    with pytest.raises(dt.StateError, match="freezing is final"), qt.calibrating(model):
+    with pytest.raises(dt.StateError, match="the model is frozen, which is final"), qt.calibrating(model):
         pass
     with pytest.warns(UserWarning, match="no longer train"):
         model.train()(torch.randn(2, 1, 6, 6))
@@ -232,7 +232,7 @@ def test_a_class_registered_anew():
     model = qt.unprepare(qt.prepare(nn.Sequential(Two()), "w4a16-g32") and qt.prepare(nn.Sequential(Two()), "w8a16"))
     qt.register_layer(Two, ("a", "b"))
     assert set(qt.quantized_state(qt.prepare(model, "w8a16"))) == {"0.a", "0.b"}
-    with pytest.raises(dt.SpecError, match="several names"):
+    with pytest.raises(dt.SpecError, match="expected a tuple of names"):
         qt.register_layer(Two, "ab")
 
 
@@ -248,7 +248,7 @@ def test_tied_weights_have_one_mode():
 def test_a_prepare_that_fails_leaves_the_model_alone(spec):
     model = mlp()
     rule = dt.Rule(weight="int4/axis0", input=dt.nvfp4 if spec == "nvfp4" else spec, mode="learned")
-    with pytest.raises(dt.SpecError, match=r"0\.input_quantizer cannot be made"):
+    with pytest.raises(dt.SpecError, match=r"cannot construct 0\.input_quantizer"):
         qt.prepare(model, dt.Recipe([rule]))
     assert type(model[0]) is nn.Linear
     calibrated(model)

@@ -185,7 +185,7 @@ def test_a_state_whose_shape_was_unknown(mode: str) -> None:
 
 def test_learned_parameters_whose_shape_is_unknown() -> None:
     """An optimizer built before data would train nothing."""
-    with pytest.raises(dt.SpecError, match="give shape="):
+    with pytest.raises(dt.SpecError, match="pass shape="):
         qt.FakeQuantize("int8/axis1", "learned")
     assert qt.FakeQuantize("int8/axis1", "learned", shape=(2, 3)).scale_shift.shape == (3,)
 

@@ -317,7 +317,7 @@ def test_derive_of_one_range() -> None:
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_derive_refuses_scales_of_other_formats(name: str) -> None:
-    with pytest.raises(dt.errors.UnsupportedError, match="not traced"):
+    with pytest.raises(dt.errors.UnsupportedError, match="not supported in torch operations"):
         traced.derive(dt.QuantSpec.parse(name), torch.zeros(1), torch.ones(1))
 
 

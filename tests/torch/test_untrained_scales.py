@@ -48,7 +48,7 @@ def test_an_optimizer_made_before_prepare(make):
     optimizer = make(net.parameters(), lr=1e-3)
     learned(net)
     backward(net)
-    with pytest.warns(UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift': make the optimizer"):
+    with pytest.warns(UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift': construct the optimizer"):
         optimizer.step()
     optimizer.zero_grad()
     backward(net)

@@ -1,15 +1,15 @@
-"""PyTorch: quantization-aware training of any module, with the numbers of the core to the bit.
+"""PyTorch frontend: quantization-aware training of any module, bit-exact with the NumPy core.
 
 ::
 
     import detent.torch as qt
 
-    print(qt.plan(model, "w8a8"))                     what would happen, layer by layer
+    print(qt.plan(model, "w8a8"))                     the plan, layer by layer
     qt.prepare(model, "w8a8")                         in place; parameters stay the same objects
-    with qt.calibrating(model): run(model, data)      forward passes only observe
-    train(model)                                      the loop and optimizer you have
+    with qt.calibrating(model): run(model, data)      forward passes only record ranges
+    train(model)                                      your loop and your optimizer
     qt.freeze(model); qt.quantized_state(model)
-    qt.export_onnx(model, example, "model.onnx")      the same codes and scales, as a file
+    qt.export_onnx(model, example, "model.onnx")      the trained codes and scales, as a file
 """
 
 from detent.torch.calibration import calibrating

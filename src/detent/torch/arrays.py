@@ -1,10 +1,10 @@
-"""Tensors for native kernels: their memory as arrays, its order, scratch memory, and PyTorch's threads and processes.
+"""Tensors for native kernels: arrays that share their memory, memory order, scratch memory, threads and processes.
 
-Arrays share the tensor's memory. A dense tensor in another order than C (channels last) is read through a permutation
-and keeps its order. Scratch memory holds quantized copies that only one matmul reads: fresh memory for a large tensor
-takes longer to get from the system, page by page, than to quantize into. Kernels run on the threads of PyTorch's OpenMP
-runtime where it can be found, as many as ``torch.set_num_threads`` says: these threads spin for a while after their
-work, and a second pool on the same cores would wait for them.
+A dense tensor that is not in C order (channels last) is read through a permutation and keeps its order. Scratch memory
+is reused for quantized copies that only one matmul reads: allocating new pages for a large tensor takes longer than
+quantizing it. Kernels run on the threads of PyTorch's OpenMP runtime if it is found, as many as
+``torch.set_num_threads`` allows. These threads spin for a while after their work, so a second pool on the same cores
+would wait for them.
 """
 
 import ctypes
@@ -57,9 +57,9 @@ _BFLOAT16 = FLOATS["bfloat16"]
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether native kernels can read the tensor: real, in CPU memory, and neither traced nor under ``torch.func``.
+    """Whether native kernels can read the tensor: plain, in CPU memory, neither traced nor under ``torch.func``.
 
-    Nor in forward-mode differentiation, whose tangents only torch operations see.
+    False also in forward-mode differentiation: native kernels do not compute tangents.
     """
     return (
         type(x) in _PLAIN
@@ -71,25 +71,27 @@ def is_plain(x: Tensor) -> bool:
 
 
 def on_cpu(x: Tensor) -> Tensor:
-    """The detached tensor, copied to the CPU if it is elsewhere."""
+    """Detach the tensor, and copy it to the CPU if it is on another device."""
     return x.detach().cpu()
 
 
 def check_float(x: object, name: str = "x") -> None:
     """Raise unless x is a dense tensor of a supported float type."""
     if not isinstance(x, Tensor):
-        raise DtypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}: NumPy arrays go to detent itself")
+        raise DtypeError(
+            f"got {type(x).__name__} for {name}, expected a torch.Tensor: for NumPy arrays use the functions of detent"
+        )
     if x.layout != torch.strided:
-        raise DtypeError(f"{name} has layout {x.layout}, expected a dense tensor: convert it first, {name}.to_dense()")
+        raise DtypeError(f"{name} has layout {x.layout}, expected a dense tensor: use {name}.to_dense()")
     if x.dtype not in FLOAT_TYPES:
         expected = ", ".join(FLOAT_TYPES.values())
         raise DtypeError(
-            f"{name} has dtype {x.dtype}, expected {expected}: convert it first, for example {name}.float()"
+            f"{name} has dtype {x.dtype}, expected one of {expected}: convert it, for example {name}.float()"
         )
 
 
 def scale_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of scales: float64 for float64 data, else float32."""
+    """The dtype of scales for x: float64 for float64 data, else float32."""
     dtype: torch.dtype = compute_type(x.dtype, torch)
     return dtype
 
@@ -100,7 +102,7 @@ def to_array(x: Tensor) -> NDArray[Any]:
     if x.dtype == torch.bfloat16:
         array: NDArray[Any] = to_array(data.view(torch.int16)).view(_BFLOAT16)
         return array
-    if is_distributed():  # numpy() would pin the memory, which FSDP frees after each forward
+    if is_distributed():  # numpy() would keep the memory alive, which FSDP frees after each forward pass
         array = np.from_dlpack(data)
         if array.flags.writeable:
             return array
@@ -117,7 +119,7 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 class Order(NamedTuple):
-    """The order of a tensor's axes in memory, None for C order, and the spec for the data in that order."""
+    """The memory order of a tensor's axes (None is C order), and the spec for the data in that order."""
 
     axes: tuple[int, ...] | None
     spec: QuantSpec
@@ -136,7 +138,7 @@ class Order(NamedTuple):
 def order_of(x: Tensor, spec: QuantSpec) -> Order:
     """The memory order of x if it is dense and the granularity can be expressed in it; else C order."""
     granularity = spec.granularity
-    if x.is_contiguous() or spec.rounding.kind == "stochastic":  # whose random numbers go by position
+    if x.is_contiguous() or spec.rounding.kind == "stochastic":  # random numbers depend on the position in C order
         return Order(None, spec)
     strides = x.stride()
     axes = tuple(sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis)))
@@ -154,39 +156,40 @@ def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
 
 
-FEW_ELEMENTS = 64  # tensors up to this size are compared as they are, larger ones by a checksum
+MAX_COPIED_ELEMENTS = 64  # a key contains the bytes of tensors up to this size; a checksum of larger ones is faster
 
 
 def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
-    """A key that changes with any bit of the tensors; on other devices, with PyTorch's version counter."""
+    """A key that changes with any bit of the tensors; for other devices, with PyTorch's version counter."""
     parts: list[object] = []
     for tensor in tensors:
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
             parts += [tensor.data_ptr(), tensor._version]
             continue
         array = to_array(tensor)
-        parts.append(array.tobytes() if array.size <= FEW_ELEMENTS else checksum(array))
+        parts.append(array.tobytes() if array.size <= MAX_COPIED_ELEMENTS else checksum(array))
     return tuple(parts)
 
 
 Slot = Literal["input", "weight"]
-MIN_BYTES, MAX_BYTES = 1 << 17, 1 << 28  # the allocator reuses smaller blocks itself; larger ones are not kept
-MAX_VIEWS = 256
+MIN_SCRATCH_BYTES = 1 << 17  # the allocator itself reuses smaller blocks
+MAX_SCRATCH_BYTES = 1 << 28  # larger blocks would keep too much memory
+MAX_VIEWS = 256  # cached views per thread, about one per layer and operand
 
 
 class _Buffers(threading.local):
     def __init__(self) -> None:
-        self.memory: dict[str, Tensor] = {}  # by slot
-        self.views: dict[object, Tensor] = {}  # into that memory, by slot, dtype and shape
+        self.memory: dict[str, Tensor] = {}  # one block per slot
+        self.views: dict[object, Tensor] = {}  # views of the blocks, by slot, dtype and shape
 
 
 _buffers = _Buffers()
 
 
 def borrow(slot: Slot | None, like: Tensor) -> Tensor:
-    """An uninitialized C-contiguous tensor like this one, valid until the slot is borrowed again; None owns memory."""
+    """An uninitialized C-contiguous tensor, valid until its slot is borrowed again; slot None allocates new memory."""
     size = like.numel() * like.element_size()
-    if slot is None or not MIN_BYTES <= size <= MAX_BYTES:
+    if slot is None or not MIN_SCRATCH_BYTES <= size <= MAX_SCRATCH_BYTES:
         return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
     key = (slot, like.dtype, like.shape)
     view = _buffers.views.get(key)
@@ -204,7 +207,7 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
 
 
 class Arguments(NamedTuple):
-    """Positional and keyword arguments of one call of a module."""
+    """Positional and keyword arguments for a call of a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -221,13 +224,13 @@ def arguments_of(batch: object, name: str = "a batch") -> Arguments:
     if isinstance(batch, Mapping):
         return Arguments((), dict(batch))
     raise DtypeError(
-        f"{name} is of type {type(batch).__name__}, expected a tensor, a tuple of the model's arguments, or a dict of "
-        "them by name"
+        f"got {type(batch).__name__} for {name}, expected a tensor, a tuple of the model's arguments, or a dict of "
+        "arguments by name"
     )
 
 
 def call_with(module: torch.nn.Module, batch: object) -> Any:
-    """Call a module with a batch as ``arguments_of`` takes it."""
+    """Call a module with a batch: a tensor, a tuple or list of all arguments, or a dict by name."""
     args, kwargs = arguments_of(batch)
     return module(*args, **kwargs)
 
@@ -236,38 +239,38 @@ _HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def is_distributed() -> bool:
-    """Whether ``torch.distributed`` runs; sharding trainers may then refill weights in place without a trace."""
+    """Whether ``torch.distributed`` runs; if so, trainers may rewrite sharded weights without a new version number."""
     return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def process_count() -> int:
-    """The world size of ``torch.distributed``; 1 if it does not run."""
+    """The world size of ``torch.distributed``; 1 if it is not running."""
     return torch.distributed.get_world_size() if is_distributed() else 1
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Gather the parts of a DTensor, a collective that every process must reach; other tensors are returned as is."""
+    """Gather a DTensor, in a collective that every process must reach; return other tensors as they are."""
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
 
-RUNTIMES = re.compile(r"lib(gomp|iomp5|omp)[-.][^/]*$")
-MAPS = Path("/proc/self/maps")
+OPENMP_LIBRARY = re.compile(r"lib(gomp|iomp5|omp)[-.][^/]*$")
+MEMORY_MAPS = Path("/proc/self/maps")
 
 
 def find_runtime() -> str | None:
-    """The path of the loaded OpenMP runtime; None if there is none, or more than one."""
+    """The path of the loaded OpenMP runtime; None unless exactly one is loaded."""
     try:
-        lines = MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = MEMORY_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
         return None
     paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    runtimes = sorted(path for path in paths if RUNTIMES.search(path))
+    runtimes = sorted(path for path in paths if OPENMP_LIBRARY.search(path))
     return runtimes[0] if len(runtimes) == 1 else None
 
 
 def use_torch_threads() -> bool:
-    """Let native kernels run on PyTorch's threads. Returns whether they do."""
+    """Let native kernels run on PyTorch's threads; return False if that is not possible."""
     path = find_runtime()
     if path is None:
         return False

@@ -1,16 +1,17 @@
-"""Batch norm folding: quantize the weight that will be exported, which includes the batch norm's gain.
+"""Batch norm folding: quantize the weight that will be exported, which includes the gain of the batch norm.
 
 ::
 
-    g = gamma / sqrt(running_var + eps)                   the gain, one per output channel
-    f = g, and 1 where g is 0                             the factor: a channel without gain has no weights to quantize
+    g = gamma / sqrt(running_var + eps)                   gain, one per output channel
+    f = g, and 1 where g is 0                             factor: a channel with gain 0 has no weights to quantize
 
-    y = norm(product(x, fq(w * f) / f))                   running weight: training and evaluation
-    y = product(x, fq(w * g)) + (b - mean) * g + beta     exported weight: after qt.freeze, and in exported files
+    y = norm(linear(x, fq(w * f) / f))                    running weight: training and evaluation
+    y = linear(x, fq(w * g)) + (b - mean) * g + beta      exported weight: after qt.freeze, and in exported files
 
-Both have the same codes and differ by rounding only. Training costs no extra work on activations: the batch norm runs
-on the layer's output with the statistics of the batch, as in float. Constant symmetric scales, one per channel, can
-absorb the gain: then the running weight is ``fq(w)``.
+``linear`` is the matmul or convolution of the layer. Both weights have the same codes; the outputs differ only by float
+rounding. Training needs no extra work on activations: as in float, the batch norm normalizes the layer's output with
+the statistics of the batch. Constant symmetric per-channel scales can absorb the gain: then the running weight is
+``fq(w)``.
 """
 
 from collections import Counter
@@ -38,7 +39,7 @@ __all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
 def running_weight(
     weight: Tensor, factor: Tensor | None, quantize: Callable[[Tensor], Tensor], *, in_place: bool = False
 ) -> Tensor:
-    """``fq(w * f) / f``, or ``fq(w)`` without a factor; ``in_place`` divides in the memory ``quantize`` returned."""
+    """``fq(w * f) / f``, or ``fq(w)`` without a factor; ``in_place`` divides in the memory that quantize returns."""
     if factor is None:
         return quantize(weight)
     quantized = quantize(weight * factor)
@@ -46,35 +47,35 @@ def running_weight(
 
 
 class Fold:
-    """The batch norm of a layer; not a module, so that the model's tree stays as it is."""
+    """The batch norm that is folded into a layer; not a module, so that the module tree does not change."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         self.norm = norm
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layer computes the batch norm."""
+        """Whether the layer computes the batch norm, too."""
         return bool(getattr(self.norm, "fused", False))
 
     def fuse(self) -> None:
-        """Let the layer compute the batch norm, which then passes data through."""
+        """Let the layer compute the batch norm, which then passes its input through."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
 
     def unfuse(self) -> None:
-        """Let the batch norm compute itself again."""
+        """Let the batch norm module compute again."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = False
 
     def gain(self) -> Tensor:
         """Per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
         norm = self.norm
-        variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds takes none without statistics
+        variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds requires statistics
         gain = torch.rsqrt(variance + norm.eps)
         return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
-        """Per-channel factor f, broadcastable to the weight: the gain, and 1 where that is 0."""
+        """Per-channel factor f, broadcastable to the weight: the gain, and 1 where the gain is 0."""
         gain = self.gain().to(weight.dtype)
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
@@ -83,7 +84,7 @@ class Fold:
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Multiply symmetric per-channel weights by g: the scale takes |g|, the codes its sign."""
+        """Multiply symmetric per-channel weights by g: the scale by |g|, the codes by its sign."""
         scale = to_tensor(quantized.params.scale)
         gain = on_cpu(self.gain()).to(scale.dtype)
         params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))
@@ -107,7 +108,7 @@ class Fold:
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def version(self) -> object:
-        """A key that changes with the gain: PyTorch does not count writes to the statistics."""
+        """A key that changes with the gain; PyTorch's version counter does not count updates of the statistics."""
         return fingerprint(*(part for part in (self.norm.running_var, self.norm.weight) if part is not None))
 
 
@@ -124,11 +125,11 @@ class QuantizedNorm(nn.Module):
     """Mixin of every batch norm in a prepared model."""
 
     float_class: ClassVar[type[nn.Module]]
-    fused: bool  # the layer before it computes it
+    fused: bool  # the layer before computes this batch norm
     frozen: bool  # training uses the running statistics and does not update them
 
     def forward(self, x: Tensor) -> Tensor:
-        """The batch norm, unless the layer before has computed it."""
+        """Normalize x, unless the layer before has already done so."""
         if self.fused:
             return x
         if self.frozen and self.training:
@@ -138,7 +139,7 @@ class QuantizedNorm(nn.Module):
             result: Tensor = self.float_class.forward(self, x)
             return result
         statistics = dict(self._buffers)
-        try:  # the first forward has counted this batch
+        try:  # the first forward pass has already updated the statistics with this batch
             self._buffers.update({name: each if each is None else each.clone() for name, each in statistics.items()})
             result = self.float_class.forward(self, x)
         finally:
@@ -147,28 +148,28 @@ class QuantizedNorm(nn.Module):
 
 
 def find_folds(model: nn.Module) -> dict[str, str]:
-    """Map each layer whose only reader is a batch norm to that norm: by a symbolic trace, else by Sequential order."""
+    """Map each layer whose only reader is a batch norm to that norm, by a symbolic trace or by Sequential order."""
     try:
         pairs = _traced_pairs(model)
-    except Exception:  # noqa: BLE001 - a trace runs the model's own code, which may raise anything
+    except Exception:  # noqa: BLE001 - tracing runs the model's code, which may raise anything
         pairs = _pairs_in_order(model)
     modules = dict(model.named_modules())
-    return {layer: norm for layer, norm in pairs.items() if _fits(modules[layer], modules[norm])}
+    return {layer: norm for layer, norm in pairs.items() if _is_foldable(modules[layer], modules[norm])}
 
 
 def _pairs_in_order(model: nn.Module) -> dict[str, str]:
     names = {module: name for name, module in model.named_modules()}
-    runs = [list(module) for module in model.modules() if isinstance(module, nn.Sequential)]
-    uses = Counter(module for run in runs for module in run)
-    pairs = (pair for run in runs for pair in pairwise(run) if all(uses[each] == 1 for each in pair))
+    sequences = [list(module) for module in model.modules() if isinstance(module, nn.Sequential)]
+    uses = Counter(module for sequence in sequences for module in sequence)
+    pairs = (pair for sequence in sequences for pair in pairwise(sequence) if all(uses[each] == 1 for each in pair))
     return {names[layer]: names[norm] for layer, norm in pairs}
 
 
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
-    """Pairs that occur in training and in evaluation, traced on a copy that shares the parameters."""
-    double = deepcopy(model, {id(each): each for each in model.parameters()})
+    """Pairs that occur both in training and in evaluation, traced on a copy that shares the parameters."""
+    copy = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):
-        training, evaluation = (_pairs_of(fx.Tracer().trace(double.train(mode))) for mode in (True, False))
+        training, evaluation = (_pairs_of(fx.Tracer().trace(copy.train(mode))) for mode in (True, False))
     return dict(training.items() & evaluation.items())
 
 
@@ -184,7 +185,7 @@ def _pairs_of(graph: fx.Graph) -> dict[str, str]:
     return pairs
 
 
-def _fits(layer: nn.Module, norm: nn.Module) -> bool:
+def _is_foldable(layer: nn.Module, norm: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or not isinstance(norm, _BatchNorm):
         return False
     return norm.track_running_stats and norm.num_features == layer.weight.shape[0]

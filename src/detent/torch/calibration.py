@@ -1,6 +1,6 @@
-"""Calibration: ranges from data, by forward passes that only observe.
+"""Calibration: set scales from the ranges that forward passes observe.
 
-Quantizers of activations observe batches; those of weights take the range of the exported weight.
+Quantizers of activations observe calibration batches; quantizers of weights use the range of the exported weight.
 """
 
 import warnings
@@ -21,25 +21,29 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["calibrating", "initialize_weights"]
 
-BYTE = 8
+MINMAX_BITS = 8  # bit width from which the min-max range is the default; below, clipping reduces the error
+MAX_NAMES_SHOWN = 5
 
 
 @contextmanager
 def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None = None) -> Iterator[nn.Module]:
-    """Let forward passes only observe; on exit, quantizers take the observed ranges.
+    """Calibrate: forward passes in this context only observe, and on exit all scales are set from the observed ranges.
 
-    Inside, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``, the
-    observations of all processes are merged once, on exit, which every process must reach. An exception leaves the
-    model unchanged. Calibrations may be nested, also of parts of the model: each observes all forwards inside it.
+    In the context, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``,
+    the observers of all processes are merged on exit, which every process must reach. An exception leaves the model
+    unchanged. Contexts can be nested, also for parts of a model: each observes all forward passes inside it.
 
     Args:
         model: a prepared model.
-        observer: for quantizers whose rule names none: "minmax", "mse", "percentile(0.1, 99.9)" or "entropy"; None is
-            minmax for 8 bits and more, mse below.
+        observer: observer for quantizers whose rule does not name one: "minmax", "mse", "percentile(0.1, 99.9)" or
+            "entropy"; None is "minmax" from 8 bits on and "mse" below.
+
+    Yields:
+        The model.
 
     Raises:
-        StateError: the model is not prepared.
-        NaNError: a quantizer got NaN.
+        StateError: the model is not prepared, or is frozen.
+        NaNError: the data of a quantizer contain NaN.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -50,9 +54,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     """
     plan_of(model)
     if is_frozen(model):
-        raise StateError(
-            "the model is frozen, and freezing is final: qt.unprepare and qt.prepare it to calibrate again"
-        )
+        raise StateError("the model is frozen, which is final: call qt.unprepare and qt.prepare, then calibrate")
     default = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
     observers = {
@@ -78,16 +80,16 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
             unseen.append(name)
     initialize_weights(model, default)
     if unseen:
-        shown = ", ".join(unseen[:5]) + (", ..." if len(unseen) > 5 else "")
+        shown = ", ".join(unseen[:MAX_NAMES_SHOWN]) + (", ..." if len(unseen) > MAX_NAMES_SHOWN else "")
         warnings.warn(
-            f"{len(unseen)} quantizers saw no data and have no parameters: {shown}. Evaluation will fail if data "
-            "reaches them: calibrate with data that does",
+            f"{len(unseen)} quantizers got no data and have no parameters: {shown}. Evaluation will fail if data "
+            "reach them: calibrate with data that do",
             stacklevel=3,
         )
 
 
 def _observer_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> Observer:
-    spec = quantizer.observer or default or get_observer_spec("minmax" if quantizer.spec.bits >= BYTE else "mse")
+    spec = quantizer.observer or default or get_observer_spec("minmax" if quantizer.spec.bits >= MINMAX_BITS else "mse")
     return spec.make(quantizer.spec.granularity)
 
 

@@ -1,23 +1,23 @@
-"""Diagnostics: health of each quantizer in quantization-aware training, with advice.
+"""Diagnostics: the health of each quantizer in quantization-aware training, with advice.
 
 =============  =====================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that occur
-drift          current scale over the first one, calibrated or observed; of several, the one that has moved most
+drift          current scale divided by the first calibrated or observed scale; the most changed one of several
 oscillation    share of weights whose code goes back and forth
-saturated      share of elements whose gradient the estimator stops
+saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =====================================================================================================
 
-Exported weights are measured in full; activations on the batches given, or on the latest samples of ``qt.watch``. A
-watched forward samples at most ``SAMPLE`` elements, at equal distances that touch every index of every axis: weights
-whenever they have changed, activations every few calls. A model that is not watched pays nothing.
+Exported weights are measured in full. Activations are measured on the given batches, or on the latest samples of
+``qt.watch``. A watched forward pass samples about ``MAX_SAMPLE`` elements of a tensor, at equal distances that cover
+every index of every axis: weights after each change, activations every few calls. Unwatched models have no overhead.
 
-A weight *oscillates* if its code changes against the direction of its last change. The frequency is an average over
-steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
+A weight *oscillates* if its code changes against the direction of its last change. The frequency is an exponential
+average over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
 
-    f = MOMENTUM * reversed + (1 - MOMENTUM) * f              oscillating: f > FREQUENCY
+    f = MOMENTUM * reversed + (1 - MOMENTUM) * f              oscillating: f > MAX_FREQUENCY
 
-Left out: compiled forwards, which run no Python code; pass batches to ``qt.health`` instead.
+Left out: compiled forward passes, which run no Python code; pass batches to ``qt.health`` instead.
 """
 
 import json
@@ -66,19 +66,19 @@ __all__ = [
     "watch",
 ]
 
-SAMPLE = 4096  # maximum elements that a watched forward samples from a tensor
-RECENT = 16  # latest samples of an activation that count
-MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals
-FREQUENCY = 0.005  # reversals per step above which a weight oscillates
-SATURATED = 0.01  # a gradient is saturated if the estimator passes less than this share of it
+MAX_SAMPLE = 4096  # elements per tensor and forward pass; enough for shares of 0.1 %, and fast
+KEPT_SAMPLES = 16  # latest samples of an activation; older ones belong to older weights
+MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals, as in the paper
+MAX_FREQUENCY = 0.005  # reversals per step; above it a weight oscillates, as in the paper
+SATURATED_GAIN = 0.01  # a gradient is saturated if the STE passes a smaller share of it
 
-# limits of the warnings
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction, by the least number of bits: few bits should clip more
-USAGE_LIMIT = 0.5  # code usage, given enough data
-ELEMENTS_PER_CODE = 16  # with fewer elements, unused codes mean nothing
+# Warnings are given beyond these limits.
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction by minimum bit width; with few bits the best range clips more
+USAGE_LIMIT = 0.5  # minimum share of codes in use
+ELEMENTS_PER_CODE = 16  # with fewer elements, unused codes are normal
 DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
-OSCILLATION_LIMIT = 0.1  # share of weights that oscillate
-SATURATION_LIMIT = 0.2  # share of saturated gradients, unless clipping has drawn a warning
+OSCILLATION_LIMIT = 0.1  # share of oscillating weights
+SATURATION_LIMIT = 0.2  # share of saturated gradients; not checked if clipping already gives a warning
 
 HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
 METRIC_COLUMNS = range(2, len(HEAD))
@@ -96,38 +96,38 @@ Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measure:
-    """Counts of what quantization does to some data."""
+    """Counts over quantized data: elements, clipped elements, saturated gradients, and the codes in use."""
 
     size: int
     clipped: int
-    saturated: int | None  # None for a callable estimator
+    saturated: int | None  # None for a callable STE
     codes: Array  # the distinct codes, in the format's storage type
 
     @staticmethod
     def merge(parts: Sequence["Measure"]) -> "Measure":
-        """The measure of all data together."""
-        stopped = [part.saturated for part in parts if part.saturated is not None]
+        """The counts over all data together."""
+        saturated = [part.saturated for part in parts if part.saturated is not None]
         return Measure(
             sum(part.size for part in parts),
             sum(part.clipped for part in parts),
-            sum(stopped) if len(stopped) == len(parts) else None,
+            sum(saturated) if len(saturated) == len(parts) else None,
             _distinct(np.concatenate([part.codes for part in parts])),
         )
 
 
 def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
-    """Measure quantization of x by these parameters, and what the estimator does to the gradient."""
+    """Count clipped elements, saturated gradients and codes of x under these parameters and this STE."""
     clipped = round(clip_fraction(x, params) * x.size)
     saturated: int | None
     if isinstance(ste, Custom):
         saturated = None
     elif isinstance(ste, Identity):
         saturated = 0
-    elif ste == Clipped():  # the mask of clipped elements
+    elif ste == Clipped():  # stops exactly the gradients of clipped elements
         saturated = clipped
     else:
-        passed = fake_quantize_backward(np.ones_like(x), x, params, ste=ste)
-        saturated = int(np.count_nonzero(~(np.abs(passed) >= SATURATED)))
+        gradient = fake_quantize_backward(np.ones_like(x), x, params, ste=ste)
+        saturated = int(np.count_nonzero(~(np.abs(gradient) >= SATURATED_GAIN)))
     return Measure(x.size, clipped, saturated, _distinct(quantize(x, params, nan="zero_point").codes))
 
 
@@ -138,9 +138,9 @@ def _distinct(codes: Array) -> Array:
 
 
 def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
-    """About ``SAMPLE`` elements of x at most, flat, and parameters for them."""
+    """Sample about ``MAX_SAMPLE`` elements of x, flat, with their parameters."""
     step = _distance(x.numel())
-    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # it may be kept
+    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # callers may keep it
     if isinstance(params.spec.granularity, PerTensor):
         return data, params
     sets = _sets(params.spec.granularity, tuple(x.shape))
@@ -150,8 +150,8 @@ def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
 
 @lru_cache(maxsize=1024)
 def _distance(size: int) -> int:
-    """The distance of sampled elements; it shares no factor with the size, so every index of every axis is sampled."""
-    step = max(1, -(-size // SAMPLE))
+    """The distance of sampled elements; coprime to the size, so that every index of every axis is sampled."""
+    step = max(1, -(-size // MAX_SAMPLE))
     while gcd(step, size) > 1:
         step += 1
     return step
@@ -162,14 +162,14 @@ def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
     """The parameter set of each sampled element."""
     tiling = granularity.tiling(shape)
     size = int(np.prod(shape))
-    places = np.unravel_index(np.arange(0, size, _distance(size)), shape)
-    blocks = tuple(place // block for place, block in zip(places, tiling.block, strict=True))
+    indices = np.unravel_index(np.arange(0, size, _distance(size)), shape)
+    blocks = tuple(index // block for index, block in zip(indices, tiling.block, strict=True))
     return np.ravel_multi_index(blocks, tiling.grid)
 
 
 @lru_cache(maxsize=256)
 def _each(spec: QuantSpec) -> QuantSpec:
-    """The spec with a plain scale for each element of a row."""
+    """The spec with a float scale for each element of a vector."""
     return spec.replace(granularity=PerAxis(0), scale_format="float")
 
 
@@ -186,7 +186,7 @@ class Oscillation:
     @property
     def rate(self) -> float | None:
         """The share of weights that oscillate; None before the second step."""
-        return float(np.mean(self._frequency > FREQUENCY)) if self.steps else None
+        return float(np.mean(self._frequency > MAX_FREQUENCY)) if self.steps else None
 
     def update(self, data: Array, params: QuantParams) -> None:
         """Add the weights after a step; unchanged weights do not count as a step."""
@@ -194,36 +194,36 @@ class Oscillation:
             return
         levels = _levels(quantize(data, params, nan="zero_point"))
         if self._levels is None or self._levels.shape != levels.shape:
-            self.__init__()  # type: ignore[misc]  # a different weight: start anew
+            self.__init__()  # type: ignore[misc]  # the weight was replaced: restart
             self._direction, self._frequency = np.zeros((2, *levels.shape), np.float32)
         else:
             moved = np.sign(levels - self._levels)
-            turned = moved * self._direction < 0
+            is_reversed = moved * self._direction < 0
             self._direction = np.where(moved != 0, moved, self._direction)
-            self._frequency = MOMENTUM * turned + (1 - MOMENTUM) * self._frequency
+            self._frequency = MOMENTUM * is_reversed + (1 - MOMENTUM) * self._frequency
             self.steps += 1
         self._data, self._levels = data, levels
 
 
 def _levels(q: QuantizedTensor) -> Array:
-    """Numbers in the order of the codes' values."""
+    """Numbers in the order of the dequantized codes."""
     if q.spec.format.kind == "float":
         return np.asarray(q.spec.format.levels, np.float32)[q.codes.view(np.uint8)]
     return q.codes.astype(np.float32)
 
 
 class Watcher:
-    """Called by one quantizer in each forward that quantizes; samples in training only."""
+    """Samples the data of one quantizer, which calls it in each quantizing forward pass; only in training."""
 
     def __init__(self, quantizer: FakeQuantize, *, is_weight: bool, every: int = 1) -> None:
         has_scale = quantizer.is_initialized and not isinstance(quantizer.mode, PerBatch)
         self.first: Array | None = quantizer.params.scale if has_scale else None  # the scale that drift refers to
         self.oscillation = Oscillation() if is_weight else None
-        self._recent: deque[Measure] = deque(maxlen=RECENT)
+        self._recent: deque[Measure] = deque(maxlen=KEPT_SAMPLES)
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x every few calls; params None stands for the quantizer's state."""
+        """Sample x every few calls; without params, use those of the quantizer's state."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1
@@ -231,14 +231,14 @@ class Watcher:
             return
         params = quantizer.params_for(x) if params is None else params
         self.first = params.scale if self.first is None else self.first
-        data, own = sample(x, params)
+        data, data_params = sample(x, params)
         if self.oscillation is None:
-            self._recent.append(measure(data, own, quantizer.ste))
+            self._recent.append(measure(data, data_params, quantizer.ste))
         else:
-            self.oscillation.update(data, own)
+            self.oscillation.update(data, data_params)
 
     def measured(self) -> Measure | None:
-        """The latest samples of an activation together; None without any."""
+        """The counts over the latest samples of an activation; None without samples."""
         return Measure.merge(self._recent) if self._recent else None
 
 
@@ -277,14 +277,15 @@ class Watch:
 
 
 def watch(model: nn.Module, *, every: int = 16) -> Watch:
-    """Watch a model while it trains, for ``qt.health``; call it after calibration, the reference of drift.
+    """Sample a model while it trains, for ``qt.health``.
 
-    Weights are sampled after each optimizer step, activations every few calls, in training only. Compiled forwards are
-    not sampled. Watching again starts anew.
+    Call it after calibration: drift refers to the scales at this time. In training mode, weights are sampled after each
+    optimizer step, activations every few calls. Compiled forward passes are not sampled. A second call on the same
+    model discards the samples of the first.
 
     Args:
         model: a prepared model.
-        every: sample every n-th call of an activation's quantizer.
+        every: sample an activation in every n-th call of its quantizer.
 
     Raises:
         StateError: the model is not prepared.
@@ -298,20 +299,22 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
     True
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"watch takes a prepared model, got {type(model).__name__}")
+        raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
     plan_of(model)
     return Watch(model, as_integer("every", every, at_least=1))
 
 
 @dataclass(frozen=True)
 class QuantizerHealth:
-    """The health of one quantizer; a metric is None without data for it.
+    """The health of one quantizer; metrics without data are None.
 
     Attributes:
-        source: the data that were measured: "weight", "batches", "watch", or "" for none.
-        elements: the number of measured elements.
-        clip_fraction, code_usage, drift, oscillation, saturated: the metrics, see ``detent.torch.diagnostics``.
-        note: why there are no metrics, or "".
+        name: full name of the quantizer in the model.
+        spec, mode: its spec and scale mode, as text.
+        source: measured data: "weight", "batches" or "watch"; "" if nothing was measured.
+        elements: number of measured elements.
+        clip_fraction, code_usage, drift, oscillation, saturated: the metrics of ``detent.torch.diagnostics``.
+        note: reason why metrics are missing, or "".
         warnings: problems, each with advice.
     """
 
@@ -357,10 +360,10 @@ class HealthReport:
         return tuple(text for each in self.quantizers for text in each.warnings)
 
     def __getitem__(self, name: str) -> QuantizerHealth:
-        """The quantizer of that full name."""
+        """The health of the quantizer with that full name."""
         rows = {each.name: each for each in self.quantizers}
         if name not in rows:
-            raise SpecError(f"no quantizer is named {name!r}{closest(str(name), rows)} expected one of {list(rows)}")
+            raise SpecError(f"unknown quantizer {name!r}{closest(str(name), rows)} expected one of {list(rows)}")
         return rows[name]
 
     def __str__(self) -> str:
@@ -425,16 +428,19 @@ def _share(value: float | None, digits: int = 0) -> str:
 
 @torch.no_grad()
 def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthReport:
-    """Measure each quantizer: clipping, unused codes, drift, oscillation, stopped gradients.
+    """Measure each quantizer: clipping, unused codes, drift of scales, oscillation of weights, stopped gradients.
 
     Args:
         model: a prepared model, calibrated or in training.
-        batches: inputs to run through the model in evaluation mode: tensors, tuples of arguments, or dicts by name.
+        batches: model inputs to run in evaluation mode: tensors, tuples of arguments, or dicts by argument name.
             Without batches, activations are measured only if ``qt.watch(model)`` is on.
+
+    Returns:
+        A report to print, plot or query; each warning says what to do.
 
     Raises:
         StateError: the model is not prepared.
-        DtypeError: batches are not inputs.
+        DtypeError: ``batches`` is not an iterable of model inputs.
         SpecError: ``batches`` is empty.
 
     >>> import detent.torch as qt
@@ -446,7 +452,7 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
     0.input_quantizer clips 49.9 % of its input: calibrate with more data, or with observer='minmax'
     """
     if not isinstance(model, nn.Module):
-        raise DtypeError(f"health takes a prepared model, got {type(model).__name__}")
+        raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
     plan_of(model)
     activations = {} if batches is None else _run(model, batches)
     weights = {quantizer: layer.float_weight(name) for _, layer, name, quantizer in weight_layers(model)}
@@ -457,31 +463,31 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
 
 
 def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measure]:
-    """Measure the quantizers of activations on the batches."""
+    """Count over all batches, for each quantizer of an activation."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise DtypeError(
-            f"batches must be an iterable of inputs, got {type(batches).__name__}: put one batch in a list"
+            f"got {type(batches).__name__} for batches, expected an iterable of inputs: put a single batch in a list"
         )
     weights = {quantizer for *_, quantizer in weight_layers(model)}
     parts: dict[FakeQuantize, list[Measure]] = {}
 
-    def look(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
+    def count_codes(quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
         if quantizer not in weights:
             params = quantizer.params_for(x) if params is None else params
             parts.setdefault(quantizer, []).append(measure(to_array(on_cpu(x)), params, quantizer.ste))
 
     count = 0
-    with evaluating(model, look):
+    with evaluating(model, count_codes):
         for batch in batches:
             call_with(model, batch)
             count += 1
     if not count:
-        raise SpecError("batches holds no batch: give at least one, or leave it out")
+        raise SpecError("got no batches, expected at least one: pass model inputs, or leave batches out")
     return {quantizer: Measure.merge(measures) for quantizer, measures in parts.items()}
 
 
 def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batches: Measure | None) -> QuantizerHealth:
-    """The health of a quantizer: of this weight, or of an activation, measured on batches or watched."""
+    """The health of a quantizer: of a weight if one is given, else of an activation."""
     row = QuantizerHealth(name, str(quantizer.spec), str(quantizer.mode))
     unmeasured = _unmeasured(row, quantizer, weight)
     if unmeasured is not None:
@@ -510,15 +516,17 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
 
 
 def _unmeasured(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
-    """The row of a quantizer that cannot be measured; None if it can."""
+    """The row of a quantizer that cannot be measured; None for one that can."""
     if not quantizer.enabled:
         return replace(row, note="disabled")
     if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
-        unready = f"{row.name} has no parameters yet: calibrate, `with qt.calibrating(model): ...`, or train"
-        return replace(row, note="not calibrated", warnings=(unready,))
+        warning = f"{row.name} has no parameters yet: calibrate, `with qt.calibrating(model): ...`, or train"
+        return replace(row, note="not calibrated", warnings=(warning,))
     if weight is not None and not bool(torch.isfinite(weight).all()):
-        lost = f"{row.name}: its weight holds NaN or infinity: go back to a checkpoint, and lower the learning rate"
-        return replace(row, note="not finite", warnings=(lost,))
+        warning = (
+            f"{row.name}: its weight contains NaN or infinity: go back to a checkpoint, and lower the learning rate"
+        )
+        return replace(row, note="not finite", warnings=(warning,))
     return None
 
 
@@ -529,7 +537,7 @@ def _measured(
     on_batches: Measure | None,
     watcher: Watcher | None,
 ) -> tuple[Measure | None, str]:
-    """The measure of a quantizer's data, and its source."""
+    """The counts over a quantizer's data, and the name of the data source."""
     if weight is not None and params is not None:
         return (measure(to_array(on_cpu(weight)), params, quantizer.ste), "weight") if weight.numel() else (None, "")
     if on_batches is not None:
@@ -545,7 +553,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """The ratio of the scale that has moved most; None if the shapes differ."""
+    """The ratio of the most changed scale to its first value; None if the number of scales differs."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)
@@ -555,51 +563,52 @@ def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
 def _warnings(
     row: QuantizerHealth, quantizer: FakeQuantize, result: Measure | None, *, is_weight: bool
 ) -> Iterator[str]:
-    name, what = row.name, "weight" if is_weight else "input"
+    name, data = row.name, "weight" if is_weight else "input"
     limit = next(share for bits, share in CLIP_LIMITS.items() if quantizer.spec.bits >= bits)
     clips = row.clip_fraction is not None and row.clip_fraction > limit
     if result is not None and result.codes.size == 1 and result.size > 1:
-        cause = "its range is too narrow" if clips else f"its {what} is constant, or its scale far too large"
+        cause = "its range is too narrow" if clips else f"its {data} is constant, or its scale is far too large"
         yield (
-            f"{name} is dead: all {result.size} codes of its {what} are equal; {cause}: look at the layers before it, "
+            f"{name} is dead: all {result.size} codes of its {data} are equal; {cause}: check the layers before it, "
             "and calibrate again"
         )
         return
     if clips:
-        advice = _against_clipping(quantizer, is_weight=is_weight)
-        yield f"{name} clips {_share(row.clip_fraction, 1)} of its {what}: {advice}"
+        advice = _clipping_advice(quantizer, is_weight=is_weight)
+        yield f"{name} clips {_share(row.clip_fraction, 1)} of its {data}: {advice}"
     enough = row.elements >= ELEMENTS_PER_CODE * quantizer.spec.num_levels
     if row.code_usage is not None and result is not None and row.code_usage < USAGE_LIMIT and enough:
-        advice = _against_waste(quantizer, result, is_weight=is_weight)
+        advice = _usage_advice(quantizer, result, is_weight=is_weight)
         yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused: {advice}"
     if row.drift is not None and not 1 / DRIFT_LIMIT < row.drift < DRIFT_LIMIT:
         yield (
-            f"{name}: its scale is {row.drift:.3g}x what it was at first: lower the learning rate, or calibrate anew "
-            "and freeze scales earlier, qt.Schedule(model, freeze_scales=...)"
+            f"{name}: its scale is {row.drift:.3g}x its first value: lower the learning rate, or calibrate again and "
+            "freeze scales earlier, qt.Schedule(model, freeze_scales=...)"
         )
     if row.oscillation is not None and row.oscillation > OSCILLATION_LIMIT:
         yield (
             f"{name}: {_share(row.oscillation)} of its weights oscillate between two codes: lower the learning rate, "
-            "or freeze scales and batch-norm statistics, qt.Schedule(model, freeze_norms=..., freeze_scales=...)"
+            "or freeze scales and batch norm statistics, qt.Schedule(model, freeze_norms=..., freeze_scales=...)"
         )
     if row.saturated is not None and row.saturated > SATURATION_LIMIT and not clips:
         yield (
-            f"{name}: its estimator {quantizer.ste} stops the gradient of {_share(row.saturated, 1)} of its {what}: "
-            "widen the range (observer='minmax'), or use ste='clipped' or 'identity'"
+            f"{name}: its straight-through estimator {quantizer.ste} stops the gradients of "
+            f"{_share(row.saturated, 1)} of its {data}: widen the range (observer='minmax'), or use ste='clipped' or "
+            "'identity'"
         )
 
 
-def _against_clipping(quantizer: FakeQuantize, *, is_weight: bool) -> str:
+def _clipping_advice(quantizer: FakeQuantize, *, is_weight: bool) -> str:
     if isinstance(quantizer.mode, Learned):
         return "its learned range is too narrow; calibrate again, with observer='minmax', or lower the learning rate"
     return "calibrate again" if is_weight else "calibrate with more data, or with observer='minmax'"
 
 
-def _against_waste(quantizer: FakeQuantize, result: Measure, *, is_weight: bool) -> str:
+def _usage_advice(quantizer: FakeQuantize, result: Measure, *, is_weight: bool) -> str:
     spec = quantizer.spec
     one_sign = spec.format.is_integer and (result.codes.min() >= 0 or result.codes.max() <= 0)
     if spec.symmetric and spec.qmin < 0 and one_sign:
-        return "all of it has one sign; use an unsigned or asymmetric spec"
+        return "all of its data have one sign; use an unsigned or asymmetric spec"
     if is_weight:
         return "a few large weights stretch the range; use a finer granularity, or calibrate with observer='mse'"
     return "a few outliers stretch the range; calibrate with observer='mse' or 'percentile(0.1, 99.9)'"

@@ -1,14 +1,14 @@
-"""Distributed: merge the ranges of several processes exactly, in collectives that all processes reach.
+"""Distributed training: merge the ranges of several processes exactly, in collectives that all processes reach.
 
 ::
 
-    calibration   every process -> all: its plan and its observers, as bytes      once, on leaving qt.calibrating
-    training      MAX over all processes of (-lo, hi), one flat tensor            once per step, in qt.sync
+    calibration   all-gather of each process's plan and observers, as bytes       once, on leaving qt.calibrating
+    training      all-reduce, MAX of (-lo, hi), in one flat tensor                once per step, in qt.sync
 
-Observers merge in the order of ranks, ranges by MAX, so every process computes the same bits. Nothing is pickled. A
-collective that one process skips hangs the others, so a process that fails in calibration sends ``FAILED`` in place of
-its observers, and processes without data send ranges that do not count. Tensors go through the default process group,
-on the CPU if its backend supports that, as gloo does, else on the quantizers' device.
+Observers merge in rank order and ranges merge by MAX, so every process computes the same bits. Nothing is pickled. If
+one process skipped a collective, the others would hang. So a process that fails in calibration sends ``FAILED`` instead
+of its observers, and processes without data send empty ranges. Tensors go through the default process group: on the CPU
+if its backend supports that, as gloo does, else on the device of the quantizers.
 """
 
 import json
@@ -32,19 +32,19 @@ from detent.ste import Custom
 from detent.torch.arrays import process_count, to_tensor
 from detent.torch.model_plan import ModelPlan
 from detent.torch.preparation import plan_of, quantizers_of
-from detent.torch.quantized_layer import QuantizedProduct
+from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["merge_observers", "sync", "without_collectives"]
 
-FAILED = -1
-DESCRIPTION = "detent.calibration"  # metadata key of the quantizers' settings
+FAILED = -1  # sent as the length of the data
+DESCRIPTION = "detent.calibration"  # metadata key for the settings of the quantizers
 MAX_DIFFERENCES_SHOWN = 10
-_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()  # plans that were equal on all processes
 
 
 def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
-    """Merge the observers of all processes, by quantizer name; those without data must be included."""
+    """Merge the observers of all processes, by quantizer name; observers without data must be included."""
     if process_count() == 1:
         return dict(observers)
     description = json.dumps(_describe(model, observers))
@@ -52,8 +52,8 @@ def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict
     parts = [storage.loads(part) for part in _exchange(storage.dumps(states, {DESCRIPTION: description}), model)]
     _check_same([json.loads(metadata[DESCRIPTION]) for _, metadata in parts])
     merged = {}
-    for name, mine in observers.items():
-        first, *others = (type(mine).from_bytes(arrays[name].tobytes()) for arrays, _ in parts)
+    for name, own in observers.items():
+        first, *others = (type(own).from_bytes(arrays[name].tobytes()) for arrays, _ in parts)
         for other in others:
             first.merge(other)
         merged[name] = first
@@ -62,10 +62,10 @@ def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Let every process run as many forwards as it has data for: DDP sends no buffers in the block.
+    """Let each process run any number of forward passes: inside the context, DDP does not broadcast buffers.
 
-    If the block raises, the other processes raise in ``merge_observers``. They cannot learn of a process that was
-    killed, or that failed while they wait in the forward of a sharded model: there the backend's timeout ends them.
+    If the context raises on one process, the others raise in ``merge_observers``. If a process is killed, or fails
+    while others wait in the forward pass of a sharded model, only the backend's timeout ends the others.
     """
     wrappers = {
         each: each.require_forward_param_sync for each in model.modules() if isinstance(each, DistributedDataParallel)
@@ -76,7 +76,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         if process_count() > 1:
-            with suppress(RuntimeError):  # if the group is broken, the first error is the better message
+            with suppress(RuntimeError):  # in a broken process group, the first error explains more
                 _gather(torch.tensor([FAILED]), model)
         raise
     finally:
@@ -85,19 +85,19 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
 
 
 def sync(model: nn.Module) -> None:
-    """Merge the ranges that all processes have seen since the last call into the EMA ranges.
+    """Update the EMA ranges with the merged ranges that all processes have observed since the last call.
 
-    Call it once per optimizer step on every process, after ``optimizer.step()``; ``qt.Schedule.step()`` does it.
-    Forwards use the result until the next call, with the same bits on every process. A single process whose model was
-    prepared with ``sync=True`` follows the same rule. Folded batch norms take the running statistics of rank 0, as
+    Call it once per optimizer step on every process, after ``optimizer.step()``; ``qt.Schedule.step()`` calls it. Until
+    the next call, forward passes use the result, which has the same bits on every process. In a single process, it is
+    needed if the model was prepared with ``sync=True``. Folded batch norms get the running statistics of rank 0, as
     under DDP; otherwise each process would quantize different weights.
 
     Args:
         model: a prepared model, or a wrapper around one.
 
     Raises:
-        StateError: the model is not prepared, was prepared with ``sync=False`` although there are several processes,
-            or differs between processes.
+        StateError: the model is not prepared, differs between processes, or was prepared with ``sync=False`` although
+            there are several processes.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(1, 1)), "w8a8", sync=True)
@@ -111,55 +111,57 @@ def sync(model: nn.Module) -> None:
     tensor(1.0100)
     """
     plan_of(model)
-    averaged = [each for each in quantizers_of(model).values() if isinstance(each.mode, EMA)]
-    several = process_count() > 1
-    if several:
-        _refuse_alone(averaged)
+    with_ema = [each for each in quantizers_of(model).values() if isinstance(each.mode, EMA)]
+    is_parallel = process_count() > 1
+    if is_parallel:
+        _check_synchronized(with_ema)
         _compare_once(model)
-    waiting = [each for each in averaged if each.sync]
-    norms = _folded_statistics(model) if several else []
-    # of the other ranks -inf, so that MAX is the value on rank 0
-    firsts = [each if dist.get_rank() == 0 else torch.full_like(each, -torch.inf) for each in norms]
-    parts = [each.pending for each in waiting] + firsts
+    synchronized = [each for each in with_ema if each.sync]
+    statistics = _folded_statistics(model) if is_parallel else []
+    # other ranks send -inf, so that MAX is the value on rank 0
+    from_rank_0 = [each if dist.get_rank() == 0 else torch.full_like(each, -torch.inf) for each in statistics]
+    parts = [each.pending for each in synchronized] + from_rank_0
     if not parts:
         return
     flat = torch.cat([each.flatten().to(_device(model)) for each in parts])
-    if several:
+    if is_parallel:
         dist.all_reduce(flat, dist.ReduceOp.MAX)
     sizes = [each.numel() for each in parts]
     merged = [new.reshape(each.shape) for each, new in zip(parts, flat.split(sizes), strict=True)]
-    for quantizer, bounds in zip(waiting, merged, strict=False):
+    for quantizer, bounds in zip(synchronized, merged, strict=False):
         quantizer.apply_pending(bounds)
-    for statistic, first in zip(norms, merged[len(waiting) :], strict=True):
-        statistic.copy_(first)
+    for statistic, value in zip(statistics, merged[len(synchronized) :], strict=True):
+        statistic.copy_(value)
 
 
 def _folded_statistics(model: nn.Module) -> list[Tensor]:
     """The running statistics of folded batch norms."""
-    folds = (each.fold for each in model.modules() if isinstance(each, QuantizedProduct))
+    folds = (each.fold for each in model.modules() if isinstance(each, QuantizedMatmul))
     norms = [fold.norm for fold in folds if fold is not None]
     return [part for norm in norms for part in (norm.running_mean, norm.running_var) if part is not None]
 
 
-def _refuse_alone(averaged: list[FakeQuantize]) -> None:
-    alone = [each.label for each in averaged if not each.sync]
-    if alone:
+def _check_synchronized(with_ema: list[FakeQuantize]) -> None:
+    local = [each.label for each in with_ema if not each.sync]
+    if local:
         raise StateError(
-            f"{len(alone)} quantizers average the batches of their own process, the first is {alone[0]}: start "
-            "torch.distributed before qt.prepare, or use qt.prepare(..., sync=True)"
+            f"{len(local)} quantizers update their EMA ranges in each process separately, the first is {local[0]}: "
+            "start torch.distributed before qt.prepare, or use qt.prepare(..., sync=True)"
         )
 
 
 def _compare_once(model: nn.Module) -> None:
-    """Reject models that differ: their ranges would be mixed up, or the collective would never end."""
+    """Reject models that differ between processes: ranges would be mixed up, or the collective would hang."""
     if _compared.get(model) is plan_of(model):
         return
-    mine = json.dumps(_describe(model, {}))
-    digest = np.frombuffer(sha256(mine.encode()).digest(), np.uint8)
+    description = json.dumps(_describe(model, {}))
+    digest = np.frombuffer(sha256(description.encode()).digest(), np.uint8)
     digests = {part.cpu().numpy().tobytes() for part in _gather(to_tensor(digest), model)}
     if len(digests) > 1:
-        _check_same([json.loads(part) for part in _exchange(mine.encode(), model)])
-    if all(each.scale.numel() for each in quantizers_of(model).values()):  # else shapes are not known yet
+        _check_same([json.loads(part) for part in _exchange(description.encode(), model)])
+    if all(
+        each.scale.numel() for each in quantizers_of(model).values()
+    ):  # otherwise some shapes are not known yet: compare again
         _compared[model] = plan_of(model)
 
 
@@ -182,24 +184,24 @@ def _check_same(described: list[dict[str, str]]) -> None:
         return
     rank, other = different[0], described[different[0]]
     names = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
-    lines = [f"the models of ranks {', '.join(map(str, different))} are prepared differently from that of rank 0:"]
+    lines = [f"the models on ranks {', '.join(map(str, different))} are prepared differently from the model on rank 0:"]
     for name in names[:MAX_DIFFERENCES_SHOWN]:
         lines += [f"- rank 0: {name}: {first[name]}"] if name in first else []
         lines += [f"+ rank {rank}: {name}: {other[name]}"] if name in other else []
     if len(names) > MAX_DIFFERENCES_SHOWN:
         lines.append(f"  and {len(names) - MAX_DIFFERENCES_SHOWN} more")
     if not names:
-        lines.append(f"  the same quantizers in another order on rank {rank}")
-    raise StateError("\n".join([*lines, "build the same model and use one recipe on every process"]))
+        lines.append(f"  rank {rank} has the same quantizers in a different order")
+    raise StateError("\n".join([*lines, "build the same model and use the same recipe on every process"]))
 
 
 def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
-    """The bytes of every process, in the order of ranks; lengths go first, then bytes padded to one length."""
+    """Gather the bytes of every process, in rank order: first the lengths, then the bytes, padded to one length."""
     sizes = [int(size) for size in _gather(torch.tensor([len(data)]), model)]
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:
         raise StateError(
-            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: its own error says why"
+            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error on that rank"
         )
     padded: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -207,15 +209,15 @@ def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
     return [part.cpu().numpy()[:size].tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 
-def _gather(mine: Tensor, model: nn.Module) -> list[Tensor]:
-    mine = mine.to(_device(model))
-    parts = [torch.empty_like(mine) for _ in range(process_count())]
-    dist.all_gather(parts, mine)
+def _gather(own: Tensor, model: nn.Module) -> list[Tensor]:
+    own = own.to(_device(model))
+    parts = [torch.empty_like(own) for _ in range(process_count())]
+    dist.all_gather(parts, own)
     return parts
 
 
 def _device(model: nn.Module) -> torch.device:
-    """The device that the backend of the default group needs."""
+    """The device for tensors in collectives of the default group."""
     if process_count() == 1 or any(name in dist.get_backend() for name in ("gloo", "mpi", "cpu")):
         return torch.device("cpu")
     devices = (each.scale.device for each in quantizers_of(model).values())

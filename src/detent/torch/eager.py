@@ -1,6 +1,6 @@
-"""Eager: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
+"""Eager mode: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
 
-Results have x's memory order. Left out: autograd, and all checks but ``check``.
+Results have the memory order of x. Left out: autograd, and all checks except ``check``.
 """
 
 from typing import Any, cast
@@ -37,7 +37,7 @@ def check(x: Tensor, params: QuantParams) -> None:
 
 
 def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
-    """Fake-quantize x, into new memory or a scratch slot."""
+    """Fake-quantize x into new memory, or into a scratch slot."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = borrow(slot, data)
@@ -46,7 +46,7 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
 
 
 def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:
-    """Fake-quantized x, one bit per element that says where its gradient passes, and the memory order of both."""
+    """Fake-quantize x; return also a mask, one bit per element whose gradient passes, and the memory order of both."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = torch.empty_like(data)
@@ -56,7 +56,7 @@ def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: i
 
 
 def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) -> Tensor:
-    """The gradient of x, by the mask of ``fake_quantize_masked``."""
+    """The gradient of x, from the mask of ``fake_quantize_masked``."""
     gradient = order.lay(g)
     gx = torch.empty_like(gradient)
     plan = _plan("fake_quantize_masked_backward", gradient, order.spec)
@@ -79,7 +79,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; sums run in C order, whatever the memory order."""
+    """The gradients of x, scale and zero point; sums run in C order for any memory order."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
@@ -88,7 +88,7 @@ def learned_backward(
 
 
 def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
-    """The smallest and largest finite element of each parameter set, and the number of elements that are not finite."""
+    """The smallest and largest finite element of each parameter set, and the number of non-finite elements."""
     order = order_of(x, spec)
     data = order.lay(x)
     return minmax(to_array(data), order.spec.granularity.tiling(tuple(data.shape)))
@@ -97,9 +97,9 @@ def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
 def fake_quantize_dynamic(
     x: Tensor, spec: QuantSpec, slot: Slot | None = None
 ) -> tuple[Tensor, QuantParams, int] | None:
-    """Fake-quantized x by its own range, the parameters, and the number of non-finite elements, in one pass.
+    """Take the range of x and fake-quantize x in one pass over memory; None if no kernel supports it.
 
-    None if no kernel does it in one pass.
+    Returns the fake-quantized x, the parameters, and the number of non-finite elements.
     """
     order = order_of(x, spec)
     data = order.lay(x)

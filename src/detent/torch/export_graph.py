@@ -1,17 +1,18 @@
-"""Exported graphs: marks become codes, scales and Q/DQ nodes.
+"""Exported graph: replace marks by codes, scales and Q/DQ nodes.
 
-=========================================== =====================================================================
+=========================================== ===========================================================================
 mark                                        replaced by
-=========================================== =====================================================================
-an activation                               [Clip ->] QuantizeLinear -> DequantizeLinear
-a weight                                    codes -> DequantizeLinear
-a weight of Linear whose input stays float  the same, transposed to [in, out], as weight-only kernels need it
-a weight that Gather reads                  codes -> Gather -> DequantizeLinear, or times the gathered scales
-the bias of an 8-bit Conv or Gemm           int32 codes -> DequantizeLinear, with the product of both scales
-=========================================== =====================================================================
+=========================================== ===========================================================================
+activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
+weight                                      codes -> DequantizeLinear
+weight of Linear whose input stays float    codes, transposed to [in, out] for weight-only kernels -> DequantizeLinear
+weight that Gather reads                    codes -> Gather -> DequantizeLinear, or times the gathered scales
+bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
+=========================================== ===========================================================================
 
-This module decides the placement, ``QdqWriter`` writes the nodes, ``ort_workarounds`` keeps float layers float.
-``clean`` removes what only the exporter needs; ``finalize`` sets what runtimes and readers expect.
+This module decides the Q/DQ placement, ``QdqWriter`` writes the nodes, and ``ort_workarounds`` prevents ONNX Runtime
+from fusing float layers into integer kernels. ``clean`` removes data that only the exporter needs; ``finalize`` sets
+versions and names that runtimes and readers expect.
 """
 
 import re
@@ -37,13 +38,13 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["Lowering", "clean", "finalize"]
 
-IR_VERSION = 10
-BATCH = "batch"
-_TORCHS_OWN = re.compile(r"s\d+")  # torch's name for a symbolic size that the user has not named
+MAX_IR_VERSION = 10  # later versions need newer runtimes
+BATCH = "batch"  # name of axis 0
+_TORCH_SYMBOL = re.compile(r"s\d+")  # torch's name for a symbolic size without a name from the user
 
 
 def clean(model: ModelProto) -> ModelProto:
-    """The model without functions and doc strings, which contain paths of source files."""
+    """Inline functions, and remove metadata and doc strings, which contain paths of source files."""
     if model.functions:
         model = inliner.inline_local_functions(model)
     del model.metadata_props[:]
@@ -62,16 +63,16 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def finalize(model: ModelProto, version: str) -> ModelProto:
-    """Set versions that runtimes support and a name for axis 0, and drop shapes of removed tensors, in place."""
+    """Set supported versions and a name for axis 0, and drop shapes of removed tensors, in place."""
     graph = model.graph
     kept = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain != DOMAIN]
     del model.opset_import[:], graph.value_info[:]
     for domain, number in kept:
         model.opset_import.add(domain=domain, version=number)
-    model.ir_version = min(model.ir_version, IR_VERSION)
+    model.ir_version = min(model.ir_version, MAX_IR_VERSION)
     model.producer_name, model.producer_version = "detent", version
     first_sizes = (size.dim_param for value in graph.input for size in value.type.tensor_type.shape.dim[:1])
-    symbols = {size for size in first_sizes if _TORCHS_OWN.fullmatch(size)}
+    symbols = {size for size in first_sizes if _TORCH_SYMBOL.fullmatch(size)}
     if len(symbols) == 1:
         word = re.compile(rf"\b{re.escape(symbols.pop())}\b")
         for value in (*graph.input, *graph.output):
@@ -81,14 +82,14 @@ def finalize(model: ModelProto, version: str) -> ModelProto:
     return model
 
 
-BIAS_LIMIT = 2**31 - 1
-BYTE = 8
-FIRST_WIDE = 21  # first opset with codes of 4 and 16 bits, and with per-block scales
-FIRST_FLOAT8 = 19
+MAX_BIAS_CODE = 2**31 - 1
+BYTE = 8  # bits
+WIDE_OPSET = 21  # first opset with 4-bit and 16-bit codes, and with per-block scales
+FLOAT8_OPSET = 19  # first opset with float8 codes
 
 
 class Lowering:
-    """One pass over an exported model, which is changed in place; weights take types of at least ``min_bits``."""
+    """Replaces the marks of an exported model in place; stored weight types have at least ``min_bits`` bits."""
 
     def __init__(self, model: ModelProto, marked: Marked, target: Target, *, min_bits: int) -> None:
         self.graph = Graph(model)
@@ -98,8 +99,8 @@ class Lowering:
         self.weights: dict[str, str] = {}  # weight key by the initializer of its codes
         self.activations: dict[str, str] = {}  # quantizer name by QuantizeLinear node
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
-        self._nodes: list[NodeProto] = []  # to be inserted
-        self._gone: list[NodeProto] = []  # to be removed
+        self._new_nodes: list[NodeProto] = []
+        self._removed: list[NodeProto] = []
         self._qparams: dict[str, QdqParams] = {}  # by output of DequantizeLinear
 
     def run(self) -> ModelProto:
@@ -107,13 +108,15 @@ class Lowering:
         graph = self.graph
         for node in graph.nodes:
             for body in subgraphs(node):
-                _refuse_inner(body.node)
+                _check_no_marks(body.node)
         marks = [node for node in graph.nodes if node.domain == DOMAIN]
         by_key: dict[str, list[NodeProto]] = defaultdict(list)
         for node in marks:
             key = attribute_of(node, "key").decode()
             if graph.kind(node.output[0]) not in {TensorProto.FLOAT, TensorProto.UNDEFINED}:
-                raise UnsupportedError(f"{key}: only float32 models are exported: model.float() first")
+                raise UnsupportedError(
+                    f"{key}: the model is not float32, the only type that is exported: use model.float()"
+                )
             if node.op_type == "Weight":
                 by_key[key].append(node)
             else:
@@ -121,8 +124,8 @@ class Lowering:
         for key, nodes in by_key.items():
             self._weight(nodes, key)
         self._biases()
-        graph.remove([*marks, *self._gone])
-        graph.insert(self._nodes)
+        graph.remove([*marks, *self._removed])
+        graph.insert(self._new_nodes)
         for node in marks:
             self._rename(node.output[0], attribute_of(node, "key").decode().removesuffix("_quantizer"))
         guard_float(graph)
@@ -145,7 +148,7 @@ class Lowering:
             pair = self._writer.pair(node.input[0], stem, parameters, qparams, y=node.output[0])
         except UnsupportedError as error:
             raise UnsupportedError(f"{stem}: {error}") from error
-        self._nodes += pair.nodes
+        self._new_nodes += pair.nodes
         self.activations[pair.nodes[-2].name] = key
         self._qparams[node.output[0]] = qparams
 
@@ -153,12 +156,12 @@ class Lowering:
         spec, convention = quantizer.spec, quantizer.spec.convention
         if isinstance(quantizer.mode, PerBatch):
             raise UnsupportedError(
-                f"{key} takes its scale from each batch, and ONNX's DynamicQuantizeLinear computes other scales than "
-                "those it was trained with: use mode EMA, Fixed or Learned for activations"
+                f"{key} has mode PerBatch, and ONNX's DynamicQuantizeLinear would compute different scales: use mode "
+                "EMA, Fixed or Learned for activations"
             )
         if not isinstance(spec.granularity, PerTensor | PerAxis):
             raise UnsupportedError(
-                f"{key} has scales per {spec.granularity}, which depend on the batch: use tensor or axis"
+                f"{key} has granularity {spec.granularity}, whose scales depend on the batch: use tensor or axis"
             )
         if not spec.format.is_integer and self.target.runtime == "onnxruntime":
             raise UnsupportedError(
@@ -168,32 +171,31 @@ class Lowering:
         rules = (convention.division, str(spec.rounding), convention.zero_point)
         if spec.format.is_integer and rules != ("divide", "half_even", "after_round"):
             raise UnsupportedError(
-                f"{key} quantizes by the rules of {spec} ({', '.join(rules)}), QuantizeLinear divides, rounds half "
-                "to even and then adds the zero point: train with the convention 'onnx'"
+                f"{key} has spec {spec} ({', '.join(rules)}), but QuantizeLinear divides, rounds half to even and then "
+                "adds the zero point: train with the convention 'onnx'"
             )
         return self._quantization(key, quantizer.params, rank, of_weight=False)
 
     def _quantization(
         self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, min_bits: int = 4
     ) -> QdqParams:
-        """The parameters as the file stores them; UnsupportedError if target or opset cannot."""
+        """The parameters as the file stores them; raises UnsupportedError if target or opset does not support them."""
         target, format = self.target, params.spec.format
         try:
             if of_weight:
                 container = target.weight_container(format, depthwise=depthwise, least=min_bits)
             else:
-                least = (
-                    4 if params.scale.ndim else BYTE
-                )  # Clip takes one bound, so that channels need all codes of a type
+                # Clip has one bound for all channels, so per-channel codes must use the full range of their type
+                least = 4 if params.scale.ndim else BYTE
                 container = target.activation_container(format, least=least)
             qparams = QdqParams.of(params, container, rank)
         except DetentError as error:
             raise UnsupportedError(f"{key}: {error}") from error
         wide = BITS[qparams.kind] != BYTE or qparams.block
-        needed = FIRST_WIDE if wide else FIRST_FLOAT8 if not format.is_integer else 0
+        needed = WIDE_OPSET if wide else FLOAT8_OPSET if not format.is_integer else 0
         if self.graph.opset < needed:
             raise UnsupportedError(
-                f"{key} is {params.spec}, which needs opset {needed}, got opset={self.graph.opset}: export with "
+                f"got opset={self.graph.opset}, but {key} has spec {params.spec}, which needs opset {needed}: pass "
                 f"opset={needed}"
             )
         return qparams
@@ -205,27 +207,27 @@ class Lowering:
         readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
         gathers = [node for node in readers if node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0]
         if isinstance(tensor.spec.granularity, PerGroup) and any(graph.shape(g.input[1]) is None for g in gathers):
-            gathers = []  # groups become an axis after those of the indices, whose rank is unknown
-        turned = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
+            gathers = []  # groups become an axis after those of the indices, so the rank of the indices is needed
+        is_transposed = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
         signed = weight.depthwise or len(gathers) == len(readers)
         min_bits = BYTE if gathers else self.min_bits  # Gather does not support 4-bit types
         qparams = self._quantization(key, tensor.params, rank, of_weight=True, depthwise=signed, min_bits=min_bits)
-        if not (signed or turned):
+        if not (signed or is_transposed):
             self._check_limit(key, tensor.codes)
         codes = stored_codes(tensor.codes, tensor.params, qparams)
-        if turned:
+        if is_transposed:
             codes, qparams = codes.T, _transposed(qparams)
         names = self._writer.codes(key, codes, qparams)
         self.weights[names[0]] = key
         for node in gathers:
-            self._gone.append(node)
-            self._nodes += gather(graph, node, names, qparams, tensor.shape, key)
+            self._removed.append(node)
+            self._new_nodes += gather(graph, node, names, qparams, tensor.shape, key)
         for out in (mark.output[0] for mark in marks):
             if out in graph.outputs or any(node not in gathers for node in graph.consumers(out)):
-                self._nodes.append(self._writer.dequantized(names, out, key, qparams))
+                self._new_nodes.append(self._writer.dequantized(names, out, key, qparams))
                 self._qparams[out] = qparams
-            if turned:
-                self._turn(out)
+            if is_transposed:
+                self._use_transposed(out)
 
     def _check_limit(self, key: str, codes: NDArray[Any]) -> None:
         limit = self.target.limit
@@ -234,37 +236,39 @@ class Lowering:
         largest = int(np.abs(codes.astype(np.int64)).max(initial=0))
         if largest > limit:
             raise SpecError(
-                f"{key} holds the code {largest}, target {self.target.name!r} takes no more than {limit}: prepare the "
-                f"model with qmin=-{limit} and qmax={limit}, or export for another target"
+                f"{key} contains the code {largest}, but target {self.target.name!r} allows at most {limit}: prepare "
+                f"the model with qmin=-{limit} and qmax={limit}, or choose another target"
             )
 
     def _is_read_transposed(self, name: str) -> bool:
-        """Whether all readers of a weight multiply float data by its transpose."""
+        """Whether all readers of a weight multiply float data by the transposed weight."""
         readers = self.graph.consumers(name)
         return bool(readers) and all(self._has_float_input(node, name) for node in readers)
 
     def _has_float_input(self, node: NodeProto, name: str) -> bool:
         if node.op_type == "Gemm":
-            as_linear = attribute_of(node, "transB", 0) and not attribute_of(node, "transA", 0) and not _scales(node)
-            return bool(as_linear) and node.input[1] == name and not self._is_marked(node.input[0])
+            is_linear = (
+                attribute_of(node, "transB", 0) and not attribute_of(node, "transA", 0) and not _has_alpha_or_beta(node)
+            )
+            return bool(is_linear) and node.input[1] == name and not self._is_marked(node.input[0])
         if node.op_type != "Transpose" or list(attribute_of(node, "perm", [])) != [1, 0]:
             return False
         out = node.output[0]
         readers = self.graph.consumers(out)
-        products = all(each.op_type == "MatMul" and list(each.input).index(out) == 1 for each in readers)
-        return bool(readers) and products and not any(self._is_marked(each.input[0]) for each in readers)
+        are_matmuls = all(each.op_type == "MatMul" and list(each.input).index(out) == 1 for each in readers)
+        return bool(readers) and are_matmuls and not any(self._is_marked(each.input[0]) for each in readers)
 
     def _is_marked(self, name: str) -> bool:
         node = self.graph.producer(name)
         return node is not None and node.domain == DOMAIN
 
-    def _turn(self, name: str) -> None:
+    def _use_transposed(self, name: str) -> None:
         """Let the readers of a weight use its transposed codes."""
         for node in list(self.graph.consumers(name)):
             if node.op_type == "Gemm":
                 next(each for each in node.attribute if each.name == "transB").i = 0
                 continue
-            self._gone.append(node)
+            self._removed.append(node)
             for reader in list(self.graph.consumers(node.output[0])):
                 self.graph.set_input(reader, 1, name)
 
@@ -276,22 +280,28 @@ class Lowering:
                     self._bias(node, x, weight)
 
     def _bias(self, node: NodeProto, x: QdqParams, weight: QdqParams) -> None:
-        """Quantize the bias by the product of both scales; it stays float if it does not fit, or the layer is float."""
-        bytes_only = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
-        if not bytes_only or x.scale.ndim or weight.block or (weight.scale.ndim and weight.axis) or _scales(node):
+        """Quantize the bias with scale x_scale * weight_scale; it stays float if it or the layer does not fit."""
+        is_int8 = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
+        if (
+            not is_int8
+            or x.scale.ndim
+            or weight.block
+            or (weight.scale.ndim and weight.axis)
+            or _has_alpha_or_beta(node)
+        ):
             return
         bias = self.graph.array(node.input[2])
         scale = np.asarray(x.scale * weight.scale, np.float32)
         if bias.ndim != 1 or bias.dtype != np.float32 or scale.min() < np.finfo(np.float32).smallest_normal:
             return
         codes = np.rint(bias.astype(np.float64) / scale)
-        if not np.abs(codes).max(initial=0) <= BIAS_LIMIT:
+        if not np.abs(codes).max(initial=0) <= MAX_BIAS_CODE:
             return
         mark = self.graph.producer(node.input[1])
         layer = "" if mark is None else attribute_of(mark, "key").decode().rpartition(".")[0]
         stem = f"{layer}.bias".lstrip(".")
         dequantize, dequantized = self._writer.bias(stem, codes, scale)
-        self._nodes.append(dequantize)
+        self._new_nodes.append(dequantize)
         self.graph.set_input(node, 2, dequantized)
 
 
@@ -300,14 +310,16 @@ def _transposed(qparams: QdqParams) -> QdqParams:
     return replace(qparams, scale=scale, zero_point=zero, axis=1 - qparams.axis)
 
 
-def _scales(node: NodeProto) -> bool:
+def _has_alpha_or_beta(node: NodeProto) -> bool:
     return any(attribute_of(node, name, 1.0) != 1.0 for name in ("alpha", "beta"))
 
 
-def _refuse_inner(nodes: list[NodeProto]) -> None:
+def _check_no_marks(nodes: list[NodeProto]) -> None:
     for node in nodes:
         if node.domain == DOMAIN:
             key = attribute_of(node, "key").decode()
-            raise UnsupportedError(f"{key} is used inside a loop or a branch, where no quantizer is exported")
+            raise UnsupportedError(
+                f"{key} is used inside a loop or branch, where quantization is not exported: move it out, or skip it"
+            )
         for body in subgraphs(node):
-            _refuse_inner(body.node)
+            _check_no_marks(body.node)

@@ -1,7 +1,8 @@
-"""Export marks: a copy of a prepared model in which every quantizer is a custom operator that names it.
+"""Export marks: a copy of a prepared model in which each quantizer is a custom operator, its mark.
 
-The copy is in evaluation mode, with batch norms folded. The mark of an activation has the data as input; the mark of a
-weight has none, so no float copy of the weight is exported. ``export_graph`` replaces marks by codes and Q/DQ nodes.
+A mark contains the name of the quantizer. The copy is in evaluation mode, with batch norms folded. The mark of an
+activation has the data as input. The mark of a weight has no input, so that no float copy of the weight is exported.
+``export_graph`` replaces marks by codes and Q/DQ nodes.
 """
 
 from copy import deepcopy
@@ -15,7 +16,7 @@ from detent.errors import StateError, UnsupportedError
 from detent.tensor import QuantizedTensor
 from detent.torch.batchnorm import Fold
 from detent.torch.preparation import plan_of, quantized_state, quantizers_of, weight_layers
-from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct
+from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["DOMAIN", "Marked", "MarkedQuantizer", "MarkedWeight", "copy_for_export", "fold_in", "mark"]
@@ -27,11 +28,11 @@ _Convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class MarkedQuantizer(FakeQuantize):
     """A quantizer that inserts its mark instead of quantizing."""
 
-    key: str  # the name of the quantizer, or of the weight
+    key: str  # full name of the weight, or of the quantizer of an activation
     of_weight: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """The mark, with the shape and dtype of x; its values mean nothing."""
+        """Insert the mark, a tensor with the shape and dtype of x; its values are undefined."""
         if not self.enabled:
             return x
         operator, inputs = ("Weight", ()) if self.of_weight else ("Activation", (x,))
@@ -47,12 +48,12 @@ class MarkedWeight:
     """The codes of a marked weight."""
 
     tensor: QuantizedTensor
-    depthwise: bool = False  # of a depthwise convolution
+    depthwise: bool = False  # True for a depthwise convolution
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A marked copy of a model, with its weights and activation quantizers by the keys of their marks."""
+    """A marked copy of a model, with its weights and activation quantizers by mark key."""
 
     model: nn.Module
     weights: dict[str, MarkedWeight]
@@ -60,15 +61,17 @@ class Marked:
 
 
 def copy_for_export(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode on the CPU, which shares parameters that are already there."""
+    """Copy a model to evaluation mode on the CPU; the copy shares parameters that are already on the CPU."""
     plan_of(model)
     parameters = list(model.parameters())
     if any(hasattr(each, "full_tensor") for each in parameters):
-        raise UnsupportedError("the model is sharded: load its state into a model of one process, and export that")
+        raise UnsupportedError(
+            "the model is sharded: load its state into a model in a single process, and export that model"
+        )
     for quantizer in quantizers_of(model).values():
         if quantizer.is_passing:
-            why = "qt.calibrating" if quantizer.is_calibrating else "Schedule delay"
-            raise StateError(f"{quantizer.label} is not quantizing yet ({why}): export when that is over")
+            cause = "qt.calibrating" if quantizer.is_calibrating else "Schedule delay"
+            raise StateError(f"{quantizer.label} is not quantizing yet ({cause}): export after that")
     memo: dict[int, Any] = {id(each.watcher): None for each in quantizers_of(model).values()}  # watchers are not copied
     is_on_cpu = all(each.device.type == "cpu" for each in (*parameters, *model.buffers()))
     if is_on_cpu:
@@ -99,21 +102,21 @@ def mark(model: nn.Module) -> Marked:
         vars(quantizer).update(key=key, of_weight=quantizer in keys)
         quantizer.__class__ = MarkedQuantizer
     for module in model.modules():
-        if isinstance(module, QuantizedProduct) and module.fold is not None:
+        if isinstance(module, QuantizedMatmul) and module.fold is not None:
             fold_in(module, module.fold)
     return Marked(model, weights, activations)
 
 
 def _is_depthwise(layer: QuantizedLayer) -> bool:
-    from detent.onnx_model.graph import is_depthwise  # noqa: PLC0415 - it loads ONNX
+    from detent.onnx_model.graph import is_depthwise  # noqa: PLC0415 - imports onnx
 
     if not isinstance(layer, _Convolutions):
         return False
     return is_depthwise(layer.groups, (layer.out_channels, layer.in_channels // layer.groups))
 
 
-def fold_in(layer: QuantizedProduct, fold: Fold) -> None:
-    """Move the batch norm's constants into the layer."""
+def fold_in(layer: QuantizedMatmul, fold: Fold) -> None:
+    """Fold the batch norm's constants into the weight and bias of the layer."""
     if layer.quantizer("weight_quantizer") is None:
         layer.weight = nn.Parameter(fold.with_gain(layer.weight.detach()))
     layer.bias = nn.Parameter(fold.bias(layer.bias))

@@ -1,7 +1,8 @@
-"""How a model was exported: all that an export of the same model needs to give the same bytes.
+"""ExportRecord: the arguments of an export, with which the same model exports to the same bytes.
 
-It is the part ``export`` of a file's metadata. Example inputs are recorded by shape and type: their values do not enter
-the graph. Versions of torch and onnxscript are those whose exporter wrote it, which others may do differently.
+It is stored as ``export`` in a file's metadata. Example inputs are recorded by shape and type, because their values do
+not affect the graph. The versions of torch and onnxscript are recorded, because other versions may write a different
+graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ from detent.torch.onnx_export import FIRST_OPSET, LAST_OPSET
 
 __all__ = ["ExportRecord"]
 
-WHERE = "how the file was exported"
+WHERE = "export record"  # how error messages begin
 VERSION = 1
-MAX_ELEMENTS = 1 << 26  # of all inputs: a file is untrusted, and the model runs on them
-MAX_DEPTH = 8
-MAX_SIZE = 1 << 62  # of an axis; above it, torch means that there is no limit
+MAX_ELEMENTS = 1 << 26  # in all inputs together, which are allocated for an untrusted file
+MAX_DEPTH = 8  # nesting of dynamic_shapes
+MAX_SIZE = 1 << 62  # size of an axis; torch uses larger values for "unlimited"
 EXPORTERS = ("torch", "onnxscript")
 _HINTS = ("AUTO", "DYNAMIC", "STATIC")
 _DTYPES = {str(each).removeprefix("torch."): each for each in (
@@ -34,7 +35,7 @@ _DTYPES = {str(each).removeprefix("torch."): each for each in (
 
 @dataclass(frozen=True)
 class ExampleInput:
-    """One input of an example; its name is "" where inputs are given by position."""
+    """Name, type and shape of one example input; the name is "" for positional inputs."""
 
     name: str
     dtype: str
@@ -43,9 +44,9 @@ class ExampleInput:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """How ``qt.export_onnx`` was called, and by which exporter.
+    """Arguments of a call of ``qt.export_onnx``, and the versions of the exporter.
 
-    ``dynamic_shapes`` is JSON of the argument; "unknown" where it held something that JSON cannot say.
+    ``dynamic_shapes`` is the argument as JSON; "unknown" if it cannot be written as JSON.
     """
 
     opset: int
@@ -62,7 +63,7 @@ class ExportRecord:
         container: str | None,
         dynamic_shapes: Any | None,
     ) -> "ExportRecord":
-        """The record of a call."""
+        """The record of an export with these arguments."""
         named = example.items() if isinstance(example, Mapping) else (("", each) for each in example)
         inputs = tuple(ExampleInput(name, str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in named)
         try:
@@ -72,64 +73,68 @@ class ExportRecord:
         return cls(opset, container or "", inputs, {"value": shapes}, exporter_versions())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready data."""
-        written: dict[str, Any] = encode(self)
-        return {"version": VERSION, **written}
+        """The record as JSON-ready data."""
+        encoded: dict[str, Any] = encode(self)
+        return {"version": VERSION, **encoded}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "ExportRecord":
-        """The record in a file's metadata.
+        """Read the record from a file's metadata.
 
         Raises:
-            FileFormatError: it cannot be read.
+            FileFormatError: the record is invalid.
         """
         entry = dict(value)
         check_version(entry.pop("version", None), VERSION, WHERE)
         shapes = entry.get("dynamic_shapes")
         if not isinstance(shapes, dict) or set(shapes) != {"value"}:
-            raise FileFormatError(f"{WHERE}: dynamic_shapes must be an object with a value, got {shapes!r:.60}")
+            raise FileFormatError(
+                f"{WHERE}: got dynamic_shapes {shapes!r:.60}, expected an object with the key 'value'"
+            )
         fields = decode(_Fields, {name: each for name, each in entry.items() if name != "dynamic_shapes"}, WHERE)
         if not FIRST_OPSET <= fields.opset <= LAST_OPSET:
-            raise FileFormatError(f"{WHERE}: opset is {FIRST_OPSET} to {LAST_OPSET}, got {fields.opset}")
+            raise FileFormatError(f"{WHERE}: got opset {fields.opset}, expected {FIRST_OPSET} to {LAST_OPSET}")
         names = {each.name for each in fields.inputs}
         if not names or (names != {""} and ("" in names or len(names) < len(fields.inputs))):
-            raise FileFormatError(f"{WHERE}: inputs need a name each, or none, got {[*names]!r:.60}")
+            raise FileFormatError(
+                f"{WHERE}: got input names {[*names]!r:.60}, expected unique names, or no names at all"
+            )
         for each in fields.inputs:
             if each.dtype not in _DTYPES or any(size < 0 for size in each.shape):
-                raise FileFormatError(f"{WHERE}: input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
+                raise FileFormatError(f"{WHERE}: invalid input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
         return cls(fields.opset, fields.container, fields.inputs, shapes, fields.exporters)
 
     @property
     def problem(self) -> str:
-        """Why the export cannot be repeated here; "" where it can."""
-        here = exporter_versions()
+        """The reason why the export cannot be repeated here, or ""."""
+        installed = exporter_versions()
         for name in EXPORTERS:
-            if self.exporters.get(name) != here[name]:
+            if self.exporters.get(name) != installed[name]:
                 return (
-                    f"the file was exported with {name} {self.exporters.get(name)}, and {here[name]}, which is "
-                    "installed, may write another graph: install that version, or export again"
+                    f"the file was exported with {name} {self.exporters.get(name)}, but {installed[name]} is installed "
+                    "and may write a different graph: install that version, or export again"
                 )
         if self.dynamic_shapes["value"] == {"unknown": True}:
-            return "the file does not say which axes vary (its dynamic_shapes cannot be written as JSON)"
+            return "the file does not record its dynamic_shapes, which could not be written as JSON"
         elements = sum(prod(size or 1 for size in each.shape) for each in self.inputs)
         if elements > MAX_ELEMENTS:
             return (
-                f"the example inputs that the file was exported with have {elements:,} elements, and no more than "
-                f"{MAX_ELEMENTS:,} are made here: export with a smaller batch"
+                f"the example inputs of the export have {elements:,} elements, more than the limit of "
+                f"{MAX_ELEMENTS:,}: export with a smaller batch"
             )
         return ""
 
     def example(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Inputs of the recorded shapes and types, all zero; only where there is no ``problem``."""
+        """Make zero inputs of the recorded shapes and types; call it only if ``problem`` is empty."""
         tensors = [torch.zeros(each.shape, dtype=_DTYPES[each.dtype]) for each in self.inputs]
         names = [each.name for each in self.inputs]
         return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)
 
     def shapes(self) -> Any:
-        """The argument ``dynamic_shapes``.
+        """Restore the argument ``dynamic_shapes``.
 
         Raises:
-            FileFormatError: they cannot be read.
+            FileFormatError: the record is invalid.
         """
         return _shapes_from_json(self.dynamic_shapes["value"], {}, 0)
 
@@ -165,13 +170,13 @@ def _shapes_to_json(value: Any) -> Any:
 
 def _key(key: object) -> int | str:
     if not isinstance(key, int | str):
-        raise TypeError(f"{type(key).__name__} is no key of dynamic_shapes")
+        raise TypeError(f"{type(key).__name__} cannot be a key of dynamic_shapes")
     return key
 
 
 def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise FileFormatError(f"{WHERE}: dynamic_shapes are nested more than {MAX_DEPTH} times")
+        raise FileFormatError(f"{WHERE}: dynamic_shapes are nested deeper than {MAX_DEPTH} levels")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -186,7 +191,7 @@ def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
     if isinstance(value, dict) and set(value) == {"dim", "min", "max"} and _is_dim(value):
         limits = {key: value[key] for key in ("min", "max") if value[key] is not None}
         return dims.setdefault(value["dim"], torch.export.Dim(value["dim"], **limits))
-    raise FileFormatError(f"{WHERE}: dynamic_shapes hold {value!r:.60}")
+    raise FileFormatError(f"{WHERE}: dynamic_shapes contain the invalid value {value!r:.60}")
 
 
 def _is_dim(value: dict[str, Any]) -> bool:

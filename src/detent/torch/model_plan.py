@@ -22,7 +22,7 @@ from detent.spec import QuantSpec, stored_nbytes
 from detent.ste import Estimator
 from detent.tables import html_table, short_repr, table_lines
 from detent.torch.batchnorm import find_folds
-from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_product
+from detent.torch.layers import LayerKind, float_class_of, kind_of, runs_as_matmul
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,14 +40,18 @@ class LayerPlan:
     """The plan for one layer.
 
     Attributes:
-        rule: the index of the rule that applies, None if none matched.
-        reason: why it is kept in float; "" if it is quantized.
-        weights: the spec of each weight, by name.
-        input, output: the specs of its activations, None if they stay float.
-        mode, weight_mode: the scale modes of activations and of weights.
-        norm: the batch norm that is folded into it, or "".
+        name, type: full name of the layer in the model, and the name of its class.
+        rule: index of the rule that applies; None if no rule matches.
+        reason: why the layer is kept in float; "" if it is quantized.
+        weights: spec of each quantized weight, by name.
+        input, output: specs of its activations; None if they stay float.
+        mode, weight_mode: scale modes of activations and of weights.
+        ste: straight-through estimator; None is the mask of the spec's convention.
+        observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
+        norm: full name of the batch norm that is folded into the layer, or "".
         tied: weights shared with an earlier layer, each with its full name there.
-        nbytes_before, nbytes_after: bytes of its weights; a tied weight counts in its first layer.
+        nbytes_before, nbytes_after: bytes of the weights in float and quantized; a tied weight counts in its first
+            layer only.
     """
 
     name: str
@@ -107,7 +111,7 @@ class ModelPlan(PlanTotals[LayerPlan]):
         return [HEAD, *map(_row, self.layers)]
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Plot the bit widths of each layer's weight and input as bars; layers kept in float have none.
+        """Plot the bit widths of each layer's weight and input as bars; layers kept in float have no bars.
 
         Args:
             ax: matplotlib Axes to draw on; None makes new ones.
@@ -155,15 +159,18 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
 
 
 def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
-    """Plan what ``qt.prepare`` does; the model is not changed.
+    """Plan what ``qt.prepare`` will quantize, layer by layer; the model is not changed.
 
     Args:
         model: any module.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
 
+    Returns:
+        A plan to print, plot or query.
+
     Raises:
-        SpecError: a rule matches no layer, a weight lacks the axis of its rule, or tied weights would get different
-            specs.
+        SpecError: a rule matches no layer, a weight lacks the axis that its rule names, or the recipe gives different
+            specs to tied weights.
 
     >>> import detent.torch as qt
     >>> print(qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "w8a16"))  # doctest: +NORMALIZE_WHITESPACE
@@ -172,10 +179,10 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     1 of 1 layers quantized by recipe 'w8a16'; weights 64 -> 32 bytes, 2.00 times smaller
     """
     if not isinstance(model, nn.Module):
-        raise SpecError(f"plan takes a torch.nn.Module, got {type(model).__name__}")
+        raise SpecError(f"got {type(model).__name__} for model, expected a torch.nn.Module")
     recipe = get_recipe(recipe)
     candidates = list(_candidates(model))
-    layers = _as_rules_see(candidates)
+    layers = _rule_layers(candidates)
     recipe.check_matched(layers)
     owners: dict[int, tuple[str, tuple[object, ...]]] = {}
     lines = []
@@ -185,10 +192,10 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
     return ModelPlan(recipe, tuple(_with_norms(lines, model)))
 
 
-def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
-    """The layers as rules match them: names, types, and which are the first and the last with weights."""
+def _rule_layers(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
+    """The layers as rules match them: name, types, and whether it is the first or the last layer with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
-    weighted = weighted or [name for name, _, kind in candidates if kind is None]  # which stay float
+    weighted = weighted or [name for name, _, kind in candidates if kind is None]  # all layers stay float
     first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
     return [
         Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == first, name == last)
@@ -197,14 +204,14 @@ def _as_rules_see(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> 
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
-    """Layers of a known type, and modules of unknown type that have matrices of their own."""
+    """Modules of a registered type, and modules of other types that have matrix parameters of their own."""
     for name, module in model.named_modules():
         kind = kind_of(module)
         if isinstance(module, ParametrizationList):
             continue  # belongs to a layer that is listed
         if any(isinstance(each, UninitializedParameter) for each in module._parameters.values()):
             raise SpecError(
-                f"{name or 'the model'} is lazy, and has no weights yet: run a batch through the model first"
+                f"{name or 'the model'} is a lazy module without weights yet: run a batch through the model first"
             )
         if kind is not None and not (isinstance(module, nn.MultiheadAttention) and not kind.weight_names(module)):
             yield name, module, kind
@@ -227,7 +234,9 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
     if problem:
         return kept_in_float(problem)
     if kind is None:
-        return kept_in_float(f"unknown type: qt.register_layer({plain.type}, weights=...) to quantize it")
+        return kept_in_float(
+            f"its type is not registered: to quantize it, call qt.register_layer({plain.type}, weights=...)"
+        )
     if rule is None or decision.skip:
         return kept_in_float(NO_RULE if rule is None else EXCLUDED)
     shapes = {key: tuple(each.shape) for key, each in parameters.items() if each is not None}
@@ -239,7 +248,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
             return kept_in_float(problem)
     has_input = kind.inputs > 0
     if not weights and not (decision.output or (decision.input and has_input)):
-        return kept_in_float("its rule names no spec for it")
+        return kept_in_float("its rule has no spec that applies to it")
     mode = _ACTIVATIONS if decision.mode is None else decision.mode
     return replace(
         plain,
@@ -255,15 +264,15 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
 
 
 def _layer_problem(module: nn.Module) -> str:
-    """Why a layer of a known type cannot be quantized, or ""."""
+    """The reason why a layer cannot be quantized, or ""."""
     if getattr(module, "sparse", False):
-        return "its gradients are sparse: make it with sparse=False"
+        return "its gradients are sparse: construct it with sparse=False"
     if getattr(module, "max_norm", None) is not None:
-        return "max_norm changes its weights in forward, which quantized ones cannot follow"
+        return "max_norm changes its weights in forward, which quantized weights do not support"
     kind = kind_of(module)
     if kind is not None and (kind.weights or kind.names) and not kind.weight_names(module):
         names = " or ".join(kind.weights)
-        return f"it has no parameter {names}: is it pruned, parametrized, or registered by a wrong name?"
+        return f"it has no parameter {names}: it may be pruned, parametrized, or registered with a wrong name"
     return ""
 
 
@@ -273,7 +282,7 @@ def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
 
 
 def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
-    """Why the weight cannot have the spec, or ""."""
+    """The reason why a weight of this shape cannot have the spec, or ""."""
     kind = spec.granularity
     if isinstance(kind, PerToken):
         return "per-token granularity applies only to activations"
@@ -282,7 +291,7 @@ def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     except ValueError as error:
         return str(error)
     if isinstance(kind, PerGroup) and shape[kind.axis] % kind.size:
-        return f"groups of {kind.size} do not divide the {shape[kind.axis]} of a weight of shape {shape}"
+        return f"group size {kind.size} does not divide axis {kind.axis} of the weight, shape {shape}"
     return ""
 
 
@@ -294,17 +303,17 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
             continue
         full = f"{layer.name}.{name}".lstrip(".")
         spec = layer.weights.get(name)
-        mine = () if spec is None else (spec, layer.weight_mode, layer.ste, layer.observer)
-        owner, theirs = owners.setdefault(id(parameter), (full, mine))
+        settings = () if spec is None else (spec, layer.weight_mode, layer.ste, layer.observer)
+        owner, owner_settings = owners.setdefault(id(parameter), (full, settings))
         if owner == full:
             continue
-        if mine != theirs:
+        if settings != owner_settings:
             here, there = (
-                ", ".join(str(part) for part in settings if part) or "nothing" for settings in (mine, theirs)
+                ", ".join(str(part) for part in each if part) or "nothing" for each in (settings, owner_settings)
             )
             raise SpecError(
-                f"{full} and {owner} are one parameter, but the recipe gives the former {here} and the latter {there}: "
-                "add a rule so that both get the same, or skip both"
+                f"{full} and {owner} are one parameter, but the recipe gives {here} to {full} and {there} to {owner}: "
+                "add a rule that gives both the same settings, or skip both"
             )
         tied[name] = owner
     if not tied:
@@ -313,11 +322,11 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
 
 
 def _with_norms(lines: list[LayerPlan], model: nn.Module) -> Iterator[LayerPlan]:
-    """Add the batch norms that are folded into layers; layers with tied weights fold none."""
+    """Add the batch norms that are folded into layers; layers with tied weights fold no batch norm."""
     folds, modules = find_folds(model), dict(model.named_modules())
     owners = {owner for line in lines for owner in line.tied.values()}
     for line in lines:
         norm = folds.get(line.name, "")
         tied = line.tied or any(f"{line.name}.{key}".lstrip(".") in owners for key in line.weights)
-        foldable = line.weights and not tied and runs_as_product(float_class_of(modules[line.name]))
+        foldable = line.weights and not tied and runs_as_matmul(float_class_of(modules[line.name]))
         yield replace(line, norm=norm) if norm and foldable else line

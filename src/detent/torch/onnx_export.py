@@ -37,9 +37,10 @@ _log = logging.getLogger(__name__)
 
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
-NEEDED = ("onnx", "onnxscript", "onnxruntime")
+REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FIRST_OPSET, LAST_OPSET = 18, 23  # the first that torch writes without converting, the last for our IR version
-MIN_SIZE_OF_TORCH, UNLIMITED = 2, 1 << 31  # lower bound that torch puts on any size; no real limit
+TORCH_MIN_SIZE = 2  # lower bound of torch for every symbolic size
+UNLIMITED = 1 << 31  # an upper bound of at least this is not a limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
@@ -53,37 +54,40 @@ def export_onnx(
     opset: int = 21,
     container: Literal["int8"] | None = None,
 ) -> Path:
-    """Write a prepared model as an ONNX file with Q/DQ nodes, quantized as it was trained, and return the path.
+    """Write a prepared model as an ONNX file with Q/DQ nodes and the trained codes and scales.
 
-    The model is not changed. ``dt.verify`` compares it with the file.
+    The model is not changed. ``dt.verify`` compares the model with the file.
 
     Args:
-        model: prepared, and calibrated or trained.
-        example: model inputs: a tensor, a tuple of tensors, or tensors by the names of forward's arguments.
-        path: the output path.
-        target: the runtime; see ``detent.onnx_model.targets``.
+        model: a prepared model, calibrated or trained.
+        example: model inputs: a tensor, a tuple of tensors, or a dict of tensors by argument name of forward.
+        path: output path.
+        target: runtime that will run the file; see ``detent.onnx_model.targets``.
         dynamic_shapes: as for ``torch.onnx.export``; None lets axis 0 of every input vary.
-        opset: 18 to 23; codes of 4 or 16 bits and per-group scales need 21.
-        container: "int8" stores weights of few bits in 8, which ONNX Runtime's integer kernels need; None uses the
-            smallest type.
+        opset: ONNX opset, 18 to 23; 4-bit and 16-bit codes and per-group scales need 21.
+        container: "int8" stores weights of fewer than 8 bits in int8, which ONNX Runtime's integer kernels need; None
+            uses the smallest type.
+
+    Returns:
+        The output path.
 
     Raises:
         NotCalibratedError: a quantizer has no parameters yet; the message names it.
-        StateError: the model is not prepared, or is being calibrated or delayed.
-        UnsupportedError: a package is missing; or ONNX, or torch's exporter, cannot express something.
-        SpecError, DtypeError, FileFormatError: invalid arguments.
+        StateError: the model is not prepared, is being calibrated, or is delayed by a ``qt.Schedule``.
+        UnsupportedError: a package is missing, or ONNX or torch's exporter does not support a part of the model.
+        SpecError, DtypeError, FileFormatError: an argument has a wrong value or type.
 
     >>> import tempfile
     >>> import detent.torch as qt
     >>> from detent.onnx_model import load
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = export_onnx(model, torch.ones(1, 4), Path(folder, "model.onnx"))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     path = export_onnx(model, torch.ones(1, 4), Path(directory, "model.onnx"))
     ...     [node.op_type for node in load(path).graph.node]
     ['DequantizeLinear', 'Gemm']
     """
     _require_packages()
-    from detent import onnx_model  # noqa: PLC0415 - it imports onnx, which only an export needs
+    from detent import onnx_model  # noqa: PLC0415 - imports onnx, which only an export needs
     from detent.onnx_model import sessions  # noqa: PLC0415
 
     runtime_target = onnx_model.get_target(target)
@@ -92,7 +96,7 @@ def export_onnx(
         model, example, target=target, dynamic_shapes=dynamic_shapes, opset=opset, container=container
     )
     checked = onnx_model.load(exported)
-    # do not write a file that the runtime cannot load
+    # fail before a file is written that the runtime cannot load
     if runtime_target.runtime == "onnxruntime":
         sessions.runtime_record(onnx_model.optimized(checked)).write(checked)
     else:
@@ -111,21 +115,21 @@ def exported_model(
     opset: int = 21,
     container: Literal["int8"] | None = None,
 ) -> "ModelProto":
-    """The model that ``export_onnx`` writes, with a record of how it was made; the same bytes each time."""
-    from detent import onnx_model  # noqa: PLC0415 - all of these import onnx, which only an export needs
+    """Build the model that ``export_onnx`` writes, including its ``ExportRecord``; the bytes are reproducible."""
+    from detent import onnx_model  # noqa: PLC0415 - imports onnx, which only an export needs
     from detent.torch import export_graph  # noqa: PLC0415
     from detent.torch.export_record import ExportRecord  # noqa: PLC0415
 
     runtime_target = onnx_model.get_target(target)
     opset = as_integer("opset", opset, at_least=FIRST_OPSET, at_most=LAST_OPSET)
     if container not in {None, "int8"}:
-        raise SpecError(f"container is None or 'int8', got {container!r}")
+        raise SpecError(f"got container={container!r}, expected 'int8', or None for the smallest type")
     args, kwargs = _arguments(example)
     evaluated, outputs = _run_once(model, args, kwargs)
     marked = mark(evaluated)
     proto = export_graph.clean(_exported(marked, (args, kwargs), dynamic_shapes, opset, outputs))
     lowering = export_graph.Lowering(proto, marked, runtime_target, min_bits=4 if container is None else 8)
-    version: str = import_module("detent").__version__  # by name: the package imports higher layers, too
+    version: str = import_module("detent").__version__  # by name, because the package imports higher layers
     lowered = export_graph.finalize(lowering.run(), version)
     onnx_model.Provenance(
         weights=lowering.weights,
@@ -139,19 +143,19 @@ def exported_model(
 
 
 def _require_packages() -> None:
-    for name in NEEDED:
+    for name in REQUIRED_PACKAGES:
         try:
             import_module(name)
         except ImportError as error:
-            raise UnsupportedError(f"export_onnx needs {name}: {install_hint(name)}") from error
+            raise UnsupportedError(f"export_onnx needs {name}, which is not installed: {install_hint(name)}") from error
     if not hasattr(torch.onnx, "ops"):
-        raise UnsupportedError(f"export_onnx needs torch 2.8 or later, this is {torch.__version__}: upgrade torch")
+        raise UnsupportedError(f"got torch {torch.__version__}, but export_onnx needs 2.8 or later: upgrade torch")
 
 
 def _checked_path(path: str | PathLike[str]) -> Path:
     output_path = Path(path)
     if output_path.is_dir():
-        raise FileFormatError(f"{fspath(output_path)} is a directory, expected the path of a file to write")
+        raise FileFormatError(f"{fspath(output_path)} is a directory, expected the path of a file: add a file name")
     check_directory(output_path.parent, writable=False)
     return output_path
 
@@ -159,17 +163,19 @@ def _checked_path(path: str | PathLike[str]) -> Path:
 def _arguments(example: object) -> Arguments:
     args, kwargs = arguments_of(example, "example")
     if not (args or kwargs):
-        raise DtypeError(f"example is an empty {type(example).__name__}, expected the model's arguments")
+        raise DtypeError(
+            f"example is an empty {type(example).__name__}, expected the model's arguments: pass at least one tensor"
+        )
     for name, value in (*enumerate(args), *kwargs.items()):
         if not isinstance(value, Tensor):
-            raise DtypeError(f"example[{name!r}] must be a torch.Tensor, got {type(value).__name__}")
+            raise DtypeError(f"got {type(value).__name__} for example[{name!r}], expected a torch.Tensor")
     return Arguments(
         tuple(each.detach().cpu() for each in args), {name: each.detach().cpu() for name, each in kwargs.items()}
     )
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:
-    """A copy that has run on the example, and output names; a model that cannot run raises its own error here."""
+    """Run a copy on the example, to raise the model's own errors; return the copy and the output names."""
     evaluated = copy_for_export(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -177,12 +183,12 @@ def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tens
     except DetentError:
         raise
     except Exception as error:
-        raise UnsupportedError(f"the model does not run on the example: {error}") from error
+        raise UnsupportedError(f"the model fails on the example: {error}") from error
     return evaluated, _output_names(result, {*kwargs})
 
 
 def _output_names(result: object, taken: set[str]) -> list[str]:
-    """Output names by key or position; empty if some outputs are not tensors."""
+    """Output names, by key or position; empty if an output is not a tensor or its name is taken."""
     leaves = pytree.tree_leaves(result)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return []
@@ -200,7 +206,7 @@ def _exported(
     opset: int,
     outputs: list[str],
 ) -> "ModelProto":
-    """The marked model as torch's exporter writes it; axis 0 varies unless the exporter rejects that."""
+    """Export the marked model; by default axis 0 varies, unless torch's exporter rejects that."""
     args, kwargs = example
     shapes = _free_axes(marked.model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
     try:
@@ -210,7 +216,7 @@ def _exported(
             raise _exporter_error(marked.model, error) from error
         try:
             model, ranges = run_exporter(marked.model, example, opset, None, outputs)
-        except Exception:  # noqa: BLE001 - a model's own code may raise anything, and the first error says more
+        except Exception:  # noqa: BLE001 - the model's code may raise anything, and the first error explains more
             raise _exporter_error(marked.model, error) from error
     if dynamic_shapes is None:
         _warn_of_limits(model, ranges)
@@ -218,16 +224,16 @@ def _exported(
 
 
 def _free_axes(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
-    """Axis 0 of every argument, in the structure of forward's parameters, ``*args`` and ``**kwargs`` among them."""
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    arguments = dict(given) if kwargs else tuple(given.values())
+    """Dynamic shapes that free axis 0 of every argument, in the structure of forward's parameters."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    arguments = dict(bound) if kwargs else tuple(bound.values())
     return pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, arguments)
 
 
 def run_exporter(
     model: nn.Module, example: tuple[tuple[Tensor, ...], dict[str, Tensor]], opset: int, shapes: Any, outputs: list[str]
 ) -> "tuple[ModelProto, Ranges]":
-    """Run torch's exporter without its warnings; returns the graph and the ranges of its symbolic sizes."""
+    """Run torch's exporter without its warnings; return the graph and the ranges of its symbolic sizes."""
     args, kwargs = example
     with _quiet_exporter(), torch.random.fork_rng(devices=[]), torch.no_grad():
         program = torch.onnx.export(
@@ -241,13 +247,13 @@ def run_exporter(
             verbose=False,
         )
     if program is None or program.exported_program is None:
-        raise UnsupportedError("torch.onnx.export returned nothing")
+        raise UnsupportedError("torch.onnx.export returned no program")
     sizes = program.exported_program.range_constraints
     return program.model_proto, {str(symbol): (each.lower, each.upper) for symbol, each in sizes.items()}
 
 
 def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
-    """Warn if axis 0 cannot have any size; a symbolic size with a single value becomes that value."""
+    """Warn if the exporter limits the size of axis 0; replace symbolic sizes that have a single value."""
     for value in (*model.graph.input, *model.graph.output):
         for size in value.type.tensor_type.shape.dim:
             low, high = ranges.get(size.dim_param, (0, 1))
@@ -259,15 +265,15 @@ def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
         low, high = ranges.get(first[0].dim_param, (0, UNLIMITED)) if first else (0, UNLIMITED)
         if first and first[0].HasField("dim_value"):
             limits.append(f"axis 0 of {value.name} is fixed to {first[0].dim_value}")
-        elif low > MIN_SIZE_OF_TORCH or high < UNLIMITED:
-            limits.append(f"axis 0 of {value.name} must be from {low} to {high}")
+        elif low > TORCH_MIN_SIZE or high < UNLIMITED:
+            limits.append(f"axis 0 of {value.name} is limited to sizes from {low} to {high}")
     if limits:
-        why = "because the model computes with that size: give dynamic_shapes to choose which axes vary"
-        warnings.warn(f"{', '.join(limits)}, {why}", stacklevel=4)
+        reason = "because the model computes with that size: pass dynamic_shapes to choose which axes vary"
+        warnings.warn(f"{', '.join(limits)}, {reason}", stacklevel=4)
 
 
 def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
-    """The first line of the exporter's error, with the layers that it is known to reject."""
+    """The error with the first line of the exporter's message, and with the layers that it often rejects."""
     cause: BaseException = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = lines[0] if lines else type(cause).__name__
@@ -276,8 +282,8 @@ def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
         for name, each in model.named_modules()
         if isinstance(each, _RECURRENT)
     ]
-    hint = f"; recurrent layers are hard for it: {', '.join(layers)}" if layers else ""
-    return UnsupportedError(f"torch.onnx.export does not take the model: {message}{hint}")
+    hint = f"; it often rejects recurrent layers: {', '.join(layers)}" if layers else ""
+    return UnsupportedError(f"torch.onnx.export failed: {message}{hint}")
 
 
 @contextmanager

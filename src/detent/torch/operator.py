@@ -1,14 +1,14 @@
 """Fake quantization as a differentiable operation on tensors.
 
-Plain tensors in CPU memory go through native kernels, and backward keeps one bit per element. Under ``torch.compile``,
-``torch.export`` and ``torch.func``, and on other devices, the reference kernels run in torch operations (``traced``),
-which a compiler fuses with their neighbors. Both give the same bits. Backward is the straight-through estimator of
-``detent.ste``; learned scales and zero points receive the gradients of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al.
-2020).
+Plain tensors in CPU memory run on native kernels, and the backward pass saves one bit per element. Under
+``torch.compile``, ``torch.export`` and ``torch.func``, and on other devices, the reference kernels run in torch
+operations (``traced``), which a compiler can fuse. Both give the same bits. The backward pass uses the straight-through
+estimator (STE) of ``detent.ste``; learned scales and zero points receive the gradients of LSQ (Esser et al. 2020) and
+LSQ+ (Bhalgat et al. 2020).
 
-``torch.ops.detent.fake_quantize`` is the same operation in PyTorch's registry, for code that writes or reads graphs. It
-takes tensors and texts only, works on meta and fake tensors, has gradients and runs under ``torch.vmap``. It stays one
-node of a graph, while ``qt.fake_quantize`` under ``torch.compile`` becomes operations that get fused.
+``torch.ops.detent.fake_quantize`` is fake quantization in PyTorch's operator registry, for code that writes or reads
+graphs. Its arguments are tensors, texts and integers. It supports meta and fake tensors, gradients and ``torch.vmap``.
+In a graph it stays one node, while ``torch.compile`` decomposes and fuses ``qt.fake_quantize``.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ __all__ = [
     "apply",
     "apply_traced",
     "check_finite_zero_point",
+    "check_second_derivatives",
     "fake_quantize",
     "gradient_of",
     "is_differentiated_twice",
+    "learned_derivative_error",
     "learned_gradients",
     "params_with",
-    "refusal_of_learned",
-    "refuse_second_derivatives",
     "registered_backward",
     "registered_fake_quantize",
     "rounded_zero_point",
@@ -59,21 +59,22 @@ def fake_quantize(
     ste: EstimatorLike = None,
     step: int = 0,
 ) -> Tensor:
-    """``detent.fake_quantize`` on tensors, bit for bit, with straight-through gradients.
+    """Fake-quantize a tensor with the bits of ``detent.fake_quantize``, and with straight-through gradients.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec or its text, which takes them from the
-            range of x. Compilers cannot trace a text: pass ``dt.QuantSpec.parse(text)`` under ``torch.compile``.
-        scale: replaces the params' scale and receives its gradient (LSQ).
-        zero_point: replaces the params' zero point and receives its gradient (LSQ+); forward rounds and clamps it.
-        ste: the straight-through estimator; None is the mask of the spec's convention. A callable gets
-            ``(g, x, params)`` with tensors.
-        step: the counter of stochastic rounding.
+        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+            Compilers cannot trace a spec as text: under ``torch.compile``, pass ``dt.QuantSpec.parse(text)``.
+        scale: tensor that replaces the params' scale and receives its gradient (LSQ).
+        zero_point: tensor that replaces the params' zero point and receives its gradient (LSQ+); forward rounds and
+            clamps it.
+        ste: straight-through estimator; None is the mask of the spec's convention. A callable gets ``(g, x, params)``,
+            with tensors g and x.
+        step: counter of stochastic rounding.
 
     Raises:
-        ShapeError, DtypeError, ParamsError, SpecError: arguments that do not fit.
-        RangeError: a spec is given, and x is empty, or x holds NaN or infinity (traced graphs do not check).
+        ShapeError, DtypeError, ParamsError, SpecError: an argument has the wrong shape, type or value.
+        RangeError: params is a spec, and x is empty or contains NaN or infinities (not checked in torch operations).
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> x = torch.tensor([0.3, 0.9, 99.0], requires_grad=True)
@@ -101,7 +102,7 @@ def fake_quantize(
 def _fake_quantize_by_range(
     x: Tensor, spec: QuantSpec, scale: Tensor | None, zero_point: Tensor | None, ste: EstimatorLike, step: int
 ) -> Tensor:
-    """``fake_quantize`` by the range of x, in torch operations."""
+    """``fake_quantize`` with a spec and the range of x, in torch operations."""
     s, z = traced.derive(spec, *traced.minmax(x, spec))
     learned = scale is not None or zero_point is not None
     s, z = s if scale is None else scale, z if zero_point is None else zero_point
@@ -109,7 +110,7 @@ def _fake_quantize_by_range(
 
 
 class Values(NamedTuple):
-    """Parameters, and the tensors that replace their scale and zero point if these receive gradients."""
+    """Parameters, and the tensors that replace scale and zero point if these are learned."""
 
     params: QuantParams
     scale: Tensor | None = None
@@ -121,12 +122,12 @@ class Values(NamedTuple):
         return self.scale is not None or self.zero_point is not None
 
     def without_graph(self) -> "Values":
-        """The values as backward may keep them: only shape and dtype of the learned tensors."""
+        """The values without the data of learned tensors, for backward to keep."""
         return Values(self.params, *_without_data(self.scale, self.zero_point))
 
 
 def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
-    """``fake_quantize`` for arguments of the right types."""
+    """``fake_quantize`` for checked arguments."""
     params, scale, zero_point = values
     if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
         current = params_with(values) if values.is_learned else params
@@ -136,8 +137,8 @@ def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
             return learned
         if not (torch.is_grad_enabled() and x.requires_grad):
             return eager.fake_quantize(x, current, step)
-        lone: Tensor = _FakeQuantize.apply(x, current, ste, step)
-        return lone
+        quantized: Tensor = _FakeQuantize.apply(x, current, ste, step)
+        return quantized
     s = torch.as_tensor(params.scale.copy(), dtype=scale_dtype(x), device=x.device) if scale is None else scale
     z = torch.as_tensor(params.zero_point.copy(), device=x.device) if zero_point is None else zero_point
     return apply_traced(x, s, z, params.spec, ste, step, learned=values.is_learned)
@@ -153,14 +154,14 @@ def apply_traced(
     *,
     learned: bool = False,
 ) -> Tensor:
-    """``apply`` in torch operations, for scale and zero point as tensors."""
+    """``apply`` in torch operations; scale and zero point are tensors."""
     if isinstance(ste, Custom):
-        raise DtypeError("a callable estimator runs in eager mode on the CPU only: use one of detent.ste")
-    shape = spec.granularity._tiling(tuple(x.shape)).scale_shape  # past the cache, which no compiler traces
+        raise DtypeError("got a callable STE, which runs only in eager mode on the CPU: use an estimator of detent.ste")
+    shape = spec.granularity._tiling(tuple(x.shape)).scale_shape  # without the cache, which compilers cannot trace
     if scale.numel() != prod(shape):
         raise ShapeError(
-            f"params hold scales of shape {tuple(scale.shape)}, data of shape {tuple(x.shape)} with granularity "
-            f"{spec.granularity} needs {shape}: make params from this data, or reshape it"
+            f"got scales of shape {tuple(scale.shape)}, but data of shape {tuple(x.shape)} with granularity "
+            f"{spec.granularity} need scales of shape {shape}: make params from these data, or reshape the data"
         )
     s = scale.to(scale_dtype(x)).reshape(shape)
     function = _CompiledFakeQuantize if torch.compiler.is_compiling() else _TracedFakeQuantize
@@ -169,7 +170,7 @@ def apply_traced(
 
 
 def params_with(values: Values) -> QuantParams:
-    """The params with the values of the learned tensors; shapes may differ by axes of length 1."""
+    """The params with the values of the learned tensors, whose shapes may differ by axes of length 1."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -183,63 +184,63 @@ def params_with(values: Values) -> QuantParams:
 def check_finite_zero_point(zero_point: Tensor) -> None:
     """Raise for NaN and infinity, which rounding and clamping would hide."""
     if not torch.isfinite(zero_point).all():
-        raise ParamsError(f"zero_point holds values that are not finite: {zero_point!r}")
+        raise ParamsError(f"zero_point contains NaN or infinity, expected finite values: {zero_point!r}")
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
-    """Learned zero points as forward uses them: rounded half to even, and clamped."""
+    """The learned zero points that forward uses: rounded half to even, and clamped."""
     rounded: Tensor = scale_rule.whole_zero_point(xp, spec, zero_point.detach())
     return rounded
 
 
 def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
     if value.numel() != int(np.prod(shape)):
-        raise ShapeError(f"{name} has shape {tuple(value.shape)}, expected that of the params, {shape}")
+        raise ShapeError(f"{name} has shape {tuple(value.shape)}, expected the shape of the params, {shape}")
     array = to_array(on_cpu(value)).reshape(shape)
     if not np.isfinite(array).all():
-        raise ParamsError(f"{name} holds values that are not finite: {array!r}")
+        raise ParamsError(f"{name} contains NaN or infinity, expected finite values: {array!r}")
     return array
 
 
 def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int, *, reuse: bool = False) -> Tensor:
-    """The gradient of x given that of its fake-quantized values; ``reuse`` may overwrite g."""
+    """The gradient of x, given the gradient g of the fake-quantized x; ``reuse`` permits overwriting g."""
     if isinstance(ste, Identity):
         return g
     if isinstance(ste, Custom):
         gx = ste.function(g, x, params)
         if not isinstance(gx, Tensor) or gx.shape != g.shape or gx.dtype != g.dtype:
-            given = f"{gx.dtype} of shape {tuple(gx.shape)}" if isinstance(gx, Tensor) else type(gx).__name__
-            raise DtypeError(f"the estimator must return {g.dtype} of shape {tuple(g.shape)}, got {given}")
+            returned = f"{gx.dtype} of shape {tuple(gx.shape)}" if isinstance(gx, Tensor) else type(gx).__name__
+            raise DtypeError(f"the callable STE returned {returned}, expected {g.dtype} of shape {tuple(g.shape)}")
         return gx
     if is_differentiated_twice():
-        refuse_second_derivatives(ste)
+        check_second_derivatives(ste)
         return _linear(g, lambda each: eager.backward(each, x, params, ste, step))
     return eager.backward(g, x, params, ste, step, reuse=reuse)
 
 
 def is_differentiated_twice() -> bool:
-    """Whether a backward is itself recorded for a second one (``create_graph=True``)."""
+    """Whether autograd records this backward pass for a second one (``create_graph=True``)."""
     return torch.is_grad_enabled()
 
 
-def refuse_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
-    """Raise for what has none: learned scales, and estimators that do not select."""
+def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
+    """Raise for learned scales, and for estimators other than Identity and Clipped: they have no second derivatives."""
     if learned:
-        raise refusal_of_learned()
+        raise learned_derivative_error()
     if not isinstance(ste, Identity | Clipped):
-        raise UnsupportedError(f"{ste!r} has no second and no forward-mode derivatives: use Clipped or Identity")
+        raise UnsupportedError(f"{ste!r} has no second or forward-mode derivatives: use Clipped or Identity")
 
 
-def refusal_of_learned() -> UnsupportedError:
-    """The error for derivatives that learned scales do not have."""
+def learned_derivative_error() -> UnsupportedError:
+    """The error for second and forward-mode derivatives of learned scales."""
     return UnsupportedError(
-        "learned scales have no second and no forward-mode derivatives: use another scale mode, or freeze them, "
+        "learned scales have no second or forward-mode derivatives: use another scale mode, or freeze the scales with "
         "scale_shift.requires_grad_(False)"
     )
 
 
 def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function(g)`` for one that selects elements, differentiable in g where a graph is recorded."""
+    """``function(g)``, a selection of elements, differentiable in g if autograd records this backward pass."""
     if not is_differentiated_twice():
         return function(g)
     selected: Tensor = _Selection.apply(g, function)
@@ -247,7 +248,7 @@ def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Selection(torch.autograd.Function):
-    """A function that selects elements: it is its own derivative."""
+    """A linear function that selects elements, and so is its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -262,9 +263,9 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point, the latter two in the shape and dtype of the learned tensors."""
-    passed = Identity() if isinstance(ste, Custom) else ste
-    gx, *parts = eager.learned_backward(g, x, values.params, passed, step)
+    """The gradients of x, scale and zero point; learned tensors determine shape and dtype of their gradients."""
+    kernel_ste = Identity() if isinstance(ste, Custom) else ste
+    gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):
         gx = gradient_of(g, x, values.params, ste, step)
     gs, gz = (
@@ -279,7 +280,7 @@ def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """Constant parameters: saves one bit per element, nothing for Identity."""
+    """Fake quantization with constant parameters; saves one bit per element, and nothing for Identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, params: QuantParams, ste: Estimator, step: int) -> Tensor:
@@ -297,15 +298,15 @@ class _FakeQuantize(torch.autograd.Function):
         params, ste, step = ctx.call
         if isinstance(ste, Identity):
             return g, None, None, None
-        (kept,) = ctx.saved_tensors
+        (saved,) = ctx.saved_tensors
         if isinstance(ste, Clipped):
             order = ctx.order
-            return _linear(g, lambda each: eager.masked_backward(each, kept, order, params)), None, None, None
-        return gradient_of(g, kept, params, ste, step), None, None, None
+            return _linear(g, lambda each: eager.masked_backward(each, saved, order, params)), None, None, None
+        return gradient_of(g, saved, params, ste, step), None, None, None
 
 
 class _LearnedFakeQuantize(torch.autograd.Function):
-    """Learned scale and zero point, whose values are in ``params``."""
+    """Fake quantization with learned scale and zero point, whose values are in ``params``."""
 
     @staticmethod
     def forward(
@@ -327,13 +328,13 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         params, ste, step = ctx.call
         (x,) = ctx.saved_tensors
         if is_differentiated_twice():
-            refuse_second_derivatives(ste, learned=any(ctx.needs_input_grad[1:3]))
+            check_second_derivatives(ste, learned=any(ctx.needs_input_grad[1:3]))
             return gradient_of(g, x, params, ste, step), None, None, None, None, None
         return *learned_gradients(g, x, Values(params, *ctx.like), ste, step), None, None, None
 
 
 class _CompiledFakeQuantize(torch.autograd.Function):
-    """Forward and backward in torch operations, as compilers take it: with one derivative."""
+    """Fake quantization in torch operations with first derivatives only, as compilers require."""
 
     generate_vmap_rule = True
 
@@ -347,7 +348,7 @@ class _CompiledFakeQuantize(torch.autograd.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, scale, zero_point, *call = inputs
         ctx.save_for_backward(x, scale, zero_point)
-        ctx.call = call  # type: ignore[attr-defined]  # what a context is for
+        ctx.call = call  # type: ignore[attr-defined]  # contexts accept attributes
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -362,13 +363,13 @@ class _CompiledFakeQuantize(torch.autograd.Function):
 
 
 class _TracedFakeQuantize(_CompiledFakeQuantize):
-    """The same for ``torch.func``, forward-mode differentiation and other devices, with second derivatives."""
+    """``_CompiledFakeQuantize`` with second and forward-mode derivatives, for ``torch.func`` and other devices."""
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         _CompiledFakeQuantize.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*inputs[:3])
-        ctx.set_materialize_grads(False)  # None tells a constant scale
+        ctx.set_materialize_grads(False)  # None means a constant scale
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -386,12 +387,12 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
     def jvp(ctx: Any, x: Tensor | None, scale: Tensor | None, zero_point: Tensor | None, *_: Any) -> Tensor | None:
         data, s, z = ctx.saved_tensors
         spec, ste, step, learned = ctx.call
-        refuse_second_derivatives(ste, learned=learned and not (scale is None and zero_point is None))
+        check_second_derivatives(ste, learned=learned and not (scale is None and zero_point is None))
         return None if x is None else _TracedGradient.apply(x, data, s, _rounded(z, spec), spec, ste, step)
 
 
 class _TracedGradient(torch.autograd.Function):
-    """The gradient of x by an estimator: linear in g, and its own transpose."""
+    """The gradient of x by the STE: linear in g, and its own transpose."""
 
     generate_vmap_rule = True
 
@@ -406,21 +407,21 @@ class _TracedGradient(torch.autograd.Function):
         _, x, scale, zero_point, *call = inputs
         ctx.save_for_backward(x, scale, zero_point)
         ctx.save_for_forward(x, scale, zero_point)
-        ctx.call = call  # type: ignore[attr-defined]  # what a context is for
+        ctx.call = call  # type: ignore[attr-defined]  # contexts accept attributes
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives(ctx.call[1])
+        check_second_derivatives(ctx.call[1])
         return _TracedGradient.apply(g, *ctx.saved_tensors, *ctx.call), *(None,) * 6
 
     @staticmethod
     def jvp(ctx: Any, g: Tensor | None, *_: Any) -> Tensor | None:
-        refuse_second_derivatives(ctx.call[1])
+        check_second_derivatives(ctx.call[1])
         return None if g is None else _TracedGradient.apply(g, *ctx.saved_tensors, *ctx.call)
 
 
 class _TracedLearnedGradient(torch.autograd.Function):
-    """The gradients of x, scale and zero point, which have no derivatives."""
+    """The gradients of x, scale and zero point, without further derivatives."""
 
     generate_vmap_rule = True
 
@@ -432,16 +433,16 @@ class _TracedLearnedGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        ctx.ste = inputs[5]  # type: ignore[attr-defined]  # what a context is for
+        ctx.ste = inputs[5]  # type: ignore[attr-defined]  # contexts accept attributes
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives(ctx.ste, learned=True)
+        check_second_derivatives(ctx.ste, learned=True)
         return (None,) * 7
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives(ctx.ste, learned=True)
+        check_second_derivatives(ctx.ste, learned=True)
         return (None,) * 3
 
 
@@ -455,7 +456,7 @@ def _rounded(zero_point: Tensor, spec: QuantSpec) -> Tensor:
 @lru_cache(maxsize=1024)
 def _parse(spec: str, ste: str) -> tuple[QuantSpec, Estimator]:
     parsed = QuantSpec.from_json(spec) if spec.startswith("{") else get_spec(spec)
-    return parsed, get_estimator(ste or None, parsed.convention)  # type: ignore[arg-type]  # one of the names, or an error
+    return parsed, get_estimator(ste or None, parsed.convention)  # type: ignore[arg-type]  # raises for unknown names
 
 
 def _params(scale: Tensor, zero_point: Tensor, spec: QuantSpec) -> QuantParams:
@@ -470,10 +471,10 @@ def registered_fake_quantize(
 
     Args:
         x: float data.
-        scale, zero_point: float and int32, in the spec's scale shape.
-        spec: a short text or the JSON of a QuantSpec.
-        ste: the name of the estimator; "" is the mask of the spec's convention.
-        step: the counter of stochastic rounding.
+        scale, zero_point: float and int32 tensors in the spec's scale shape.
+        spec: short text or JSON of a QuantSpec.
+        ste: name of the straight-through estimator; "" is the mask of the spec's convention.
+        step: counter of stochastic rounding.
 
     >>> import detent.torch, torch
     >>> torch.ops.detent.fake_quantize(torch.tensor([0.4, 0.6]), torch.tensor(1.0), torch.tensor(0), "int8")
@@ -491,10 +492,12 @@ def registered_fake_quantize(
 def registered_backward(
     g: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, spec: str, ste: str = "", step: int = 0
 ) -> Tensor:
-    """The gradient of x."""
+    """Compute the gradient of x, given the gradient g of ``torch.ops.detent.fake_quantize``."""
     parsed, estimator = _parse(spec, ste)
     if isinstance(estimator, Custom):
-        raise UnsupportedError("graphs hold no callables: name an estimator of detent.ste")
+        raise UnsupportedError(
+            "got a callable STE, which a graph cannot contain: use the name of an estimator of detent.ste"
+        )
     if is_plain(x) and is_plain(g):
         return eager.backward(g, x, _params(scale, zero_point, parsed), estimator, step).clone()
     return traced.fake_quantize_backward(g, x, scale, zero_point, parsed, estimator, step)
@@ -523,7 +526,7 @@ registered_fake_quantize.register_autograd(_gradient, setup_context=_setup)
 
 
 def _one_by_one(operation: Any, tensors: int) -> Any:
-    """Run the operation on each slice; granularities refer to the axes of a slice."""
+    """A vmap rule that runs the operation on each slice; granularities refer to the axes of a slice."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         def pick(i: int, j: int) -> Any:

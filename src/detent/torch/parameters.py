@@ -1,17 +1,18 @@
-"""ParameterState: the parameters of a quantizer as the state of a module.
+"""ParameterState: the quantization parameters of a quantizer as the state of a module.
 
-The buffers are authoritative: checkpoints, devices and trainers see only them. Values read from them are reused as long
-as they hold the same bits. All changes of the buffers are here; ``quantizer`` decides when each happens.
+The buffers are authoritative: checkpoints, device moves and trainers use only them. Values read from the buffers are
+cached as long as the buffers have the same bits. This module contains all changes of the buffers; ``quantizer`` decides
+when they happen.
 
 Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small shifts from the calibrated values::
 
     scale      = initial_scale * max(1 + scale_shift, 2^-10)                     one step of 1e-3 is 0.1 %
     zero point = initial_zero_point + (qmax - qmin) * zero_point_shift           one step of 1e-3 is 0.1 % of the range
 
-If the scale itself were the parameter, one Adam step at 1e-3 could change it by a tenth, and an 8-bit model collapses.
-Shifts start at 0, so weight decay pulls towards the calibrated values, and they exist before there is data, so an
-optimizer may be built at any time. Their gradients are those of LSQ and LSQ+ divided by the unit of each, which under
-SGD gives the relative step of LSQ; Adam and its kin see no difference.
+If the scale itself were the parameter, one Adam step of 1e-3 could change it by 10 %, and an 8-bit model would
+collapse. Shifts start at 0, so that weight decay pulls towards the calibrated values. They exist before there is data,
+so that an optimizer can be built at any time. Their gradients are those of LSQ and LSQ+, divided by the unit of each
+shift: SGD then makes the relative step of LSQ. Adam normalizes gradients and is not affected.
 """
 
 import json
@@ -33,43 +34,43 @@ from detent.scale_rule import derive
 from detent.spec import QuantSpec
 from detent.torch import traced, traced_namespace
 from detent.torch.arrays import FLOAT_TYPES, fingerprint, full_tensor, on_cpu, to_array
-from detent.torch.operator import refusal_of_learned, rounded_zero_point
+from detent.torch.operator import learned_derivative_error, rounded_zero_point
 from detent.torch.transforms import is_batched_beyond, lifted, outside
 
 __all__ = ["ParameterState"]
 
 Array = NDArray[Any]
-SMALLEST_GROWTH = 2.0**-10  # a learned scale stays positive
-MAX_EXTRA_STATE = 1 << 16  # bytes of JSON that a checkpoint may hold for one quantizer
+MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale: a learned scale stays positive
+MAX_EXTRA_STATE_BYTES = 1 << 16  # JSON of one quantizer in a checkpoint, which is untrusted; a real one has about 500
 _ONE = np.ones((), np.uint8)
 
 
 class _Memo:
-    """Cached values; no nn.Module, where setting an attribute takes longer than quantizing a small tensor."""
+    """Cached values; not in the module, where setting an attribute takes longer than quantizing a small tensor."""
 
     __slots__ = ("arrays", "forwards", "params")
 
     def __init__(self, params: QuantParams | None = None) -> None:
-        self.params = params  # last read from the buffers, or written to them
+        self.params = params  # last read from or written to the buffers
         self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # buffer name: tensor, address, memory as an array
-        self.forwards = 0  # training forwards since the last ``qt.sync``
+        self.forwards = 0  # training forward passes since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Memo, (self.params,)  # a copy has buffers of its own
+        return _Memo, (self.params,)  # without the arrays: a copy has its own buffers
 
 
 class ParameterState(nn.Module):
-    """Scale and zero point of a spec under a mode.
+    """Scale and zero point of a spec, as the scale mode stores them.
 
     ====================================== ========== =============================================================
-    state                                  modes      holds
+    state                                  modes      content
     ====================================== ========== =============================================================
-    scale, zero_point, initialized         all        the parameters, and 1 once there are any
-    lo, hi                                 EMA        the averaged range
-    pending (not in the state dict)        EMA        (-lo, hi) of the forwards since the last ``qt.sync``
+    scale, zero_point, initialized         all        the parameters; initialized is 1 once they are set
+    lo, hi                                 EMA        the EMA range
+    pending (not in the state dict)        EMA        (-lo, hi) of forward passes since the last ``qt.sync``
     initial_scale, initial_zero_point      Learned    calibrated values, to which the shifts are relative
-    scale_shift, zero_point_shift          Learned    the trained parameters; symmetric specs have no second one
-    step                                   all        the counter of stochastic rounding, for specs that use it
+    scale_shift, zero_point_shift          Learned    trained parameters; symmetric specs have no zero_point_shift
+    step                                   all        counter of stochastic rounding, only for specs that use it
     ====================================== ========== =============================================================
     """
 
@@ -90,9 +91,12 @@ class ParameterState(nn.Module):
         self.name = ""
         self._memo = _Memo()
         if spec.scale_format == "e4m3" and not isinstance(mode, PerBatch):
-            raise SpecError(f"{spec} has scales of two levels, which only PerBatch makes, got mode {mode}")
+            raise SpecError(f"got mode {mode} for {spec}, whose two-level scales need PerBatch: use mode PerBatch")
         if spec.scale_format != "float" and isinstance(mode, Learned):
-            raise SpecError(f"a scale stored as {spec.scale_format} cannot be learned: use another mode or spec")
+            raise SpecError(
+                f"got mode {mode} for {spec}, but scales of format {spec.scale_format} cannot be learned: use another "
+                "mode, or a spec with float scales"
+            )
         self._make_state(dtype, self._state_shape(shape))
 
     def _state_shape(self, shape: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -101,33 +105,33 @@ class ParameterState(nn.Module):
             return (1,) if isinstance(self.mode, Learned) else ()
         if shape is None and isinstance(self.mode, Learned):
             raise SpecError(
-                f"parameters to learn exist before there is data, and those of granularity {self.spec.granularity} "
-                "depend on the data's shape: give shape=, or learn one scale per tensor"
+                f"got mode {self.mode} without shape, but the number of learned scales of granularity "
+                f"{self.spec.granularity} depends on the shape of the data: pass shape=, or use a per-tensor spec"
             )
         return (0,) if shape is None else self.spec.granularity.tiling(shape).scale_shape or (1,)
 
     @torch.inference_mode(False)
     def _make_state(self, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device | None = None) -> None:
-        def nothing(kind: torch.dtype = dtype) -> Tensor:
+        def unset(kind: torch.dtype = dtype) -> Tensor:
             return torch.full(shape, float("nan") if kind.is_floating_point else 0, dtype=kind, device=device)
 
-        self.register_buffer("scale", nothing())
-        self.register_buffer("zero_point", nothing(torch.int32))
+        self.register_buffer("scale", unset())
+        self.register_buffer("zero_point", unset(torch.int32))
         self.register_buffer("initialized", torch.zeros((), dtype=torch.uint8, device=device))
         if isinstance(self.mode, EMA):
-            self.register_buffer("lo", nothing(torch.float32))
-            self.register_buffer("hi", nothing(torch.float32))
-            # no buffer: DDP would overwrite it with that of rank 0
+            self.register_buffer("lo", unset(torch.float32))
+            self.register_buffer("hi", unset(torch.float32))
+            # not a buffer: DDP would overwrite it with the buffer of rank 0
             self.pending = torch.full((2, *shape), -torch.inf, device=device)
         if isinstance(self.mode, Learned):
-            self.register_buffer("initial_scale", nothing())
-            self.register_buffer("initial_zero_point", nothing(torch.int32))
+            self.register_buffer("initial_scale", unset())
+            self.register_buffer("initial_zero_point", unset(torch.int32))
             self.scale_shift = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             self.zero_point_shift = None if self.spec.symmetric else nn.Parameter(torch.zeros_like(self.scale_shift))
         if self.is_stochastic:
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
 
-    # What it is
+    # Properties
 
     @property
     def label(self) -> str:
@@ -151,15 +155,15 @@ class ParameterState(nn.Module):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the same data have the same parameters next time."""
+        """Whether the same data get the same parameters in the next forward pass."""
         return isinstance(self.mode, PerBatch) or self.is_initialized
 
     @property
     def absorbs_gain(self) -> bool:
-        """Whether a per-channel factor of the data can go into the scales, which leaves the codes as they are."""
+        """Whether the scales can absorb a per-channel factor of the data, so that the codes do not change."""
         spec = self.spec
-        stays = isinstance(self.mode, Learned | Fixed)
-        return stays and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
+        is_constant = isinstance(self.mode, Learned | Fixed)
+        return is_constant and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
 
     def version(self) -> object:
         """A key that changes if the same data may get different parameters."""
@@ -180,7 +184,7 @@ class ParameterState(nn.Module):
     def stored_params(self) -> QuantParams:
         """The parameters in the buffers."""
         memo = self._memo
-        if memo.params is not None and (self.scale.shape == (0,) or self._holds(memo.params)):
+        if memo.params is not None and (self.scale.shape == (0,) or self._contains(memo.params)):
             return memo.params
         if not bool(self.initialized):
             raise NotCalibratedError(
@@ -191,8 +195,8 @@ class ParameterState(nn.Module):
         memo.params = QuantParams(self.spec, scale, zero_point)
         return memo.params
 
-    def _holds(self, params: QuantParams) -> bool:
-        """Whether the buffers, which may have a narrower type, hold these parameters."""
+    def _contains(self, params: QuantParams) -> bool:
+        """Whether the buffers, which may have a narrower dtype, contain these parameters."""
         if self.scale.device.type != "cpu":
             return False
         scale, zero_point = self._array("scale"), self._array("zero_point")
@@ -201,18 +205,18 @@ class ParameterState(nn.Module):
         return np.array_equal(scale.ravel(), params.scale.ravel().astype(scale.dtype, copy=False))
 
     def learned_values(self) -> tuple[Tensor, Tensor | None]:
-        """Mode Learned: scale and zero point, differentiable in their shifts; no zero point for symmetric specs."""
-        compiling = torch.compiler.is_compiling()  # compilers refuse functions with forward-mode derivatives
-        scale_function = _Scale if compiling else _RefusingScale
+        """Mode Learned: scale and zero point, differentiable in their shifts; zero point None for symmetric specs."""
+        compiling = torch.compiler.is_compiling()  # compilers reject functions with a jvp
+        scale_function = _Scale if compiling else _ReverseModeScale
         scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift))
         if self.zero_point_shift is None:
             return scale, None
         shift, span = full_tensor(self.zero_point_shift), self.spec.qmax - self.spec.qmin
-        zero_point_function = _ZeroPoint if compiling else _RefusingZeroPoint
+        zero_point_function = _ZeroPoint if compiling else _ReverseModeZeroPoint
         return scale, zero_point_function.apply(self.initial_zero_point, shift, self.initial_scale, span)
 
     def refresh(self, learned: tuple[Tensor, Tensor | None] | None = None) -> Self:
-        """Update ``scale`` and ``zero_point`` from the learned values; other modes do it in forward."""
+        """Mode Learned: update the buffers ``scale`` and ``zero_point`` from the learned values."""
         if isinstance(self.mode, Learned) and self.is_initialized:
             with torch.no_grad():
                 scale, zero_point = self.learned_values() if learned is None else learned
@@ -226,9 +230,11 @@ class ParameterState(nn.Module):
     # Changing the parameters
 
     def set_params(self, params: QuantParams) -> Self:
-        """Set the parameters; learned shifts restart at 0, an EMA range restarts from their range."""
+        """Set the parameters; learned shifts restart at 0, and an EMA range restarts from the params' range."""
         if params.spec != self.spec:
-            raise SpecError(f"{self.label} has spec {self.spec!r}, the params {params.spec!r}: use the same")
+            raise SpecError(
+                f"got params of spec {params.spec!r} for {self.label}, expected {self.spec!r}: use the same spec"
+            )
         dtype = self._scale_dtype
         if params.scale.dtype != dtype and params.block_scale is None:
             scale = params.scale.astype(dtype)
@@ -236,7 +242,7 @@ class ParameterState(nn.Module):
         self._store(params)
         if isinstance(self.mode, EMA):
             bounds = ("lo", params.min_val, self.spec.qmin), ("hi", params.max_val, self.spec.qmax)
-            for name, bound, code in bounds:  # parameters set by hand have no range: use that of their codes
+            for name, bound, code in bounds:  # parameters without a range: use the range of their codes
                 self._write(name, (code - params.zero_point) * params.scale if bound is None else bound)
             self.pending.fill_(-torch.inf)
         if isinstance(self.mode, Learned):
@@ -249,14 +255,14 @@ class ParameterState(nn.Module):
         return self
 
     def hold(self, params: QuantParams) -> None:
-        """Keep the parameters of a batch: in the buffers if shapes agree; per-token shapes vary with the batch."""
+        """Keep the parameters of a batch: in the buffers if the shapes match; per-token shapes vary between batches."""
         if self.scale.shape == params.scale.shape:
             self._store(params)
         else:
             self._memo.params = params
 
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``hold`` in torch operations; under ``vmap`` each sample has parameters of its own, which are not kept."""
+        """``hold`` in torch operations; the separate parameters of samples under ``vmap`` are not kept."""
         if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
             return
         scale, zero_point = (lifted(part, self.scale, torch.amax) for part in (scale, zero_point))
@@ -264,11 +270,11 @@ class ParameterState(nn.Module):
             self._copy_traced(scale, zero_point)
 
     def merge_range(self, lo: Array, hi: Array) -> QuantParams:
-        """Mode EMA: blend the range of a batch into the EMA range, ``decay * average + (1 - decay) * batch``."""
+        """Mode EMA: update the EMA range with a batch, ``decay * average + (1 - decay) * batch``; return parameters."""
         mode = self.mode
         if not isinstance(mode, EMA):
-            raise SpecError(f"only mode EMA averages ranges, this is {mode}")
-        lo, hi = np.asarray(lo, np.float32), np.asarray(hi, np.float32)  # the type of the average
+            raise SpecError(f"got mode {mode}, but only mode EMA has an EMA range: use mode EMA")
+        lo, hi = np.asarray(lo, np.float32), np.asarray(hi, np.float32)  # dtype of the EMA range
         if self.is_initialized:
             lo, hi = mix_ranges((self._array("lo"), self._array("hi")), (lo, hi), mode.decay)
         params = self._params_from(lo, hi)
@@ -278,7 +284,7 @@ class ParameterState(nn.Module):
         return params
 
     def _params_from(self, lo: Array, hi: Array) -> QuantParams:
-        """The parameters of a range; ``from_range`` only if its checks would raise."""
+        """The parameters of a range; calls the slower ``from_range`` only for its error messages."""
         dtype = self._scale_dtype
         if not (lo <= hi).all():
             return QuantParams.from_range(self.spec, lo, hi, dtype=dtype)
@@ -291,17 +297,17 @@ class ParameterState(nn.Module):
 
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
         """``merge_range`` in torch operations, which cannot branch on the state."""
-        decay = self.mode.decay  # type: ignore[attr-defined]  # only mode EMA comes here
+        decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
         lo, hi = lifted(lo, self.lo, torch.amin), lifted(hi, self.hi, torch.amax)
         with outside(self.lo):
-            seen = (self.initialized != 0) & (self.lo <= self.hi)
-            low, high = mix_seen_ranges(traced_namespace, (self.lo, self.hi), (lo, hi), decay, seen)
-            self.lo.copy_(low)
-            self.hi.copy_(high)
+            is_started = (self.initialized != 0) & (self.lo <= self.hi)
+            new_lo, new_hi = mix_seen_ranges(traced_namespace, (self.lo, self.hi), (lo, hi), decay, is_started)
+            self.lo.copy_(new_lo)
+            self.hi.copy_(new_hi)
             self._copy_traced(*traced.derive(self.spec, self.lo, self.hi, self.scale.dtype))
 
     def add_pending(self, lo: Array, hi: Array) -> None:
-        """Mode EMA: widen the range for the next ``qt.sync``."""
+        """Mode EMA: widen the pending range for the next ``qt.sync``."""
         pending = to_array(self.pending)
         np.maximum(pending, np.stack((-lo, hi)), out=pending, casting="same_kind")
 
@@ -312,16 +318,16 @@ class ParameterState(nn.Module):
             self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
 
     def apply_pending(self, merged: Tensor) -> None:
-        """Mode EMA: blend the (-lo, hi) that ``qt.sync`` merged over all processes into the EMA range, and reset."""
+        """Mode EMA: update the EMA range with (-lo, hi) as ``qt.sync`` merged it, and reset the pending range."""
         # + 0.0 turns -0.0 into 0.0: which zero MAX keeps depends on the backend
-        low, hi = to_array(on_cpu(merged.float())) + np.float32(0.0)
-        lo = np.float32(0.0) - low
+        negated_lo, hi = to_array(on_cpu(merged.float())) + np.float32(0.0)
+        lo = np.float32(0.0) - negated_lo
         if (lo <= hi).any():
             self.merge_range(np.asarray(lo), np.asarray(hi))
         self.pending.fill_(-torch.inf)
         self._memo.forwards = 0
 
-    # The memory of the buffers
+    # Memory of the buffers
 
     def _store(self, params: QuantParams) -> None:
         """Write the parameters to the buffers and the cache."""
@@ -332,25 +338,25 @@ class ParameterState(nn.Module):
         self._memo.params = params
 
     def _copy_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``_store`` in torch operations; ``params`` detects that the buffers have changed."""
+        """``_store`` in torch operations; ``params`` later detects that the buffers changed."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
         self.initialized.fill_(1)
 
     def _write(self, name: str, values: Array | float) -> None:
         """Write values to a buffer on any device; shapes may differ by axes of length 1."""
-        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
-        given = np.asarray(values)
-        if given.size == buffer.numel():
-            given = given.reshape(buffer.shape)
+        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # names are buffers
+        array = np.asarray(values)
+        if array.size == buffer.numel():
+            array = array.reshape(buffer.shape)
         if buffer.device.type == "cpu":
-            np.copyto(self._array(name), given, casting="same_kind")
+            np.copyto(self._array(name), array, casting="same_kind")
         else:
-            buffer.copy_(torch.from_numpy(given.copy()))
+            buffer.copy_(torch.from_numpy(array.copy()))
 
     def _array(self, name: str) -> Array:
         """A buffer's memory as a cached array; a copy if the buffer is not on the CPU."""
-        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # only names of buffers come here
+        buffer: Tensor = self._buffers[name]  # type: ignore[assignment]  # names are buffers
         if buffer.device.type != "cpu":
             return to_array(on_cpu(buffer))
         arrays = self._memo.arrays
@@ -362,7 +368,7 @@ class ParameterState(nn.Module):
     # Moves, copies and checkpoints
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Allow moves but no change of float type: scales keep their precision in a half-precision model."""
+        """Move to other devices, but keep the dtype: scales keep their precision in a half-precision model."""
 
         def keep_type(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -375,12 +381,12 @@ class ParameterState(nn.Module):
         return applied
 
     def get_extra_state(self) -> Tensor:
-        """Spec and mode as a tensor of JSON bytes, which every checkpoint format can hold."""
+        """Return spec and mode as JSON bytes in a tensor, which every checkpoint format can store."""
         text = json.dumps({"spec": self.spec.to_json(), "mode": self.mode.to_json()})
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise if spec or mode differ from the saved ones."""
+        """Raise StateError if the saved spec or mode differs."""
         difference = self.compare_state(state)
         if difference:
             raise StateError(f"{self.label}: {difference}")
@@ -388,12 +394,12 @@ class ParameterState(nn.Module):
     def compare_state(self, state: object) -> str:
         """Describe how spec and mode of a saved state differ; "" if they agree."""
         try:
-            if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE:
-                raise StateError("not bytes")
+            if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:
+                raise StateError("expected a short uint8 tensor")
             saved = parse(bytes(state.cpu().tolist()).decode(), "its JSON")
             spec, mode = QuantSpec.from_json(saved["spec"]), ScaleMode.from_json(saved["mode"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            return f"the checkpoint's description of the quantizer cannot be read ({error})"
+            return f"the checkpoint's spec and mode cannot be read ({error})"
         if (spec, mode) == (self.spec, self.mode):
             return ""
         return f"the checkpoint has {spec} with {mode}, the model {self.spec} with {self.mode}"
@@ -404,7 +410,7 @@ class ParameterState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "scale")
-        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # now the shape is known
+        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # the checkpoint knows the shape
             self._make_state(self.scale.dtype, tuple(saved.shape), self.scale.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._memo.params = None
@@ -419,8 +425,8 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def forward(initial: Tensor, shift: Tensor) -> Tensor:
-        growth = 1.0 + shift.to(initial.dtype)  # FSDP may lend it in half precision
-        return initial * growth.clamp(min=SMALLEST_GROWTH)
+        growth = 1.0 + shift.to(initial.dtype)  # FSDP may cast parameters to half precision
+        return initial * growth.clamp(min=MIN_GROWTH)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -452,17 +458,17 @@ class _ZeroPoint(torch.autograd.Function):
         return None, g / (ctx.span * scale * scale), None, None
 
 
-class _RefusingScale(_Scale):
-    """The scale, which says that it has no forward-mode derivative."""
+class _ReverseModeScale(_Scale):
+    """``_Scale`` that raises for forward-mode derivatives."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
-        raise refusal_of_learned()
+        raise learned_derivative_error()
 
 
-class _RefusingZeroPoint(_ZeroPoint):
-    """The zero point, which says that it has no forward-mode derivative."""
+class _ReverseModeZeroPoint(_ZeroPoint):
+    """``_ZeroPoint`` that raises for forward-mode derivatives."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
-        raise refusal_of_learned()
+        raise learned_derivative_error()

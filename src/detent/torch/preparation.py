@@ -1,7 +1,7 @@
 """Preparation: turn a model into one for quantization-aware training, in place, and back.
 
-The root of a prepared model stores its plan. All other state is in the modules themselves, so wrapping, copying and
-moving the model need no care.
+The root module of a prepared model stores the plan. All other state is in the modules themselves, so that the model can
+be wrapped, copied and moved as usual.
 """
 
 import logging
@@ -20,7 +20,7 @@ from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
 from detent.torch.layers import float_class_of, kind_of
 from detent.torch.model_plan import LayerPlan, ModelPlan, RecipeLike, plan
-from detent.torch.quantized_layer import QuantizedLayer, QuantizedProduct, quantized_class
+from detent.torch.quantized_layer import QuantizedLayer, QuantizedMatmul, quantized_class
 from detent.torch.quantizer import FakeQuantize, WatcherFunction
 from detent.torch.untrained_scales import warn_if_untrained
 
@@ -38,35 +38,36 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+MAX_DIFFERENCES_SHOWN = 20
 _PLAN = "_detent_plan"
 _FUSED_PATHS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 @dataclass
 class _Prepared:
-    """What the root of a prepared model stores."""
+    """State in the root module of a prepared model."""
 
     plan: ModelPlan
     hooks: list[Any]
-    nested: list[nn.TransformerEncoder]  # whose nested tensors were switched off
+    nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was switched off
     frozen: bool = False
 
 
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
     """Prepare a model for quantization-aware training in place, as ``qt.plan`` shows, and return it.
 
-    Parameters stay the same objects, so an existing optimizer keeps working; scales of mode Learned are new parameters,
-    which it does not train, and its first step then warns. The float model's state_dict loads with ``strict=False``,
-    under the same keys. ``qt.unprepare`` restores the float model bit for bit.
+    Parameters stay the same objects, so an existing optimizer keeps working. Learned scales are new parameters: an
+    optimizer that was made before does not train them, and its first step gives a warning. A state_dict of the float
+    model loads with ``strict=False``. ``qt.unprepare`` restores the float model bit for bit.
 
     Args:
         model: any module, with its weights in memory.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
-        sync: update EMA ranges only in ``qt.sync``, which merges those of all processes; None is True if
-            ``torch.distributed`` runs with more than one.
+        sync: True updates EMA ranges only in ``qt.sync``, which merges the ranges of all processes; None is True if
+            ``torch.distributed`` runs with more than one process.
 
     Raises:
-        SpecError: the model is already prepared or on the meta device; or what ``qt.plan`` raises.
+        SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -74,23 +75,23 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     ['', '0', '0.weight_quantizer', '0.input_quantizer']
     """
     if not isinstance(model, nn.Module):
-        raise SpecError(f"prepare takes a torch.nn.Module, got {type(model).__name__}")
-    _refuse_unfit(model)
+        raise SpecError(f"got {type(model).__name__} for model, expected a torch.nn.Module")
+    _check_preparable(model)
     model_plan = plan(model, recipe)
     sync = process_count() > 1 if sync is None else sync
     modules = dict(model.named_modules())
-    _refuse_taken_names(model_plan, modules)
+    _check_free_names(model_plan, modules)
     shared: dict[int, FakeQuantize] = {}
     quantizers = {
         layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
-    # nothing below fails
+    # all checks are done: nothing below raises, so a failed call leaves the model unchanged
     for layer in model_plan.quantized:
         module = modules[layer.name]
-        _become(module, quantized_class(type(module)))
+        _set_class(module, quantized_class(type(module)))
         for name, quantizer in quantizers[layer.name].items():
             module.add_module(name, quantizer)
-        if layer.norm and isinstance(module, QuantizedProduct):
+        if layer.norm and isinstance(module, QuantizedMatmul):
             module.fold = Fold(modules[layer.norm])
     _change_other_classes(model)
     vars(model)[_PLAN] = _Prepared(model_plan, *_disable_fused_paths(model))
@@ -100,47 +101,50 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
 
 
 def _change_other_classes(model: nn.Module) -> None:
-    """Let batch norms freeze and fuse, and attention use the quantized weights of its output projection."""
+    """Change the classes of batch norms, which can freeze and fuse, and of attention with a quantized projection."""
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            _become(module, quantized_class(type(module)))
-        # attention reads these weights itself, and they are quantized only in the forward of a quantized layer
+            _set_class(module, quantized_class(type(module)))
+        # attention reads the weight of out_proj itself; it is quantized only in the forward of a quantized layer
         elif isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
-            _become(module, quantized_class(float_class_of(module)))
+            _set_class(module, quantized_class(float_class_of(module)))
 
 
 def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
-    """Install the hooks of a prepared model; returns them, and the encoders whose nested tensors were switched off."""
+    """Turn off PyTorch's fused paths; return the hooks, and the encoders whose use_nested_tensor was switched off."""
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
         encoder.use_nested_tensor = False  # nested tensors have no shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
-    # fused paths read parameters directly, past the layers that hold them; a module with a hook does not take them
-    hooks += [each.register_forward_pre_hook(_no_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
+    # fused paths read the float parameters of inner layers; PyTorch skips them for a module that has a hook
+    hooks += [each.register_forward_pre_hook(_empty_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     return hooks, nested
 
 
-def _refuse_unfit(model: nn.Module) -> None:
+def _check_preparable(model: nn.Module) -> None:
     if any(isinstance(module, QuantizedLayer | QuantizedNorm) for module in model.modules()) or _PLAN in vars(model):
-        raise SpecError("the model is prepared already: qt.unprepare(model) first, to prepare it by another recipe")
+        raise SpecError("the model is already prepared: call qt.unprepare(model) first to use a different recipe")
     on_meta = [name for name, each in model.named_parameters() if each.is_meta]
     if on_meta:
         raise SpecError(
-            f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]!r}: load the weights first"
+            f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]!r}: load the weights before "
+            "qt.prepare"
         )
     sharded = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
     if sharded:
         raise SpecError(
-            f"{len(sharded)} parameters are sharded, the first is {sharded[0]!r}: qt.prepare comes before fully_shard, "
+            f"{len(sharded)} parameters are sharded, the first is {sharded[0]!r}: call qt.prepare before fully_shard, "
             "which then shards learned scales, too"
         )
 
 
-def _refuse_taken_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
+def _check_free_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> None:
     for layer in model_plan.quantized:
         for name in ("fold", *_quantizer_names(layer, modules[layer.name])):
             if hasattr(modules[layer.name], name):
-                raise SpecError(f"{layer.name or 'the model'} has an attribute {name!r} already: rename it")
+                raise SpecError(
+                    f"{layer.name or 'the model'} already has an attribute {name!r}, which qt.prepare needs: rename it"
+                )
 
 
 def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
@@ -153,7 +157,7 @@ def _quantizer_names(layer: LayerPlan, module: nn.Module) -> list[str]:
 def _make_quantizers(
     layer: LayerPlan, module: nn.Module, shared: dict[int, FakeQuantize], *, sync: bool
 ) -> dict[str, FakeQuantize]:
-    """The quantizers of a layer by name; ``shared`` maps a weight's id to its quantizer, for tied weights."""
+    """Make the quantizers of a layer, by name; ``shared`` maps ids of weights to quantizers, for tied weights."""
     first = next((each for each in module.parameters() if each.is_floating_point()), None)
     device, dtype = (torch.device("cpu"), torch.float32) if first is None else (first.device, scale_dtype(first))
     quantizers = {}
@@ -178,14 +182,14 @@ def _make_quantizer(layer: LayerPlan, name: str, parameter: nn.Parameter | None,
             spec, shape = layer.weights[name.removesuffix("_quantizer")], tuple(parameter.shape)
             return FakeQuantize(spec, layer.weight_mode, layer.ste, shape=shape, dtype=dtype)
         data_spec = layer.output if name == "output_quantizer" else layer.input
-        assert data_spec is not None  # noqa: S101 - else the quantizer has no name
+        assert data_spec is not None  # noqa: S101 - _quantizer_names lists only quantizers with a spec
         return FakeQuantize(data_spec, layer.mode, layer.ste, dtype=dtype)
     except SpecError as error:
-        raise SpecError(f"{layer.name}.{name} cannot be made: {error}".lstrip(".")) from error
+        raise SpecError(f"cannot construct {layer.name}.{name}: {error}".lstrip(".")) from error
 
 
 def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Reject a checkpoint of another recipe before anything is loaded."""
+    """Reject a checkpoint of a model with a different recipe before anything is loaded."""
     differences = []
     for name, quantizer in quantizers_of(module).items():
         saved = state.get(f"{prefix}{name}._extra_state")
@@ -194,20 +198,23 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
             differences.append(f"  {name}: {difference}")
     if differences:
         count = len(differences)
-        head = f"the checkpoint belongs to a model prepared by another recipe, {count} quantizers differ:"
-        raise StateError("\n".join([head, *differences[:20], "prepare the model by the recipe of the checkpoint"]))
+        head = f"the checkpoint is from a model prepared with a different recipe, {count} quantizers differ:"
+        advice = "prepare the model with the recipe of the checkpoint"
+        raise StateError("\n".join([head, *differences[:MAX_DIFFERENCES_SHOWN], advice]))
 
 
-def _become(module: nn.Module, layer: type[nn.Module]) -> None:
+def _set_class(module: nn.Module, layer: type[nn.Module]) -> None:
     module.__class__ = layer
 
 
-def _no_hook(module: nn.Module, args: object) -> None:
+def _empty_hook(module: nn.Module, args: object) -> None:
     pass
 
 
 def unprepare(model: nn.Module) -> nn.Module:
-    """Turn a prepared model back into the float model, in place: its classes, its parameters and nothing else.
+    """Turn a prepared model back into a float model, in place, and return it.
+
+    Modules get their float classes back and keep their current weights; quantizers and hooks are removed.
 
     Raises:
         StateError: the model is not prepared.
@@ -231,18 +238,24 @@ def unprepare(model: nn.Module) -> nn.Module:
         if isinstance(module, QuantizedLayer | QuantizedNorm):
             for name in ("fold", "_cache", "_forwards", "fused", "frozen"):
                 vars(module).pop(name, None)
-            _become(module, module.float_class)
+            _set_class(module, module.float_class)
     return model
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Stop all updates of scales and statistics, and fuse batch norms into the layers before them.
+    """Stop all updates of scales and batch norm statistics, and fuse batch norms into the layers before them.
+
+    Freezing is final: afterwards the model computes with the weights that ``qt.export_onnx`` writes, and layers with a
+    fused batch norm no longer train.
 
     Args:
         model: a prepared model, calibrated or trained.
 
+    Returns:
+        The model.
+
     Raises:
-        StateError: the model is not prepared, or a folded batch norm was replaced since.
+        StateError: the model is not prepared, or a folded batch norm was replaced after ``qt.prepare``.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16")
@@ -260,14 +273,21 @@ def freeze(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, QuantizedNorm):
             module.frozen = True
-        if isinstance(module, QuantizedProduct) and module.fold is not None:
+        if isinstance(module, QuantizedMatmul) and module.fold is not None:
             module.fold.fuse()
     return model
 
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """The quantized weights by full name, as they are exported: with batch norms folded in.
+    """Return the quantized weights as they are exported, batch norms folded in, by full name.
+
+    Args:
+        model: a prepared model, calibrated or trained.
+
+    Raises:
+        StateError: the model is not prepared, or a folded batch norm was replaced after ``qt.prepare``.
+        NotCalibratedError: a weight has no scale yet.
 
     >>> import detent.torch as qt
     >>> qt.quantized_state(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a16"))["0.weight"].codes.dtype
@@ -283,10 +303,10 @@ def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
 def _check_folds(model: nn.Module) -> None:
     present = set(model.modules())
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedProduct) and layer.fold is not None and layer.fold.norm not in present:
+        if isinstance(layer, QuantizedMatmul) and layer.fold is not None and layer.fold.norm not in present:
             raise StateError(
-                f"the batch norm that is folded into {name} was replaced after qt.prepare: replace it first, "
-                "SyncBatchNorm.convert_sync_batchnorm included, and prepare the model then"
+                f"the batch norm that is folded into {name} was replaced after qt.prepare: replace batch norms first, "
+                "also by SyncBatchNorm.convert_sync_batchnorm, and then call qt.prepare"
             )
 
 
@@ -294,12 +314,12 @@ def plan_of(model: nn.Module) -> ModelPlan:
     """The plan of a prepared model; StateError if the model is not prepared."""
     roots = _roots(model)
     if not roots:
-        raise StateError("the model is not prepared: qt.prepare(model, recipe) first")
+        raise StateError("the model is not prepared: call qt.prepare(model, recipe) first")
     return roots[0].plan
 
 
 def _roots(model: nn.Module) -> list[_Prepared]:
-    """What prepared models store; a trainer may have wrapped them."""
+    """The state of all prepared models inside this one, which may be a trainer's wrapper."""
     plans = (vars(module).get(_PLAN) for module in model.modules())
     return [each for each in plans if isinstance(each, _Prepared)]
 
@@ -315,7 +335,7 @@ def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
 
 
 def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
-    """Full name, layer, name and quantizer of every quantized weight; a tied weight occurs under each of its names."""
+    """List (full name, layer, name, quantizer) of every quantized weight; a tied weight occurs once per name."""
     weights = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
@@ -327,8 +347,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
             full = f"{prefix}.{name}".lstrip(".")
             if layer._parameters.get(name) is None:
                 raise StateError(
-                    f"{full} was a parameter when the model was prepared and is none now: prune and parametrize before "
-                    "qt.prepare, or not at all"
+                    f"{full} was a parameter in qt.prepare and no longer is: prune and parametrize before qt.prepare"
                 )
             weights.append((full, layer, name, quantizer))
     return weights
@@ -336,7 +355,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
 
 @contextmanager
 def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Switch to evaluation mode, with a watcher on every quantizer if one is given, and back on exit."""
+    """Switch to evaluation mode, with this watcher on every quantizer if given; restore everything on exit."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [] if watcher is None else list(quantizers_of(model).values())
     watchers = [quantizer.watcher for quantizer in quantizers]

@@ -1,11 +1,11 @@
-"""Quantized layers: how a prepared layer computes.
+"""Quantized layers: the forward pass of prepared layers.
 
-A prepared module keeps its identity and its parameters. Only its class changes, until ``qt.unprepare``, to one that
-derives from its own class and from one of these two:
+``qt.prepare`` changes only the class of a module; the module object and its parameters stay the same. The new class
+derives from the module's own class and from one of these two:
 
 ================ =====================================================================================================
-QuantizedProduct a layer that is one product (Linear, Conv): quantizes x and w, multiplies (``layers.product``)
-QuantizedLayer   any other layer: its own forward, in which the names of its weights give quantized values
+QuantizedMatmul  a layer that is one matmul or convolution (Linear, Conv): quantizes x and w (``layers.matmul``)
+QuantizedLayer   any other layer: runs its own forward, in which weight attributes return quantized values
 ================ =====================================================================================================
 """
 
@@ -28,28 +28,28 @@ from detent.ste import Identity
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
 from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
-from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, product, runs_as_product
+from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, matmul, runs_as_matmul
 from detent.torch.operator import Values, apply_traced
 from detent.torch.quantizer import FakeQuantize
 from detent.torch.recomputation import Recording, is_recorded, once
 
-__all__ = ["QuantizedLayer", "QuantizedProduct", "WeightCache", "WeightKey", "quantized_class"]
+__all__ = ["QuantizedLayer", "QuantizedMatmul", "WeightCache", "WeightKey", "quantized_class"]
 
 FLOAT = Operand(None, Identity())
 FROZEN = (
-    "the model is frozen: layers with a folded batch norm compute with constants, and their weights no longer train; "
-    "to train on, qt.unprepare and qt.prepare it again"
+    "the model is frozen: layers with a folded batch norm compute with constants, so their weights no longer train; to "
+    "continue training, call qt.unprepare and qt.prepare"
 )
 _ANY_ORDER = QuantSpec("int8")
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin of every prepared layer: inside its forward, and only there, weight names give quantized values."""
+    """Mixin of every prepared layer: inside its forward, and only there, weight attributes return quantized values."""
 
     float_class: ClassVar[type[nn.Module]]
     kind: ClassVar[LayerKind]
     input_arguments: ClassVar[tuple[str, ...]]
-    _forwards = 0  # in progress, in all threads; see _count_forwards
+    _forwards = 0  # forward passes in progress, in all threads; see _count_forwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward with quantized weights and inputs."""
@@ -78,7 +78,7 @@ class QuantizedLayer(nn.Module):
         return module if isinstance(module, FakeQuantize) and module.enabled else None
 
     def _quantized_inputs(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments with float data quantized, a repeated tensor once."""
+        """Quantize the arguments that are float data; a repeated tensor is quantized once."""
         names, data, quantized = self.kind.input_names(), list(args), {}
         for i in range(min(self.kind.inputs, len(data)) if names else 0):
             x, quantizer = data[i], self.quantizer(names[min(i, len(names) - 1)])
@@ -96,7 +96,7 @@ class QuantizedLayer(nn.Module):
         return (quantizer(result[0]), *result[1:]) if isinstance(result, tuple) else quantizer(result)
 
     def weight_in_forward(self, name: str) -> Tensor:
-        """Inside forward the quantized weight, else the parameter."""
+        """The quantized weight inside forward, the parameter outside."""
         parameter = self._parameter(name)
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
         return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
@@ -105,7 +105,7 @@ class QuantizedLayer(nn.Module):
         """The quantizer of a weight, enabled or not."""
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
-            raise UnsupportedError(f"{self.float_class.__name__} has no quantized {name}")
+            raise UnsupportedError(f"{self.float_class.__name__} has no quantized weight {name!r}")
         return module
 
     def float_weight(self, name: str) -> Tensor:
@@ -118,7 +118,7 @@ class QuantizedLayer(nn.Module):
         return quantize(to_array(data), quantizer.values_for(data).params)
 
     def _parameter(self, name: str) -> Tensor:
-        parameter: Tensor = self._parameters[name]  # type: ignore[assignment]  # only names of weights come here
+        parameter: Tensor = self._parameters[name]  # type: ignore[assignment]  # names are weights
         return parameter
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
@@ -129,34 +129,34 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Count forwards of these layers that begin (1) or end (-1); several threads may run one layer."""
-    if torch.compiler.is_compiling():  # a lock cannot be traced, and is not needed
+    """Count forward passes of these layers that begin (1) or end (-1); several threads may run one layer."""
+    if torch.compiler.is_compiling():  # compilers cannot trace a lock; a trace runs in one thread
         for layer in layers:
             layer._forwards += change
         return
-    _refuse_jit()
+    _check_not_jit()
     with _counter_lock:
         for layer in layers:
             layer._forwards += change
 
 
-def _refuse_jit() -> None:
+def _check_not_jit() -> None:
     if torch.jit._trace.is_tracing():
-        raise UnsupportedError("torch.jit cannot follow prepared layers: use torch.compile or torch.export")
+        raise UnsupportedError("torch.jit does not support prepared layers: use torch.compile or torch.export")
 
 
-class QuantizedProduct(QuantizedLayer):
-    """A prepared layer that is one product.
+class QuantizedMatmul(QuantizedLayer):
+    """A prepared layer that is one matmul or convolution.
 
-    Its weight, with g, f and fold as ``batchnorm`` defines them::
+    Its weights, with g and f as ``batchnorm`` defines them::
 
-        running weight    fq(w)             without a batch norm, and where the scales absorb its gain
+        running weight    fq(w)             without a batch norm, or if the scales absorb its gain
                           fq(w * f) / f     before a batch norm
         exported weight   fq(w)             without a batch norm
-                          fq(w) * g         where the scales absorb the gain: codes * sign(g), scale * |g|
-                          fq(w * g)         else; without a quantizer w * g
+                          fq(w) * g         if the scales absorb the gain: codes * sign(g), scale * |g|
+                          fq(w * g)         otherwise; w * g without a quantizer
 
-    A forward uses the running weight, and once the batch norm is fused, after ``qt.freeze``, the exported one.
+    Forward passes use the running weight, and after ``qt.freeze``, which fuses the batch norm, the exported weight.
     """
 
     weight: Tensor
@@ -165,14 +165,14 @@ class QuantizedProduct(QuantizedLayer):
     _cache: "WeightCache | None" = None
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the float layer's name for it
-        """The product of the quantized input and the quantized weight."""
+        """Multiply the quantized input by the quantized weight."""
         result: Tensor = super().forward(input)
         return result
 
     def _forward(self, x: Tensor) -> Tensor:
-        _refuse_jit()
+        _check_not_jit()
         if self.fold is not None and self.weight.ndim == 2 and x.ndim != 2:
-            self.fold.unfuse()  # the batch norm's axis is not the layer's last
+            self.fold.unfuse()  # batch norm normalizes axis 1, which is not the layer's channel axis here
             self.fold = None
         inputs, weights = self.quantizer("input_quantizer"), self.quantizer("weight_quantizer")
         if weights is not None and weights.is_passing:
@@ -183,7 +183,7 @@ class QuantizedProduct(QuantizedLayer):
         if inputs is None and weights is None and not self._is_fused:
             y: Tensor = self.float_class.forward(self, x)
         else:
-            y = self._product(x, inputs, weights)
+            y = self._matmul(x, inputs, weights)
         result: Tensor = self._quantized_output(y)
         return result
 
@@ -191,10 +191,10 @@ class QuantizedProduct(QuantizedLayer):
     def _is_fused(self) -> bool:
         return self.fold is not None and self.fold.is_fused
 
-    def _product(self, x: Tensor, inputs: FakeQuantize | None, weights: FakeQuantize | None) -> Tensor:
-        if self.kind.product is None:
+    def _matmul(self, x: Tensor, inputs: FakeQuantize | None, weights: FakeQuantize | None) -> Tensor:
+        if self.kind.matmul is None:
             raise UnsupportedError(f"{self.float_class.__name__} is not a matmul or convolution")
-        kind, weight, fold = self.kind.product(self), self.weight, self.fold  # looking up a parameter takes long
+        kind, weight, fold = self.kind.matmul(self), self.weight, self.fold  # attribute access is slow: do it once
         x = self.padded(x) if weight.ndim > 2 else x
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1
         x = x.unsqueeze(0) if unbatched else x
@@ -204,23 +204,23 @@ class QuantizedProduct(QuantizedLayer):
             if inputs is not None and x.numel():
                 operand = Operand(inputs.values_for(x), inputs.ste, inputs.next_step())
             trained, quantized = self._native_weight(weight, weights)
-            y = product(kind, x, trained, bias, operand, quantized)
+            y = matmul(kind, x, trained, bias, operand, quantized)
         else:
             y = kind.forward(x if inputs is None else inputs(x), self._traced_weight(weight, weights), bias)
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """The input with the padding that ``Convolution`` does not do: other modes than zeros, and "same"."""
+        """Pad the input for padding modes that ``Convolution`` does not support: non-zero modes, and "same"."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):
             return x
         return F.pad(x, layer._reversed_padding_repeated_twice, mode="constant" if mode == "zeros" else mode)
 
-    # The weight that a forward multiplies with
+    # The weight in a forward pass
 
     def _native_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> tuple[Tensor, QuantizedWeight]:
-        """The tensor that receives the gradient, and the weight that enters the product."""
+        """The tensor that receives the gradient, and the quantized weight for the matmul."""
         fold = self.fold
         if fold is None or not fold.is_fused:
             return weight, self._running_weight(weight, quantizer)
@@ -230,7 +230,7 @@ class QuantizedProduct(QuantizedLayer):
         return constant.tensor, constant
 
     def _traced_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> Tensor:
-        """The weight that enters the product, in torch operations."""
+        """The quantized weight for the matmul, in torch operations."""
         fold = self.fold
         if fold is None or not fold.is_fused:
             return weight if quantizer is None else running_weight(weight, self._factor(weight, quantizer), quantizer)
@@ -249,7 +249,7 @@ class QuantizedProduct(QuantizedLayer):
         return once(id(fold), lambda: fold.factor(weight), lambda: fold.factor(weight))
 
     def _running_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
-        """The running weight, from the cache where nothing has changed."""
+        """The running weight, from the cache if nothing has changed."""
         if quantizer is None:
             return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
         step = quantizer.next_step()
@@ -262,9 +262,9 @@ class QuantizedProduct(QuantizedLayer):
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
             return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
 
-        if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # another each time, or of a record
+        if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # changes, or is recorded
             return make(False)
-        if quantizer.is_learned:  # once per forward and in its graph, whatever is cached
+        if quantizer.is_learned:  # needed in the graph of each forward pass, also with a cached weight
             factor = self._factor(weight, quantizer)
             learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
         fold = None if self.fold is None or quantizer.absorbs_gain else self.fold
@@ -284,7 +284,7 @@ class QuantizedProduct(QuantizedLayer):
     def _cached(
         self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
     ) -> QuantizedWeight:
-        # sharded weights are refilled without a trace and must not be kept whole; inference tensors have no version
+        # sharded weights change without a new version and must not stay gathered; inference tensors have no version
         if is_distributed() or weight.is_inference():
             return make(False)
         if self._cache is None:
@@ -293,7 +293,7 @@ class QuantizedProduct(QuantizedLayer):
         training = torch.is_grad_enabled() and weight.requires_grad and not key.is_fused
         return self._cache.find(key, weight, make, training=training)
 
-    # The weight that is exported
+    # The exported weight
 
     def float_weight(self, name: str) -> Tensor:
         """The float data whose codes are exported: ``w * g``, or ``w`` if the scales absorb the gain."""
@@ -312,13 +312,13 @@ class QuantizedProduct(QuantizedLayer):
 
 
 class WeightKey(NamedTuple):
-    """What a quantized weight depends on, except for the weight's values."""
+    """Everything that determines a quantized weight, except for the values of the float weight."""
 
     address: int  # changes if the parameter is replaced or moved
     version: int  # PyTorch's counter of writes, such as an optimizer's
     quantizer: object
     fold: object
-    is_fused: bool  # exported weight, not the running one
+    is_fused: bool  # True for the exported weight, False for the running weight
 
     @staticmethod
     def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None) -> "WeightKey":
@@ -333,34 +333,34 @@ class WeightKey(NamedTuple):
 
 
 class WeightCache:
-    """At most one quantized weight.
+    """A cache of at most one quantized weight.
 
-    It is kept in evaluation. In training, weights change with every step and a copy takes as much memory as they do, so
-    it is kept only while the same weight comes more than once, as in gradient accumulation. It is used again if its key
-    and the weight's checksum are the same: a tensor's version misses writes through ``.data`` and trainers that refill
-    sharded weights in place. The checksum costs a fraction of quantizing.
+    Evaluation always caches it. In training, weights change with every step, and a copy needs as much memory as the
+    weight. So training caches it only while the same weight is used more than once, as in gradient accumulation. A
+    cached weight is reused if its key and the checksum of the float weight are unchanged: PyTorch's version counter
+    misses writes through ``.data`` and trainers that refill sharded weights. A checksum is much faster than quantizing.
     """
 
     def __init__(self) -> None:
-        self._key: object = None  # of the last weight
+        self._key: object = None  # key of the last weight
         self._checksum = 0
-        self._kept: QuantizedWeight | None = None
-        self._repeats = False  # whether the same weight came twice, before it changed last
+        self._quantized: QuantizedWeight | None = None
+        self._repeats = False  # whether the previous weight was used more than once
 
     def find(
         self, key: object, weight: Tensor, make: Callable[[bool], QuantizedWeight], *, training: bool
     ) -> QuantizedWeight:
-        """The cached weight or ``make(keep)``, which needs memory of its own if it is kept."""
-        same = key == self._key
-        if same:
+        """Return the cached weight or ``make(keep)``, which must allocate its own memory if ``keep``."""
+        is_same = key == self._key
+        if is_same:
             self._repeats = True
-            if self._kept is not None and self._checksum == _checksum(weight):
-                return self._kept
+            if self._quantized is not None and self._checksum == _checksum(weight):
+                return self._quantized
         keep = not training or self._repeats
-        self._repeats, self._key, self._kept = same, key, None  # nothing is kept if make fails
+        self._repeats, self._key, self._quantized = is_same, key, None  # empty if make raises
         quantized = make(keep)
         if keep:
-            self._kept = quantized = quantized._replace(keep=True)
+            self._quantized = quantized = quantized._replace(keep=True)
             self._checksum = _checksum(weight)
         return quantized
 
@@ -388,11 +388,13 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
         return type(name, (QuantizedNorm, layer), attributes)
     kind = kind_of(layer)
     if kind is None:
-        raise UnsupportedError(f"{layer.__name__} is not registered: qt.register_layer({layer.__name__}, weights=...)")
+        raise UnsupportedError(
+            f"{layer.__name__} is not registered: call qt.register_layer({layer.__name__}, weights=...)"
+        )
     attributes["kind"] = kind
     attributes["input_arguments"] = tuple(inspect.signature(layer.forward).parameters)[1 : 1 + kind.inputs]
-    if runs_as_product(layer):
-        return type(name, (QuantizedProduct, layer), attributes)
+    if runs_as_matmul(layer):
+        return type(name, (QuantizedMatmul, layer), attributes)
     attributes["forward"] = _forward_like(layer)
     weights = {weight: _weight_property(weight) for weight in kind.weights}
     if kind.names is not None:
@@ -401,7 +403,7 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
 
 
 def _forward_like(layer: type[nn.Module]) -> Callable[..., Any]:
-    """A forward with the arguments of the float layer, whose names and structure exporters read."""
+    """A forward with the signature of the float layer, which exporters inspect."""
 
     def forward(self: QuantizedLayer, *args: Any, **kwargs: Any) -> Any:
         return QuantizedLayer.forward(self, *args, **kwargs)
@@ -428,6 +430,6 @@ def _set_flat_weights(layer: Any, weights: list[Tensor]) -> None:
 
 
 def _blank(layer: type[nn.Module]) -> nn.Module:
-    """An empty module of the quantized class, for copies and pickles."""
+    """An uninitialized module of the quantized class, for copies and pickles."""
     quantized = quantized_class(layer)
     return quantized.__new__(quantized)

@@ -1,23 +1,24 @@
 """FakeQuantize: fake quantization as a module with state.
 
-Every forward takes its parameters from ``values_for``, by the scale mode:
+``values_for`` returns the parameters of a forward pass, by scale mode:
 
-=========== ======================================== ================================ ================================
-mode        training                                 evaluation                       before any data
-=========== ======================================== ================================ ================================
-PerBatch    the range of this batch                  the range of this batch          nothing is needed
-EMA         the average, moved by this batch         the average                      the first batch is the average
-Fixed       the state                                the state                        NotCalibratedError
-Learned     the state, with gradients                the state, with gradients        the first batch sets it
-=========== ======================================== ================================ ================================
+=========== ================================== ================================== ====================================
+mode        training                           evaluation                         first training batch, uncalibrated
+=========== ================================== ================================== ====================================
+PerBatch    range of this batch                range of this batch                range of this batch
+EMA         EMA range, updated by this batch   EMA range                          starts the EMA range
+Fixed       stored parameters                  stored parameters                  NotCalibratedError
+Learned     stored parameters, with gradients  stored parameters, with gradients  sets the parameters
+=========== ================================== ================================== ====================================
 
-Switches change this table. ``observing=False`` gives training the column of evaluation. With ``sync``, as in
-distributed training, the EMA range moves in ``qt.sync`` only, by the ranges of all forwards since the last call. During
-calibration or a delay, data pass unchanged: calibration observes them, and under a delay EMA ranges move.
+In evaluation, modes other than PerBatch raise NotCalibratedError if there are no parameters yet. Switches change this
+table. With ``observing=False``, training works as evaluation does. With ``sync``, as in distributed training, only
+``qt.sync`` updates the EMA range, by the ranges of all forward passes since its last call. During calibration or a
+delay, data pass unchanged: calibration observes them, and a delay updates EMA ranges.
 
-Tensors that native kernels cannot read (in ``torch.compile`` and ``torch.export``, under ``torch.func``, on other
-devices) go through ``traced_values_for``, the same table in torch operations. It cannot branch on data or state, so it
-neither rejects NaN nor starts mode Learned from its first batch.
+Some tensors cannot be read by native kernels: in ``torch.compile`` and ``torch.export``, under ``torch.func``, and on
+other devices. For these, ``traced_values_for`` implements the table in torch operations. It cannot branch on data or
+state, so it neither rejects NaN nor starts mode Learned from its first batch.
 """
 
 import warnings
@@ -48,39 +49,39 @@ from detent.torch.transforms import outside
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
 EMA_DEFAULT = EMA(0.99)
-FORWARDS_WITHOUT_SYNC = 100  # in training, before a warning
+FORWARDS_WITHOUT_SYNC = 100  # training forward passes before a warning; more than gradient accumulation uses
 Range = tuple[NDArray[Any], NDArray[Any]]
 WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
 
 
 class Quantized(NamedTuple):
-    """A fake-quantized tensor, and what its backward needs."""
+    """A fake-quantized tensor, with parameters and STE for the backward pass."""
 
     tensor: Tensor
     values: Values
-    ste: Estimator  # Identity if nothing can have been clipped
+    ste: Estimator  # Identity if no element can have been clipped
 
 
 class FakeQuantize(ParameterState):
     """Fake quantization as a module with state.
 
     Args:
-        spec: how to quantize; a QuantSpec, a format or a short string.
-        mode: where the parameters come from.
-        ste: the straight-through estimator of backward; None is the mask of the spec's convention.
-        shape: the shape of the data, which gives the state its final shape; needed before data for every granularity
-            except per-tensor. Axes that do not matter may have any length.
-        dtype: the scale's type, float32 or, for float64 data, float64.
+        spec: a QuantSpec, a format or a short text such as "int8/axis0".
+        mode: scale mode: PerBatch, EMA, Fixed or Learned.
+        ste: straight-through estimator for the backward pass; None is the mask of the spec's convention.
+        shape: shape of the data, which determines the number of scales; learned scales need it unless they are
+            per-tensor. Axes along which scales do not vary may have any length.
+        dtype: dtype of the scale: float32, or float64 for float64 data.
 
     Attributes:
         enabled: False passes data unchanged and keeps the state.
-        observing: False keeps the parameters in training, too.
-        delayed: data pass unchanged while the EMA range moves; ``qt.Schedule`` sets it.
-        sync: the EMA range moves in ``qt.sync`` only.
-        watcher: called with this module, x and its parameters in every forward that quantizes; ``qt.watch`` sets it.
-            Forwards in torch operations pass None; then ``params_for(x)`` gives the parameters.
-        name: the full name in the model, for messages.
-        observer: the observer for ``qt.calibrating``.
+        observing: False keeps the parameters constant in training.
+        delayed: True passes data unchanged and updates the EMA range; ``qt.Schedule`` sets it.
+        sync: True updates the EMA range only in ``qt.sync``.
+        watcher: called with this module, x and its parameters in each quantizing forward pass; ``qt.watch`` sets it.
+            Forward passes in torch operations pass None for the parameters: ``params_for(x)`` returns them.
+        name: full name in the model, for messages.
+        observer: observer for ``qt.calibrating``.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> fq = qt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -110,14 +111,14 @@ class FakeQuantize(ParameterState):
         self.watcher: WatcherFunction | None = None
         self.observer: ObserverSpec | None = None
         self.is_calibrating = False
-        self.observers_in_use: tuple[Observer | None, ...] = ()  # of all calibrations around, the innermost last
+        self.observers_in_use: tuple[Observer | None, ...] = ()  # one per nested calibration, the innermost last
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake-quantize x, after updating the state as the mode says.
+        """Update the state as the mode requires, and fake-quantize x.
 
         Raises:
-            NotCalibratedError: mode Fixed, or evaluation, before there are parameters.
-            NaNError: x holds NaN where its range is taken.
+            NotCalibratedError: there are no parameters yet, in evaluation or in mode Fixed.
+            NaNError: x contains NaN, and the mode takes the range of x.
         """
         if not self.training or torch.compiler.is_compiling() or is_recorded():
             return self._forward(x)
@@ -129,7 +130,7 @@ class FakeQuantize(ParameterState):
         if not self.enabled or not x.numel():
             return x
         if self.is_passing:
-            self._look_at_passing(x)
+            self._observe_passing(x)
             return x
         if self._is_native(x):
             return apply(x, self.values_for(x), self.ste, self.next_step())
@@ -140,7 +141,7 @@ class FakeQuantize(ParameterState):
         return is_plain(x) and self.scale.device.type == "cpu"
 
     def next_step(self) -> int:
-        """The counter of stochastic rounding, one per forward in training."""
+        """The counter of stochastic rounding, which advances with each training forward pass."""
         if not self.is_stochastic:
             return 0
         if not self.training:
@@ -148,15 +149,15 @@ class FakeQuantize(ParameterState):
         return once((id(self), "step"), self._count, lambda: (int(self.step) - 1) % STEP_LIMIT)
 
     def _count(self) -> int:
-        now = int(self.step)
+        current = int(self.step)
         with outside(self.step):
-            self.step.fill_((now + 1) % STEP_LIMIT)
-        return now
+            self.step.fill_((current + 1) % STEP_LIMIT)
+        return current
 
     # Parameters by mode
 
     def values_for(self, x: Tensor) -> Values:
-        """The parameters of a forward over x, a plain tensor; updates the state first, as the mode says."""
+        """Update the state as the mode requires, and return the parameters for x, a plain tensor."""
         mode, params, recomputed = self.mode, None, is_recomputing()
         updates = self.training and self.observing
         if isinstance(mode, PerBatch):
@@ -164,9 +165,9 @@ class FakeQuantize(ParameterState):
             if not recomputed:
                 self.hold(params)
         elif isinstance(mode, EMA) and updates:
-            params = once(id(self), lambda: self._move_average(x) or self.stored_params(), self.stored_params)
+            params = once(id(self), lambda: self._update_ema(x) or self.stored_params(), self.stored_params)
         elif isinstance(mode, Learned) and updates and not recomputed and not self.is_initialized:
-            self._refuse_own_start()
+            self._check_can_start()
             self.set_params(self._params_of_batch(x))
         learned: tuple[Tensor | None, Tensor | None] = (None, None)
         if isinstance(mode, Learned):
@@ -181,7 +182,7 @@ class FakeQuantize(ParameterState):
         return Values(params, *learned)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``values_for`` in torch operations: scale and zero point as tensors."""
+        """``values_for`` in torch operations; returns scale and zero point as tensors."""
         mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
@@ -198,18 +199,18 @@ class FakeQuantize(ParameterState):
         return values
 
     def _values_after(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mode EMA: scale and zero point after x has moved the average; copies, for the next forward moves it again."""
-        self._move_average_traced(x)
+        """Mode EMA: update with x, and return copies of scale and zero point, which the next forward pass changes."""
+        self._update_ema_traced(x)
         return self.scale.clone(), self.zero_point.clone()
 
     def params_for(self, x: Tensor) -> QuantParams:
-        """The parameters for x, without changing the state; NotCalibratedError if there are none."""
+        """Return the parameters for x without changing the state; raise NotCalibratedError if there are none."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
     def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
-        """Fake-quantize x, a plain tensor without gradients, by ``values_for(x)`` if no values are given.
+        """Fake-quantize x, a plain tensor without gradients, with the given values or ``values_for(x)``.
 
-        Mode PerBatch takes range and values in one pass over memory if a kernel can.
+        In mode PerBatch, one pass over memory takes the range and quantizes if a kernel supports it.
         """
         dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
         if dynamic is None:
@@ -222,19 +223,19 @@ class FakeQuantize(ParameterState):
             self.hold(params)
             if self.watcher is not None:
                 self.watcher(self, x, params)
-        passes = self._never_clips and not nonfinite
-        return Quantized(quantized, Values(params), Identity() if passes else self.ste)
+        is_unclipped = self._never_clips and not nonfinite
+        return Quantized(quantized, Values(params), Identity() if is_unclipped else self.ste)
 
     @property
     def _never_clips(self) -> bool:
-        """Whether no finite element is clipped by the range of its batch: the largest one rounds to the last code."""
+        """Whether the range of a batch clips none of its finite elements: the largest one rounds to the last code."""
         spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
         return (
             (isinstance(self.ste, Identity) or self.ste == Clipped())
             and spec.symmetric
             and spec.convention.symmetric_scale == "qmax"
-            and spec.qmin - zero_point <= zero_point - spec.qmax  # else the smallest one may be clipped
-            # x / s may exceed the last code by its rounding error, which other roundings and formats do not forgive
+            and spec.qmin - zero_point <= zero_point - spec.qmax  # otherwise the smallest element may be clipped
+            # x / s may exceed the last code by a rounding error; only rounding to nearest integers removes it
             and spec.format.is_integer
             and spec.rounding.kind in ("half_even", "half_away")
         )
@@ -250,69 +251,72 @@ class FakeQuantize(ParameterState):
         if nonfinite:
             self._refuse_nan(x)
             if (lo > hi).all():
-                raise RangeError(f"{self.label}: its input of shape {tuple(x.shape)} has no finite value")
+                raise RangeError(
+                    f"{self.label}: its input of shape {tuple(x.shape)} has no finite value: check the layers before it"
+                )
         return lo, hi
 
-    def _move_average(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: blend x into the EMA range and return its parameters; None if only ``qt.sync`` updates it."""
+    def _update_ema(self, x: Tensor) -> QuantParams | None:
+        """Mode EMA: update the EMA range with x and return its parameters; None if only ``qt.sync`` updates it."""
         if self.sync and not (self.is_initialized or self.delayed):
-            self._refuse_own_start()
+            self._check_can_start()
         lo, hi = self._range_of(x)
         if self.lo.shape != lo.shape:
-            self._take_shape(x, lo.shape)
-        self._remind_of_sync()
+            self._set_scale_shape(x, lo.shape)
+        self._warn_without_sync()
         if not self.sync:
             return self.merge_range(lo, hi)
         self.add_pending(lo, hi)
         return None
 
-    def _move_average_traced(self, x: Tensor) -> None:
-        """``_move_average`` in torch operations."""
+    def _update_ema_traced(self, x: Tensor) -> None:
+        """``_update_ema`` in torch operations."""
         if not torch.compiler.is_compiling():
-            self._remind_of_sync()
+            self._warn_without_sync()
         lo, hi = (bound.to(torch.float32) for bound in traced.minmax(x.detach(), self.spec))
         if self.sync:
             self.add_pending_traced(lo, hi)
         else:
             self.merge_range_traced(lo, hi)
 
-    def _take_shape(self, x: Tensor, shape: tuple[int, ...]) -> None:
+    def _set_scale_shape(self, x: Tensor, shape: tuple[int, ...]) -> None:
         if self.scale.shape != (0,):
             raise StateError(
-                f"{self.label} keeps scales of shape {tuple(self.scale.shape)}, an input of shape {tuple(x.shape)} "
-                f"with granularity {self.spec.granularity} needs {shape}: keep that axis as it was, or use PerBatch"
+                f"{self.label} has scales of shape {tuple(self.scale.shape)}, but an input of shape {tuple(x.shape)} "
+                f"with granularity {self.spec.granularity} needs scales of shape {shape}: do not change the size of "
+                "that axis, or use mode PerBatch"
             )
         self._make_state(self.scale.dtype, shape, self.scale.device)
 
-    def _refuse_own_start(self) -> None:
+    def _check_can_start(self) -> None:
         if self.sync:
             raise NotCalibratedError(
-                f"{self.label} has no parameters yet, and processes that synchronize cannot take them "
-                "from their own batches: calibrate first, `with qt.calibrating(model): ...`"
+                f"{self.label} has no parameters yet, and with sync=True a process cannot take them from its own "
+                "batches: calibrate first, `with qt.calibrating(model): ...`"
             )
 
     def _refuse_nan(self, x: Tensor) -> None:
         if torch.isnan(x).any():
-            repair = "look at the layers before it, the learning rate and the data"
+            repair = "check the layers before it, the learning rate and the data"
             refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
-    def _remind_of_sync(self) -> None:
-        """Warn if ranges are not merged; the message is the same for all quantizers, so it is shown once."""
+    def _warn_without_sync(self) -> None:
+        """Warn if ranges are not merged; all quantizers give the same message, so that Python shows it once."""
         self._memo.forwards += 1
         if self.sync and self._memo.forwards == FORWARDS_WITHOUT_SYNC:
             warnings.warn(
-                f"{FORWARDS_WITHOUT_SYNC} training forwards without qt.sync(model), so ranges are not updating: call "
-                "it once per optimizer step on every process",
+                f"qt.sync(model) was not called for {FORWARDS_WITHOUT_SYNC} training forward passes, so ranges are not "
+                "updating: call it once per optimizer step on every process",
                 stacklevel=2,
             )
         elif not self.sync and self._memo.forwards == 1 and process_count() > 1:
             warnings.warn(
-                "every process averages the ranges of its own batches: start torch.distributed before qt.prepare, or "
-                "use qt.prepare(..., sync=True), and call qt.sync(model) once per optimizer step",
+                "each process updates its EMA ranges separately: start torch.distributed before qt.prepare, or use "
+                "qt.prepare(..., sync=True), and call qt.sync(model) once per optimizer step",
                 stacklevel=2,
             )
 
-    # Data that pass unchanged
+    # Calibration and delay: data pass unchanged
 
     @property
     def is_passing(self) -> bool:
@@ -320,20 +324,20 @@ class FakeQuantize(ParameterState):
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let forward only observe; without an observer, only pass. Calibrations may be nested."""
+        """Let forward passes only observe, or pass data without an observer; calibrations can be nested."""
         self.is_calibrating, self.observers_in_use = True, (*self.observers_in_use, observer)
 
     def stop_calibration(self) -> None:
-        """End the innermost calibration; after the last one forward quantizes again."""
+        """End the innermost calibration; after the outermost, forward passes quantize again."""
         self.observers_in_use = self.observers_in_use[:-1]
         self.is_calibrating = bool(self.observers_in_use)
 
-    def _look_at_passing(self, x: Tensor) -> None:
+    def _observe_passing(self, x: Tensor) -> None:
         if self.is_calibrating:
             self._observe(x)
         elif isinstance(self.mode, EMA) and self.training and self.observing and not is_recomputing():
-            move = self._move_average if self._is_native(x) else self._move_average_traced
-            move(x)
+            update = self._update_ema if self._is_native(x) else self._update_ema_traced
+            update(x)
 
     @torch.compiler.disable
     def _observe(self, x: Tensor) -> None:
@@ -346,18 +350,18 @@ class FakeQuantize(ParameterState):
                 self._refuse_nan(x)
 
     def extra_repr(self) -> str:
-        """Spec, mode, estimator, and the scales in short."""
+        """Return spec, mode, STE, and the scale or the range of scales."""
         ste = "custom" if isinstance(self.ste, Custom) else repr(self.ste)
         scales = "not calibrated"
         if self.scale.device.type != "meta" and bool(self.initialized):
-            low, high = float(self.scale.min()), float(self.scale.max())
-            scales = f"scale {low:.3g}" if low == high else f"scales {low:.3g} to {high:.3g}"
+            smallest, largest = float(self.scale.min()), float(self.scale.max())
+            scales = f"scale {smallest:.3g}" if smallest == largest else f"scales {smallest:.3g} to {largest:.3g}"
         off = ", delayed" * self.delayed + ", disabled" * (not self.enabled)
         return f"{self.spec}, {self.mode}, {ste}, {scales}{off}"
 
 
 def _may_write_in_evaluation() -> bool:
-    """Exported programs stay pure, and ``torch.func`` cannot write to captured buffers."""
+    """Whether evaluation may write to buffers: exported programs must be pure, ``torch.func`` cannot write."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()

@@ -1,15 +1,15 @@
-"""Recomputation: a forward that activation checkpointing repeats in backward computes what the first one computed.
+"""Recomputation: activation checkpointing repeats forward passes in backward, with the values of the first pass.
 
-The first forward changes state: EMA ranges move, the counter of stochastic rounding counts, batch norms average. The
-repeated one must change nothing and must use the values of its own first forward, which need not be the newest: a layer
-may run several times before one backward. PyTorch does not say which forward is repeated, so layers record what they
-used, under a checksum of their input, and look it up by the input of the repeated forward, newest first. Some operators
-give other bits with gradients than without; behind them, layers follow in the order of the first forward. Records are
-small (parameters, counters, gains) and are made only where a forward may be repeated: with gradients off
-(``use_reentrant=True``) or saved tensors hooked (``use_reentrant=False``).
+The first forward pass changes state: EMA ranges, the counter of stochastic rounding, batch norm statistics. The
+repeated pass must change nothing, and must use the values of its own first pass. These need not be the newest, because
+a layer may run several times before one backward. PyTorch does not tell which pass is repeated. So layers record the
+values they used, with a checksum of their input, and look them up by the input of the repeated pass, newest first. Some
+operators give different bits with and without gradients; the layers after them use the records in the order of the
+first pass. Records are small (parameters, counters, gains). They are made only if a pass may be repeated: with
+gradients off (``use_reentrant=True``) or with hooks on saved tensors (``use_reentrant=False``).
 
-Left out: compiled code inside an eager checkpoint, which cannot know that it is repeated. Checkpoints inside compiled
-code are the compiler's own.
+Left out: compiled code inside an eager checkpoint, which cannot detect that it is repeated. Compilers themselves handle
+checkpoints inside compiled code.
 """
 
 import itertools
@@ -27,10 +27,10 @@ from detent.torch.arrays import fingerprint
 __all__ = ["Recording", "is_recomputing", "is_recorded", "once"]
 
 Value = TypeVar("Value")
-MAX_RECORDS = 1024  # forwards of one layer before a backward
-MAX_REPLAYED = 8  # records kept after they were used, for graphs that are retained
-ODD = -7046029254386353131  # 2**64 over the golden ratio, as int64
-CHECKSUM_CHUNK = 1 << 20  # elements, which take 8 bytes each
+MAX_RECORDS = 1024  # forward passes of one layer before a backward pass; older records are dropped
+MAX_REPLAYED = 8  # records kept after their use, for graphs that are retained
+HASH_MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64: odd, with well-mixed bits
+CHECKSUM_CHUNK = 1 << 20  # elements; their weights take 8 bytes each
 
 _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True
@@ -38,7 +38,7 @@ _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
 
 
 def is_recomputing() -> bool:
-    """Whether a forward runs inside a backward, as activation checkpointing repeats it."""
+    """Whether a backward pass is running, in which activation checkpointing repeats a forward pass."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
@@ -50,10 +50,10 @@ _order = itertools.count()
 
 
 class _Record:
-    """What one forward of a layer used, in order, by owner."""
+    """Values that one forward pass of a layer used, in order, by owner."""
 
     def __init__(self, key: object = None) -> None:
-        self.key = key  # of its input
+        self.key = key  # key of the layer's input
         self.order = next(_order)
         self.values: dict[object, list[Any]] = {}
         self.is_replayed = False
@@ -66,14 +66,14 @@ _lock = threading.Lock()
 class _Active(threading.local):
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
-        self.replayed = -1  # the order of the last record that was used
+        self.replayed = -1  # order of the last record that was used
 
 
 _active = _Active()
 
 
 class Recording:
-    """One forward of a layer in training, as a context: recorded if it may be repeated, replayed if it is."""
+    """Context of one training forward pass of a layer: records it if it may be repeated, replays a repeated one."""
 
     def __init__(self, layer: nn.Module, x: object) -> None:
         self._layer, self._x = layer, x
@@ -103,51 +103,51 @@ class Recording:
                 journal.append(self._record)
 
     def put(self, owner: object, value: object) -> None:
-        """Record what the owner used."""
+        """Record a value that the owner used."""
         if self._record is None:
             self._record = _Record(_key_of(self._x))
         self._record.values.setdefault(owner, []).append(value)
 
     def take(self, owner: object) -> tuple[Any, ...]:
-        """The value that the owner used at this place of the first forward; () if it is not known."""
+        """The value that the owner used at this point of the first pass, in a tuple; () if there is no record."""
         if self._record is None:
             self._record = self._find() or _Record()
-        values, place = self._record.values.get(owner, ()), self._taken.get(owner, 0)
-        self._taken[owner] = place + 1
-        return (values[place],) if place < len(values) else ()
+        values, index = self._record.values.get(owner, ()), self._taken.get(owner, 0)
+        self._taken[owner] = index + 1
+        return (values[index],) if index < len(values) else ()
 
     def _find(self) -> _Record | None:
-        """The record of the forward that is repeated: the newest of this input, else the next one in order."""
+        """The record of the repeated pass: the newest one with this input, else the next one in order."""
         key = _key_of(self._x)
         with _lock:
             records = list(_journals.get(self._layer, ()))
             matching = [each for each in records if each.key == key]
-            if matching and all(each.is_replayed for each in matching):  # a retained graph is repeated once more
+            if matching and all(each.is_replayed for each in matching):  # a retained graph runs backward again
                 for each in matching:
                     each.is_replayed = False
             unused = [each for each in matching if not each.is_replayed]
             following = [each for each in records if each.order > _active.replayed]
             if not unused and not following:
                 return None
-            found = unused[-1] if unused else following[0]
-            found.is_replayed = True
-            _active.replayed = found.order
-            return found
+            record = unused[-1] if unused else following[0]
+            record.is_replayed = True
+            _active.replayed = record.order
+            return record
 
 
 def is_recorded() -> bool:
-    """Whether the forward of a layer is being recorded or replayed."""
+    """Whether the forward pass of a layer is being recorded or replayed."""
     return bool(_active.recordings)
 
 
 def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) -> Value:
-    """``first()``, which may change state; in a repeated forward what it gave, or ``again()`` if that is unknown."""
+    """``first()``, which may change state; in a repeated pass its recorded value, or ``again()`` without a record."""
     if torch.compiler.is_compiling():
         return first()
     recording = _active.recordings[-1] if _active.recordings else None
     if is_recomputing():
-        known = () if recording is None else recording.take(owner)
-        return known[0] if known else again()
+        recorded = () if recording is None else recording.take(owner)
+        return recorded[0] if recorded else again()
     value = first()
     if recording is not None:
         recording.put(owner, value)
@@ -155,7 +155,7 @@ def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) 
 
 
 def _key_of(x: Any) -> object:
-    """What tells inputs apart: their bits; on other devices a checksum of these, computed there."""
+    """A key for the bits of an input; on other devices, a checksum that is computed there."""
     x = x.detach().contiguous()
     return tuple(x.shape), fingerprint(x) if x.device.type == "cpu" else _checksum(x)
 
@@ -163,9 +163,9 @@ def _key_of(x: Any) -> object:
 def _checksum(x: Tensor) -> int:
     """A sum of all bits, weighted by position, on any device."""
     bits = x.view((torch.uint8, torch.int16, torch.int32, torch.int64)[x.element_size().bit_length() - 1]).flatten()
-    mixed = torch.arange(1, min(bits.numel(), CHECKSUM_CHUNK) + 1, device=x.device) * ODD
-    weights = (mixed ^ (mixed >> 31)) * ODD | 1
+    mixed = torch.arange(1, min(bits.numel(), CHECKSUM_CHUNK) + 1, device=x.device) * HASH_MULTIPLIER
+    weights = (mixed ^ (mixed >> 31)) * HASH_MULTIPLIER | 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for chunk in bits.split(CHECKSUM_CHUNK):
-        total = total * ODD + (chunk * weights[: chunk.numel()]).sum()
+        total = total * HASH_MULTIPLIER + (chunk * weights[: chunk.numel()]).sum()
     return int(total)

@@ -1,14 +1,15 @@
 """Schedule: the optimizer steps at which quantization starts and its parts freeze.
 
-The state of step n is that of the forward passes after n optimizer steps::
+The state of step n applies to forward passes after n optimizer steps::
 
-    0 .. delay            the model computes in float; EMA ranges are gathered
+    0 .. delay            the model computes in float; EMA ranges are updated
     delay ..              quantized
     observe_until ..      EMA ranges frozen
     freeze_norms ..       batch norms use their running statistics and do not update them
     freeze_scales ..      all scales frozen, learned ones included
 
-It sets attributes of quantizers and batch norms, only at these steps. Scales of mode PerBatch always follow their data.
+A schedule sets attributes of quantizers and batch norms, and only at these steps. Scales of mode PerBatch always follow
+their data.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ EVENTS = {
 
 
 class Schedule:
-    """Starts quantization and freezes its parts at given optimizer steps, in any loop that calls ``step()``.
+    """Optimizer steps at which quantization starts and parts of it freeze; call ``step()`` after each of them.
 
     The constructor applies the state of step 0. Learned scales start from the first quantized batch, so do not
     calibrate before a delay. A frozen or delayed learned scale gets no gradient: under DistributedDataParallel, a delay
@@ -41,14 +42,14 @@ class Schedule:
 
     Args:
         model: a prepared model, wrapped or not.
-        delay: steps to train in float first, while EMA ranges are gathered.
-        observe_until: the step at which EMA ranges freeze; None for never.
-        freeze_norms: the step at which the statistics of batch norms freeze.
-        freeze_scales: the step at which all scales freeze, learned ones included.
+        delay: number of steps to train in float first, while EMA ranges are updated.
+        observe_until: step at which EMA ranges freeze; None never freezes them.
+        freeze_norms: step at which the statistics of batch norms freeze; None never freezes them.
+        freeze_scales: step at which all scales freeze, learned ones included; None never freezes them.
 
     Raises:
         StateError: the model is not prepared.
-        SpecError: a step is not an integer of at least 0, or the steps are in a wrong order.
+        SpecError: a step is not an integer >= 0, or the steps are in the wrong order.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -60,7 +61,7 @@ class Schedule:
     >>> schedule
     Schedule(delay=100, freeze_scales=900) at step 150
     >>> print(schedule)
-      step 0    float, ranges are gathered
+      step 0    float, EMA ranges are updated
     > step 100  quantized
       step 900  all scales frozen, learned ones included
     """
@@ -75,7 +76,7 @@ class Schedule:
         freeze_scales: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise DtypeError(f"Schedule takes a prepared model, got {type(model).__name__}: qt.prepare(model, recipe)")
+            raise DtypeError(f"got {type(model).__name__}, expected a model prepared by qt.prepare")
         plan_of(model)
         self.model = model
         self.delay = as_integer("delay", delay, at_least=0)
@@ -91,14 +92,14 @@ class Schedule:
         for early, late, why in (
             ("delay", "observe_until", "ranges would freeze before quantization starts"),
             ("delay", "freeze_scales", "scales would freeze before quantization starts"),
-            ("observe_until", "freeze_scales", "frozen scales observe nothing"),
+            ("observe_until", "freeze_scales", "frozen scales do not observe"),
         ):
             first, last = getattr(self, early), getattr(self, late)
             if first is not None and last is not None and last < first:
-                raise SpecError(f"{late}={last} comes before {early}={first}, but {why}: expected {late} >= {early}")
+                raise SpecError(f"got {late}={last} before {early}={first}, expected {late} >= {early}: {why}")
 
     def step(self) -> None:
-        """Count a step, and call ``qt.sync`` if the model needs it; call it after each ``optimizer.step()``."""
+        """Count an optimizer step, and call ``qt.sync`` if the model needs it; call it after ``optimizer.step()``."""
         if self._syncs:
             sync(self.model)
         self.steps += 1
@@ -111,68 +112,68 @@ class Schedule:
         return {name: value for name, value in pairs if value is not None and (name, value) != ("delay", 0)}
 
     def _before(self, name: str) -> bool | None:
-        """Whether the step of that name is still ahead; None if it was not given."""
+        """Whether the step of that argument is still ahead; None if the argument was not given."""
         value: int | None = getattr(self, name)
         return None if value is None else self.steps < value
 
     def _apply(self) -> None:
-        """Set all switches to the state of the current step, except those of arguments not given."""
-        learning, observing, moving = (
+        """Set all switches to the state of the current step, except for arguments that were not given."""
+        scales_learn, ranges_update, norms_update = (
             self._before(name) for name in ("freeze_scales", "observe_until", "freeze_norms")
         )
         quantizers = quantizers_of(self.model).values()
         self._syncs = any(quantizer.sync for quantizer in quantizers)
         for quantizer in quantizers:
             quantizer.delayed = self.steps < self.delay
-            switches = learning, observing if isinstance(quantizer.mode, EMA) else None
+            switches = scales_learn, ranges_update if isinstance(quantizer.mode, EMA) else None
             if switches != (None, None):
                 quantizer.observing = False not in switches
-            for parameter in () if learning is None else quantizer.parameters(recurse=False):
-                parameter.requires_grad_(bool(learning))
-                if not learning:
-                    parameter.grad = None  # else momentum and weight decay would change it
+            for parameter in () if scales_learn is None else quantizer.parameters(recurse=False):
+                parameter.requires_grad_(bool(scales_learn))
+                if not scales_learn:
+                    parameter.grad = None  # otherwise momentum and weight decay would change the parameter
         for module in self.model.modules():
-            if isinstance(module, QuantizedNorm) and moving is not None:
-                module.frozen = not moving
+            if isinstance(module, QuantizedNorm) and norms_update is not None:
+                module.frozen = not norms_update
 
     def state_dict(self) -> dict[str, int | None]:
-        """The step and the arguments, for a checkpoint."""
+        """Return the current step and the arguments, for a checkpoint."""
         return {"steps": self.steps, **{name: getattr(self, name) for name in EVENTS}}
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         """Continue at the step of a checkpoint, and set the model's switches accordingly.
 
         Args:
-            state: from ``state_dict``; ``{"steps": n}`` alone continues at step n with the arguments given here.
+            state: result of ``state_dict``; ``{"steps": n}`` alone continues at step n with this schedule's arguments.
 
         Raises:
-            StateError: not the state of a schedule, or of one with other arguments.
+            StateError: not the state of a schedule, or the state of a schedule with different arguments.
         """
         if not isinstance(state, Mapping) or "steps" not in state or not set(state) <= {"steps", *EVENTS}:
-            given = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise StateError(f"expected what Schedule.state_dict() returned, with the key 'steps', got {given}")
+            given = f"keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+            raise StateError(f"got {given}, expected the result of Schedule.state_dict(), with the key 'steps'")
         steps = as_integer("steps", state["steps"], at_least=0, error=StateError)
         own = self.state_dict()
-        other = [
+        different = [
             f"{name}={state[name]} (here {own[name]})" for name in EVENTS if state.get(name, own[name]) != own[name]
         ]
-        if other:
+        if different:
             raise StateError(
-                f"the checkpoint belongs to a schedule with {', '.join(other)}: make this one with the same arguments, "
-                f"or load its step alone, load_state_dict({{'steps': {steps}}})"
+                f"the checkpoint is from a schedule with {', '.join(different)}: construct this one with the same "
+                f"arguments, or load only the step, load_state_dict({{'steps': {steps}}})"
             )
         self.steps = steps
         self._apply()
 
     def describe(self) -> str:
-        """The timeline, which is also its ``str``; ``>`` marks the current part."""
-        texts = {0: ["float, ranges are gathered"]} if self.delay else {}
+        """Return the timeline, which is also the ``str``; ``>`` marks the current part."""
+        events = {0: ["float, EMA ranges are updated"]} if self.delay else {}
         for name, value in {"delay": self.delay, **self._given()}.items():
-            texts.setdefault(value, []).append(EVENTS[name])
-        now = max(value for value in texts if value <= self.steps)
-        width = len(str(max(texts)))
-        marks = {value: ">" if value == now else " " for value in texts}
-        return "\n".join(f"{marks[at]} step {at:<{width}}  {'; '.join(texts[at])}" for at in sorted(texts))
+            events.setdefault(value, []).append(EVENTS[name])
+        current = max(value for value in events if value <= self.steps)
+        width = len(str(max(events)))
+        marks = {value: ">" if value == current else " " for value in events}
+        return "\n".join(f"{marks[at]} step {at:<{width}}  {'; '.join(events[at])}" for at in sorted(events))
 
     def __str__(self) -> str:
         return self.describe()

@@ -1,10 +1,10 @@
-"""The numeric contract in plain torch operations.
+"""Traced mode: fake quantization in plain torch operations, for compilers and for devices without native kernels.
 
-For ``torch.compile`` and ``torch.export``, and for devices without native kernels. The arithmetic is the code of
-``detent.kernels.reference`` and ``detent.scale_rule``, over a namespace whose casts and selections survive compilers
-(``traced_namespace``), so the bits are those of ``detent.fake_quantize``, eager and compiled. ``spec`` and ``ste`` are
-constants of a trace. Nothing is checked, because a trace cannot raise, and nothing records gradients: these are the
-halves of an autograd function. Scale and zero point have the scale shape for x.
+The arithmetic is the code of ``detent.kernels.reference`` and ``detent.scale_rule``, on an array namespace whose casts
+and selections survive compilers (``traced_namespace``). So eager and compiled results have the bits of
+``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Nothing is checked, because a trace cannot
+raise. Nothing records gradients: these functions are forward and backward of autograd functions. Scale and zero point
+have the scale shape of x.
 
 Left out: the scales of MX and NVFP4, and callable estimators.
 """
@@ -62,9 +62,10 @@ def fake_quantize_learned_backward(
     grad_scale: float | None = None,
     step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point (LSQ, LSQ+), the latter two in the scale's shape.
+    """The gradients of x, scale and zero point (LSQ, LSQ+); those of scale and zero point have the scale's shape.
 
-    The order of sums is fixed, so a compiled graph depends on how many doublings of 1024 elements a parameter set has.
+    The accumulation order is fixed, so that a compiled graph depends on the number of elements in a parameter set: it
+    has one more addition for each doubling above 1024.
     """
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step) | {"ste": ste, "grad_scale": grad_scale}
@@ -73,27 +74,30 @@ def fake_quantize_learned_backward(
 
 
 def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The smallest and largest finite element of each parameter set in the compute type; (inf, -inf) without any."""
+    """The smallest and largest finite element of each parameter set in the compute type; (inf, -inf) if all are not."""
     lo, hi = reference.minmax(x.detach(), _tiling(x, spec), xp=xp)
     return lo, hi
 
 
 def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each range, the scale in lo's dtype by default; garbage where ``from_range`` raises."""
+    """Scale and zero point of each range, the scale in lo's dtype by default; undefined where ``from_range`` raises."""
     if spec.scale_format != "float":
-        raise UnsupportedError(f"{spec}: scales of {spec.scale_format} are not traced; use scale_format='float'")
+        raise UnsupportedError(
+            f"got {spec}, but scales of format {spec.scale_format} are not supported in torch operations: use "
+            "scale_format='float'"
+        )
     wide_lo, wide_hi = (xp.astype(bound.detach(), torch.float64) for bound in (lo, hi))
     scale, zero_point, _ = float_parameters(xp, spec, wide_lo, wide_hi, dtype or lo.dtype)
     return scale, zero_point
 
 
 def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
-    """The parameter sets of x; not through the cache, which compilers cannot trace."""
+    """The parameter sets of x, computed without the cache, which compilers cannot trace."""
     return spec.granularity._tiling(tuple(x.shape))
 
 
 def _options(x: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor) -> dict[str, Any]:
     if spec.rounding.kind == "stochastic":
-        # Inductor copies a value that reads no memory into each of its uses, and Philox uses everything twice or more
+        # Inductor recomputes a value that reads no memory at each use, and Philox uses each value at least twice
         step = (zero_point.reshape(-1)[:1].to(torch.int64) & 0) + step
     return {"spec": spec, "tiling": _tiling(x, spec), "step": step, "xp": xp}

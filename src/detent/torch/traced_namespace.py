@@ -1,7 +1,7 @@
-"""The array namespace of traced tensors: torch's, with casts and selections that survive compilers.
+"""Array namespace for traced tensors: torch's functions, with casts and selections that survive compilers.
 
 A compiler may drop the rounding to float16 or bfloat16 between two operators that it fuses, and may treat -0.0 as 0.0.
-It does neither to integers, so narrow floats are cast through their bits, and selections and signs work on bits.
+It changes no integers. So narrow floats are cast through their bits, and selections and signs work on bits.
 """
 
 # ruff: noqa: F401 - the imported names are part of the namespace
@@ -54,8 +54,8 @@ def searchsorted(bounds: Tensor, values: Tensor, side: str) -> Tensor:
 
 
 def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The cast, with the rounding of narrow floats on either side."""
-    return _kept(_kept(x).to(dtype)) if x.dtype != dtype else x
+    """Cast x; narrow floats are rounded before and after."""
+    return _rounded(_rounded(x).to(dtype)) if x.dtype != dtype else x
 
 
 def asarray(
@@ -65,21 +65,21 @@ def asarray(
     device: torch.device | None = None,
     copy: builtins.bool | None = None,
 ) -> Tensor:
-    """The value as a tensor; narrow floats are rounded."""
+    """Convert a value to a tensor; narrow floats are rounded."""
     if isinstance(value, Tensor):
-        return _kept(value.clone() if copy else value)
+        return _rounded(value.clone() if copy else value)
     return torch.tensor(value, dtype=dtype, device=device)
 
 
 def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The bits of x or y, including the sign of zero."""
+    """Select the bits of x or y, including the sign of zero."""
     if not x.dtype.is_floating_point:
         return torch.where(condition, x, y)
     return torch.where(condition, _bits(x), _bits(y)).view(x.dtype)
 
 
 def signbit(x: Tensor) -> Tensor:
-    """Whether the sign is negative, also of zero."""
+    """Whether the sign bit is set, also for -0.0."""
     return _bits(x) < 0
 
 
@@ -87,6 +87,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.view((torch.int16, torch.int32, torch.int64)[x.dtype.itemsize // 4])
 
 
-def _kept(x: Tensor) -> Tensor:
-    """The same bits; integer arithmetic on them, even ``| 0``, makes a compiler produce them."""
+def _rounded(x: Tensor) -> Tensor:
+    """Keep x rounded to its narrow dtype: integer arithmetic on its bits, even ``| 0``, forces the rounding."""
     return (_bits(x) | 0).view(x.dtype) if x.dtype in _NARROW else x

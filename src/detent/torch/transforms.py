@@ -1,9 +1,9 @@
-"""Transforms of ``torch.func``: state of a module, changed from inside a function that is differentiated or vectorized.
+"""Transforms of ``torch.func``: update the state of a module inside a differentiated or vectorized function.
 
-``torch.func`` refuses to write to a tensor that a transformed function has captured, and the buffers of quantizers are
-captured unless they are arguments. A range is no differentiable result, so it is taken out of the transforms that the
-buffer is not part of: out of ``grad``, ``vjp`` and ``jvp`` as it is, out of ``vmap`` as the range of all samples. The
-state then changes once for a call, as it does without transforms.
+``torch.func`` forbids writes to tensors that a transformed function has captured, and buffers of quantizers are
+captured unless they are arguments. A range needs no derivative. So it is lifted out of the transforms that the buffer
+is not part of: unchanged out of ``grad``, ``vjp`` and ``jvp``, and as the range of all samples out of ``vmap``. The
+state then changes once per call, as it does without transforms.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ def _is_transformed() -> bool:
 
 
 def _level(x: Tensor) -> int:
-    """The number of the innermost transform that x is part of; below 1 for a plain tensor."""
+    """The level of the innermost transform that x is part of; less than 1 for a plain tensor."""
     level: int = torch._C._functorch.maybe_get_level(x)
     return level
 
 
 def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The value of x in the transforms that the buffer is part of; ``reduce`` merges the samples of others."""
+    """The value of x outside the transforms that the buffer is not part of; ``reduce`` merges samples of ``vmap``."""
     if not _is_transformed():
         return x
     functorch = torch._C._functorch
@@ -39,7 +39,7 @@ def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -
 
 
 def is_batched_beyond(x: Tensor, buffer: Tensor) -> bool:
-    """Whether x has several values for one of the buffer, under ``vmap``."""
+    """Whether x has a ``vmap`` axis that the buffer does not have."""
     if not _is_transformed():
         return False
     while _level(x) > max(_level(buffer), 0):

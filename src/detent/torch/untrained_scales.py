@@ -1,9 +1,9 @@
-"""Untrained scales: a warning at the first step if learned scales have gradients and are in no optimizer.
+"""Untrained scales: a warning at the first optimizer step if no optimizer contains the learned scales.
 
-An optimizer made before ``qt.prepare`` holds the weights but not the learned scales, which did not exist yet. Steps
-of optimizers are watched, by PyTorch's own hook, until one changes the weight of a layer whose learned scales have
-gradients. Then these are in some optimizer, whatever its learning rate and whenever it steps, or nothing trains them.
-Steps that a gradient scaler skips, accumulation, and scales that are frozen or have no gradient yet decide nothing.
+An optimizer made before ``qt.prepare`` contains the weights but not the learned scales, which did not exist yet. A hook
+runs after each optimizer step, until one changes the weight of a layer whose learned scales have gradients. If no
+optimizer contains the scales at that time, nothing trains them, and the hook warns. Steps that a gradient scaler skips
+do not count, nor do scales that are frozen or have no gradient yet.
 """
 
 import gc
@@ -21,7 +21,7 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["warn_if_untrained"]
 
-_undecided: WeakSet[nn.Module] = WeakSet()
+_undecided: WeakSet[nn.Module] = WeakSet()  # prepared models that were not checked yet
 _hooks: list[Any] = []
 
 
@@ -49,10 +49,10 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
             missing = {name: each for name, each in missing.items() if id(each) not in trained}
         if missing:
             warnings.warn(
-                f"{len(missing)} learned scales and zero points have gradients but are in no optimizer, the first is "
-                f"{next(iter(missing))!r}: make the optimizer after qt.prepare, or add them to it, optimizer."
-                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}); '
-                "requires_grad_(False) keeps them as they are",
+                f"no optimizer contains {len(missing)} learned scales and zero points with gradients, the first is "
+                f"{next(iter(missing))!r}: construct the optimizer after qt.prepare, or add them to it, optimizer."
+                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}); to '
+                "keep them constant, call requires_grad_(False)",
                 stacklevel=3,
             )
     if not _undecided:
@@ -61,7 +61,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _scales_of(model: nn.Module, stepped: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Learned parameters that are not frozen, of layers whose own parameters this step has changed."""
+    """Learned scales and zero points that are not frozen, in layers whose weights this step has changed."""
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer) or all(id(each) not in stepped for each in layer.parameters(False)):
             continue
@@ -77,5 +77,5 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[int]:
 
 
 def _all_optimizers() -> list[Optimizer]:
-    """Also those that have not stepped yet."""
+    """All optimizers of the process, including those that have not stepped yet."""
     return [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]

@@ -27,10 +27,10 @@ from detent.onnx_model.qdq_reader import QuantizedGraph, QuantizeNode
 from detent.ops import dequantize, quantize
 from detent.params import QuantParams
 from detent.torch.arrays import to_array
-from detent.torch.export_graph import BIAS_LIMIT
+from detent.torch.export_graph import MAX_BIAS_CODE
 from detent.torch.export_marks import copy_for_export, fold_in
 from detent.torch.preparation import quantized_state, quantizers_of, weight_layers
-from detent.torch.quantized_layer import QuantizedProduct
+from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 from detent.verification.codes import shift_of
 from detent.verification.tally import Tally
@@ -149,7 +149,7 @@ class TorchSegments:
     def _injecting(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
         """Make the quantizers of a model output the file's codes, and pass their inputs to ``take``."""
         injector = _CodeInjector(model, self._nodes, codes, take, self._tally)
-        layers = [module for module in model.modules() if isinstance(module, QuantizedProduct)]
+        layers = [module for module in model.modules() if isinstance(module, QuantizedMatmul)]
         inputs = {id(each._modules.get("input_quantizer")) for each in layers}
         weights = {id(quantizer) for *_, quantizer in weight_layers(model)}
         others = [each for each in quantizers_of(model).values() if id(each) not in inputs | weights]
@@ -256,7 +256,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
     copy = copy_for_export(model)
     state = quantized_state(copy)
     for module in copy.modules():
-        if isinstance(module, QuantizedProduct) and module.fold is not None:
+        if isinstance(module, QuantizedMatmul) and module.fold is not None:
             fold_in(module, module.fold)
     quantizers = quantizers_of(copy)
     names = {id(quantizer): name for name, quantizer in quantizers.items()}
@@ -269,7 +269,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
         if input_quantizer is not None:
             inputs = [x for x in inputs if x == names.get(id(input_quantizer))]
         inputs = [x for x in inputs if x in quantizers]
-        if isinstance(layer, QuantizedProduct) and layer.bias is not None and inputs:
+        if isinstance(layer, QuantizedMatmul) and layer.bias is not None and inputs:
             values = _rounded_bias(to_array(layer.bias), quantizers[inputs[0]].params, state[full].params)
             layer.bias = nn.Parameter(torch.from_numpy(values))
         layer._parameters[name] = nn.Parameter(torch.from_numpy(dequantize(state[full].codes, state[full].params)))
@@ -283,7 +283,7 @@ def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
     if x.scale.ndim or unit.shape not in {(), bias.shape} or unit.min() < FLOAT32.smallest_normal:
         return bias.copy()
     codes = np.rint(bias.astype(np.float64) / unit)
-    return bias.copy() if not np.abs(codes).max(initial=0) <= BIAS_LIMIT else codes.astype(np.float32) * unit
+    return bias.copy() if not np.abs(codes).max(initial=0) <= MAX_BIAS_CODE else codes.astype(np.float32) * unit
 
 
 def _int32_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:

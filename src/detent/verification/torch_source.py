@@ -29,7 +29,7 @@ from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.export_record import WHERE, ExportRecord
 from detent.torch.onnx_export import exported_model
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantized_state, quantizers_of, weight_layers
-from detent.torch.quantized_layer import QuantizedProduct
+from detent.torch.quantized_layer import QuantizedMatmul
 from detent.torch.quantizer import FakeQuantize
 from detent.verification.codes import shift_of
 from detent.verification.replay import compare_models
@@ -130,7 +130,7 @@ class TorchSource:
         causes = []
         if any(weight.is_bias for weight in self._artifact.weights):
             causes.append("biases are rounded to int32")
-        folds = any(isinstance(each, QuantizedProduct) and each.fold is not None for each in self._model.modules())
+        folds = any(isinstance(each, QuantizedMatmul) and each.fold is not None for each in self._model.modules())
         if folds and not is_frozen(self._model):
             causes.append("batch norms are folded only in the file (qt.freeze folds them in the model)")
         return causes
@@ -154,7 +154,7 @@ class TorchSource:
         """Return the bias of a weight's layer, batch norm folded in; None without a bias or for a tied weight."""
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
-        if not isinstance(layer, QuantizedProduct):
+        if not isinstance(layer, QuantizedMatmul):
             return None
         if sum(other._parameters[name] is layer.weight for _, other, name, _ in weight_layers(self._model)) > 1:
             return None
