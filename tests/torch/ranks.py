@@ -1,4 +1,4 @@
-"""Ranks: processes that share a gloo group and run what a test sends them; one that hangs is a failure, not a wait."""
+"""Ranks: processes in a gloo group that run functions of tests; a process that hangs fails the test."""
 
 from __future__ import annotations
 
@@ -7,49 +7,49 @@ import time
 import traceback
 from datetime import timedelta
 
-PATIENCE = 60
-COLLECTIVE = timedelta(seconds=40)
+TIMEOUT_SECONDS = 60
+COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 
 
 class Ranks:
-    """Started once for many tests: starting takes longer than what they do."""
+    """A group of processes for many tests, because starting them takes longer than a test."""
 
-    def __init__(self, count, folder):
+    def __init__(self, count, directory):
         context = mp.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, count, str(folder / "group"), theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, count, str(directory / "group"), theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
 
     def outcomes(self, function, *args):
-        """What each rank returned, or the exception it raised, as (class name, message)."""
+        """The result of each rank: (True, value), or (False, (class name, message, traceback)) of an exception."""
         for pipe in self.pipes:
             pipe.send((function, args))
-        end = time.monotonic() + PATIENCE
-        found = []
+        end = time.monotonic() + TIMEOUT_SECONDS
+        outcomes = []
         for rank, pipe in enumerate(self.pipes):
             if not pipe.poll(max(0.0, end - time.monotonic())):
                 self.stop()
                 raise AssertionError(f"rank {rank} hangs in {function.__name__}")
             try:
-                found.append(pipe.recv())
+                outcomes.append(pipe.recv())
             except (EOFError, ConnectionError) as error:
                 self.stop()
                 raise AssertionError(f"rank {rank} died in {function.__name__}") from error
-        return found
+        return outcomes
 
     def run(self, function, *args):
-        """What each rank returned; none may raise."""
-        found = self.outcomes(function, *args)
-        for rank, (succeeded, value) in enumerate(found):
+        """The value that each rank returned; fails if a rank raises."""
+        outcomes = self.outcomes(function, *args)
+        for rank, (succeeded, value) in enumerate(outcomes):
             assert succeeded, f"rank {rank}: {value[2]}"
-        return [value for _, value in found]
+        return [value for _, value in outcomes]
 
     def stop(self):
-        """Ends the processes that this object has started, whatever they do."""
+        """Kill the processes that this object has started."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -60,10 +60,12 @@ def serve(rank, count, path, pipe):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=count, timeout=COLLECTIVE)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=rank, world_size=count, timeout=COLLECTIVE_TIMEOUT
+    )
     while True:
         function, args = pipe.recv()
         try:
             pipe.send((True, function(*args)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the test decides
+        except Exception as error:  # noqa: BLE001 - the test checks the exception
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))

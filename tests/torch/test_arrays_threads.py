@@ -26,7 +26,7 @@ def team():
     use_torch_threads()
 
 
-def test_the_same_bits(team):
+def test_results_have_the_same_bits(team):
     ours = dt.fake_quantize(X, PARAMS)
     join_team(0)
     assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
@@ -34,17 +34,17 @@ def test_the_same_bits(team):
         assert np.array_equal(ours, dt.fake_quantize(X, PARAMS))
 
 
-@pytest.mark.parametrize(("wanted", "asked"), [(1, []), (2, [2]), (64, [4])])
-def test_no_more_threads_than_the_runtime_has(wanted, asked, team):
-    found = []
+@pytest.mark.parametrize(("runtime_threads", "expected_calls"), [(1, []), (2, [2]), (64, [4])])
+def test_no_more_threads_than_the_runtime_has(runtime_threads, expected_calls, team):
+    calls = []
     body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     def parallel(function, context, threads, flags):
-        found.append(threads)
+        calls.append(threads)
         body(function)(context)
 
-    size = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: wanted)
+    size = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: runtime_threads)
     before = dt.get_num_threads()
     expected = dt.fake_quantize(X, PARAMS)
     try:
@@ -55,10 +55,10 @@ def test_no_more_threads_than_the_runtime_has(wanted, asked, team):
     finally:
         dt.set_num_threads(before)
         use_torch_threads()
-    assert found == asked
+    assert calls == expected_calls
 
 
-def test_torch_says_how_many(team):
+def test_torch_sets_the_number_of_threads(team):
     before = torch.get_num_threads()
     runtime = ctypes.CDLL(find_runtime())
     try:
@@ -69,17 +69,17 @@ def test_torch_says_how_many(team):
 
 
 def test_several_threads_at_once(team):
-    expected, found = dt.fake_quantize(X, PARAMS), []
+    expected, are_equal = dt.fake_quantize(X, PARAMS), []
 
     def work():
-        found.extend(np.array_equal(dt.fake_quantize(X, PARAMS), expected) for _ in range(5))
+        are_equal.extend(np.array_equal(dt.fake_quantize(X, PARAMS), expected) for _ in range(5))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [True] * 20
+    assert are_equal == [True] * 20
 
 
 CHILD = """

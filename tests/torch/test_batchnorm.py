@@ -1,4 +1,4 @@
-"""Batch normalisation behind a layer: the shipped codes, the float model when switched off, what is not folded."""
+"""Batch norm folding: the exported codes, the float model with quantizers disabled, and layers that are not folded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from detent.torch.preparation import quantizers_of  # noqa: E402
 
 
 class Untraceable(nn.Module):
-    """Its forward depends on data, which no symbolic trace follows."""
+    """A model whose forward depends on data, so that a symbolic trace fails."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def pairs() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
 NAMES = list(pairs())
 
 
-def made(name: str, recipe: str | dt.Recipe = "w8a8") -> tuple[nn.Module, torch.Tensor]:
+def prepared_pair(name: str, recipe: str | dt.Recipe = "w8a8") -> tuple[nn.Module, torch.Tensor]:
     model, shape = pairs()[name]
     qt.prepare(model, recipe)
     torch.manual_seed(1)
@@ -78,7 +78,7 @@ def switch(model: nn.Module, enabled: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_plan_says_so(name: str) -> None:
+def test_the_plan_shows_the_fold(name: str) -> None:
     model, _ = pairs()[name]
     assert qt.plan(model, "w8a8").layers[0].norm == "1"
     assert "folds 1" in str(qt.plan(model, "w8a8"))
@@ -87,7 +87,7 @@ def test_the_plan_says_so(name: str) -> None:
 @pytest.mark.parametrize("recipe", ["w8a8", "w8a16", "w4a4", "fp8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_codes_are_those_of_the_folded_weight(name: str, recipe: str) -> None:
-    model, x = made(name, recipe)
+    model, x = prepared_pair(name, recipe)
     for _ in range(2):
         model(x)
         state = qt.quantized_state(model)["0.weight"]
@@ -98,17 +98,17 @@ def test_the_codes_are_those_of_the_folded_weight(name: str, recipe: str) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_sees_the_shipped_weight(name: str) -> None:
-    """The product's weight is the dequantized one over the factor; then the normalisation works as always."""
-    model, x = made(name, "w8a16")
+def test_training_uses_the_exported_weight(name: str) -> None:
+    """The layer multiplies by the exported weight divided by the factor; then the batch norm runs as usual."""
+    model, x = prepared_pair(name, "w8a16")
     twin, _ = pairs()[name]
     for _ in range(2):
         f = factor(twin[1], twin[0].weight)
         folded = array(twin[0].weight * f)
-        shipped = dt.fake_quantize(folded, dt.QuantParams.from_data("int8/axis0", folded))
+        exported = dt.fake_quantize(folded, dt.QuantParams.from_data("int8/axis0", folded))
         saved = twin[0].weight.detach().clone()
         with torch.no_grad():
-            twin[0].weight.copy_(torch.from_numpy(shipped) / f)
+            twin[0].weight.copy_(torch.from_numpy(exported) / f)
         expected = twin(x)
         with torch.no_grad():
             twin[0].weight.copy_(saved)
@@ -119,9 +119,9 @@ def test_training_sees_the_shipped_weight(name: str) -> None:
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", NAMES)
-def test_switched_off_it_is_the_float_model(name: str, train: bool) -> None:
-    """Bit for bit: values, gradients and statistics."""
-    model, x = made(name)
+def test_disabled_quantizers_give_the_float_model(name: str, train: bool) -> None:
+    """Values, gradients and statistics are equal bit for bit."""
+    model, x = prepared_pair(name)
     twin, _ = pairs()[name]
     switch(model, False)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_switched_off_it_is_the_float_model(name: str, train: bool) -> None:
 @pytest.mark.parametrize("mode", ["ema", "learned"])
 @pytest.mark.parametrize("name", NAMES)
 def test_frozen_equals_unfused_within_rounding(name: str, mode: str) -> None:
-    model, x = made(name, dt.Recipe.preset("w8a8", mode=mode))
+    model, x = prepared_pair(name, dt.Recipe.preset("w8a8", mode=mode))
     model(x)
     model.eval()
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_frozen_equals_unfused_within_rounding(name: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["ema", "learned", "fixed"])
 @pytest.mark.parametrize("name", ["linear", "conv2d"])
 def test_frozen_weights_are_the_same_traced(name: str, mode: str, spec: str, dtype: torch.dtype) -> None:
-    """The gain goes into the scale, not into each value, wherever the scale absorbs it."""
+    """If the scales absorb the gain, the scale is multiplied by the gain, not each value."""
     model, shape = pairs()[name]
     with torch.no_grad():
         model[1].weight[:4] = torch.tensor([0.0, -0.7, 1e-30, -1e-6])
@@ -175,14 +175,14 @@ def test_frozen_weights_are_the_same_traced(name: str, mode: str, spec: str, dty
 @pytest.mark.parametrize("mode", ["ema", "learned"])
 def test_a_frozen_model_computes_the_same_compiled(mode: str) -> None:
     torch._dynamo.reset()
-    model, x = made("conv2d", dt.Recipe.preset("w8a8", mode=mode))
+    model, x = prepared_pair("conv2d", dt.Recipe.preset("w8a8", mode=mode))
     model(x)
     qt.freeze(model.eval())
     assert_same(torch.compile(model, backend="aot_eager")(x), model(x))
 
 
 def test_freezing_keeps_the_codes() -> None:
-    model, x = made("conv2d")
+    model, x = prepared_pair("conv2d")
     model(x)
     before = qt.quantized_state(model)["0.weight"]
     qt.freeze(model).eval()
@@ -193,7 +193,7 @@ def test_freezing_keeps_the_codes() -> None:
 @pytest.mark.parametrize("value", [0.0, -0.0, -0.7, 1e-12, -1e-30], ids=str)
 @pytest.mark.parametrize("name", ["linear", "conv2d", "conv2d_no_bias"])
 def test_unusual_gammas(name: str, value: float) -> None:
-    """Channels that are switched off, turned around, or nearly nothing."""
+    """Channels with gain zero, with negative gain, and with tiny gain."""
     model, shape = pairs()[name]
     with torch.no_grad():
         model[1].weight[::2] = value
@@ -217,7 +217,7 @@ def test_unusual_gammas(name: str, value: float) -> None:
 
 
 def test_unprepare_after_freezing_is_the_float_model() -> None:
-    model, x = made("conv2d")
+    model, x = prepared_pair("conv2d")
     keys = {name: set(vars(m)) for name, m in pairs()["conv2d"][0].named_modules()}
     model(x)
     qt.freeze(model.eval())
@@ -232,8 +232,8 @@ def test_unprepare_after_freezing_is_the_float_model() -> None:
     assert_same(model(x), twin.eval()(x))
 
 
-def test_copies_keep_their_own_normalisation() -> None:
-    model, x = made("conv2d")
+def test_copies_have_their_own_batch_norm() -> None:
+    model, x = prepared_pair("conv2d")
     model(x)
     model.eval()
     expected = model(x)
@@ -247,14 +247,14 @@ def test_copies_keep_their_own_normalisation() -> None:
 
 
 def test_gradients_pass_through_the_fold() -> None:
-    """Those of the weight, where nothing is clipped: what autograd gives for the same product and normalisation."""
-    model, x = made("conv2d", "w8a16")
+    """Without clipping, weight gradients equal those of autograd for the same convolution and batch norm."""
+    model, x = prepared_pair("conv2d", "w8a16")
     twin, _ = pairs()["conv2d"]
     f = factor(twin[1], twin[0].weight)
     folded = array(twin[0].weight * f)
-    shipped = dt.fake_quantize(folded, dt.QuantParams.from_data("int8/axis0", folded))
+    exported = dt.fake_quantize(folded, dt.QuantParams.from_data("int8/axis0", folded))
     with torch.no_grad():
-        twin[0].weight.copy_(torch.from_numpy(shipped) / f)
+        twin[0].weight.copy_(torch.from_numpy(exported) / f)
     for each in (model, twin):
         each(x).square().sum().backward()
     for key, p in twin.named_parameters():
@@ -262,18 +262,18 @@ def test_gradients_pass_through_the_fold() -> None:
 
 
 def test_evaluation_after_training_uses_the_new_statistics() -> None:
-    """Batch normalisation writes its statistics without telling torch's counters of versions."""
-    model, x = made("conv2d")
+    """PyTorch's version counters do not count how batch norm updates its statistics."""
+    model, x = prepared_pair("conv2d")
     model(x)
     for _ in range(3):
         model.train()(3 * x)
         got = model.eval()(x)
-        twin, _ = made("conv2d")
+        twin, _ = prepared_pair("conv2d")
         twin.load_state_dict(model.state_dict())
         assert_same(got, twin.eval()(x))
 
 
-# What is not folded
+# Layers that are not folded
 
 
 class Shared(nn.Module):
@@ -305,7 +305,7 @@ class OtherUse(nn.Module):
 
 
 class TiedWeights(nn.Module):
-    """The first layer's normalisation would change what the second one has."""
+    """Folding the batch norm of the first layer would change the weight of the second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def layer_twice_in_sequentials() -> nn.Module:
     return Untraceable(layer, nn.BatchNorm2d(2), layer, nn.BatchNorm2d(2))
 
 
-LEFT = {
+NOT_FOLDED = {
     "shared": Shared,
     "layer_twice": LayerTwice,
     "other_use": OtherUse,
@@ -341,10 +341,10 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in LEFT if n != "other_axis"])
-def test_what_is_not_folded(name: str) -> None:
+@pytest.mark.parametrize("name", [n for n in NOT_FOLDED if n != "other_axis"])
+def test_layers_that_are_not_folded(name: str) -> None:
     torch.manual_seed(0)
-    model = LEFT[name]()
+    model = NOT_FOLDED[name]()
     assert [layer.norm for layer in qt.plan(model, "w8a8").layers] == [""] * len(qt.plan(model, "w8a8").layers)
     qt.prepare(model, "w8a8")
     x = torch.randn(4, 2, 5, 5)
@@ -355,8 +355,8 @@ def test_what_is_not_folded(name: str) -> None:
     torch.testing.assert_close(model(x), before)
 
 
-def test_a_linear_layer_whose_channels_are_not_the_normalised_axis() -> None:
-    """Linear keeps its channels last, BatchNorm1d normalises axis 1: with 3-d data these are different axes."""
+def test_a_linear_layer_whose_channels_are_not_the_normalized_axis() -> None:
+    """Linear has its channels last, BatchNorm1d normalizes axis 1: with 3-d data these are different axes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     with torch.no_grad():
@@ -375,8 +375,8 @@ def test_untraceable_models_fold_in_sequentials() -> None:
     assert qt.plan(model, "w8a8").layers[0].norm == "body.1"
 
 
-def test_looking_for_pairs_leaves_the_model_alone() -> None:
-    class Remembers(nn.Module):
+def test_a_plan_does_not_change_the_model() -> None:
+    class CountsCalls(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.norm, self.calls = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), 0
@@ -385,15 +385,15 @@ def test_looking_for_pairs_leaves_the_model_alone() -> None:
             self.last, self.calls = x, self.calls + 1
             return self.norm(self.a(x))
 
-    model = Remembers()
+    model = CountsCalls()
     keys = set(vars(model))
     qt.plan(model, "w8a8")
     assert (set(vars(model)), model.calls) == (keys, 0)
 
 
 @pytest.mark.parametrize("mode", ["learned", "fixed"])
-def test_scales_that_stay_follow_the_factor_of_each_channel(mode: str) -> None:
-    """A scale per channel that stays is that of the layer's own weight: codes outlive a change of statistics."""
+def test_constant_scales_absorb_the_gain_of_each_channel(mode: str) -> None:
+    """Constant per-channel scales belong to the unfolded weight, so codes do not change with the statistics."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4))
     qt.prepare(model, dt.Recipe.preset("w8a8", mode=mode))

@@ -1,4 +1,4 @@
-"""Health: figures that are known by hand, and warnings that come when and only when they should."""
+"""Health: metrics computed by hand, and warnings exactly when a limit is exceeded."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ LEARNED = dt.Recipe.preset("w8a8", mode="learned")
 
 
 def one_linear(recipe="w8a8", size=4, scale=None):
-    """A prepared linear layer; its input quantizer, by default uint8, with that scale and zero point 0."""
+    """A prepared linear layer whose input quantizer has the given scale and zero point 0."""
     torch.manual_seed(0)
     model = qt.prepare(nn.Sequential(nn.Linear(size, 2, bias=False)), recipe)
     if scale is not None:
@@ -30,7 +30,7 @@ def one_linear(recipe="w8a8", size=4, scale=None):
 
 
 def with_weight(values, recipe=LEARNED, scale=1.0):
-    """The same with these weights, quantized by a learned scale that starts as given."""
+    """A prepared linear layer with these weights and a learned scale that starts as given."""
     model = one_linear(recipe, size=len(values[0]), scale=1.0)
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor(values))
@@ -40,7 +40,7 @@ def with_weight(values, recipe=LEARNED, scale=1.0):
     return model
 
 
-# Figures
+# Metrics
 
 
 def test_clip_fraction_and_usage_of_batches():
@@ -53,14 +53,14 @@ def test_clip_fraction_and_usage_of_batches():
     assert row.oscillation is None
 
 
-def test_weights_are_examined_whole_and_as_they_are_shipped():
+def test_exported_weights_are_measured_in_full():
     model = with_weight([[1.0, 500.0, -2.0, 3.0], [0.0, 1.0, -300.0, 900.0]])
     row = qt.health(model)[WEIGHT]
     assert (row.source, row.elements, row.clip_fraction) == ("weight", 8, 3 / 8)
     assert row.code_usage == 6 / 255  # -127, -2, 0, 1, 3 and 127
 
 
-def test_folded_weights_have_their_factor():
+def test_folded_weights_include_the_gain():
     torch.manual_seed(0)
     model = qt.prepare(nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.BatchNorm2d(2)), LEARNED)
     with qt.calibrating(model):
@@ -80,7 +80,7 @@ def test_folded_weights_have_their_factor():
     ("ste", "stopped"),
     [("identity", 0.0), ("clipped", 0.25), ("hard_tanh", 0.5), (lambda g, x, params: g, None)],
 )
-def test_saturated_gradients_are_those_the_estimator_stops(ste, stopped):
+def test_saturated_gradients_are_those_that_the_ste_stops(ste, stopped):
     model = one_linear(dt.Recipe.preset("w8a8", ste=ste), scale=1.0)
     row = qt.health(model, [torch.tensor([[1.0, 128.0, 100.0, 300.0]])])[INPUT]
     assert row.clip_fraction == 0.25
@@ -99,7 +99,7 @@ def test_drift_of_a_learned_scale_needs_no_watch():
     assert any("8x its first value" in text for text in report.warnings)
 
 
-def test_drift_of_an_average_is_from_the_start_of_the_watch():
+def test_drift_of_an_ema_range_refers_to_the_start_of_the_watch():
     model = one_linear(dt.Recipe.preset("w8a8", mode="ema(0.0)"), scale=1.0)
     assert qt.health(model)[INPUT].drift is None
     qt.watch(model)
@@ -113,7 +113,7 @@ def test_drift_of_an_average_is_from_the_start_of_the_watch():
 
 @pytest.mark.filterwarnings("ignore:no optimizer contains")  # the scales stay constant
 def test_a_toy_optimizer_makes_weights_oscillate():
-    """The minimum lies between two codes: the straight-through gradient drives the weight to and fro (Nagel et al.)."""
+    """The minimum lies between two codes: the straight-through gradient makes the weight oscillate (Nagel et al.)."""
     model = with_weight([[0.3, 0.2], [5.0, 5.0]])
     target = torch.tensor([[0.5, 0.4], [5.0, 5.0]])
     optimizer = torch.optim.SGD([model[0].weight], 0.2)
@@ -135,7 +135,7 @@ def test_a_weight_that_walks_one_way_does_not_oscillate():
     assert (turning.steps, turning.rate) == (29, 0.0)
 
 
-def test_a_turn_counts_until_it_is_long_ago():
+def test_old_reversals_are_forgotten():
     turning, params = diagnostics.Oscillation(), dt.QuantParams.int8_symmetric()
     rates = []
     for step in range(80):
@@ -147,7 +147,7 @@ def test_a_turn_counts_until_it_is_long_ago():
     assert rates[71:] == [0.0] * 9
 
 
-def test_the_same_weights_once_more_are_no_step():
+def test_unchanged_weights_do_not_count_as_a_step():
     turning, params = diagnostics.Oscillation(), dt.QuantParams.int8_symmetric()
     for value in (0.0, 1.0, 1.0, 1.0, 0.0):
         turning.update(np.array([value], np.float32), params)
@@ -155,7 +155,7 @@ def test_the_same_weights_once_more_are_no_step():
 
 
 @pytest.mark.parametrize("form", ["int8", "uint4", "float8_e4m3fn", "float4_e2m1fn", "nf4"])
-def test_directions_are_those_of_values_in_every_format(form):
+def test_directions_follow_values_in_every_format(form):
     turning, spec = diagnostics.Oscillation(), dt.QuantSpec(form)
     scale = 1.0 if spec.format.is_integer else 4.0 / spec.format.qmax
     for value in (-4.0, 4.0, 1.0):  # up, down: as bits, a small float would go down, up
@@ -170,7 +170,7 @@ def test_directions_are_those_of_values_in_every_format(form):
     "spec", ["int8", "int8/axis0", "int8/axis-2", "int4/token", "int4/group32", "uint4/group7@0", "nvfp4", "mxfp4"]
 )
 @pytest.mark.parametrize("shape", [(96, 5, 64), (8, 64, 32), (3, 4, 32)])
-def test_a_sample_has_the_codes_of_the_whole(spec, shape):
+def test_a_sample_has_the_codes_of_the_full_tensor(spec, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     params = dt.QuantParams.from_data(spec, x.numpy())
     data, own = diagnostics.sample(x, params)
@@ -182,14 +182,14 @@ def test_a_sample_has_the_codes_of_the_whole(spec, shape):
 
 
 @pytest.mark.parametrize("shape", [(128, 64, 16, 16), (32, 1024), (7, 4096), (4096,), (1,), (4097,)])
-def test_a_sample_sees_every_index_of_every_axis(shape):
+def test_a_sample_covers_every_index_of_every_axis(shape):
     size = int(np.prod(shape))
     places = np.unravel_index(np.arange(0, size, diagnostics._distance(size)), shape)
     for place, length in zip(places, shape, strict=True):
         assert len(np.unique(place)) >= min(length, 2048)
 
 
-def test_watched_activations_have_the_figures_of_their_latest_samples():
+def test_watched_activations_have_the_metrics_of_their_latest_samples():
     model = one_linear("w8a8", size=8192, scale=1.0)
     model[0].input_quantizer.observing = False
     with qt.watch(model, every=3):
@@ -225,7 +225,7 @@ def test_watching_changes_no_bit_and_survives_a_copy():
     assert qt.health(models[0])[INPUT].source == "watch"
 
 
-def test_tensors_that_no_native_kernel_reads_are_watched_too():
+def test_tensors_that_native_kernels_cannot_read_are_watched_too():
     class Odd(torch.Tensor):
         pass
 
@@ -259,7 +259,7 @@ def test_clipping_draws_a_warning_beyond_its_limit(outside, warned):
     assert (shown in texts) == warned
 
 
-def test_unused_codes_draw_a_warning_given_data_enough():
+def test_unused_codes_draw_a_warning_with_enough_data():
     model = one_linear(scale=1.0)
     x = (torch.arange(4096.0) % 100).reshape(-1, 4)
     assert any("leaves 61 % of its codes unused: a few outliers" in text for text in qt.health(model, [x]).warnings)
@@ -278,7 +278,7 @@ def test_unused_negative_codes_have_their_own_advice():
 @pytest.mark.parametrize(
     ("value", "scale", "cause"), [(0.0, 1.0, "is constant"), (0.3, 9.0, "is constant"), (9.0, 0.01, "too narrow")]
 )
-def test_a_dead_quantizer_is_called_so(value, scale, cause):
+def test_a_dead_quantizer_draws_a_warning(value, scale, cause):
     report = qt.health(one_linear(scale=scale), [torch.full((2, 4), value)])
     (text,) = report.warnings
     assert text.startswith(f"{INPUT} is dead: all 8 codes of its input are equal")
@@ -293,7 +293,7 @@ def test_stopped_gradients_draw_a_warning_where_clipping_does_not():
     assert any("stops the gradients of 98.8 %" in text for text in qt.health(model, [x]).warnings)
 
 
-def test_what_cannot_be_examined_says_why():
+def test_missing_metrics_have_a_note():
     model = one_linear()
     assert qt.health(model)[INPUT].note == "not calibrated"
     assert any("calibrate" in text for text in qt.health(model).warnings)
@@ -308,7 +308,7 @@ def test_what_cannot_be_examined_says_why():
     )
 
 
-def test_a_delayed_quantizer_is_called_so():
+def test_a_delayed_quantizer_has_a_note():
     model = one_linear(scale=1.0)
     qt.Schedule(model, delay=1)
     assert qt.health(model, [torch.ones(1, 4)])[INPUT].note == "delayed"
@@ -347,7 +347,7 @@ def test_tied_weights_and_dynamic_activations():
 
 
 @pytest.mark.parametrize("mode", ["ema", "learned"])
-def test_health_leaves_the_model_as_it_was(mode):
+def test_health_does_not_change_the_model(mode):
     model = one_linear(dt.Recipe.preset("w8a8", mode=mode))
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     model(x)
@@ -361,7 +361,7 @@ def test_health_leaves_the_model_as_it_was(mode):
     assert model[0].input_quantizer.watcher is watcher
 
 
-def test_a_failing_batch_leaves_the_model_as_it_was():
+def test_a_failing_batch_does_not_change_the_model():
     model = one_linear(scale=1.0)
     with pytest.raises(RuntimeError):
         qt.health(model, [torch.ones(1, 5)])
@@ -385,12 +385,12 @@ def test_batches_of_every_kind(make):
         ([], dt.SpecError, "no batch"),
     ],
 )
-def test_what_is_no_batches_is_refused(batches, error, words):
+def test_invalid_batches_are_rejected(batches, error, words):
     with pytest.raises(error, match=words):
         qt.health(one_linear(scale=1.0), batches)
 
 
-def test_a_model_that_is_not_prepared_is_refused():
+def test_an_unprepared_model_is_rejected():
     for function in (qt.health, qt.watch):
         with pytest.raises(dt.StateError, match="not prepared"):
             function(nn.Linear(2, 2))

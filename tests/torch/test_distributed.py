@@ -1,4 +1,4 @@
-"""Several processes: the scales of one, the same bits on all, and errors on all where one would hang the others."""
+"""Several processes: scales equal those of one process, bit for bit on all ranks, and errors reach all ranks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RECIPES = {"ema": dt.Recipe.preset("w8a8"), "learned": dt.Recipe.preset("w8a8", 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    made = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.stop()
+    group = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield group
+    group.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,9 @@ MODELS = {"mlp": (mlp, (8,)), "cnn": (cnn, (2, 6, 6))}
 
 
 def batches(shape, count=STEPS, seed=1):
-    """Batches of all processes together: each takes its half of every one."""
-    made = torch.Generator().manual_seed(seed)
-    return [torch.randn(2 * HALF, *shape, generator=made) * (i + 1) for i in range(count)]
+    """Batches of all processes together; each process uses its half of every batch."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2 * HALF, *shape, generator=generator) * (i + 1) for i in range(count)]
 
 
 def part(batch):
@@ -79,7 +79,7 @@ def part(batch):
 
 
 def state_of(model):
-    """Every quantizer's state, as bits."""
+    """The state of every quantizer, as bits."""
     for quantizer in quantizers_of(model).values():
         quantizer.refresh()
     return {
@@ -95,7 +95,7 @@ def bits(state):
 
 
 def calibrate(observer, takes):
-    """The state after calibration with the batches that ``takes`` names for this rank; None: all."""
+    """The state after calibration with the batches in ``takes`` for this rank; None means all batches."""
     model, shape = qt.prepare(mlp(), "w8a8"), (8,)
     data = batches(shape, 6)
     with qt.calibrating(model, observer):
@@ -142,19 +142,19 @@ def calibrate_observers():
         model(batches((8,))[0])
 
 
-def calibrate_failing(how):
+def calibrate_failing(failure):
     model = qt.prepare(mlp(), "w8a8")
     with qt.calibrating(model):
         data = batches((8,))[0]
-        if place()[0] == 1 and how == "nan":
+        if place()[0] == 1 and failure == "nan":
             data[0, 0] = torch.nan
         model(data)
-        if place()[0] == 1 and how == "raise":
+        if place()[0] == 1 and failure == "raise":
             raise KeyError("missing file")
 
 
 def refill(names):
-    """Two results, before and after the memory of parameters is filled anew as sharding trainers fill it."""
+    """Two outputs, before and after the memory of parameters is refilled in place, as sharding trainers do."""
     model, x = qt.prepare(mlp(), RECIPES["learned"]).eval(), batches((8,))[0]
     with qt.calibrating(model):
         model(x)
@@ -176,7 +176,7 @@ def prepare_sharded():
 
 
 def half_precision():
-    """The learned scales, and what half-precision weights of a sharded model make of them in forward."""
+    """The learned scales, and their values in the forward pass of a sharded model with half-precision weights."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -224,7 +224,7 @@ def wrapped(model, trainer):
     return shard(model) if trainer == "fsdp" else model
 
 
-def made_ready(kind, recipe, trainer, *, calibrated=True):
+def prepared_model(kind, recipe, trainer, *, calibrated=True):
     build, shape = MODELS[kind]
     model = build() if recipe is None else qt.prepare(build(), RECIPES[recipe], sync=True)
     if recipe is not None and calibrated:
@@ -250,18 +250,18 @@ def train(model, optimizer, data, *, quantized=True):
 
 
 def train_steps(kind, recipe, trainer):
-    model, optimizer = made_ready(kind, recipe, trainer)
+    model, optimizer = prepared_model(kind, recipe, trainer)
     return train(model, optimizer, batches(MODELS[kind][1]))
 
 
 def float_weights(trainer):
-    model, optimizer = made_ready("mlp", None, trainer)
+    model, optimizer = prepared_model("mlp", None, trainer)
     train(model, optimizer, batches((8,)), quantized=False)
     return [getattr(each, "full_tensor", lambda each=each: each)().detach() for each in model.parameters()]
 
 
 def count_collectives():
-    model, optimizer = made_ready("mlp", "ema", "none")
+    model, optimizer = prepared_model("mlp", "ema", "none")
     train(model, optimizer, batches((8,), 1))
     calls, real = [], dist.all_reduce
     dist.all_reduce = lambda *args, **kwargs: calls.append(args[0].shape) or real(*args, **kwargs)
@@ -276,7 +276,7 @@ def count_collectives():
 
 def step_with_data_on(rank):
     """A step in which only one rank has data: (before, after)."""
-    model, _ = made_ready("mlp", "ema", "none")
+    model, _ = prepared_model("mlp", "ema", "none")
     before = state_of(model)
     if place()[0] == rank:
         model(3 * batches((8,))[3])
@@ -290,13 +290,13 @@ def resume(recipe, trainer, folder):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     data = batches((8,))
-    model, optimizer = made_ready("mlp", recipe, trainer)
+    model, optimizer = prepared_model("mlp", recipe, trainer)
     train(model, optimizer, data[:2])
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=folder)
     straight = train(model, optimizer, data[2:])
 
-    model, optimizer = made_ready("mlp", recipe, trainer, calibrated=False)
+    model, optimizer = prepared_model("mlp", recipe, trainer, calibrated=False)
     state, optimizer_state = get_state_dict(model, optimizer)
     saved = {"model": state, "optimizer": optimizer_state}
     dcp.load(saved, checkpoint_id=folder)
@@ -305,7 +305,7 @@ def resume(recipe, trainer, folder):
 
 
 def finish(trainer):
-    model, optimizer = made_ready("cnn", "learned", trainer)
+    model, optimizer = prepared_model("cnn", "learned", trainer)
     train(model, optimizer, batches((2, 6, 6), 2))
     qt.freeze(model.eval())
     shipped = {name: weight.codes.tobytes() for name, weight in qt.quantized_state(model).items()}
@@ -333,7 +333,7 @@ def test_processes_in_ddp_may_have_unequal_numbers_of_batches(ranks):
     assert [bits(state) for state in ranks.run(calibrate_wrapped, [range(6), ()])] == [alone, alone]
 
 
-def test_quantizers_that_saw_data_on_one_rank_only(ranks):
+def test_quantizers_with_data_on_one_rank_only(ranks):
     alone = bits(calibrate_branches(True))
     assert [bits(state) for state in ranks.run(calibrate_branches, False)] == [alone, alone]
 
@@ -355,22 +355,22 @@ def test_unequal_observers_raise_on_all_ranks(ranks):
         assert "MSE" in error[1]
 
 
-@pytest.mark.parametrize(("how", "own"), [("nan", "NaNError"), ("raise", "KeyError")])
-def test_a_failing_rank_stops_the_others(ranks, how, own):
-    (_, first), (_, second) = ranks.outcomes(calibrate_failing, how)
+@pytest.mark.parametrize(("failure", "error_name"), [("nan", "NaNError"), ("raise", "KeyError")])
+def test_a_failing_rank_stops_the_others(ranks, failure, error_name):
+    (_, first), (_, second) = ranks.outcomes(calibrate_failing, failure)
     assert first[:2] == (
         "StateError",
         "calibration failed on rank 1, so this process stops, too: see the error on that rank",
     )
-    assert second[0] == own
+    assert second[0] == error_name
 
 
 # Training
 
 
-def same_on_all(found):
+def same_on_all(states):
     """The states of rank 0, after checking that all ranks have their bits."""
-    first, *others = found
+    first, *others = states
     for other in others:
         assert [bits(state) for state in other] == [bits(state) for state in first]
     return first
@@ -380,13 +380,13 @@ def same_on_all(found):
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp"])
 def test_training_follows_one_process(ranks, recipe, trainer):
     alone = train_steps("mlp", recipe, "none")
-    found = same_on_all(ranks.run(train_steps, "mlp", recipe, trainer))
-    assert bits(found[0]) != bits(found[-1])
+    states = same_on_all(ranks.run(train_steps, "mlp", recipe, trainer))
+    assert bits(states[0]) != bits(states[-1])
     expected = float_weights("none")
     for theirs in ranks.run(float_weights, trainer):
         for ours, weight in zip(expected, theirs, strict=True):
             torch.testing.assert_close(weight, ours, rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(alone, found, strict=True):
+    for ours, theirs in zip(alone, states, strict=True):
         for key, value in ours.items():
             if key.endswith("zero_point"):
                 assert (theirs[key] - value).abs().max() <= 1, key
@@ -401,7 +401,7 @@ def test_folded_layers_have_the_same_scales_on_all_ranks(ranks, recipe, trainer)
 
 
 @pytest.mark.parametrize("trainer", ["ddp", "fsdp"])
-def test_the_weights_shipped_are_the_same_on_all_ranks(ranks, trainer):
+def test_exported_weights_are_the_same_on_all_ranks(ranks, trainer):
     (first, y), (second, z) = ranks.run(finish, trainer)
     assert first == second
     assert len(first) == 2
@@ -409,7 +409,7 @@ def test_the_weights_shipped_are_the_same_on_all_ranks(ranks, trainer):
 
 
 @pytest.mark.parametrize("names", ["weight", "weight_quantizer.scale_shift"])
-def test_weights_refilled_behind_their_version_are_quantized_anew(ranks, names):
+def test_weights_refilled_without_a_new_version_are_quantized_again(ranks, names):
     for before, after in ranks.run(refill, names):
         assert not torch.equal(before, after)
 
@@ -419,34 +419,34 @@ def test_sync_is_one_collective(ranks):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_with_data_on_one_rank_moves_all(ranks, rank):
-    found = ranks.run(step_with_data_on, rank)
-    same_on_all([list(pair) for pair in found])
-    before, after = found[0]
+def test_a_step_with_data_on_one_rank_updates_all_ranks(ranks, rank):
+    pairs = ranks.run(step_with_data_on, rank)
+    same_on_all([list(pair) for pair in pairs])
+    before, after = pairs[0]
     assert not torch.equal(before["0.input_quantizer.hi"], after["0.input_quantizer.hi"])
 
 
-def test_sync_refuses_unequal_recipes(ranks):
+def test_sync_rejects_unequal_recipes(ranks):
     for succeeded, error in ranks.outcomes(sync_unequal):
         assert not succeeded
         assert error[0] == "StateError"
         assert "- rank 0: 0.input_quantizer" in error[1]
 
 
-def test_a_sharded_model_is_refused_by_prepare(ranks):
+def test_prepare_rejects_a_sharded_model(ranks):
     for succeeded, error in ranks.outcomes(prepare_sharded):
         assert not succeeded
         assert error[0] == "SpecError"
         assert "call qt.prepare before fully_shard" in error[1]
 
 
-def test_learned_scales_keep_their_precision_beside_half_precision_weights(ranks):
+def test_learned_scales_keep_their_precision_with_half_precision_weights(ranks):
     for dtype, scale, initial in ranks.run(half_precision):
         assert dtype == torch.bfloat16
         assert torch.equal(scale, initial * (1 + 2.0**-10))
 
 
-def test_sync_refuses_ranges_that_move_in_forward(ranks):
+def test_sync_rejects_ranges_that_each_process_updates(ranks):
     for succeeded, error in ranks.outcomes(sync_alone):
         assert not succeeded
         assert error[0] == "StateError"
@@ -456,10 +456,10 @@ def test_sync_refuses_ranges_that_move_in_forward(ranks):
         )
 
 
-def test_averages_of_each_process_alone_are_not_silent(ranks):
-    for said in ranks.run(forward_alone):
-        assert len(said) == 3
-        assert "each process updates its EMA ranges separately" in said[0]
+def test_separate_ema_ranges_draw_a_warning(ranks):
+    for messages in ranks.run(forward_alone):
+        assert len(messages) == 3
+        assert "each process updates its EMA ranges separately" in messages[0]
 
 
 # Checkpoints
@@ -475,11 +475,11 @@ def test_resuming_from_a_distributed_checkpoint_changes_no_bit(ranks, recipe, tr
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_resuming_from_a_file_changes_no_bit(recipe, tmp_path):
     data = batches((8,))
-    model, optimizer = made_ready("mlp", recipe, "none")
+    model, optimizer = prepared_model("mlp", recipe, "none")
     train(model, optimizer, data[:2])
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
     straight = train(model, optimizer, data[2:])
-    model, optimizer = made_ready("mlp", recipe, "none", calibrated=False)
+    model, optimizer = prepared_model("mlp", recipe, "none", calibrated=False)
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -534,13 +534,13 @@ def test_sync_merges_the_range_of_the_whole_step():
     assert bits(state_of(model)) == after
 
 
-def test_forgetting_sync_is_not_silent():
+def test_missing_calls_of_sync_draw_a_warning():
     quantizer = synced([torch.ones(2)] * 98)
     with pytest.warns(UserWarning, match=r"qt\.sync\(model\) was not called for 100 training forward passes"):
         quantizer(torch.ones(2))
 
 
-def test_training_before_calibration_is_refused():
+def test_training_before_calibration_is_rejected():
     model = qt.prepare(mlp(), "w8a8", sync=True)
     with pytest.raises(dt.NotCalibratedError, match="calibrate first"):
         model(batches((8,))[0])
@@ -551,7 +551,7 @@ def test_sync_takes_prepared_models_only():
         qt.sync(mlp())
 
 
-def test_a_model_without_averages_needs_no_sync():
+def test_a_model_without_ema_ranges_needs_no_sync():
     qt.sync(qt.prepare(mlp(), "w8a16", sync=True))
 
 

@@ -1,4 +1,4 @@
-"""How a model was exported survives in the file, and an export by it gives the same bytes."""
+"""ExportRecord: round trips through files, and reproduces an export byte for byte."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def test_dynamic_shapes_survive(shapes):
 def test_examples_survive():
     example = {"x": torch.ones(2, 3), "i": torch.ones(2, dtype=torch.int64)}
     record = ExportRecord.from_dict(ExportRecord.of(example, 18, "int8", None).to_dict())
-    made = record.example()
-    assert {name: (x.dtype, x.shape) for name, x in made.items()} == {
+    example = record.example()
+    assert {name: (x.dtype, x.shape) for name, x in example.items()} == {
         name: (x.dtype, x.shape) for name, x in example.items()
     }
     assert isinstance(ExportRecord.of((torch.ones(1),), 18, None, None).example(), tuple)
 
 
-def test_shapes_that_json_cannot_say_are_a_reason():
+def test_shapes_that_json_cannot_represent_are_a_problem():
     record = ExportRecord.of((torch.ones(2, 4),), 21, None, ({0: object()},))
     assert "does not record its dynamic_shapes" in record.problem
 
@@ -65,7 +65,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_malformed_records_are_refused(name):
+def test_malformed_records_are_rejected(name):
     entry = ExportRecord.of((torch.ones(2, 4),), 21, None, None).to_dict()
     HOSTILE[name](entry)
 
@@ -124,7 +124,7 @@ def test_a_model_that_was_trained_on_is_not_the_source(exported):
     assert report.failure.endswith("; only trained values differ: was the model trained after the export?")
 
 
-def test_another_exporter_is_not_replayed(exported, monkeypatch):
+def test_an_export_by_a_different_version_is_not_replayed(exported, monkeypatch):
     model, path, _ = exported
     monkeypatch.setattr(export_record, "exporter_versions", lambda: {"torch": "9.9", "onnxscript": "9.9"})
     report = dt.verify(model, path)
@@ -156,7 +156,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_a_file_with_a_malformed_record_is_refused(exported, name, monkeypatch):
+def test_a_file_with_a_malformed_record_is_rejected(exported, name, monkeypatch):
     model, path, _ = exported
     monkeypatch.setattr(torch_source, "exported_model", lambda *_, **__: pytest.fail("it ran"))
     with pytest.raises(dt.FileFormatError, match="export record"):
@@ -170,11 +170,11 @@ def test_a_record_with_a_huge_example_is_not_replayed(exported):
     assert "export with a smaller batch" in report.replay.reason
 
 
-def test_a_changed_graph_is_not_said_to_be_trained_on(exported):
+def test_a_changed_graph_is_not_reported_as_further_training(exported):
     model, path, _ = exported
-    made = load(path)
-    attributes = next(node for node in made.graph.node if node.op_type == "Gemm").attribute
+    changed = load(path)
+    attributes = next(node for node in changed.graph.node if node.op_type == "Gemm").attribute
     next(each for each in attributes if each.name == "beta").f = 0.5
-    report = dt.verify(model, made)
+    report = dt.verify(model, changed)
     assert not report.ok
     assert "trained on" not in str(report)

@@ -1,4 +1,4 @@
-"""qt.export_onnx: the file holds the codes and scales of the model, and ONNX Runtime computes what the model computes.
+"""qt.export_onnx: the file has the codes and scales of the model, and ONNX Runtime computes the outputs of the model.
 
 Every file is looked at in the same way (``inspect``): what it may hold, its weights bit by bit, and the codes of every
 QuantizeLinear node by detent's own rules from the tensor that ONNX Runtime saw.
@@ -51,7 +51,7 @@ def mlp() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention whose products are quantized by placed quantizers, and a feed-forward part."""
+    """Attention whose matmuls have qt.Quantizer inputs, and a feed-forward part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,22 +95,22 @@ class Two(nn.Module):
 
 
 def images(count: int, seed: int = 0) -> Any:
-    """Stripes at any phase, in noise; their direction is the class."""
-    made = torch.Generator().manual_seed(seed)
-    classes = torch.randint(CLASSES, (count,), generator=made)
+    """Noisy images of stripes with random phase; the class is the direction of the stripes."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (count,), generator=generator)
     angle = (classes * (torch.pi / CLASSES))[:, None, None]
     row, column = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
-    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=made)
+    phase = 2 * torch.pi * torch.rand(count, 1, 1, generator=generator)
     stripes = torch.sin(1.2 * (row * angle.sin() + column * angle.cos()) + phase)
-    return (stripes + 0.3 * torch.randn(count, SIDE, SIDE, generator=made))[:, None], classes
+    return (stripes + 0.3 * torch.randn(count, SIDE, SIDE, generator=generator))[:, None], classes
 
 
 def sentences(count: int, seed: int = 0) -> Any:
-    """Words, and which group of them is the most frequent."""
-    made = torch.Generator().manual_seed(seed)
-    classes = torch.randint(CLASSES, (count,), generator=made)
-    ids = torch.randint(WORDS, (count, LENGTH), generator=made)
-    ids[:, ::2] = classes[:, None] * (WORDS // CLASSES) + torch.randint(6, (count, LENGTH // 2), generator=made)
+    """Sequences of words; the class is the most frequent group of words."""
+    generator = torch.Generator().manual_seed(seed)
+    classes = torch.randint(CLASSES, (count,), generator=generator)
+    ids = torch.randint(WORDS, (count, LENGTH), generator=generator)
+    ids[:, ::2] = classes[:, None] * (WORDS // CLASSES) + torch.randint(6, (count, LENGTH // 2), generator=generator)
     return ids, classes
 
 
@@ -135,7 +135,7 @@ def train(model: nn.Module, make: Any, steps: int, rate: float) -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """More do not help networks as small as these."""
+    """More threads do not speed up networks this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -143,7 +143,7 @@ def one_thread():
 
 
 def trained(kind: Any, recipe: Any, steps: int = 25) -> nn.Module:
-    """A model that was trained in float, calibrated, and trained on as a quantized one."""
+    """A model that was trained in float, calibrated, and trained again with quantization."""
     torch.manual_seed(0)
     make = DATA[kind]
     model = train(kind(), make, 2 * steps, 5e-3)
@@ -161,7 +161,7 @@ def calibrated(model: nn.Module, recipe: Any, *args: Any) -> nn.Module:
 
 
 def snapshot(model: nn.Module) -> Any:
-    """Everything of a model that must stay: bits, memory, versions, modes, classes and hooks."""
+    """Everything of a model that an export must not change: bits, memory, versions, modes, classes and hooks."""
     tensors = {
         name: (each.data_ptr(), each._version, each.requires_grad, each.detach().numpy().tobytes())
         for name, each in (*model.named_parameters(), *model.named_buffers())
@@ -183,37 +183,37 @@ def as_shipped(model: nn.Module, *args: Any) -> np.ndarray:
 
 
 def inspect(model: nn.Module, path: Path, feeds: dict[str, np.ndarray]) -> Graph:
-    """The file, after all that can be said of it without its outputs."""
-    made = load(path)
-    onnx.checker.check_model(made, full_check=True)
-    assert not made.functions
-    assert {entry.domain for entry in made.opset_import} == {""}
-    assert {node.domain for node in made.graph.node} <= {""}
-    assert made.ir_version <= 10
-    assert not any(part.metadata_props or part.doc_string for part in (made.graph, *made.graph.node))
-    about, graph = Provenance.read(made), Graph(made)
-    assert about is not None
-    assert dt.Recipe.from_json(about.recipe) == plan_of(model).recipe
-    assert about.made_by == dt.__version__
-    check_weights(model, graph, about)
-    check_activations(model, graph, about, feeds)
+    """Load a file, after all checks that need no outputs."""
+    model_proto = load(path)
+    onnx.checker.check_model(model_proto, full_check=True)
+    assert not model_proto.functions
+    assert {entry.domain for entry in model_proto.opset_import} == {""}
+    assert {node.domain for node in model_proto.graph.node} <= {""}
+    assert model_proto.ir_version <= 10
+    assert not any(part.metadata_props or part.doc_string for part in (model_proto.graph, *model_proto.graph.node))
+    provenance, graph = Provenance.read(model_proto), Graph(model_proto)
+    assert provenance is not None
+    assert dt.Recipe.from_json(provenance.recipe) == plan_of(model).recipe
+    assert provenance.made_by == dt.__version__
+    check_weights(model, graph, provenance)
+    check_activations(model, graph, provenance, feeds)
     return graph
 
 
-def check_weights(model: nn.Module, graph: Graph, about: Provenance) -> None:
-    """Codes minus zero point and scales are the model's, each weight is there once, and no float copy of any."""
+def check_weights(model: nn.Module, graph: Graph, provenance: Provenance) -> None:
+    """Check that codes minus zero point and scales equal the model's, and that each weight is stored once."""
     state, first = qt.quantized_state(model), {}
     for full, _, _, quantizer in weight_layers(model):
         first.setdefault(quantizer, full)
-    assert sorted(about.weights.values()) == sorted(first.values())
-    for name, full in about.weights.items():
+    assert sorted(provenance.weights.values()) == sorted(first.values())
+    for name, full in provenance.weights.items():
         tensor = state[full]
         codes, scale, zero = graph.array(name).astype(np.int64), graph.array(f"{full}_scale"), 0
         if f"{full}_zero_point" in graph.constants:
             (zero,) = np.unique(graph.array(f"{full}_zero_point").astype(np.int64))
         expected = tensor.codes.astype(np.int64) - int(tensor.params.zero_point.flat[0])
         scales = tensor.params.scale
-        if is_turned(graph, name):
+        if is_transposed(graph, name):
             expected, scales = expected.T, scales.T
         assert np.array_equal(codes - zero, expected), full
         assert (scale.shape, scale.tobytes()) == (scales.shape, scales.tobytes()), full
@@ -223,8 +223,8 @@ def check_weights(model: nn.Module, graph: Graph, about: Provenance) -> None:
     assert graph.drop_unread() == []
 
 
-def is_turned(graph: Graph, name: str) -> bool:
-    """Whether a matrix lies as [in, out]: what multiplies by it does not turn it."""
+def is_transposed(graph: Graph, name: str) -> bool:
+    """Whether a matrix is stored as [in, out], so that its readers do not transpose it."""
     outs = [node.output[0] for node in graph.consumers(name) if node.op_type == "DequantizeLinear"]
     readers = [(node, out) for out in outs for node in graph.consumers(out)]
     return bool(readers) and all(
@@ -233,10 +233,10 @@ def is_turned(graph: Graph, name: str) -> bool:
     )
 
 
-def check_activations(model: nn.Module, graph: Graph, about: Provenance, feeds: dict[str, np.ndarray]) -> None:
-    """Every QuantizeLinear node is a quantizer of the model: the same codes and values of what ONNX Runtime saw."""
+def check_activations(model: nn.Module, graph: Graph, provenance: Provenance, feeds: dict[str, np.ndarray]) -> None:
+    """Check every QuantizeLinear node: its codes and values are those of the quantizer for the same input."""
     nodes = {node.name: node for node in graph.nodes if node.op_type == "QuantizeLinear"}
-    assert set(nodes) == set(about.activations)
+    assert set(nodes) == set(provenance.activations)
     probe, places = ModelProto(), {}
     probe.CopyFrom(graph.model)
     for name, node in nodes.items():
@@ -244,24 +244,24 @@ def check_activations(model: nn.Module, graph: Graph, about: Provenance, feeds: 
         x = before.input[0] if before is not None and before.op_type == "Clip" else node.input[0]
         (after,) = graph.consumers(node.output[0])
         places[name] = (x, node.output[0], after.output[0])
-    wanted = dict.fromkeys(name for place in places.values() for name in place)
+    tensors = dict.fromkeys(name for place in places.values() for name in place)
     small = {place[1] for name, place in places.items() if kind_of(graph, nodes[name]) in NARROW}
-    for tensor in wanted:
+    for tensor in tensors:
         if tensor not in {*graph.outputs, *graph.inputs, *small}:
             probe.graph.output.append(onnx.ValueInfoProto(name=tensor))
     session = make_session(probe, optimize=False, threads=1)
     names = [each.name for each in session.get_outputs()]
-    found = dict(zip(names, session.run(names, feeds), strict=True)) | feeds
+    arrays = dict(zip(names, session.run(names, feeds), strict=True)) | feeds
     for name, (x, codes, y) in places.items():
-        params = quantizers_of(model)[about.activations[name]].params
+        params = quantizers_of(model)[provenance.activations[name]].params
         scale, zero = (graph.array(each) for each in nodes[name].input[1:3])
         assert scale.tobytes() == params.scale.tobytes()
-        assert found[y].tobytes() == dt.fake_quantize(found[x], params).tobytes(), name
-        if codes in found:
-            expected = dt.quantize(found[x], params).codes.astype(np.int64) + (
+        assert arrays[y].tobytes() == dt.fake_quantize(arrays[x], params).tobytes(), name
+        if codes in arrays:
+            expected = dt.quantize(arrays[x], params).codes.astype(np.int64) + (
                 zero.astype(np.int64) - params.zero_point
             )
-            assert np.array_equal(found[codes].astype(np.int64), expected), name
+            assert np.array_equal(arrays[codes].astype(np.int64), expected), name
 
 
 NARROW = {TensorProto.INT4, TensorProto.UINT4}  # which Python gets no arrays of
@@ -328,7 +328,7 @@ def test_dense_weights_are_unsigned_and_depthwise_ones_signed(exported_cnn):
     assert not graph.array("3.weight_zero_point").any()
 
 
-def test_biases_are_integers_in_the_unit_of_the_products(exported_cnn):
+def test_biases_are_int32_with_the_scale_of_the_accumulator(exported_cnn):
     model, path = exported_cnn
     graph = Graph(load(path))
     layer = model[11]
@@ -339,13 +339,13 @@ def test_biases_are_integers_in_the_unit_of_the_products(exported_cnn):
     assert np.abs(graph.array("11.bias_codes") * scale.astype(np.float64) - bias).max() <= scale.max() / 2 + 1e-12
 
 
-def test_convolutions_run_in_integers(exported_cnn):
+def test_convolutions_run_on_integer_kernels(exported_cnn):
     kinds = [node.op_type for node in optimized(load(exported_cnn[1])).graph.node]
     assert kinds.count("QLinearConv") == 2
     assert "QGemm" in kinds
 
 
-def test_an_example_of_one_gives_a_file_for_any_batch(exported_cnn):
+def test_an_example_of_one_sample_exports_any_batch_size(exported_cnn):
     model, path = exported_cnn
     sizes = load(path).graph.input[0].type.tensor_type.shape.dim
     assert sizes[0].dim_param == "batch"
@@ -367,7 +367,7 @@ def test_targets_choose_types_and_nothing_else(target, exported_cnn, tmp_path):
     assert np.array_equal(run(path, feeds)[0], run(other, feeds)[0])
 
 
-def test_a_target_with_a_limit_takes_only_small_codes(exported_cnn, tmp_path):
+def test_a_target_with_a_limit_rejects_larger_codes(exported_cnn, tmp_path):
     with pytest.raises(dt.SpecError, match=r"0\.weight contains the code 127, .*at most 64.*qmax=64"):
         qt.export_onnx(exported_cnn[0], images(2)[0], tmp_path / "model.onnx", target="onnxruntime-avx2")
     narrow = dt.QuantSpec("int8", "axis0", qmin=-64, qmax=64)
@@ -379,23 +379,23 @@ def test_a_target_with_a_limit_takes_only_small_codes(exported_cnn, tmp_path):
     assert graph.constants["0.weight_codes"].data_type == TensorProto.INT8
 
 
-def test_low_bits_go_into_bytes_where_asked(tmp_path):
+def test_container_int8_stores_low_bits_in_bytes(tmp_path):
     torch.manual_seed(0)
     model = calibrated(mlp(), "w4a8", numbers(32)[0])
     feeds = {"input": numbers(8)[0].numpy()}
-    found = {}
+    outputs = {}
     for container in (None, "int8"):
         path = qt.export_onnx(model, numbers(2)[0], tmp_path / f"{container}.onnx", container=container)
         graph = inspect(model, path, feeds)
-        found[container] = run(path, feeds)[0]
+        outputs[container] = run(path, feeds)[0]
         kind = graph.constants["2.weight_codes"].data_type
         assert kind == (TensorProto.INT4 if container is None else TensorProto.UINT8)
         count = sum(node.op_type == "QGemm" for node in optimized(path).graph.node)
         assert count == (2 if container is None else 3)
-    assert np.allclose(found[None], found["int8"], atol=1e-2)
+    assert np.allclose(outputs[None], outputs["int8"], atol=1e-2)
 
 
-def test_weight_only_matrices_lie_as_their_kernel_wants_them(tmp_path):
+def test_weight_only_matrices_are_transposed_for_their_kernel(tmp_path):
     torch.manual_seed(0)
     model = calibrated(nn.Sequential(nn.Linear(64, 32)), "w4a16-g32", torch.randn(2, 5, 64))
     path = qt.export_onnx(model, torch.randn(2, 5, 64), tmp_path / "model.onnx")
@@ -405,7 +405,7 @@ def test_weight_only_matrices_lie_as_their_kernel_wants_them(tmp_path):
     assert [node.op_type for node in optimized(path).graph.node] == ["MatMulNBits"]
 
 
-def test_tied_weights_are_there_once(tmp_path):
+def test_tied_weights_are_stored_once(tmp_path):
     torch.manual_seed(0)
     model = calibrated(Transformer(tied=True), "w8a8", sentences(16)[0])
     path = qt.export_onnx(model, sentences(2)[0], tmp_path / "model.onnx")
@@ -427,7 +427,7 @@ def test_tied_weights_are_there_once(tmp_path):
         ("int4/group16", ["Gather", "Cast", "Reshape", "Gather", "Unsqueeze", "Mul", "Reshape"]),
     ],
 )
-def test_embeddings_pick_codes_and_dequantize_what_they_picked(weight, operators, tmp_path):
+def test_embeddings_gather_codes_and_then_dequantize(weight, operators, tmp_path):
     torch.manual_seed(0)
     model = calibrated(nn.Sequential(nn.Embedding(20, 32)), dt.Recipe([dt.Rule(weight=weight)]), torch.tensor([[3]]))
     ids = torch.randint(20, (3, 5))
@@ -446,9 +446,9 @@ def test_named_inputs_and_outputs_and_two_of_each(tmp_path):
     with qt.calibrating(model):
         model(**example)
     path = qt.export_onnx(model, example, tmp_path / "model.onnx")
-    made = load(path)
-    assert {each.name for each in made.graph.input} == {"left", "right"}
-    assert [each.name for each in made.graph.output] == ["total", "both"]
+    exported = load(path)
+    assert {each.name for each in exported.graph.input} == {"left", "right"}
+    assert [each.name for each in exported.graph.output] == ["total", "both"]
     inspect(model, path, {name: each.numpy() for name, each in example.items()})
     other = {"left": torch.randn(7, 6), "right": torch.randn(7, 5)}
     total, both = run(path, {name: each.numpy() for name, each in other.items()})
@@ -469,8 +469,8 @@ class Own(nn.Module):
         self.layer, self.arguments = layer, arguments
 
     def forward(self, x):
-        found = self.layer(*(x,) * self.arguments)
-        return found[0] if isinstance(found, tuple) else found
+        result = self.layer(*(x,) * self.arguments)
+        return result[0] if isinstance(result, tuple) else result
 
 
 class Pair(nn.Module):
@@ -527,7 +527,7 @@ ROOTS = {
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("name", ROOTS)
 def test_the_batch_axis_of_a_layer_alone_stays_free(name, by_name, tmp_path):
-    """A prepared layer has the arguments of the float one; forwards may also take any."""
+    """A prepared layer has the signature of the float layer; a forward may also have *args and **kwargs."""
     torch.manual_seed(0)
     make, shapes, names = ROOTS[name]
     data = [torch.randn(shape) for shape in shapes]
@@ -573,7 +573,7 @@ def test_other_types_of_activations(format, tmp_path):
 
 @pytest.mark.parametrize(("recipe", "mode"), [("w4a4", None), ("w8a4", None), ("w3a3", None), ("w2a2", "learned")])
 def test_activations_of_few_bits_before_convolutions(recipe, mode, tmp_path):
-    """They lie in bytes behind a Clip: ONNX Runtime's integer convolutions take no 4-bit type."""
+    """They are stored in bytes after a Clip, because ONNX Runtime has no integer convolution for 4-bit types."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)), nn.Flatten(), nn.Linear(128, 2))
     x = torch.randn(4, 8, 4, 4)
@@ -593,8 +593,8 @@ def test_layers_in_float_stay_in_float(tmp_path):
     model = calibrated(mlp(), recipe, numbers(8)[0])
     model[4].weight_quantizer.enabled = False
     path = qt.export_onnx(model, numbers(2)[0], tmp_path / "model.onnx")
-    made = load(path)
-    assert list(Provenance.read(made).weights.values()) == ["0.weight"]
+    exported = load(path)
+    assert list(Provenance.read(exported).weights.values()) == ["0.weight"]
     x = numbers(8)[0]
     assert np.allclose(run(path, {"input": x.numpy()})[0], as_shipped(model, x), atol=1e-4)
 
@@ -602,7 +602,7 @@ def test_layers_in_float_stay_in_float(tmp_path):
 @pytest.mark.parametrize(
     "behind", [nn.MaxPool2d(2), nn.Flatten(2), nn.Dropout(), nn.ReLU()], ids=lambda m: type(m).__name__
 )
-def test_onnx_runtime_quantizes_no_layer_in_float(behind, tmp_path):
+def test_onnx_runtime_does_not_quantize_float_layers(behind, tmp_path):
     torch.manual_seed(0)
     third = nn.Conv1d(8, 8, 3, padding=1) if isinstance(behind, nn.Flatten) else nn.Conv2d(8, 8, 3, padding=1)
     net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), behind, third)
@@ -627,7 +627,7 @@ def test_a_disabled_weight_before_a_batch_norm_is_folded_in_float(tmp_path):
     assert np.allclose(run(path, {"input": x.numpy()})[0], as_shipped(model, x), atol=1e-5)
 
 
-def test_older_operators_where_they_suffice(tmp_path):
+def test_older_opsets_that_suffice(tmp_path):
     model = calibrated(nn.Sequential(nn.Linear(4, 2)), "w8a8", torch.randn(8, 4))
     path = qt.export_onnx(model, torch.randn(2, 4), tmp_path / "model.onnx", opset=18)
     assert Graph(load(path)).opset == 18
@@ -635,8 +635,8 @@ def test_older_operators_where_they_suffice(tmp_path):
 
 
 @pytest.mark.parametrize("opset", [22, 23])
-def test_newer_operators(opset, tmp_path):
-    """And a model that is a layer itself, whose weight has no prefix."""
+def test_newer_opsets(opset, tmp_path):
+    """Also a model that is a single layer, whose weight has no prefix."""
     model = calibrated(nn.Linear(4, 2), "w4a8", torch.randn(8, 4))
     path = qt.export_onnx(model, torch.randn(2, 4), tmp_path / "model.onnx", opset=opset)
     graph = inspect(model, path, {"input": np.ones((2, 4), np.float32)})
@@ -645,7 +645,7 @@ def test_newer_operators(opset, tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["w4a8-first", "w4a16-g32", "uint16"])
-def test_operators_that_are_too_old(recipe, tmp_path):
+def test_opsets_that_are_too_old(recipe, tmp_path):
     rules = {
         "w4a8-first": dt.Rule(weight="int4/axis0", input=INPUT),
         "w4a16-g32": dt.Rule(weight="int8/group32"),
@@ -678,7 +678,7 @@ class Large(Fixed):
         return self.layer(x) * 2 if x.shape[0] > 3 else self.layer(x)
 
 
-def test_a_batch_that_has_to_be_large_is_warned_of(tmp_path):
+def test_a_minimum_batch_size_draws_a_warning(tmp_path):
     model = calibrated(Large(), "w8a8", torch.randn(5, 4))
     with pytest.warns(UserWarning, match="axis 0 of x is limited to sizes from 4 to "):
         qt.export_onnx(model, torch.randn(5, 4), tmp_path / "model.onnx")
@@ -695,7 +695,7 @@ def test_shapes_may_be_chosen(tmp_path):
 
 
 class Twice(nn.Module):
-    """One layer, called two times."""
+    """A model that calls its layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -705,15 +705,15 @@ class Twice(nn.Module):
         return self.layer(torch.relu(self.layer(x)))
 
 
-def test_a_layer_that_is_called_twice_has_its_weight_once(tmp_path):
+def test_a_layer_that_is_called_twice_stores_its_weight_once(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(16, 4)
     model = calibrated(Twice(), "w8a8", x)
     path = qt.export_onnx(model, x, tmp_path / "model.onnx")
     graph = inspect(model, path, {"x": x.numpy()})
-    about = Provenance.read(graph.model)
-    assert list(about.weights.values()) == ["layer.weight"]
-    assert list(about.activations.values()) == ["layer.input_quantizer"] * 2
+    provenance = Provenance.read(graph.model)
+    assert list(provenance.weights.values()) == ["layer.weight"]
+    assert list(provenance.activations.values()) == ["layer.input_quantizer"] * 2
     assert np.allclose(run(path, {"x": x.numpy()})[0], as_shipped(model, x), atol=1e-2)
 
 
@@ -759,7 +759,7 @@ def test_models_that_are_not_ready(make, error, words, tmp_path):
         qt.export_onnx(make(), X, tmp_path / "model.onnx")
 
 
-def test_models_whose_quantizers_let_data_pass(tmp_path):
+def test_models_in_calibration_or_delay(tmp_path):
     model = calibrated(tiny(), "w8a8", X)
     with qt.calibrating(model), pytest.raises(dt.StateError, match=r"0\.\w+ is not quantizing yet \(qt\.calibrating"):
         qt.export_onnx(model, X, tmp_path / "model.onnx")
@@ -785,7 +785,7 @@ def test_models_whose_quantizers_let_data_pass(tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_arguments_that_cannot_be(arguments, error, words, tmp_path):
+def test_invalid_arguments(arguments, error, words, tmp_path):
     given = {"example": X, "path": tmp_path / "model.onnx"} | arguments
     with pytest.raises(error, match=words):
         qt.export_onnx(calibrated(tiny(), "w8a8", X), **given)
@@ -793,17 +793,17 @@ def test_arguments_that_cannot_be(arguments, error, words, tmp_path):
 
 
 def activation(spec: Any, mode: Any = None, **options: Any) -> Any:
-    """What the lowering makes of one quantizer of that kind, without an export."""
+    """The lowering of a graph with one quantizer of that kind, without an export."""
     quantizer = qt.FakeQuantize(spec, dt.Fixed() if mode is None else mode, **options)
     if not isinstance(quantizer.mode, dt.PerBatch):
         scale = np.ones(quantizer.scale.shape or (), np.float32)
         quantizer.set_params(dt.QuantParams(quantizer.spec, scale))
-    made = parser.parse_model(
+    graph_proto = parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21, "detent" : 1]>
         g (float[N, 4] x) => (float[N, 4] y) { y = detent.Activation <key = "a.input_quantizer", rank = 2> (x) }"""
     )
     return Lowering(
-        made, Marked(nn.Identity(), {}, {"a.input_quantizer": quantizer}), get_target("onnxruntime"), min_bits=4
+        graph_proto, Marked(nn.Identity(), {}, {"a.input_quantizer": quantizer}), get_target("onnxruntime"), min_bits=4
     )
 
 
@@ -829,20 +829,20 @@ def test_activations_that_onnx_cannot_express(spec, options, words):
 
 
 def test_channels_of_activations():
-    made = activation("uint8/axis-1", shape=(2, 4)).run()
-    assert [attribute_of(node, "axis") for node in made.graph.node] == [1, 1]
+    lowered = activation("uint8/axis-1", shape=(2, 4)).run()
+    assert [attribute_of(node, "axis") for node in lowered.graph.node] == [1, 1]
 
 
 @pytest.mark.parametrize("spec", ["nf4", "mxfp4", "int4/block2x2"])
 def test_weights_that_onnx_cannot_express(spec):
     tensor = dt.quantize(np.ones((4, 32), np.float32), dt.QuantParams.from_data(spec, np.ones((4, 32), np.float32)))
-    made = parser.parse_model(
+    graph_proto = parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21, "detent" : 1]>
         g (float[4, 32] x) => (float[4, 32] y) { w = detent.Weight <key = "a.weight", rank = 2> () y = Add(x, w) }"""
     )
     marked = Marked(nn.Identity(), {"a.weight": MarkedWeight(tensor)}, {})
     with pytest.raises(dt.UnsupportedError, match=r"^a\.weight: ONNX"):
-        Lowering(made, marked, get_target("onnxruntime"), min_bits=4).run()
+        Lowering(graph_proto, marked, get_target("onnxruntime"), min_bits=4).run()
 
 
 def test_a_quantizer_inside_a_branch():
@@ -852,13 +852,13 @@ def test_a_quantizer_inside_a_branch():
         [],
         [helper.make_tensor_value_info("z", TensorProto.FLOAT, [2])],
     )
-    made = parser.parse_model(
+    graph_proto = parser.parse_model(
         """<ir_version: 10, opset_import: ["" : 21, "detent" : 1]>
         g (bool c, float[2] x) => (float[2] y) { y = Identity(x) }"""
     )
-    made.graph.node.append(helper.make_node("If", ["c"], ["w"], then_branch=body, else_branch=body))
+    graph_proto.graph.node.append(helper.make_node("If", ["c"], ["w"], then_branch=body, else_branch=body))
     with pytest.raises(dt.UnsupportedError, match=r"a\.input_quantizer is used inside a loop or branch"):
-        Lowering(made, Marked(nn.Identity(), {}, {}), get_target("onnxruntime"), min_bits=4).run()
+        Lowering(graph_proto, Marked(nn.Identity(), {}, {}), get_target("onnxruntime"), min_bits=4).run()
 
 
 def test_a_bias_that_does_not_fit_stays_float(tmp_path):
@@ -878,8 +878,8 @@ def test_models_that_are_not_float32(dtype, tmp_path):
         qt.export_onnx(model, X.to(dtype), tmp_path / "model.onnx")
 
 
-class Strange(nn.Module):
-    """What no exporter follows."""
+class Untraceable(nn.Module):
+    """A model that exporters cannot trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -891,7 +891,7 @@ class Strange(nn.Module):
 
 
 def test_models_that_torch_does_not_export(tmp_path):
-    model = calibrated(Strange(), "w8a8", X)
+    model = calibrated(Untraceable(), "w8a8", X)
     with pytest.raises(dt.UnsupportedError, match=r"torch.onnx.export failed: .*memory \(LSTM\)"):
         qt.export_onnx(model, X, tmp_path / "model.onnx")
 

@@ -1,6 +1,6 @@
-"""qt.fake_quantize: the bits of the core for every layout, its gradients, what it keeps, and how torch transforms it.
+"""qt.fake_quantize: the bits of the core for every layout, gradients, memory saved for backward, and transforms.
 
-Data are tie-adjacent; equality is of bits. The formulas of the gradients are written out here once more, in float64.
+Data are next to ties and results are compared bit by bit. Gradients are also compared with float64 formulas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STES = {
 
 
 def specs_of(fmt: str, granularity: str) -> list[dt.QuantSpec]:
-    """One spec per convention; every second affine."""
+    """One spec per convention; every second one is affine."""
     integer = dt.formats.FORMATS[fmt].kind == "integer"
     names = list(dt.convention.PRESETS)
     return [
@@ -54,7 +54,7 @@ def specs_of(fmt: str, granularity: str) -> list[dt.QuantSpec]:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_forward_is_the_cores(fmt: str, dtype: str, granularity: str) -> None:
+def test_forward_equals_the_core(fmt: str, dtype: str, granularity: str) -> None:
     for spec in specs_of(fmt, granularity):
         case = make_case(spec, SHAPE, dtype)
         x = tensor(case.x)
@@ -125,7 +125,7 @@ def test_learned_gradients_do_not_depend_on_the_layout(layout: str) -> None:
         assert_same(got, expected)
 
 
-def test_dense_layouts_stay_as_they_are() -> None:
+def test_dense_layouts_are_kept() -> None:
     x = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     y = qt.fake_quantize(x, dt.QuantParams(dt.QuantSpec("int8", "axis1"), np.full(3, 0.1, np.float32)))
     assert y.is_contiguous(memory_format=torch.channels_last)
@@ -163,7 +163,7 @@ def test_a_tensor_with_a_negative_bit() -> None:
     assert y.tolist() == [-0.5, -1.0, -9.0]
 
 
-def test_a_parameter_without_gradients_is_no_leaf_of_a_graph() -> None:
+def test_a_parameter_without_gradients_records_no_graph() -> None:
     x = torch.nn.Parameter(torch.ones(3))
     with torch.no_grad():
         assert not qt.fake_quantize(x, dt.QuantParams("int8", 0.5)).requires_grad
@@ -176,7 +176,7 @@ def test_a_parameter_without_gradients_is_no_leaf_of_a_graph() -> None:
 @pytest.mark.parametrize("ste", STES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", ["int4", "uint8", "float8_e4m3fn", "nf4"])
-def test_gradients_are_the_cores(fmt: str, dtype: str, ste: str) -> None:
+def test_gradients_equal_the_core(fmt: str, dtype: str, ste: str) -> None:
     for granularity in GRANULARITIES:
         for spec in specs_of(fmt, granularity)[::3]:
             case = make_case(spec, SHAPE, dtype)
@@ -195,7 +195,7 @@ def test_tanh_to_4_ulp(unit: str) -> None:
 
 
 def by_formula(ste: dt.ste.Estimator, x: NDArray, s: NDArray, z: NDArray, low: int, high: int) -> NDArray:
-    """What each estimator multiplies g by, from the contract's table; data without ties at the ends."""
+    """The factor of g for each straight-through estimator, from the table of the contract; x is not at a bound."""
     u = np.round(x / s) + z
     middle, half = ((low + high) / 2 - z) * s, (high - low) / 2 * s
     v = (x - middle) / half
@@ -278,7 +278,7 @@ def test_scale_and_zero_point_against_finite_differences(fmt: str, granularity: 
 @pytest.mark.parametrize("ste", STES)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_learned_gradients_are_the_cores(dtype: str, granularity: str, ste: str) -> None:
+def test_learned_gradients_equal_the_core(dtype: str, granularity: str, ste: str) -> None:
     for spec in specs_of("uint4", granularity)[1::3]:
         case = make_case(spec, SHAPE, dtype, nasty=False)
         x, scale = tensor(case.x).requires_grad_(), tensor(case.params.scale).requires_grad_()
@@ -309,7 +309,7 @@ def test_a_learned_scale_of_a_frozen_input() -> None:
         assert not qt.fake_quantize(torch.ones(2), dt.QuantParams("int8", 1.0), scale=scale).requires_grad
 
 
-def test_a_callable_estimator_sees_tensors() -> None:
+def test_a_callable_ste_gets_tensors() -> None:
     seen = []
 
     def double(g: torch.Tensor, x: torch.Tensor, params: dt.QuantParams) -> torch.Tensor:
@@ -342,7 +342,7 @@ def test_gradients_have_gradients() -> None:
 
 
 def test_backward_uses_the_forwards_parameters() -> None:
-    """Whatever happens to the tensors in between."""
+    """The tensors may change between forward and backward."""
     x, scale = torch.tensor([0.3, 900.0], requires_grad=True), torch.tensor(0.5, requires_grad=True)
     params = dt.QuantParams("int8", 1.0)
     y = qt.fake_quantize(x, params, scale=scale)
@@ -372,7 +372,7 @@ def saved_bytes(f: object, *args: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(4096,), (3, 5, 23), (2, 8, 16, 16)], ids=str)
-def test_one_bit_per_element_is_kept(shape: tuple[int, ...], dtype: str) -> None:
+def test_one_bit_per_element_is_saved(shape: tuple[int, ...], dtype: str) -> None:
     x = torch.randn(shape).to(getattr(torch, dtype)).requires_grad_()
     params = dt.QuantParams("int8", 0.02)
     for ste in ("clipped", "value", "exclusive", "none"):
@@ -381,7 +381,7 @@ def test_one_bit_per_element_is_kept(shape: tuple[int, ...], dtype: str) -> None
     assert saved_bytes(lambda x: qt.fake_quantize(x, params, ste="identity"), x) == 0
 
 
-def test_channels_last_keeps_one_bit_too() -> None:
+def test_channels_last_saves_one_bit_too() -> None:
     x = torch.randn(2, 8, 16, 16).contiguous(memory_format=torch.channels_last).requires_grad_()
     assert saved_bytes(lambda x: qt.fake_quantize(x, dt.QuantParams("int8", 0.02)), x) == x.numel() // 8
 
@@ -576,6 +576,6 @@ def test_bad_input(name: str) -> None:
         BAD[name]()
 
 
-def test_a_callable_cannot_be_vectorised() -> None:
+def test_a_callable_ste_cannot_be_vectorized() -> None:
     with pytest.raises(dt.DetentError, match="callable"):
         torch.func.vmap(lambda x: qt.fake_quantize(x, P, ste=lambda g, *_: g))(torch.zeros(2, 3))

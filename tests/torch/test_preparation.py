@@ -42,7 +42,7 @@ def small() -> nn.Module:
 
 
 class Gate(nn.Module):
-    """A layer of one's own."""
+    """A user-defined layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class Tied(nn.Module):
 
 
 def reason(model: nn.Module, recipe: dt.Recipe | str, name: str) -> str:
-    made = qt.plan(model, recipe)
-    layer = next(each for each in made.layers if each.name == name)
-    assert layer.reason in str(made)
+    model_plan = qt.plan(model, recipe)
+    layer = next(each for each in model_plan.layers if each.name == name)
+    assert layer.reason in str(model_plan)
     assert not layer.is_quantized
     assert layer.nbytes_before == layer.nbytes_after
     return layer.reason
@@ -105,15 +105,15 @@ def test_a_rule_without_a_spec_for_the_layer() -> None:
     assert reason(model, dt.Recipe([dt.Rule(input=INPUT)]), "0")
 
 
-def test_tokens_are_not_of_weights() -> None:
+def test_weights_cannot_be_per_token() -> None:
     assert "token" in reason(small(), dt.Recipe([dt.Rule(weight="int8/token")]), "0")
 
 
 def test_tied_weights_in_the_plan() -> None:
-    made = qt.plan(Tied(), "w8a16")
-    first, _, last = made.layers
+    model_plan = qt.plan(Tied(), "w8a16")
+    first, _, last = model_plan.layers
     assert last.tied == {"weight": "embedding.weight"}
-    assert "weight is embedding.weight" in str(made)
+    assert "weight is embedding.weight" in str(model_plan)
     assert (last.nbytes_before, last.nbytes_after) == (0, 0)
     assert first.nbytes_before == 9 * 6 * 4
 
@@ -127,7 +127,7 @@ def test_tied_weights_in_the_plan() -> None:
     ],
     ids=["skipped", "other", "unmatched"],
 )
-def test_tied_weights_with_two_specs_are_refused(rules: list[dt.Rule]) -> None:
+def test_tied_weights_with_two_specs_are_rejected(rules: list[dt.Rule]) -> None:
     model = Tied()
     with pytest.raises(dt.SpecError, match=r"head\.weight and embedding\.weight are one parameter"):
         qt.prepare(model, dt.Recipe(rules))
@@ -153,9 +153,9 @@ def test_tied_weights_are_quantized_once() -> None:
 def test_an_empty_recipe() -> None:
     model, x = small(), torch.randn(3, 6)
     expected = model(x)
-    made = qt.plan(model, dt.Recipe([]))
-    assert made.quantized == ()
-    assert "0 of 2 layers" in str(made)
+    model_plan = qt.plan(model, dt.Recipe([]))
+    assert model_plan.quantized == ()
+    assert "0 of 2 layers" in str(model_plan)
     qt.prepare(model, dt.Recipe([]))
     assert_same(model(x), expected)
     with qt.calibrating(model):
@@ -199,7 +199,7 @@ def test_unused_layers() -> None:
 
 
 def test_layers_whose_weight_is_computed_are_listed() -> None:
-    """Pruned or parametrised layers have no weight of their own; the table has to say so."""
+    """Pruned or parametrized layers have no weight parameter; the plan gives this reason."""
     from torch.nn.utils import parametrizations, prune
 
     pruned, normed = nn.Linear(4, 4), parametrizations.weight_norm(nn.Linear(4, 4))
@@ -211,13 +211,13 @@ def test_layers_whose_weight_is_computed_are_listed() -> None:
     assert any(name.startswith("1") and not layer.is_quantized for name, layer in names.items())
 
 
-def test_lazy_layers_are_refused() -> None:
+def test_lazy_layers_are_rejected() -> None:
     with pytest.raises(dt.DetentError):
         qt.prepare(nn.Sequential(nn.LazyLinear(4)), "w8a8")
 
 
 @pytest.mark.parametrize("bad", [None, 5, [], torch.zeros(3)], ids=str)
-def test_what_is_no_model_or_recipe(bad: object) -> None:
+def test_invalid_models_and_recipes(bad: object) -> None:
     with pytest.raises((dt.DetentError, dt.errors.FileFormatError)):
         qt.plan(bad, "w8a8")
     with pytest.raises(dt.DetentError):
@@ -335,7 +335,7 @@ def test_float_checkpoints_load(recipe: str) -> None:
     assert_same(model[0].weight, source[0].weight)
 
 
-def test_checkpoints_of_another_recipe_are_refused_with_a_diff() -> None:
+def test_checkpoints_of_a_different_recipe_are_rejected_with_a_diff() -> None:
     source = qt.prepare(small(), "w8a8")
     model = qt.prepare(small(), dt.Recipe([dt.Rule(weight="int4/axis0", input=INPUT)]))
     before = {k: bits(v) for k, v in model.state_dict().items()}
@@ -353,7 +353,7 @@ def test_checkpoints_are_safe_files(tmp_path: object) -> None:
     assert_same(twin.eval()(x), model.eval()(x))
 
 
-def test_what_cannot_be_prepared() -> None:
+def test_models_that_cannot_be_prepared() -> None:
     model = qt.prepare(small(), "w8a8")
     for each in (model, nn.Sequential(model), model[0]):
         with pytest.raises(dt.SpecError, match="already prepared"):
@@ -375,7 +375,7 @@ def test_names_that_are_taken() -> None:
 
 
 @pytest.mark.parametrize("call", [qt.freeze, qt.quantized_state, qt.unprepare], ids=lambda f: f.__name__)
-def test_a_float_model_is_refused(call: Callable[[nn.Module], object]) -> None:
+def test_a_float_model_is_rejected(call: Callable[[nn.Module], object]) -> None:
     with pytest.raises(dt.StateError, match="not prepared"):
         call(small())
 
@@ -425,7 +425,7 @@ def test_calibration_computes_in_float_and_evaluation_follows(name: str, recipe:
 
 
 def quantized(t: torch.Tensor, spec: str) -> torch.Tensor:
-    """By the NumPy core, with the range of the data; gradients pass where nothing is clipped."""
+    """Fake-quantize with the NumPy core and the range of the data; the gradient passes without clipping."""
     a = array(t)
     params = dt.QuantParams.from_data(spec, a)
     y = torch.from_numpy(dt.fake_quantize(a, params))
@@ -440,7 +440,7 @@ def check_layer(
     exact: bool = True,
     call: Callable[..., torch.Tensor] | None = None,
 ) -> None:
-    """Forward and all gradients; `by_hand` gets the parameters by name, and the inputs."""
+    """Check the output and all gradients; `by_hand` is called with the parameters by name, and the inputs."""
     call = call or (lambda m, *a: m(*a))
     model = nn.Sequential(layer)
     qt.prepare(model, dt.Recipe(Both))
@@ -580,7 +580,7 @@ def test_embeddings() -> None:
 
 
 def test_embeddings_with_sparse_gradients() -> None:
-    """They work, or are refused before any step."""
+    """They work, or are rejected before any step."""
     model = nn.Sequential(nn.Embedding(6, 4, sparse=True))
     try:
         qt.prepare(model, "w8a16")
@@ -593,7 +593,7 @@ def test_embeddings_with_sparse_gradients() -> None:
 
 
 def test_embeddings_with_a_largest_norm() -> None:
-    """The parameter is what the float layer bounds; what comes out is made of codes. Or it is refused."""
+    """The layer bounds its float parameter and returns quantized values, or is rejected."""
     model, twin = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5)), nn.Sequential(nn.Embedding(6, 4, max_norm=0.5))
     twin.load_state_dict(model.state_dict())
     try:
@@ -638,7 +638,7 @@ def test_attention(train: bool) -> None:
 
 
 def test_attention_without_gradients_is_the_same() -> None:
-    """Where torch would take its fast path."""
+    """Without gradients, torch would use its fast path."""
     torch.manual_seed(0)
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     qt.prepare(model, dt.Recipe([dt.Rule(weight="int2/axis0", input=INPUT)]))
@@ -666,7 +666,7 @@ def test_attention_of_different_sizes() -> None:
 
 
 def test_the_output_projection_of_attention_alone() -> None:
-    """What the plan says happens, also where the rest of the attention is left alone."""
+    """Only the output projection is quantized, as planned, and the rest of the attention stays float."""
     torch.manual_seed(0)
     model, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 5, 8)
     before = model(x, x, x)[0]
@@ -739,7 +739,7 @@ def test_recurrent_layers_move_and_copy() -> None:
     assert not torch.equal(model(x.double())[0].float(), expected)
 
 
-def test_a_layer_of_ones_own() -> None:
+def test_a_user_defined_layer() -> None:
     qt.register_layer(Gate, {"matrix": 1})
     torch.manual_seed(0)
     model = nn.Sequential(Gate())
@@ -837,7 +837,7 @@ def test_empty_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv", "transposed"])
-def test_autocast_gives_the_types_of_the_float_model(kind: str) -> None:
+def test_autocast_gives_the_dtypes_of_the_float_model(kind: str) -> None:
     make = {
         "linear": lambda: nn.Linear(6, 4),
         "conv": lambda: nn.Conv1d(6, 4, 1),
@@ -857,7 +857,7 @@ def test_autocast_gives_the_types_of_the_float_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_models_of_other_types(dtype: torch.dtype) -> None:
+def test_models_of_other_dtypes(dtype: torch.dtype) -> None:
     model, x = small().to(dtype), torch.randn(5, 6).to(dtype)
     qt.prepare(model, "w8a8")
     y = model(x)
@@ -870,7 +870,7 @@ def test_models_of_other_types(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mode", ["per_batch", "learned"])
 def test_stochastic_weights_have_one_step_per_forward(mode: str) -> None:
-    """Backward uses the random numbers of its forward."""
+    """Backward uses the random numbers of the forward pass."""
     spec = dt.QuantSpec("int4", "axis0", rounding="stochastic(3)")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 3, bias=False))
@@ -927,7 +927,7 @@ def test_compiled_models_train_as_eager_ones() -> None:
 
 
 def test_fixed_scales_of_weights_are_those_of_calibration() -> None:
-    """Without training this is PTQ, for which few bits need the range of least error."""
+    """Without training this is PTQ, and few bits need the MSE-optimal range."""
     torch.manual_seed(0)
     errors = {}
     for mode in ("ema", "fixed"):
@@ -959,7 +959,7 @@ def test_an_axis_that_a_weight_does_not_have(spec):
 
 @pytest.mark.parametrize("observer", ["minmax", "mse"])
 def test_nested_calibrations_observe_each_their_own(observer: str) -> None:
-    """The inner one ends without ending the outer one, which sees all data."""
+    """The inner calibration ends without ending the outer one, which observes all data."""
     small, large = torch.linspace(0, 1, 24).reshape(6, 4), torch.linspace(0, 9, 24).reshape(6, 4)
 
     def calibrated(*batches: torch.Tensor) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The cache of quantized weights: never stale, whatever changes, and used when nothing does."""
+"""The cache of quantized weights: never stale after any change, and used if nothing changed."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def weight_name(model: nn.Module) -> str:
 
 
 def fresh(model: nn.Module, name: str) -> nn.Module:
-    """A model with the same state that never computed anything."""
-    made = qt.prepare(models()[name], plan_of(model).recipe)
-    made.load_state_dict(model.state_dict())
-    return made.train(model.training)
+    """A model with the same state and an empty cache."""
+    copy = qt.prepare(models()[name], plan_of(model).recipe)
+    copy.load_state_dict(model.state_dict())
+    return copy.train(model.training)
 
 
 def other_values(p: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def write_data(model: nn.Module) -> None:
 
 
 def write_one(model: nn.Module) -> None:
-    """A single element, past every counter of versions."""
+    """Write a single element without a new version number."""
     weight_of(model).data.view(-1)[-1] = 3.0
 
 
@@ -103,7 +103,7 @@ def write_numpy(model: nn.Module) -> None:
 
 
 def exchange(model: nn.Module) -> None:
-    """What no plain sum of the weights would show."""
+    """Exchange two elements, which does not change the sum of the weights."""
     flat = weight_of(model).data.view(-1)
     flat[:5] = flat[:5].roll(1)
 
@@ -177,7 +177,7 @@ def prepared(name: str, recipe: str) -> tuple[nn.Module, torch.Tensor]:
     ("name", "recipe"),
     [("linear", "w8a8"), ("linear", "learned"), ("conv", "w8a16"), ("conv_bn", "w8a8"), ("recurrent", "w8a8")],
 )
-def test_no_change_goes_unseen(name: str, recipe: str, change: str) -> None:
+def test_every_change_is_detected(name: str, recipe: str, change: str) -> None:
     model, x = prepared(name, recipe)
     with torch.no_grad():
         before = model(x)
@@ -190,8 +190,8 @@ def test_no_change_goes_unseen(name: str, recipe: str, change: str) -> None:
 
 @pytest.mark.parametrize("change", ["in_place", "data", "new_data", "swap", "adam_fused"])
 @pytest.mark.parametrize("recipe", ["w8a8", "learned"])
-def test_after_freezing_too(recipe: str, change: str) -> None:
-    """A folded weight is computed anew each time, and may lie where the last one lay."""
+def test_every_change_is_detected_after_freezing(recipe: str, change: str) -> None:
+    """A folded weight is computed each time, and may have the address of the previous one."""
     model, x = prepared("conv_bn", recipe)
     qt.freeze(model)
     with torch.no_grad():
@@ -207,7 +207,7 @@ def test_after_freezing_too(recipe: str, change: str) -> None:
 
 @pytest.mark.parametrize("change", ["in_place", "data", "swap", "sgd_fused"])
 @pytest.mark.parametrize("name", ["linear", "conv_bn"])
-def test_gradients_see_changes_too(name: str, change: str) -> None:
+def test_gradients_use_changed_weights(name: str, change: str) -> None:
     model, x = prepared(name, "w8a8")
     model.train()
     for _ in range(3):
@@ -220,7 +220,7 @@ def test_gradients_see_changes_too(name: str, change: str) -> None:
 
 
 def flat(weight: torch.Tensor) -> torch.Tensor:
-    """The memory, written past every counter of versions."""
+    """The memory of a weight; writes to it do not change the version number."""
     return weight.data.as_strided((weight.numel(),), (1,))
 
 
@@ -229,7 +229,7 @@ def exchange_two(weight: torch.Tensor) -> None:
 
 
 def flip_bits(weight: torch.Tensor, count: int) -> None:
-    """Bits of single weights, among them those of the sign."""
+    """Flip bits of single weights, including the sign."""
     bits, rng = flat(weight).view(torch.int32), torch.Generator().manual_seed(count)
     for _ in range(count):
         at, bit = (int(torch.randint(high, (), generator=rng)) for high in (bits.numel(), 9))
@@ -261,7 +261,7 @@ WIDE = {"linear": (4, 64), "linear_bn": (4, 64), "conv": (4, 8, 5), "conv_bn": (
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(("kind", "recipe"), [*((kind, "w8a8") for kind in WIDE), ("linear", "learned")])
 def test_every_bit_and_every_position_counts(kind: str, recipe: str, write: str) -> None:
-    """Of weights too large to be compared as they are, and written where PyTorch does not count."""
+    """For weights that are compared by checksum, and written without a new version number."""
     model, x = qt.prepare(wide(kind), RECIPES[recipe]), torch.randn(WIDE[kind])
     model(x)
     model.eval()
@@ -297,8 +297,8 @@ def test_every_bit_of_a_folded_norm_counts(write: str, name: str, frozen: bool) 
         assert_same(model(x), (qt.freeze(twin) if frozen else twin).eval()(x))
 
 
-def test_statistics_are_seen() -> None:
-    """Of a batch normalisation whose factor is in the quantized weight."""
+def test_changed_statistics_are_detected() -> None:
+    """Statistics of a batch norm whose gain is part of the quantized weight."""
     model, x = prepared("conv_bn", "w8a8")
     norm = model[1]
     changes = {
@@ -316,7 +316,7 @@ def test_statistics_are_seen() -> None:
             assert_same(model(x), fresh(model, "conv_bn")(x), name)
 
 
-def test_learned_scales_are_seen() -> None:
+def test_changed_learned_scales_are_detected() -> None:
     model, x = prepared("linear", "learned")
     quantizer = model[0].weight_quantizer
     changes = {
@@ -333,7 +333,7 @@ def test_learned_scales_are_seen() -> None:
             assert_same(after, fresh(model, "linear")(x))
 
 
-def test_switching_the_quantizer_is_seen() -> None:
+def test_disabling_the_quantizer_is_detected() -> None:
     model, x = prepared("linear", "w8a16")
     on = model(x)
     model[0].weight_quantizer.enabled = False
@@ -360,7 +360,7 @@ def test_inference_mode() -> None:
 
 
 class Counter:
-    """How often weights were quantized."""
+    """Counts how often weights are quantized."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
         self.count = 0
@@ -376,7 +376,7 @@ class Counter:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["linear", "conv", "conv_bn"])
-def test_evaluation_and_accumulation_reuse_it(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_and_accumulation_use_the_cache(name: str, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = prepared(name, recipe)
     if name != "conv_bn":
         model.train()  # where statistics move, so does the factor
@@ -391,7 +391,7 @@ def test_evaluation_and_accumulation_reuse_it(name: str, recipe: str, monkeypatc
     assert counter.count > 0
 
 
-def test_it_is_not_part_of_the_state() -> None:
+def test_the_cache_is_not_part_of_the_state() -> None:
     model, x = prepared("linear", "w8a8")
     model(x)
     assert all("cache" not in key for key in model.state_dict())

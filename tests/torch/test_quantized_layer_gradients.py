@@ -1,4 +1,4 @@
-"""Gradients of weights: those of the contract for every spec, native, in torch operations, and compiled."""
+"""Gradients of weights follow the contract for every spec: native, in torch operations, and compiled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROWS, COLUMNS = 64, 96
 
 
 def gradient(spec: dt.QuantSpec, ste: object, *, compiled: bool = False) -> tuple[torch.Tensor, np.ndarray]:
-    """The gradient of a weight in training, and the one that the contract gives."""
+    """The gradient of a weight in training, and the gradient by the contract."""
     torch.manual_seed(0)
     model = qt.prepare(nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)), dt.Recipe([dt.Rule(weight=spec, ste=ste)]))
     with torch.no_grad():
@@ -59,7 +59,7 @@ def gradient(spec: dt.QuantSpec, ste: object, *, compiled: bool = False) -> tupl
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("ste", ESTIMATORS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_gradients_of_weights_are_those_of_the_contract(spec, ste, native, monkeypatch):
+def test_gradients_of_weights_follow_the_contract(spec, ste, native, monkeypatch):
     if not native:
         if SPECS[spec].scale_format != "float":
             pytest.skip("such scales are not supported in torch operations")

@@ -1,4 +1,4 @@
-"""Activation checkpointing: gradients and state of a plain step, whatever is repeated in backward."""
+"""Activation checkpointing: gradients and state are those of a plain step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BATCHES = [torch.randn(3, 4, 5) * scale for scale in (1, 2, 0.5, 3)]
 
 
 class Blocks(nn.Module):
-    """Blocks that are repeated in backward, unless ``reentrant`` is None."""
+    """A model that checkpoints its blocks; ``reentrant=None`` disables checkpointing."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def with_norm() -> Blocks:
 
 
 class First(nn.Module):
-    """The first result of a layer that gives several."""
+    """The first output of a layer that returns several."""
 
     def __init__(self, layer: nn.Module, count: int = 1) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("mode", ["ema", "per_batch", "learned", "fixed"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_step_is_a_plain_step(reentrant, mode, rounding, order, native, monkeypatch):
-    """The statistics of batch norms included, and the gain of a folded one that was used."""
+    """Including the statistics of batch norms, and the gain of a folded batch norm."""
     if not native:
         for module in ("quantizer", "quantized_layer"):
             monkeypatch.setattr(f"detent.torch.{module}.is_plain", lambda x: False)
@@ -130,7 +130,7 @@ OTHERS = {
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_kind_of_layer(kind, reentrant, mode, rounding, monkeypatch):
-    """Several forwards before one backward; some layers give other bits with gradients off."""
+    """Several forward passes before one backward; some layers give different bits without gradients."""
     monkeypatch.setattr(f"{__name__}.BATCHES", [torch.randn(3, 5, 6).double() * scale for scale in (1, 2, 0.5)])
     models = []
     for setting in (None, reentrant):
@@ -174,7 +174,7 @@ def test_a_quantizer_alone():
     assert torch.equal(first.lo, second.lo)
 
 
-def test_records_do_not_pile_up():
+def test_the_number_of_records_is_limited():
     model = prepared(with_norm(), "ema")
     model.reentrant = True
     conv = model.blocks[0][0]
@@ -195,7 +195,7 @@ def test_plain_steps_record_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
-def test_checksums_on_other_devices_tell_permuted_inputs_apart(dtype, monkeypatch):
+def test_checksums_on_other_devices_distinguish_permuted_inputs(dtype, monkeypatch):
     x = torch.arange(24, dtype=dtype).reshape(4, 6)
     keys = {recomputation._checksum(each) for each in (x, x.flip(0), x.flip(1), x[[1, 0, 2, 3]], x.roll(1))}
     assert len(keys) == 5

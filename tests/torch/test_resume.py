@@ -1,4 +1,4 @@
-"""Stopping and going on, in a new process: the same bits as without the stop."""
+"""Resuming in a new process gives the same bits as training without a stop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODES = ("ema", "learned", "per_batch")
 
 
 def make(mode: str) -> nn.Module:
-    """A model with a fold and plain layers, prepared."""
+    """A prepared model with a folded batch norm and plain layers."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(96, 4)
@@ -42,14 +42,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def result(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state, and what comes out of evaluation."""
+    """The state, and the output in evaluation mode."""
     x = torch.randn(5, 2, 8, 8, generator=torch.Generator().manual_seed(99))
     with torch.no_grad():
         return {**model.state_dict(), "evaluated": model.eval()(x)}
 
 
-def go_on(mode: str, folder: Path) -> None:
-    """What the new process does."""
+def resume(mode: str, folder: Path) -> None:
+    """Resume training from a checkpoint, in the new process."""
     saved = torch.load(folder / "saved.pt", weights_only=True)
     model = make(mode)
     model.load_state_dict(saved["model"], strict=True)
@@ -66,7 +66,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("mode", ["ema", "learned", pytest.param("per_batch", marks=pytest.mark.slow)])
-def test_a_new_process_goes_on_with_the_same_bits(mode: str, tmp_path: Path) -> None:
+def test_a_new_process_resumes_with_the_same_bits(mode: str, tmp_path: Path) -> None:
     model = make(mode)
     optimizer = optimizer_of(model)
     train(model, optimizer, range(3))
@@ -74,7 +74,7 @@ def test_a_new_process_goes_on_with_the_same_bits(mode: str, tmp_path: Path) -> 
     train(model, optimizer, range(3, 6))
     threads = torch.get_num_threads()  # of the float operations, which are not ours
     code = f"import torch; torch.set_num_threads({threads}); from pathlib import Path; import test_resume"
-    code += f"; test_resume.go_on({mode!r}, Path({str(tmp_path)!r}))"
+    code += f"; test_resume.resume({mode!r}, Path({str(tmp_path)!r}))"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent, timeout=300)
     assert_equal(torch.load(tmp_path / "resumed.pt", weights_only=True), result(model))
 

@@ -1,4 +1,4 @@
-"""Schedule: every phase does what its name says, in any loop, and a resumed run is the run that never stopped."""
+"""Schedule: every phase in any training loop, and resumed runs equal to uninterrupted ones."""
 
 import copy
 
@@ -46,12 +46,12 @@ def same(first, second):
 # Phases
 
 
-def test_delay_computes_in_float_and_gathers_ranges():
+def test_delay_computes_in_float_and_updates_ranges():
     model, plain = qt.prepare(small_cnn(), "w8a8"), small_cnn()
     schedule = qt.Schedule(model, delay=2)
     optimizers = [torch.optim.SGD(each.parameters(), 0.01) for each in (model, plain)]
     for seed in range(2):
-        losses = [train_step(each, how, seed) for each, how in zip((model, plain), optimizers, strict=True)]
+        losses = [train_step(each, optimizer, seed) for each, optimizer in zip((model, plain), optimizers, strict=True)]
         assert torch.equal(*losses)  # the float model's bits
         schedule.step()
     first = model[0].input_quantizer
@@ -81,7 +81,7 @@ def test_delay_leaves_every_layer_float(recipe):
     assert not torch.equal(run(model), run(make()))
 
 
-def test_delay_in_evaluation_gathers_nothing():
+def test_delay_in_evaluation_updates_nothing():
     model = qt.prepare(small_cnn(), "w8a8").eval()
     qt.Schedule(model, delay=1)
     model(batch(0))
@@ -90,7 +90,7 @@ def test_delay_in_evaluation_gathers_nothing():
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache")  # it may: a pure function
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own doing
-def test_delay_gathers_in_a_compiled_model():
+def test_delay_updates_ranges_in_a_compiled_model():
     model = qt.prepare(small_cnn(), "w8a8")
     schedule = qt.Schedule(model, delay=1)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -109,7 +109,7 @@ def test_calibrating_inside_a_delay_keeps_the_delay():
     assert torch.equal(model(batch(0)), small_cnn()(batch(0)))
 
 
-def test_a_quantizer_switched_off_by_hand_stays_off():
+def test_a_quantizer_disabled_by_the_user_stays_disabled():
     model = qt.prepare(small_cnn(), "w8a8")
     model[0].input_quantizer.enabled = False
     schedule = qt.Schedule(model, delay=1)
@@ -138,7 +138,7 @@ def test_every_phase_in_turn():
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.1)])
-def test_freeze_scales_stops_learned_ones_whatever_the_optimizer(make, set_to_none):
+def test_freeze_scales_stops_learned_scales_with_any_optimizer(make, set_to_none):
     model = qt.prepare(small_cnn(), dt.Recipe.preset("w4a4", mode="learned"))
     schedule = qt.Schedule(model, freeze_scales=2)
     optimizer = make(model.parameters())
@@ -153,14 +153,14 @@ def test_freeze_scales_stops_learned_ones_whatever_the_optimizer(make, set_to_no
     assert all(torch.equal(a, b) for later in seen[2:] for a, b in zip(seen[1], later, strict=True))
 
 
-def test_observe_until_is_of_averages_only():
+def test_observe_until_affects_only_ema_ranges():
     model = qt.prepare(small_cnn(), dt.Recipe.preset("w4a4", mode="learned"))
     qt.Schedule(model, observe_until=0)
     model(batch(0))  # learned scales still start from their first batch
     assert model[0].input_quantizer.is_initialized
 
 
-def test_what_is_not_given_is_left_alone():
+def test_arguments_not_given_change_nothing():
     model = qt.prepare(small_cnn(), "w8a8")
     model[1].frozen = True
     model[0].input_quantizer.observing = False
@@ -170,7 +170,7 @@ def test_what_is_not_given_is_left_alone():
     assert not model[0].input_quantizer.observing
 
 
-def test_steps_between_events_touch_nothing():
+def test_steps_between_events_change_nothing():
     model = qt.prepare(small_cnn(), "w8a8")
     with qt.calibrating(model):
         model(batch(0))
@@ -180,7 +180,7 @@ def test_steps_between_events_touch_nothing():
     assert not model[0].input_quantizer.observing
 
 
-def test_synchronised_quantizers_merge_in_step():
+def test_synchronized_quantizers_merge_in_step():
     model = qt.prepare(small_cnn(), "w8a8", sync=True)
     schedule = qt.Schedule(model, delay=1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -206,7 +206,7 @@ def test_a_wrapped_model_is_found():
 
 @pytest.mark.parametrize("recipe", ["w8a8", dt.Recipe.preset("w4a4", mode="learned")])
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(recipe, stop, tmp_path):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_run(recipe, stop, tmp_path):
     def start():
         model = qt.prepare(small_cnn(), recipe)
         schedule = qt.Schedule(model, delay=2, observe_until=3, freeze_norms=4, freeze_scales=5)
@@ -226,7 +226,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(recipe, stop, tmp_
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_loading_sets_the_switches_both_ways():
+def test_loading_turns_switches_on_and_off():
     model = qt.prepare(small_cnn(), dt.Recipe.preset("w4a4", mode="learned"))
     schedule = qt.Schedule(model, delay=2, freeze_norms=3, freeze_scales=4)
     quantizer = model[0].input_quantizer
@@ -236,7 +236,7 @@ def test_loading_sets_the_switches_both_ways():
     assert (quantizer.delayed, model[1].frozen, quantizer.scale_shift.requires_grad) == (True, False, True)
 
 
-def test_state_of_other_arguments_is_refused():
+def test_a_state_with_different_arguments_is_rejected():
     model = qt.prepare(small_cnn(), "w8a8")
     state = qt.Schedule(model, delay=5, freeze_norms=7).state_dict()
     schedule = qt.Schedule(model, delay=3)
@@ -245,7 +245,7 @@ def test_state_of_other_arguments_is_refused():
 
 
 @pytest.mark.parametrize("state", [None, {}, {"steps": -1}, {"steps": 1.5}, {"steps": 1, "warmup": 2}])
-def test_what_is_no_state_is_refused(state):
+def test_invalid_states_are_rejected(state):
     schedule = qt.Schedule(qt.prepare(small_cnn(), "w8a8"))
     with pytest.raises(dt.StateError):
         schedule.load_state_dict(state)
@@ -279,14 +279,14 @@ def test_text():
         ({"observe_until": 9, "freeze_scales": 4}, "freeze_scales=4 before observe_until=9"),
     ],
 )
-def test_arguments_that_cannot_be_meant(arguments, words):
+def test_invalid_arguments(arguments, words):
     model = qt.prepare(small_cnn(), "w8a8")
     with pytest.raises(dt.SpecError, match=words):
         qt.Schedule(model, **arguments)
     assert not any(each.delayed for each in quantizers_of(model).values())
 
 
-def test_a_model_that_is_not_prepared_is_refused():
+def test_an_unprepared_model_is_rejected():
     with pytest.raises(dt.StateError, match="not prepared"):
         qt.Schedule(small_cnn())
     with pytest.raises(dt.DtypeError, match="got list"):

@@ -1,4 +1,4 @@
-"""Second derivatives and forward mode of prepared layers: right where they exist, refused in one line elsewhere."""
+"""Second derivatives and forward mode of prepared layers: correct if supported, else a clear error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(6, 4, 5, dtype=torch.float64)
 
 
 class Twin(nn.Module):
-    """What a prepared layer computes, in operations of autograd: straight-through estimators around constants."""
+    """The computation of a prepared layer in autograd operations: straight-through estimators around constants."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def test_frozen_learned_scales():
     ("mode", "ste", "message"),
     [("learned", None, "learned scales have no second"), ("ema", dt.ste.HardTanh(), "HardTanh.* has no second")],
 )
-def test_what_has_none_is_refused(mode, ste, message, native, monkeypatch):
+def test_unsupported_second_derivatives_are_rejected(mode, ste, message, native, monkeypatch):
     if not native:
         for module in ("quantizer", "quantized_layer"):
             monkeypatch.setattr(f"detent.torch.{module}.is_plain", lambda x: False)
@@ -151,7 +151,7 @@ def test_forward_over_reverse():
     torch.testing.assert_close(second, jacrev(grad(loss))(parameters["3.weight"]))
 
 
-def test_forward_mode_of_learned_scales_is_refused():
+def test_forward_mode_of_learned_scales_is_rejected():
     model = prepared("learned")
     parameters = {name: each.detach() for name, each in model.named_parameters()}
     jvp(lambda x: functional_call(model, parameters, (x,)), (X,), (X,))  # constants

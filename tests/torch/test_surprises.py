@@ -1,4 +1,4 @@
-"""What a user may do to a prepared model, and is not surprised by."""
+"""Unusual uses of prepared models that must work, or fail with a clear error."""
 
 import copy
 import threading
@@ -44,7 +44,7 @@ def test_a_model_prepared_in_evaluation_mode_stays_in_it():
     assert torch.equal(model[0].input_quantizer.scale, before)
 
 
-def test_threads_that_share_a_model_all_see_quantized_weights():
+def test_threads_that_share_a_model_all_use_quantized_weights():
     torch.manual_seed(0)
     model = qt.prepare(nn.LSTM(8, 8), dt.Recipe([dt.Rule(weight="int2/axis0")])).eval()
     x = torch.randn(5, 3, 8)
@@ -98,11 +98,11 @@ class OtherInEvaluation(nn.Module):
         return self.norm(y) if self.training else self.norm(y) + y.mean()
 
 
-def test_a_fold_holds_in_training_and_in_evaluation():
+def test_a_fold_must_occur_in_training_and_in_evaluation():
     assert all(not layer.norm for layer in qt.plan(OtherInEvaluation(), "w8a8").layers)
 
 
-class WritesWhatItSees(nn.Module):
+class StoresItsInput(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc, self.seen = nn.Linear(8, 4), []
@@ -115,7 +115,7 @@ class WritesWhatItSees(nn.Module):
 
 
 def test_a_plan_changes_nothing():
-    model, state = WritesWhatItSees(), torch.get_rng_state()
+    model, state = StoresItsInput(), torch.get_rng_state()
     qt.plan(model, "w8a8")
     assert model.calls == 0
     assert model.seen == []
@@ -124,7 +124,7 @@ def test_a_plan_changes_nothing():
 
 
 class Blocks(nn.Module):
-    """An MLP that recomputes its blocks in backward, unless ``reentrant`` is None."""
+    """An MLP that checkpoints its blocks; ``reentrant=None`` disables checkpointing."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class Blocks(nn.Module):
 
 
 def assert_same_training(plain, saving, reentrant):
-    """The same state and gradients after three steps."""
+    """Check that state and gradients are equal after three steps."""
     saving.reentrant = reentrant
     for model in (plain, saving):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -212,14 +212,14 @@ def test_freezing_is_final():
         model.train()(torch.randn(2, 1, 6, 6))
 
 
-def test_a_weight_pruned_after_prepare_is_missed():
+def test_a_weight_pruned_after_prepare_is_reported():
     model = calibrated(mlp())
     prune.l1_unstructured(model[0], "weight", 0.5)
     with pytest.raises(dt.StateError, match=r"0\.weight was a parameter"):
         qt.quantized_state(model)
 
 
-def test_a_class_registered_anew():
+def test_a_class_registered_twice():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -245,7 +245,7 @@ def test_tied_weights_have_one_mode():
 
 
 @pytest.mark.parametrize("spec", ["int8/token", "nvfp4"])
-def test_a_prepare_that_fails_leaves_the_model_alone(spec):
+def test_a_failing_prepare_does_not_change_the_model(spec):
     model = mlp()
     rule = dt.Rule(weight="int4/axis0", input=dt.nvfp4 if spec == "nvfp4" else spec, mode="learned")
     with pytest.raises(dt.SpecError, match=r"cannot construct 0\.input_quantizer"):
@@ -254,7 +254,7 @@ def test_a_prepare_that_fails_leaves_the_model_alone(spec):
     calibrated(model)
 
 
-def test_parameters_of_each_batch_are_nobodys_state():
+def test_per_batch_parameters_are_not_in_the_state():
     model = qt.prepare(mlp(), dt.Recipe([dt.Rule(input="int8/token", mode="per_batch")]))
     model(X)
     other = qt.prepare(mlp(), dt.Recipe([dt.Rule(input="int8/token", mode="per_batch")]))
@@ -272,13 +272,13 @@ def test_packed_bytes_are_those_of_the_tensor(spec):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tracing_is_refused_with_an_alternative():
+def test_tracing_is_rejected_with_an_alternative():
     model = calibrated(mlp()).eval()
     with pytest.raises(dt.UnsupportedError, match=r"torch\.export"):
         torch.jit.trace(model, X)
 
 
-def test_nan_is_named():
+def test_nan_is_reported_with_the_layer():
     model = calibrated(mlp())
     bad = X.clone()
     bad[2, 3] = np.nan

@@ -1,4 +1,4 @@
-"""qt.FakeQuantize: every mode against the array operator, step by step and bit for bit, and how the module travels."""
+"""qt.FakeQuantize: every mode against the array operator, bit for bit; copies, devices and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ SHAPE = (3, 4, 7)
 
 
 def batches(dtype: str = "float32", count: int = 6) -> list[NDArray]:
-    """Batches whose ranges move; one has an infinity."""
+    """Batches with different ranges; one contains an infinity."""
     rng = np.random.default_rng(3)
-    made = [(rng.normal(size=SHAPE) * (1 + k) - 0.3 * k).astype(dtype) for k in range(count)]
-    made[1][0, 0, 0] = np.inf
-    return made
+    data = [(rng.normal(size=SHAPE) * (1 + k) - 0.3 * k).astype(dtype) for k in range(count)]
+    data[1][0, 0, 0] = np.inf
+    return data
 
 
 def check_step(module: qt.FakeQuantize, operator: dt.FakeQuantize, x: NDArray) -> None:
-    """One forward and backward of both."""
+    """Compare one forward and backward of both."""
     g = np.random.default_rng(4).normal(size=x.shape).astype(x.dtype)
     t = tensor(x).requires_grad_()
     y = module(t)
@@ -105,7 +105,7 @@ def test_fixed(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in STATEFUL if n != "stochastic"])
 def test_learned_forward_and_gradients(name: str) -> None:
-    """The shifts are what moves; scale, zero point and the raw gradients are those of the array operator."""
+    """The shifts are trained; scale, zero point and raw gradients equal those of the array operator."""
     spec = SPECS[name]
     module, operator = qt.FakeQuantize(spec, "learned", shape=SHAPE), dt.FakeQuantize(spec, "learned")
     optimizer = torch.optim.Adam(module.parameters(), 1e-2)
@@ -184,7 +184,7 @@ def test_a_state_whose_shape_was_unknown(mode: str) -> None:
 
 
 def test_learned_parameters_whose_shape_is_unknown() -> None:
-    """An optimizer built before data would train nothing."""
+    """Otherwise, an optimizer built before the first batch would train nothing."""
     with pytest.raises(dt.SpecError, match="pass shape="):
         qt.FakeQuantize("int8/axis1", "learned")
     assert qt.FakeQuantize("int8/axis1", "learned", shape=(2, 3)).scale_shift.shape == (3,)
@@ -192,7 +192,7 @@ def test_learned_parameters_whose_shape_is_unknown() -> None:
 
 @pytest.mark.parametrize("mode", ["fixed", "ema", "learned"])
 def test_a_state_says_the_same_before_and_after_saving(mode: str) -> None:
-    """Also where float64 parameters go into a float32 state."""
+    """Also with float64 parameters in a float32 state."""
     spec = dt.QuantSpec("int8")
     source, target = qt.FakeQuantize(spec, mode), qt.FakeQuantize(spec, mode)
     source.set_params(dt.QuantParams(spec, np.float64(0.1)))
@@ -203,13 +203,13 @@ def test_a_state_says_the_same_before_and_after_saving(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["ema", "fixed", "learned"])
 def test_parameters_are_written_on_other_devices(mode: str) -> None:
-    """The device that every machine has beside its CPU holds no values, but refuses what a GPU refuses: NumPy."""
+    """The meta device, which every machine has, supports no NumPy arrays, as a GPU."""
     module = qt.FakeQuantize("int8", mode).to("meta")
     module.set_params(dt.QuantParams("int8", 0.5))
     assert module.scale.device.type == "meta"
 
 
-def test_states_of_other_specs_are_refused() -> None:
+def test_states_of_other_specs_are_rejected() -> None:
     state = qt.FakeQuantize("int4").state_dict()
     with pytest.raises(dt.DetentError, match=re.escape("int4/tensor")):
         qt.FakeQuantize("int8").load_state_dict(state)
@@ -230,7 +230,7 @@ def test_junk_as_extra_state(junk: object) -> None:
 
 @pytest.mark.parametrize("mode", ["ema", "fixed", "learned", "per_batch"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_casts_leave_scales_alone(dtype: torch.dtype, mode: str) -> None:
+def test_casts_do_not_change_scales(dtype: torch.dtype, mode: str) -> None:
     module = uncalibrated("uint8", mode).set_params(dt.QuantParams("uint8", 0.0123, 7))
     before = {key: bits(value) for key, value in module.state_dict().items()}
     for cast in (lambda m: m.to(dtype), lambda m: m.type(dtype), lambda m: torch.nn.Sequential(m).to(dtype)):
@@ -254,7 +254,7 @@ def assert_twins(one: qt.FakeQuantize, other: qt.FakeQuantize) -> None:
 
 @pytest.mark.parametrize("mode", ["ema", "learned", "per_batch"])
 @pytest.mark.parametrize("name", ["uint8", "uint4/axis1", "stochastic"])
-def test_copies_live_on_their_own(name: str, mode: str) -> None:
+def test_copies_are_independent(name: str, mode: str) -> None:
     module = uncalibrated(name, mode)
     module(tensor(batches()[0]))
     assert_twins(module, copy.deepcopy(module))
@@ -275,7 +275,7 @@ def test_averaged_models(mode: str, buffers: bool) -> None:
     assert_same(averaged.eval()(x), model.eval()(x))
 
 
-# Behaviour
+# Behavior
 
 
 def test_disabled_passes_and_learns_nothing() -> None:
@@ -356,7 +356,7 @@ def test_wrong_data(bad: object) -> None:
 @pytest.mark.parametrize("spec", ["int8", "int8/axis0"])
 @pytest.mark.parametrize("mode", ["ema", "per_batch", "learned"])
 def test_inference_mode(mode: str, spec: str) -> None:
-    """The first batch may come there, and training goes on afterwards."""
+    """The first batch may come in inference mode, and training continues afterwards."""
     x = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
     module = qt.FakeQuantize(spec, mode, shape=x.shape)
     with torch.inference_mode():
@@ -383,7 +383,7 @@ def test_the_step_of_stochastic_rounding() -> None:
     assert_same(other.train()(x), dt.fake_quantize(x.numpy(), params, step=3))
 
 
-def test_the_step_goes_around_as_the_operators() -> None:
+def test_the_step_wraps_around_as_in_the_operator() -> None:
     spec = dt.QuantSpec("int8", rounding="stochastic(5)")
     module = qt.FakeQuantize(spec, "fixed").set_params(dt.QuantParams(spec, 1.0))
     module.step.fill_(2**32 - 1)
@@ -392,8 +392,8 @@ def test_the_step_goes_around_as_the_operators() -> None:
     assert_same(module(x), dt.fake_quantize(x.numpy(), module.params, step=0))
 
 
-def test_writes_into_the_scale_are_seen() -> None:
-    """However they are made."""
+def test_writes_to_the_scale_are_detected() -> None:
+    """For every way to write."""
     module = qt.FakeQuantize("int8", "fixed").set_params(dt.QuantParams("int8", 1.0))
     x = torch.linspace(-5, 5, 99)
     writes = {
@@ -441,7 +441,7 @@ def test_func_transforms_of_the_module(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["ema", dt.EMA(0.0), "learned", "per_batch", "fixed"], ids=str)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_values_and_state_are_the_same_traced(name: str, mode: dt.ScaleMode | str, switch: str, dtype: str) -> None:
-    """``traced_values_for`` chooses what ``values_for`` chooses, and leaves the state that it leaves."""
+    """``traced_values_for`` and ``values_for`` return the same values and leave the same state."""
     data = batches(dtype)
     scale_dtype = torch.float64 if dtype == "float64" else torch.float32
     native, traced = (qt.FakeQuantize(SPECS[name], mode, shape=SHAPE, dtype=scale_dtype) for _ in range(2))

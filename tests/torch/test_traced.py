@@ -1,6 +1,6 @@
 """The contract in torch operations: the bits of the NumPy core, eager and compiled.
 
-Data are tie-adjacent, `x = (k + 1/2) s` and both neighbours, with infinities, NaN, subnormals and the largest numbers
+Data are tie-adjacent, `x = (k + 1/2) s` and both neighbors, with infinities, NaN, subnormals and the largest numbers
 among them, in sizes that leave a compiler's vector loop a tail. Compiled functions run many specs in one graph, because
 each graph costs seconds; what takes longer is marked slow.
 """
@@ -57,7 +57,7 @@ def array(t: torch.Tensor) -> NDArray:
 
 
 def assert_same(theirs: torch.Tensor, ours: NDArray, what: object = "") -> None:
-    """The same dtype, shape and bits; of NaN only that it is one."""
+    """Check that dtype, shape and bits are equal; NaNs may differ in their bits."""
     got = array(theirs)
     assert (got.dtype, got.shape) == (ours.dtype, ours.shape), what
     nan = np.isnan(ours.astype(np.float64))
@@ -124,7 +124,7 @@ def _spread(values: NDArray, tiling: dt.granularity.Tiling) -> NDArray:
 
 
 def _near_ties(rng: np.random.Generator, form: dt.Format, scale: NDArray, zero: NDArray, dtype: str) -> NDArray:
-    """Numbers on and beside the ties of all codes, some beyond the ends, and special ones in front."""
+    """Numbers at and next to the ties of all codes, some out of range, with special values in front."""
     if form.kind == "integer":
         reach = min(form.qmax - form.qmin, 300)
         ties = rng.integers(-reach, reach, size=scale.shape) + 0.5 - (zero if form.bits < 16 else 0)
@@ -235,7 +235,7 @@ def assert_close(got: torch.Tensor, case: Case, unit: str) -> None:
 
 
 def finite(case: Case) -> Case:
-    """Without infinities, whose sums are NaN."""
+    """Replace infinities, whose sums would be NaN."""
     keep = [np.where(np.isinf(a.astype(np.float64)), a.dtype.type(1), a) for a in (case.x, case.g)]
     return replace(case, x=keep[0], g=keep[1])
 
@@ -277,7 +277,7 @@ def test_minmax(dtype: str, granularity: str) -> None:
 
 
 def ranges(dtype: str) -> tuple[NDArray, NDArray]:
-    """Ranges of all sizes and signs, without width, and whose zero point is near a tie."""
+    """Ranges of all sizes and signs, of width zero, and with a zero point near a tie."""
     rng = np.random.default_rng(5)
     ends = np.sort(rng.normal(size=(2, 300)) * 10.0 ** rng.integers(-30, 30, size=300), axis=0)
     ties = np.stack([-(np.arange(100) + 0.5) / 255, 1 - (np.arange(100) + 0.5) / 255])
@@ -316,7 +316,7 @@ def test_derive_of_one_range() -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
-def test_derive_refuses_scales_of_other_formats(name: str) -> None:
+def test_derive_rejects_scales_of_other_formats(name: str) -> None:
     with pytest.raises(dt.errors.UnsupportedError, match="not supported in torch operations"):
         traced.derive(dt.QuantSpec.parse(name), torch.zeros(1), torch.ones(1))
 
@@ -404,8 +404,8 @@ def test_a_minimum_of_negative_zeros_is_positive_when_compiled() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_casts_stay_real_between_fused_neighbours(dtype: str) -> None:
-    """Neighbours of one rounding each (0.5 x is exact), so that all there is to lose are the operator's own casts."""
+def test_casts_round_between_fused_neighbors(dtype: str) -> None:
+    """Each neighbor rounds once (0.5 x is exact), so only casts of the operator can be lost."""
     case = make_case("int8", dtype=dtype, shape=(4099,))
     _, x, s, z = case.tensors
     rng = np.random.default_rng(1)
@@ -421,8 +421,8 @@ def test_casts_stay_real_between_fused_neighbours(dtype: str) -> None:
     assert_same(compiled(g)(x, b, c), array(g(x, b, c)))
 
 
-def test_the_neighbours_would_lose_casts_that_are_not_kept() -> None:
-    """What the test above would miss if inductor kept all casts by itself."""
+def test_fused_neighbors_lose_plain_casts() -> None:
+    """If inductor kept plain casts, the test above would check nothing."""
     case = make_case("int8", dtype="bfloat16", shape=(4099,))
     _, x, s, _ = case.tensors
 
@@ -433,7 +433,7 @@ def test_the_neighbours_would_lose_casts_that_are_not_kept() -> None:
     assert not torch.equal(compiled(naive)(x, b).nan_to_num(), naive(x, b).nan_to_num())
 
 
-def test_another_batch_size_needs_no_other_graph() -> None:
+def test_a_different_batch_size_uses_the_same_graph() -> None:
     spec = dt.QuantSpec("uint8", "group5", rounding="half_away")
     graphs = []
 
@@ -467,7 +467,7 @@ def test_exported() -> None:
 
 
 def test_constants_are_divided_by() -> None:
-    """A scale that is part of the graph is not turned into its reciprocal."""
+    """A compiler must not replace division by a constant scale by its reciprocal."""
     case = make_case("int8", shape=(1031,))
 
     def f(x: torch.Tensor) -> torch.Tensor:

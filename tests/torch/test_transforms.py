@@ -69,32 +69,32 @@ def by_samples(model):
     return {name: each.sum(0) for name, each in vmap(grad(loss), in_dims=(None, 0))(values(model), X).items()}
 
 
-def assert_plain_step(how, *settings: str, norm: bool = False) -> None:
+def assert_plain_step(compute_gradients, *settings: str, norm: bool = False) -> None:
     plain, model = stepped(prepared(*settings, norm=norm)), prepared(*settings, norm=norm)
     for _ in range(2):
-        gradients = how(model)
+        gradients = compute_gradients(model)
     for key, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[key], value, msg=lambda m, key=key: f"{key}: {m}")
     for name, each in plain.named_parameters():
         torch.testing.assert_close(gradients[name], each.grad, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("how", [by_call, by_grad, by_vjp, by_buffers])
+@pytest.mark.parametrize("compute_gradients", [by_call, by_grad, by_vjp, by_buffers])
 @pytest.mark.parametrize("rounding", WEIGHT_AND_INPUT_BY_ROUNDING)
 @pytest.mark.parametrize("mode", ["ema", "per_batch", "learned", "fixed"])
-def test_a_step_is_a_plain_step(mode, rounding, how):
-    assert_plain_step(how, mode, rounding)
+def test_a_step_is_a_plain_step(mode, rounding, compute_gradients):
+    assert_plain_step(compute_gradients, mode, rounding)
 
 
-@pytest.mark.parametrize("how", [by_call, by_buffers])
+@pytest.mark.parametrize("compute_gradients", [by_call, by_buffers])
 @pytest.mark.parametrize("mode", ["ema", "learned"])
-def test_batch_norms_where_pytorch_keeps_their_statistics(mode, how):
-    assert_plain_step(how, mode, norm=True)
+def test_batch_norms_where_pytorch_keeps_their_statistics(mode, compute_gradients):
+    assert_plain_step(compute_gradients, mode, norm=True)
 
 
 @pytest.mark.parametrize("mode", ["ema", "fixed"])
 def test_gradients_of_samples_add_up(mode):
-    """The state moves once, by the range of all samples."""
+    """The state is updated once, by the range of all samples."""
     assert_plain_step(by_samples, mode)
 
 

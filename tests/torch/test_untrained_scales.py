@@ -1,4 +1,4 @@
-"""Learned scales in no optimizer: one warning at the first step that shows it, and no false alarm."""
+"""Learned scales that no optimizer contains: one warning at the first step, and no false alarms."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def test_an_optimizer_made_before_prepare(make):
     optimizer = make(net.parameters(), lr=1e-3)
     learned(net)
     backward(net)
-    with pytest.warns(UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift': construct the optimizer"):
+    with pytest.warns(
+        UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift': construct the optimizer"
+    ):
         optimizer.step()
     optimizer.zero_grad()
     backward(net)
-    optimizer.step()  # told once: the second warning would be an error
+    optimizer.step()  # warns only once: a second warning would be an error
 
 
 def test_the_advice_helps():

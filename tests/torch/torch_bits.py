@@ -1,4 +1,4 @@
-"""What the tests of the PyTorch frontend share: tie-adjacent tensors, and comparison by bits."""
+"""Helpers for tests of the PyTorch frontend: tensors next to ties, and comparison by bits."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ WEIGHT_AND_INPUT_BY_ROUNDING = {
 
 
 def tensor(a: ArrayLike) -> torch.Tensor:
-    """The array as a tensor of its own."""
+    """A copy of the array as a tensor."""
     a = np.array(a, order="C")
     return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BFLOAT16 else torch.from_numpy(a)
 
 
 def array(t: torch.Tensor) -> NDArray:
-    """The tensor as an array of its own, in C order."""
+    """A copy of the tensor as an array, in C order."""
     t = t.detach().clone(memory_format=torch.contiguous_format)
     return t.view(torch.int16).numpy().view(BFLOAT16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def bits(value: torch.Tensor | NDArray) -> tuple[str, tuple[int, ...], bytes]:
-    """Everything that makes two results the same."""
+    """A key of dtype, shape and bits."""
     a = np.ascontiguousarray(array(value) if isinstance(value, torch.Tensor) else value)
     return str(a.dtype), a.shape, a.tobytes()
 
 
 def assert_same(got: torch.Tensor, expected: torch.Tensor | NDArray, what: object = "") -> None:
-    """The same dtype, shape and bits; of NaN only that it is one."""
+    """Check that dtype, shape and bits are equal; NaNs may differ in their bits."""
     ours = array(expected) if isinstance(expected, torch.Tensor) else np.asarray(expected)
     theirs = array(got)
     assert (theirs.dtype, theirs.shape) == (ours.dtype, ours.shape), what
@@ -56,7 +56,7 @@ def assert_same(got: torch.Tensor, expected: torch.Tensor | NDArray, what: objec
 
 
 class Case(NamedTuple):
-    """A spec's parameters with data and a gradient for them."""
+    """Parameters with data and a gradient."""
 
     params: dt.QuantParams
     x: NDArray
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 def make_case(spec: dt.QuantSpec, shape: tuple[int, ...], dtype: str = "float32", *, nasty: bool = True) -> Case:
-    """Data on ties, beside them and beyond the ends; `nasty` adds NaN, infinities, zeros and subnormals in front."""
+    """Data at ties, next to ties and out of range; `nasty` adds NaN, infinities, zeros and subnormals in front."""
     rng = np.random.default_rng(zlib.crc32(f"{spec} {shape} {dtype}".encode()))
     tiling = spec.granularity.tiling(shape)
     scale = np.asarray(rng.choice(SCALES, size=tiling.scale_shape)).astype("float64" if dtype == "float64" else "f4")
