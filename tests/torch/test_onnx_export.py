@@ -818,7 +818,7 @@ def activation(spec: Any, mode: Any = None, **options: Any) -> Any:
         (
             dt.QuantSpec("uint8", "axis1", qmax=9),
             {"shape": (2, 4)},
-            "codes 0..9 of a wider type with a scale per channel",
+            "per-channel scales with only the codes 0..9 of a wider type",
         ),
     ],
     ids=["per batch", "token", "reciprocal", "half away", "float8", "narrow channels"],
