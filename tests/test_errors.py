@@ -41,8 +41,8 @@ def test_the_tree_in_the_docstring_names_it(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "known", "expected"),
+    ("given", "names", "expected"),
     [("int44", ["int4", "uint8"], ": did you mean 'int4'?"), ("zzz", ["int4"], ":"), ("", ["int4"], ":")],
 )
-def test_closest(given, known, expected):
-    assert errors.closest(given, known) == expected
+def test_closest(given, names, expected):
+    assert errors.closest(given, names) == expected

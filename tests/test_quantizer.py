@@ -127,8 +127,8 @@ def test_learned_gradients_and_update():
     fq(BIG)
     gx = fq.backward(G)
     expected = dt.fake_quantize_learned_backward(G, BIG, fq.params)
-    for got, wanted in zip((gx, fq.scale_grad, fq.zero_point_grad), expected, strict=True):
-        assert same(got, wanted)
+    for got, reference in zip((gx, fq.scale_grad, fq.zero_point_grad), expected, strict=True):
+        assert same(got, reference)
     fq.update_params(fq.scale - 1e-4 * fq.scale_grad, fq.zero_point - fq.zero_point_grad)
     assert fq.zero_point.dtype == np.float32
     whole = np.clip(np.round(fq.zero_point), 0, 255)

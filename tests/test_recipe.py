@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused(make, words):
 
 
 @pytest.mark.parametrize(
-    ("given_", "text", "made"),
+    ("given_", "text", "make"),
     [
         ("minmax", "minmax", MinMax),
         ("mse", "mse", lambda g: MSE(granularity=g)),
@@ -124,14 +124,14 @@ def test_what_cannot_be_is_refused(make, words):
         (Percentile(1, 99, precision=4), "percentile(1.0, 99.0, 4)", lambda g: Percentile(1, 99, g, 4)),
     ],
 )
-def test_observers_are_descriptions_that_make_fresh_ones(given_, text, made):
-    found = get_observer_spec(given_)
-    assert str(found) == text
-    assert get_observer_spec(text) == found == eval(repr(found))
-    one, two = found.make("axis0"), found.make("axis0")
-    assert one.is_like(made("axis0"))
+def test_observers_are_descriptions_that_make_fresh_ones(given_, text, make):
+    description = get_observer_spec(given_)
+    assert str(description) == text
+    assert get_observer_spec(text) == description == eval(repr(description))
+    one, two = description.make("axis0"), description.make("axis0")
+    assert one.is_like(make("axis0"))
     assert one is not two
-    assert found.make().granularity == dt.PerTensor()
+    assert description.make().granularity == dt.PerTensor()
 
 
 @pytest.mark.parametrize("value", ["ema", "EMAMinMax", "ema(0.9)", EMAMinMax, EMAMinMax(0.9)])
@@ -379,9 +379,9 @@ FULL = ("int8/axis0", "uint8/tensor/affine")
     ],
 )
 def test_presets(name, weight, given_, ends):
-    wanted = [dt.Rule(weight=weight, input=given_)]
-    wanted += [dt.Rule(match, weight=FULL[0], input=FULL[1]) for match in ("@first", "@last") if ends]
-    assert dt.Recipe.preset(name).rules == tuple(wanted)
+    rules = [dt.Rule(weight=weight, input=given_)]
+    rules += [dt.Rule(match, weight=FULL[0], input=FULL[1]) for match in ("@first", "@last") if ends]
+    assert dt.Recipe.preset(name).rules == tuple(rules)
 
 
 def test_listed_presets_exist_and_are_named():
@@ -573,9 +573,9 @@ def test_files_that_are_no_recipes(tmp_path):
     assert not (tmp_path / "large.toml").exists()
     with pytest.raises(dt.FileFormatError, match=r"none\.toml: no such file.* or a preset: w8a8, .*w4a16"):
         get_recipe(str(tmp_path / "none.toml"))
-    (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(dt.FileFormatError, match=r"folder\.toml: is a directory"):
-        dt.Recipe.load(tmp_path / "folder.toml")
+    (tmp_path / "directory.toml").mkdir()
+    with pytest.raises(dt.FileFormatError, match=r"directory\.toml: is a directory"):
+        dt.Recipe.load(tmp_path / "directory.toml")
 
 
 def holding(**rule):
@@ -702,19 +702,19 @@ FIELDS = [field.name for field in dataclasses.fields(dt.Rule)]
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=4))
 def test_any_rule_of_a_file_is_one_or_a_spec_error(rule):
     try:
-        found = dt.Recipe.from_json(holding(**rule))
+        recipe = dt.Recipe.from_json(holding(**rule))
     except dt.SpecError:
         return
-    assert dt.Recipe.from_json(found.to_json()) == found
+    assert dt.Recipe.from_json(recipe.to_json()) == recipe
 
 
 @given(st.sampled_from(sorted(SPEC)), JSON_VALUES)
 def test_any_field_of_a_spec_is_one_or_a_spec_error(field, value):
     try:
-        found = dt.Recipe.from_json(holding(weight={**SPEC, field: value}))
+        recipe = dt.Recipe.from_json(holding(weight={**SPEC, field: value}))
     except dt.SpecError:
         return
-    assert dt.Recipe.from_json(found.to_json()) == found
+    assert dt.Recipe.from_json(recipe.to_json()) == recipe
 
 
 @given(st.text(max_size=60))

@@ -19,9 +19,9 @@ ARRAYS = {
 METADATA = {"k": "v", "unicode ä": "\u2713 \U0001f600", "empty": ""}
 
 
-def same(found, expected):
-    return set(found) == set(expected) and all(
-        found[name].dtype == value.dtype and found[name].shape == value.shape and np.array_equal(found[name], value)
+def same(actual, expected):
+    return set(actual) == set(expected) and all(
+        actual[name].dtype == value.dtype and actual[name].shape == value.shape and np.array_equal(actual[name], value)
         for name, value in expected.items()
     )
 
@@ -54,8 +54,8 @@ def test_the_library_reads_what_we_write(tmp_path):
 def test_we_read_what_the_library_writes(tmp_path):
     arrays = {name: np.ascontiguousarray(value) for name, value in ARRAYS.items() if name != "scalar"}
     safetensors.numpy.save_file(arrays, tmp_path / "a", metadata={"format": "np"})
-    found, metadata = storage.read(tmp_path / "a")
-    assert same(found, arrays)
+    actual, metadata = storage.read(tmp_path / "a")
+    assert same(actual, arrays)
     assert metadata == {"format": "np"}
 
 

@@ -75,9 +75,9 @@ def test_a_changed_preset_needs_a_name_of_its_own():
 def test_global_error_settings_change_nothing():
     expected = dt.fake_quantize(X * 1e-30, dt.QuantParams.from_data("uint8/axis0", X * 1e-30))
     with np.errstate(all="raise"):
-        found = dt.fake_quantize(X * 1e-30, dt.QuantParams.from_data("uint8/axis0", X * 1e-30))
-        dt.metrics.sqnr_db(X * 1e-30, found)
-    assert np.array_equal(found, expected)
+        actual = dt.fake_quantize(X * 1e-30, dt.QuantParams.from_data("uint8/axis0", X * 1e-30))
+        dt.metrics.sqnr_db(X * 1e-30, actual)
+    assert np.array_equal(actual, expected)
 
 
 def test_forward_with_calibration_counts_the_first_batch_once():

@@ -73,7 +73,7 @@ def as_shape(shape: object, what: str = "shape", error: type[DetentError] = Shap
 
 
 def are_sizes(values: object) -> bool:
-    """Tell whether the value is a list that can be the shape of an array."""
+    """Return whether the value is a list that can be the shape of an array."""
     is_short = isinstance(values, list) and len(values) <= RANK_LIMIT
     return is_short and all(type(value) is int and 0 <= value < SIZE_LIMIT for value in values)  # type: ignore[attr-defined]
 

@@ -267,7 +267,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
 
 
 def _is_exact(value: object) -> bool:
-    """Tell whether float64 represents the value exactly; "inf", "-inf" and "nan" count, JSON such as 1e999 does not."""
+    """Return whether float64 represents the value exactly: also "inf", "-inf" and "nan", but not 1e999."""
     if type(value) is int:
         return abs(value) <= EXACT_LIMIT
     return isfinite(value) if type(value) is float else isinstance(value, str) and value in _SPECIAL

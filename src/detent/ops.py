@@ -1,8 +1,8 @@
 """Operators: quantize, dequantize, fake-quantize and their gradients, on NumPy arrays.
 
 Each operator looks up a plan for its arguments, checks the arguments and runs the plan. Data are float16, bfloat16,
-float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Where an operator has
-the data x, it accepts a spec instead of params and takes the range of x. Formulas and guarantees: docs/numerics.md.
+float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Operators with the
+data x accept a spec instead of params, and then use the range of x. Formulas and guarantees: docs/numerics.md.
 """
 
 from typing import Any, cast
@@ -44,7 +44,7 @@ def quantize(
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
         out: array for the codes, of x's shape and the format's storage type, or a 1-D uint8 buffer of the packed size.
             The returned tensor shares its memory and changes with it.
         nan: "raise", or the code that replaces NaN: "zero_point" or "qmin". Infinities saturate.
@@ -112,7 +112,7 @@ def fake_quantize(
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
         out: array for the result; it must not overlap x.
         nan: "propagate" keeps NaN, "raise" raises, "zero_point" and "qmin" replace NaN by the value of that code.
         step: counter of stochastic rounding.
@@ -145,7 +145,7 @@ def fake_quantize_backward(
 ) -> Array:
     """Return the gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
-    ``params`` and ``step`` must equal those of the forward pass; a spec takes the range of x. ``ste`` is the
+    ``params`` and ``step`` must equal those of the forward pass; a spec uses the range of x. ``ste`` is the
     straight-through estimator; None is the mask of the params' convention.
 
     >>> import detent as dt, numpy as np
@@ -162,7 +162,7 @@ def fake_quantize_masked(
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
         ste: straight-through estimator, Identity or Clipped; None is the mask of the params' convention.
         out: array for the values.
         step: counter of stochastic rounding.
@@ -184,7 +184,7 @@ def fake_quantize_masked(
 def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams, *, out: Array | None = None) -> Array:
     """Return the gradient of x from the mask of ``fake_quantize_masked``, with the bits of ``fake_quantize_backward``.
 
-    ``params`` must be those of the forward pass: there is no x here that a spec could take its range from.
+    ``params`` must be those of the forward pass: without x, a spec has no range.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_masked_backward(np.ones(3), np.array([6], np.uint8), dt.QuantParams.int8_symmetric())
@@ -243,7 +243,7 @@ def fake_quantize_learned_backward(
     Args:
         g: gradient of the result, of x's shape and dtype.
         x: float data.
-        params: params of the forward pass; a spec takes the range of x (``from_data``).
+        params: params of the forward pass; or a spec, for params from the range of x.
         ste: straight-through estimator for the gradient of x; scale and zero point always use the code mask.
         grad_scale: factor for the gradients of scale and zero point; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N
             elements per parameter set.

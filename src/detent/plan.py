@@ -160,7 +160,7 @@ class Plan:
         return (*self._row.inputs, "params", "out")
 
     def can_implement(self, *operands: Array | QuantParams | None, out: Array | None = None) -> bool:
-        """Tell whether ``check`` accepts these operands: the inputs, the parameters and optionally ``out``."""
+        """Return whether ``check`` accepts these operands: the inputs, the parameters and optionally ``out``."""
         try:
             self.check(*operands, out=out)
         except DetentError:
@@ -384,7 +384,7 @@ def check_out(
 
 
 def _overlaps_itself(out: Array) -> bool:
-    """Tell whether two elements may share memory; strides too complex for this check count as overlap."""
+    """Return whether two elements may share memory; strides too complex for this check count as overlap."""
     if out.flags.c_contiguous or not out.size:
         return False
     span = out.itemsize

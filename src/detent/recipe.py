@@ -443,7 +443,7 @@ def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
         if not matched:
-            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} {hint} their names")
+            raise SpecError(f"skip={pattern!r} matches no layer{closest(pattern, names)} {hint} the layer names")
         skipped |= matched
     return skipped
 

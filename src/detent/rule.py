@@ -232,7 +232,7 @@ class Rule:
             raise SpecError(f"got skip=True and a spec for {' and '.join(named)}: leave out one of them")
 
     def matches(self, layer: Layer) -> bool:
-        """Tell whether the rule selects the layer.
+        """Return whether the rule selects the layer.
 
         >>> rule = Rule("features.*", types=("Conv2d", "Linear"))
         >>> rule.matches(Layer("features.0", ("Conv2d",))), rule.matches(Layer("features.1", ("ReLU",)))
@@ -241,14 +241,14 @@ class Rule:
         return self.matches_name(layer) and self.matches_types(layer)
 
     def matches_name(self, layer: Layer) -> bool:
-        """Tell whether the layer's name matches, or its position for ``@first`` and ``@last``."""
+        """Return whether the layer's name matches, or its position for ``@first`` and ``@last``."""
         pattern = _pattern(self.match)
         if pattern is None:
             return layer.first if self.match == "@first" else layer.last
         return pattern.fullmatch(layer.name) is not None
 
     def matches_types(self, layer: Layer) -> bool:
-        """Tell whether the layer has one of the rule's types; a rule without types matches all."""
+        """Return whether the layer has one of the rule's types; a rule without types matches all."""
         return not self.types or not set(self.types).isdisjoint(layer.types)
 
     def texts(self) -> dict[str, str]:

@@ -163,7 +163,7 @@ class QuantSpec:
         return QuantSpec(**{**self._given(), **changes})  # type: ignore[arg-type]  # checked on construction
 
     def _given(self) -> dict[str, object]:
-        """The fields that differ from their defaults."""
+        """Return the fields that differ from their defaults."""
         kept: dict[str, object] = {"format": self.format}
         if self.granularity != PerTensor():
             kept["granularity"] = self.granularity

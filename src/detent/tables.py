@@ -123,7 +123,7 @@ def short_name(name: str) -> str:
 
 
 def short_repr(value: "DataclassInstance") -> str:
-    """The call that makes a dataclass instance, without the fields that have their default values."""
+    """Format the call that makes a dataclass instance, without fields that have their default values."""
     parts = []
     for field in fields(value):
         default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -38,10 +38,10 @@ def test_values_of_others_variables_are_no_error(value):
     clean = {key: text for key, text in os.environ.items() if key != "DETENT_NUM_THREADS"}
     code = "import detent; print(detent.get_num_threads())"
     run = [sys.executable, "-c", code]
-    found = subprocess.run(
+    process = subprocess.run(
         run, env=clean | {"OMP_NUM_THREADS": value}, capture_output=True, text=True, check=True, timeout=60
     )
-    assert int(found.stdout) >= 1
+    assert int(process.stdout) >= 1
 
 
 @pytest.mark.parametrize("operation", ["fake_quantize", "quantize", "dequantize_backward"])

@@ -49,14 +49,14 @@ def test_same_bits_at_the_ends(dtype, name, granularity):
             x = around_ties(np.broadcast_to(each, shape), 2 ** min(spec.bits, 8), rng, shape).astype(dtype)
         x[turn, :8] = x.dtype.type(1)
         g = np.ones_like(x)
-        found = [dt.quantize(x, params).codes, dt.fake_quantize(x, params), dt.fake_quantize_backward(g, x, params)]
+        native = [dt.quantize(x, params).codes, dt.fake_quantize(x, params), dt.fake_quantize_backward(g, x, params)]
         with dt.use_kernels("reference"):
-            wanted = [
+            reference = [
                 dt.quantize(x, params).codes,
                 dt.fake_quantize(x, params),
                 dt.fake_quantize_backward(g, x, params),
             ]
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs in zip(native, reference, strict=True):
             assert mine.tobytes() == theirs.tobytes()
 
 
@@ -68,12 +68,12 @@ def test_inverses_are_those_of_the_row(columns, dtype):
     block = dt.QuantParams.from_data(dt.QuantSpec("int8", granularity=dt.PerBlock(2, 1)), x[0])
     axis = dt.QuantParams.from_data("int8/axis2", x)
     for data, params in ((x[0], block), (x, axis)):
-        found = dt.fake_quantize(data, params), dt.quantize(data, params).codes, dt.quantize(data, params).dequantize()
+        native = dt.fake_quantize(data, params), dt.quantize(data, params).codes, dt.quantize(data, params).dequantize()
         with dt.use_kernels("reference"):
-            wanted = (
+            reference = (
                 dt.fake_quantize(data, params),
                 dt.quantize(data, params).codes,
                 dt.quantize(data, params).dequantize(),
             )
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs in zip(native, reference, strict=True):
             assert mine.tobytes() == theirs.tobytes()

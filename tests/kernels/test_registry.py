@@ -49,14 +49,14 @@ def test_every_operation_has_a_reference_kernel(name):
 
 
 def test_capabilities_name_machine_level_threads_and_backends():
-    found = dt.capabilities()
-    assert set(found.kernels) == {*OPERATIONS, *PARTS}
-    assert set(found.table) == set(product(OPERATIONS, FLOATS, PRESETS))
-    assert found.threads == dt.get_num_threads() >= 1
-    text = str(found)
-    assert all(word in text for word in (found.machine, found.level, "threads", *OPERATIONS))
+    caps = dt.capabilities()
+    assert set(caps.kernels) == {*OPERATIONS, *PARTS}
+    assert set(caps.table) == set(product(OPERATIONS, FLOATS, PRESETS))
+    assert caps.threads == dt.get_num_threads() >= 1
+    text = str(caps)
+    assert all(word in text for word in (caps.machine, caps.level, "threads", *OPERATIONS))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        found.threads = 9
+        caps.threads = 9
 
 
 def test_capabilities_follow_the_choice():

@@ -195,7 +195,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _rounds(problem: Problem) -> bool:
-    """Tell whether the operation computes integer codes; some gradients only need values."""
+    """Return whether the operation computes integer codes; some gradients only need values."""
     if not problem.spec.format.is_integer or problem.operation == "dequantize":
         return False
     if problem.operation in {"fake_quantize_backward", "quantize_backward"}:
@@ -227,7 +227,7 @@ def ready(array: Array) -> Array:
 
 
 def is_ready(array: Array) -> bool:
-    """Tell whether the extension can write into the array."""
+    """Return whether the extension can write into the array."""
     flags = array.flags
     return bool(flags.c_contiguous and flags.aligned)
 

@@ -18,7 +18,7 @@ def _read_only(array):
 
 
 def _unaligned(array):
-    """The same elements at an odd address."""
+    """Return the elements at an odd address."""
     buffer = bytearray(1) + array.tobytes()
     return np.frombuffer(buffer, np.uint8)[1:].view(array.dtype).reshape(array.shape)
 

@@ -32,8 +32,8 @@ def test_every_length(operation, dtype, level):
     with at(level):
         for size in range(131):
             trial = Trial(operation, dtype, shape=(size,), ste=with_estimator(operation, size), **variety(size))
-            found = difference(native_result(trial), reference_result(trial))
-            assert found is None, (size, found, trial)
+            mismatch = difference(native_result(trial), reference_result(trial))
+            assert mismatch is None, (size, mismatch, trial)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -49,8 +49,8 @@ def test_every_length_of_rows(granularity, operation, level):
             dtype = DTYPES[size % 4]
             rules = variety(size)
             trial = Trial(operation, dtype, granularity, (3, size), ste=with_estimator(operation, size), **rules)
-            found = difference(native_result(trial), reference_result(trial))
-            assert found is None, (size, found, trial)
+            mismatch = difference(native_result(trial), reference_result(trial))
+            assert mismatch is None, (size, mismatch, trial)
 
 
 @pytest.mark.parametrize("size", EDGES)

@@ -72,7 +72,7 @@ def test_every_code(bits, level):
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_only_the_low_bits_are_packed(bits):
-    """What is above them in a byte, a sign or dirt, is left out."""
+    """Higher bits of a byte, a sign or garbage, are ignored."""
     codes = np.arange(256, dtype=np.uint8)
     with dt.use_kernels("reference"):
         expected = pack_bits(codes, bits)
@@ -133,15 +133,15 @@ def test_byte_strings_that_do_not_fit(kernels):
 
 def packed_and_not(form, dtype, granularity, shape, seed=0):
     """One tensor twice: with packed codes and with codes."""
-    rng, known = np.random.default_rng(seed), dt.formats.FORMATS[form]
-    symmetric = not known.is_integer
+    rng, format_ = np.random.default_rng(seed), dt.formats.FORMATS[form]
+    symmetric = not format_.is_integer
     spec = dt.QuantSpec(form, granularity, symmetric=symmetric)
     sets = granularity.tiling(shape).scale_shape
     wide = np.float64 if dtype == "float64" else np.float32
     scale = rng.choice([0.0123, 1 / 3, 0.5, 2.0**-10], size=sets).astype(wide)
-    zero_point = rng.integers(known.qmin, known.qmax, size=sets, endpoint=True) if not symmetric else None
+    zero_point = rng.integers(format_.qmin, format_.qmax, size=sets, endpoint=True) if not symmetric else None
     params = dt.QuantParams(spec, scale, zero_point)
-    reach = float(known.qmax) - float(known.qmin)
+    reach = float(format_.qmax) - float(format_.qmin)
     with np.errstate(over="ignore"):
         x = (rng.uniform(-reach, reach, size=shape) * 0.3).astype(dtype_of(dtype))
     out = np.full(packed_size(x.size, spec.bits), 0xA5, np.uint8)

@@ -72,8 +72,8 @@ def test_every_granularity(dtype, name, bits, weighted):
     expected = result("reference", x, granularity, bits, weights=weights)
     for level, threads in product(LEVELS, (1, 2, 3)):
         with at(level, threads):
-            found = result("native", x, granularity, bits, weights=weights)
-            assert difference(found, expected) is None, (level, threads)
+            actual = result("native", x, granularity, bits, weights=weights)
+            assert difference(actual, expected) is None, (level, threads)
 
 
 @pytest.mark.parametrize("rows", [(), (127,), FINITE_ROWS], ids=["none", "one", "all"])
@@ -117,12 +117,12 @@ def test_layouts_in_memory(layout, granularity, weighted):
 def test_all_16_bit_floats(level, dtype, bits):
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype_of(dtype))
     with at(level), np.errstate(invalid="ignore"):  # ml_dtypes warns of signalling NaN
-        found = result("native", x, dt.PerTensor(), bits, FINITE_ROWS)
+        actual = result("native", x, dt.PerTensor(), bits, FINITE_ROWS)
         wide = x.astype(np.float32) + np.float32(0)
         assert differences(x, dt.PerTensor(), bits, FINITE_ROWS) is None
     keys = wide.view(np.uint32) >> (23 - bits)
     expected = np.bincount(keys, minlength=512 << bits).reshape(512, 1, 1 << bits)[list(FINITE_ROWS)] + 7
-    assert difference(found[-1], expected) is None
+    assert difference(actual[-1], expected) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -141,9 +141,9 @@ def test_elements_lie_between_the_edges_of_their_bin(kernels, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zero_has_one_bin(dtype):
     x = np.array([0.0, -0.0] * 20).astype(dtype_of(dtype))
-    found = result("native", x, dt.PerTensor(), 5, (0, 256))[-1]
-    assert found[0, 0, 0] == 47
-    assert (found.ravel()[1:] == 7).all()
+    actual = result("native", x, dt.PerTensor(), 5, (0, 256))[-1]
+    assert actual[0, 0, 0] == 47
+    assert (actual.ravel()[1:] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -159,9 +159,9 @@ def test_bounds_are_those_of_minmax(granularity):
     x = data("float32", (7, 300))
     with dt.use_kernels("native"):
         expected = minmax(x, granularity.tiling(x.shape))
-    found = result("native", x, granularity, 5)
-    assert difference(found[2:4], expected[:2]) is None
-    assert found[4] == expected[2]
+    actual = result("native", x, granularity, 5)
+    assert difference(actual[2:4], expected[:2]) is None
+    assert actual[4] == expected[2]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ GRIDS = {
 
 
 def some_bins(count, sets=3, seed=0):
-    """Neighbouring bins around zero, some empty; each set's bounds cut the outermost, a set is a point."""
+    """Adjacent bins around zero, some empty; the bounds of each set cut its outermost bins, and one set is a point."""
     rng = np.random.default_rng(seed)
     edges = np.sort(rng.normal(size=count + 1)) * 4
     mass = rng.integers(0, 50, size=(sets, count)) * (rng.random((sets, count)) < 0.8)
@@ -251,8 +251,8 @@ def test_grid_errors_of_many_bins(grid, norm):
         expected = errors("reference", norm, grid, bins, *tried)
         for level, threads in product(LEVELS, (1, 2, 3)):
             with at(level, threads):
-                found = errors("native", norm, grid, bins, *tried)
-                assert difference(found, expected) is None, (count, level, threads)
+                actual = errors("native", norm, grid, bins, *tried)
+                assert difference(actual, expected) is None, (count, level, threads)
 
 
 @pytest.mark.parametrize("norm", [1, 2])
@@ -269,8 +269,8 @@ def test_grid_errors_on_several_threads(norm):
 def test_grid_errors_of_no_candidates_or_no_sets(sets, count, kernels):
     bins = some_bins(5)
     bins = (*bins[:2], bins[2][:sets], bins[3][:sets], bins[4][:sets])
-    found = errors(kernels, 2, "int4", bins, np.ones((sets, count)), np.zeros((sets, count)))
-    assert found.shape == (sets, count)
+    actual = errors(kernels, 2, "int4", bins, np.ones((sets, count)), np.zeros((sets, count)))
+    assert actual.shape == (sets, count)
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -282,12 +282,12 @@ def test_grid_errors_of_a_point(grid, kernels):
     all_levels = (levels if levels.size else np.arange(low, high + 1)) * scale
     distance = np.abs(all_levels - x).min()
     for norm in (1, 2):
-        found = errors(kernels, norm, grid, bins, np.array([[scale]]), np.zeros((1, 1)))
-        assert found.item() == pytest.approx(3 * distance**norm, rel=1e-12)
+        actual = errors(kernels, norm, grid, bins, np.array([[scale]]), np.zeros((1, 1)))
+        assert actual.item() == pytest.approx(3 * distance**norm, rel=1e-12)
 
 
 def integrated(norm, grid, bins, scale, zero):
-    """The same by the midpoint rule, the slow way."""
+    """Compute the errors by the midpoint rule, slowly."""
     (low, high), levels = GRIDS[grid]
     total = 0.0
     for lower, upper, mass, lo, hi in bins:
@@ -305,7 +305,7 @@ def integrated(norm, grid, bins, scale, zero):
 def test_grid_errors_are_integrals(grid, norm):
     lower, upper, mass, lo, hi = bins = some_bins(9, seed=5)
     scale, zero = candidates(grid, 3, seed=5)
-    found = errors("auto", norm, grid, bins, scale, zero)
+    actual = errors("auto", norm, grid, bins, scale, zero)
     for i, j in np.ndindex(scale.shape):
         own = [(*ends, lo[i], hi[i]) for ends in zip(lower, upper, mass[i], strict=True)]
-        assert found[i, j] == pytest.approx(integrated(norm, grid, own, scale[i, j], zero[i, j]), rel=1e-4), (i, j)
+        assert actual[i, j] == pytest.approx(integrated(norm, grid, own, scale[i, j], zero[i, j]), rel=1e-4), (i, j)

@@ -28,9 +28,9 @@ def gradients(kernels, trial, ste=None, grad_scale=None, finite=True):
 
 
 def compare(results, expected):
-    """What tells the native gradients from the reference's, by name."""
-    found = {name: difference(*pair) for name, *pair in zip(NAMES, results, expected, strict=True)}
-    return {name: each for name, each in found.items() if each is not None}
+    """Return the mismatches between native and reference gradients, by name."""
+    mismatches = {name: difference(*pair) for name, *pair in zip(NAMES, results, expected, strict=True)}
+    return {name: each for name, each in mismatches.items() if each is not None}
 
 
 def differences(trial, **options):

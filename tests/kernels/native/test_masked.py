@@ -38,11 +38,11 @@ def run(kernels, operation, arrays, params, out=None, step=0, **options):
 
 
 def complaints(x, g, params, ste=None):
-    """What is wrong with the native values, mask and masked gradient, by name."""
+    """Return the mismatches of native values, mask and masked gradient, by name."""
     y, mask = run("native", "fake_quantize_masked", [x], params, ste=ste)
     expected = run("reference", "fake_quantize_masked", [x], params, ste=ste)
     gradient = run("native", "fake_quantize_masked_backward", [g, mask], params)
-    found = {
+    mismatches = {
         "values": difference(y, expected[0]),
         "mask": difference(mask, expected[1]),
         "values of fake_quantize": difference(y, run("native", "fake_quantize", [x], params)),
@@ -52,7 +52,7 @@ def complaints(x, g, params, ste=None):
             gradient, run("reference", "fake_quantize_masked_backward", [g, mask], params)
         ),
     }
-    return {name: each for name, each in found.items() if each is not None}
+    return {name: each for name, each in mismatches.items() if each is not None}
 
 
 def complaints_of(trial):
@@ -177,9 +177,9 @@ def test_layout_of_the_output(layout, dtype):
     trial = Trial("fake_quantize", dtype, dt.PerGroup(5), (7, 37))
     y, mask = run("reference", "fake_quantize_masked", [trial.x], trial.params)
     out = LAYOUTS[layout](np.zeros_like(y))
-    values, found = run("native", "fake_quantize_masked", [trial.x], trial.params, out)
+    values, actual_mask = run("native", "fake_quantize_masked", [trial.x], trial.params, out)
     assert values is out
-    assert difference((out, found), (y, mask)) is None
+    assert difference((out, actual_mask), (y, mask)) is None
     out = LAYOUTS[layout](np.zeros_like(y))
     assert run("native", "fake_quantize_masked_backward", [trial.g, mask], trial.params, out) is out
     assert difference(out, run("reference", "fake_quantize_backward", [trial.g, trial.x], trial.params)) is None

@@ -88,7 +88,7 @@ def values_of(result):
 
 
 def expected_in(out, result, trial):
-    """What the native result should be, where the reference's is this."""
+    """Return the expected native result for a result of the reference: packed if ``out`` is."""
     packed = out is not None and out.shape != values_of(result).shape
     return dt.packing.pack(result, trial.params.spec.bits) if packed else result
 

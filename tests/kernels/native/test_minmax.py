@@ -14,14 +14,14 @@ SIZES = (*range(1, 131), 1023, 1025, 4095, 4097, 32767, 32769)
 
 
 def differences(x, granularity):
-    """What tells the native result from the reference's: lows, highs, and the count of elements not finite."""
+    """Return the mismatches between native and reference: lows, highs and non-finite counts."""
     tiling = granularity.tiling(x.shape)
     with dt.use_kernels("native"):
         low, high, odd = minmax(x, tiling)
     with dt.use_kernels("reference"):
         expected = minmax(x, tiling)
-    found = [difference(low, expected[0]), difference(high, expected[1]), odd - expected[2] or None]
-    return [each for each in found if each is not None]
+    mismatches = [difference(low, expected[0]), difference(high, expected[1]), odd - expected[2] or None]
+    return [each for each in mismatches if each is not None]
 
 
 def data(dtype, shape, seed=0, granularity=dt.PerTensor()):

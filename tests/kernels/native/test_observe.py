@@ -76,16 +76,16 @@ DATA = {
 
 
 def data(kind, dtype, granularity, shape, seed=0):
-    found = dtype_of(dtype)
+    float_type = dtype_of(dtype)
     with np.errstate(all="ignore"):
-        x = DATA[kind](np.random.default_rng(seed), granularity.tiling(shape), ml_dtypes.finfo(found))
-        return np.asarray(x).astype(found)
+        x = DATA[kind](np.random.default_rng(seed), granularity.tiling(shape), ml_dtypes.finfo(float_type))
+        return np.asarray(x).astype(float_type)
 
 
 def spec_of(form, granularity=dt.PerTensor(), symmetric=None, convention="onnx"):
-    known = dt.formats.FORMATS[form]
-    if not known.is_integer or form == "uint1":
-        symmetric = not known.is_integer  # the only symmetry there is
+    format_ = dt.formats.FORMATS[form]
+    if not format_.is_integer or form == "uint1":
+        symmetric = not format_.is_integer  # the only symmetry there is
     return dt.QuantSpec(form, granularity, symmetric=symmetric, convention=CONVENTIONS[convention])
 
 
@@ -110,19 +110,19 @@ def three_steps(x, spec):
         return dt.fake_quantize(x, params), params
 
 
-def complaints(found, expected):
-    """What tells two outcomes apart, by field."""
-    if isinstance(found[0], type) or isinstance(expected[0], type):
-        return [] if found == expected else [found, expected]
-    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None or b is not None]
+def complaints(actual, expected):
+    """Return the mismatches between two outcomes, by field."""
+    if isinstance(actual[0], type) or isinstance(expected[0], type):
+        return [] if actual == expected else [actual, expected]
+    pairs = [(a, b) for a, b in zip(actual, expected, strict=True) if a is not None or b is not None]
     return [each for each in (difference(*pair) for pair in pairs) if each is not None]
 
 
 def assert_equal(x, spec, **options):
-    found, expected = dynamic("native", x, spec, **options), outcome(three_steps, x, spec)
-    assert complaints(found, dynamic("reference", x, spec)) == []
-    assert isinstance(found[0], type) or complaints(found, expected) == []
-    assert isinstance(found[0], type) == isinstance(expected[0], type), (found, expected)
+    actual, expected = dynamic("native", x, spec, **options), outcome(three_steps, x, spec)
+    assert complaints(actual, dynamic("reference", x, spec)) == []
+    assert isinstance(actual[0], type) or complaints(actual, expected) == []
+    assert isinstance(actual[0], type) == isinstance(expected[0], type), (actual, expected)
 
 
 SAMPLE = pairwise(
@@ -202,8 +202,8 @@ def test_ranges_of_every_magnitude(convention, dtype):
         spec = spec_of(form, dt.PerToken(), symmetric, convention)
         for low, high in ranges(dtype):
             for stored in ("float32", "float64"):
-                found, expected = (from_range(kernels, spec, low, high, stored) for kernels in ("native", "reference"))
-                assert complaints(found, expected) == [], (spec, low, high, stored)
+                actual, expected = (from_range(kernels, spec, low, high, stored) for kernels in ("native", "reference"))
+                assert complaints(actual, expected) == [], (spec, low, high, stored)
             assert_equal(np.stack([low, high], axis=1).astype(dtype), spec)
 
 
@@ -265,9 +265,9 @@ def test_layout_of_the_output(layout, dtype):
     x, spec = data("normal", dtype, dt.PerToken(), (7, 37)), spec_of("int8", dt.PerToken())
     for kernels in ("native", "reference"):
         out = LAYOUTS[layout](np.zeros_like(x))
-        found = dynamic(kernels, x, spec, out=out)
-        assert found[0] is out
-        assert complaints(found, outcome(three_steps, x, spec)) == []
+        actual = dynamic(kernels, x, spec, out=out)
+        assert actual[0] is out
+        assert complaints(actual, outcome(three_steps, x, spec)) == []
 
 
 def test_outputs_that_do_not_fit():
@@ -309,7 +309,7 @@ def test_sets_without_a_finite_element(granularity, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_scale_beyond_the_dtype(dtype):
-    """Two codes for the whole range of a float need a scale that is none; float16 and its peers compute in float32."""
+    """Two codes for the whole range of a dtype need a scale that overflows; float16 and bfloat16 compute in float32."""
     limit = float(ml_dtypes.finfo(dtype_of(dtype)).max)
     x = np.array([[limit, 1.0], [limit, -limit]] * 4).astype(dtype_of(dtype))
     for granularity in (dt.PerTensor(), dt.PerToken()):
@@ -346,7 +346,7 @@ def test_stochastic_rounding_goes_step_by_step():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("granularity", [dt.PerTensor(), dt.PerToken(), dt.PerAxis(1)], ids=str)
 def test_the_kernel_is_used(granularity, form, dtype):
-    """What is compared above is not the fallback."""
+    """The comparisons above do not test the fallback."""
     x, spec = data("normal", dtype, granularity, (9, 33)), spec_of(form, granularity)
     problem = Problem("fake_quantize", granularity.tiling(x.shape), dtype, spec, None, "propagate")
     with dt.use_kernels("native"):

@@ -48,7 +48,7 @@ def params_of(form, scale, dtype, granularity=dt.PerTensor()):
 
 
 def beside_midpoints(form, scale, dtype):
-    """Levels, the midpoints between them, and both neighbours of each; beyond the ends too."""
+    """Levels, their midpoints, and the adjacent numbers of each; also numbers out of range."""
     levels = np.array([float(level) for level in dt.formats.FORMATS[form].finite_levels])
     steps = np.concatenate([levels, (levels[1:] + levels[:-1]) / 2, [3 * levels[-1], 0.0]])
     steps = np.concatenate([steps, -steps])

@@ -80,23 +80,23 @@ SAMPLE = pairwise(
 
 
 def bits(number):
-    """What tells a float from others; NaN equals NaN."""
+    """Return the bits of a float; all NaNs are equal."""
     assert isinstance(number, float)
     return "nan" if isnan(number) else pack("<d", number).hex()
 
 
 def both(function, *args):
     """The two results as bits, native first."""
-    found = []
+    results = []
     for kernels in ("native", "reference"):
         with dt.use_kernels(kernels), np.errstate(all="ignore"):
-            found.append(bits(function(*args)))
-    return found
+            results.append(bits(function(*args)))
+    return results
 
 
 def assert_equal(function, *args, about=None):
-    found, expected = both(function, *args)
-    assert found == expected, (function.__name__, args[0], about)
+    actual, expected = both(function, *args)
+    assert actual == expected, (function.__name__, args[0], about)
 
 
 def assert_sums_equal(x, y, *factors, about=None):
@@ -149,8 +149,8 @@ def test_the_sign_of_a_sum_of_zeros(dtype, level):
 def test_a_negative_zero_comes_from_whole_blocks_alone():
     for kernels in ("native", "reference"):
         with dt.use_kernels(kernels):
-            found = {size: bits(tree_sum(np.full(size, -0.0))) for size in (0, 1, 1023, 1024, 1025, 2048, 3072)}
-        assert {size for size, sum_ in found.items() if sum_ == bits(-0.0)} == {1024, 2048}
+            sums = {size: bits(tree_sum(np.full(size, -0.0))) for size in (0, 1, 1023, 1024, 1025, 2048, 3072)}
+        assert {size for size, sum_ in sums.items() if sum_ == bits(-0.0)} == {1024, 2048}
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])

@@ -35,7 +35,7 @@ PREPARE = """
 
 
 def outcome(body):
-    """What a program prints, run in a process of its own; a hang is a failure after the time limit."""
+    """Run a program in a subprocess and return its output; a hang fails after the time limit."""
     program = textwrap.dedent(PREPARE) + textwrap.dedent(body)
     command = [sys.executable, "-W", "ignore", "-c", program]
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, start_new_session=True) as process:

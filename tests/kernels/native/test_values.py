@@ -44,7 +44,7 @@ def both(operation, arrays, params, ste=None, nan=None):
 
 
 def ties(dtype, scale):
-    """Codes and ties of an 8-bit format and their two neighbours, where rival rules part."""
+    """Codes and ties of an 8-bit format and their adjacent numbers, where conventions differ."""
     steps = np.arange(-300, 300) / 2
     with np.errstate(all="ignore"):
         x = (steps * np.float64(scale)).astype(dtype_of(dtype))
@@ -137,16 +137,16 @@ def test_beside_ties(level, convention, dtype):
 
 
 @pytest.mark.parametrize(
-    ("rival", "scale", "dtype"),
+    ("convention", "scale", "dtype"),
     [
-        *((rival, 2.0**-10, dtype) for rival in ("compressed_tensors", "rlx") for dtype in DTYPES),
+        *((convention, 2.0**-10, dtype) for convention in ("compressed_tensors", "rlx") for dtype in DTYPES),
         *(("torch", 0.0123, dtype) for dtype in ("float32", "float64")),
     ],
 )
-def test_the_data_tell_rules_apart(rival, scale, dtype):
+def test_the_data_tell_rules_apart(convention, scale, dtype):
     """The points beside ties get other codes by other rules, so that a wrong rule would be seen."""
     x = ties(dtype, scale)
-    ours, theirs = (dt.quantize(x, params_of(name, scale, dtype=dtype)).codes for name in ("onnx", rival))
+    ours, theirs = (dt.quantize(x, params_of(name, scale, dtype=dtype)).codes for name in ("onnx", convention))
     assert (ours != theirs).any()
 
 

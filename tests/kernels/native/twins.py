@@ -1,6 +1,6 @@
 """Twins: one operation on one array by the native kernel and by the reference, and whether they agree bit for bit.
 
-A Trial is everything a kernel can be asked. Its data are codes and ties of its own scales, their float neighbours,
+A Trial is one input of a kernel with all options. Its data are codes and ties of its scales, adjacent floats,
 zeros of both signs, infinities, subnormals, the largest numbers, and NaN where the policy allows it.
 """
 
@@ -97,13 +97,13 @@ def at(level=None, threads=None):
 
 
 def difference(native_array, reference_array):
-    """What tells two results apart, or None where they agree in type, shape and every bit; NaN equals NaN.
+    """Describe the difference of two results; None if type, shape and every bit are equal (all NaNs are equal).
 
     A result may be several arrays.
     """
     if isinstance(reference_array, tuple):
-        found = (difference(*pair) for pair in zip(native_array, reference_array, strict=True))
-        return next((each for each in found if each is not None), None)
+        mismatches = (difference(*pair) for pair in zip(native_array, reference_array, strict=True))
+        return next((each for each in mismatches if each is not None), None)
     a, b = np.asarray(native_array), np.asarray(reference_array)
     if a.dtype != b.dtype or a.shape != b.shape:
         return f"native {a.dtype}{a.shape}, reference {b.dtype}{b.shape}"

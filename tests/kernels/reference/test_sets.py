@@ -38,11 +38,11 @@ def slow_sum(terms):
 def members(granularity, shape):
     """The elements of each set in C order, as flat positions."""
     tiling = granularity.tiling(shape)
-    found = {}
+    positions = {}
     for position, index in enumerate(np.ndindex(shape)):
         tile = tuple(min(i // b, n - 1) for i, b, n in zip(index, tiling.block, tiling.grid, strict=True))
-        found.setdefault(tile, []).append(position)
-    return tiling, [found[tile] for tile in np.ndindex(tiling.grid)]
+        positions.setdefault(tile, []).append(position)
+    return tiling, [positions[tile] for tile in np.ndindex(tiling.grid)]
 
 
 def terms(shape):
