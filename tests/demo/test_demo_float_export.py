@@ -1,4 +1,4 @@
-"""Folding batch norms keeps what the float network computes, and the file computes it, too."""
+"""Folding batch norms keeps the outputs of the float network, and the exported file has the same outputs."""
 
 import copy
 
@@ -39,7 +39,7 @@ def test_file_computes_the_same_and_names_no_paths(tmp_path):
     assert np.isfinite(logits).all()
 
 
-def test_a_course_depends_on_its_seed_alone():
+def test_a_training_run_depends_only_on_its_seed():
     train, test = read_digits()
     logits = []
     for course in (0, 0, 1):

@@ -1,4 +1,4 @@
-"""The digits in the package are those of the source, and the two parts share none."""
+"""The digits in the package equal those of the source; training and test images do not overlap."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ import detent as dt
 from detent.demo import network
 from detent.demo.network import Pictures, read_digits
 
-# Of the 1797 x 65 numbers of the source's file, as bytes, row by row.
+# Hash of the 1797 x 65 numbers in the source's file, as bytes, row by row.
 SOURCE = "68aea062d35a127749050fa0e52dca09d6569ac08092c925610e0954e172dde2"
 
 
@@ -54,6 +54,6 @@ def test_a_damaged_file_is_named(monkeypatch):
         read_digits()
 
 
-def test_images_without_labels_are_refused():
+def test_images_without_labels_are_rejected():
     with pytest.raises(dt.ShapeError, match="got 3 labels and images of shape"):
         Pictures(np.zeros((2, 1, 8, 8), np.float32), np.zeros(3, np.int64))

@@ -1,4 +1,4 @@
-"""Repeatable numbers, and no trace of how they were made."""
+"""``repeatable`` gives the same random numbers each time and restores all settings."""
 
 import torch
 
@@ -11,8 +11,8 @@ def test_the_numbers_are_those_of_the_seed():
     assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(5)))
 
 
-def test_generators_of_other_devices_are_left_alone(monkeypatch):
-    """Their states are not kept, so that they could not be given back."""
+def test_generators_of_other_devices_do_not_change(monkeypatch):
+    """Their states are not saved, so they could not be restored."""
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     monkeypatch.setattr(torch.xpu, "manual_seed_all", seeded.append)

@@ -1,4 +1,4 @@
-"""Rows and results refuse what cannot be, and print as they should."""
+"""Rows and results: invariants, text, JSON."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_a_difference_in_any_file_is_not_ok():
     assert json.loads(result.to_json())["ok"] is False
 
 
-def test_json_takes_figures_that_are_not_finite():
+def test_json_has_infinite_sqnr_as_text():
     result = replace(RESULT, rows=(FLOAT, replace(W2, sqnr_db=float("inf"))))
     assert json.loads(result.to_json())["rows"][1]["sqnr_db"] == "inf"
 

@@ -1,4 +1,4 @@
-"""The demo from end to end, quickly: the same numbers each time, nothing left changed, the files it names."""
+"""The quick demo end to end: reproducible results, restored settings, and the files it lists."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def first(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def second(tmp_path_factory, first):
-    """Another run, in a program that has changed its settings; and whether they are the same afterwards."""
+    """A second run, in a program with other settings of PyTorch; and the settings before and after."""
     assert first
     torch.manual_seed(99)
     threads = torch.get_num_threads()
@@ -94,7 +94,7 @@ def test_numbers_are_the_same_each_time(first, second):
 def test_settings_of_the_program_are_as_before(second):
     _, before, after = second
     assert before == after
-    assert before["dtype"] == torch.float64  # that the comparison says something
+    assert before["dtype"] == torch.float64  # otherwise the comparison would be trivial
 
 
 def test_files_are_those_that_the_result_names(first):
@@ -144,7 +144,7 @@ def test_progress_goes_from_nothing_to_all_in_each_stage(first):
         assert steps == [(i, steps[0][1]) for i in range(steps[0][1] + 1)], stage
 
 
-def test_every_row_is_said(first):
+def test_every_row_is_reported(first):
     result, heard = first
     assert len(heard.lines) == 1 + len(result.rows) + 1
     assert all(line.startswith(f"{label}:") for label, line in zip(LABELS, heard.lines[1:-1], strict=True))
@@ -158,22 +158,22 @@ def test_json_has_every_row(first):
     assert (about["differing_codes"], about["compared_codes"]) == (0, first[0].compared_codes)
 
 
-# What is refused, before a minute is lost
+# Errors, raised before training starts
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_directory(tmp_path):
     with pytest.raises(dt.FileFormatError, match="is not a directory: create it"):
         demo.run(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_is_read_only(tmp_path):
+def test_a_read_only_directory(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(dt.FileFormatError, match="cannot be written to"):
         demo.run(tmp_path)
 
 
-def test_a_folder_that_refuses_files(tmp_path, monkeypatch):
+def test_a_directory_on_a_read_only_file_system(tmp_path, monkeypatch):
     def refuse(**_):
         raise OSError(30, "Read-only file system")
 

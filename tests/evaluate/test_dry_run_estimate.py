@@ -1,4 +1,4 @@
-"""The dry run: what it estimates, and how it fails."""
+"""The dry run: estimates and errors."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_eight_batches_stand_for_all(model, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "a.onnx"]
 
 
-def test_it_raises_what_quantization_would(model, tmp_path):
+def test_it_raises_the_error_of_quantize(model, tmp_path):
     np.savez(tmp_path / "a.npz", x=np.ones((2, 2), np.float32))
     with pytest.raises(DetentError, match="did you mean 'head'"):
         dry_run(model, tmp_path / "a.npz", recipe="w8a8", skip=["haed"])

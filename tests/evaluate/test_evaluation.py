@@ -1,4 +1,4 @@
-"""The whole job from Python: quantize, evaluate, look at the result."""
+"""Quantize and evaluate from Python."""
 
 import json
 from dataclasses import replace

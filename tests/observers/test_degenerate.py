@@ -1,4 +1,4 @@
-"""Data that leave an observer little to go by: every one of them gives valid parameters, or says why not."""
+"""Degenerate data: every observer gives valid parameters, or raises an error that says why not."""
 
 from itertools import product
 
@@ -57,7 +57,7 @@ SPECS = [
 
 
 def cases(slow=()):
-    """Every observer with all data, some of them slow."""
+    """All pairs of observer and data; some are slow."""
     params = []
     for kind, name in product(KINDS, DATA):
         marks = [pytest.mark.slow] if kind in slow else []
@@ -159,7 +159,7 @@ def test_batches_without_elements(kind):
 
 @pytest.mark.parametrize("value", [2.0**128, -1e39, 1e300])
 @pytest.mark.parametrize("kind", ["EMAMinMax", *HISTOGRAMS])
-def test_numbers_beyond_float32_are_refused(kind, value):
+def test_numbers_beyond_float32_are_rejected(kind, value):
     observer = KINDS[kind]("axis0").observe(np.ones((2, 3), np.float32))
     before = observer.to_bytes()
     with pytest.raises(dt.RangeError, match="use MinMax"):
@@ -177,7 +177,7 @@ def test_the_largest_float32_is_observed_as_float64(kind, kernels):
 
 @pytest.mark.parametrize("weight", [-1.0, [1.0, -1e-9], np.nan, np.inf, [1.0, np.nan], 2.0**38, 1e300])
 @every_histogram
-def test_weights_that_are_refused(kind, weight):
+def test_weights_that_are_rejected(kind, weight):
     observer = HISTOGRAMS[kind]().observe(np.ones(3, np.float32))
     before = observer.to_bytes()
     with pytest.raises(dt.RangeError, match="weight"):
@@ -186,7 +186,7 @@ def test_weights_that_are_refused(kind, weight):
 
 
 @every_histogram
-def test_weights_whose_sum_is_refused(kind):
+def test_weights_whose_sum_is_rejected(kind):
     observer = HISTOGRAMS[kind]().observe(np.ones(3, np.float32))
     before = observer.to_bytes()
     with pytest.raises(dt.RangeError, match="the sum of weights"):
@@ -195,7 +195,7 @@ def test_weights_whose_sum_is_refused(kind):
 
 
 @every_histogram
-def test_merging_beyond_what_fits_is_refused(kind):
+def test_merging_beyond_what_fits_is_rejected(kind):
     full, other = (HISTOGRAMS[kind]().observe(np.ones(2, np.float32), 2.0**36.9) for _ in range(2))
     before = full.to_bytes()
     with pytest.raises(dt.RangeError, match="the sum of weights"):
@@ -228,7 +228,7 @@ def test_weights_of_elements_that_are_not_finite_do_not_count(kind):
 
 
 @pytest.mark.parametrize("kind", HISTOGRAMS)
-def test_weights_of_zero_alone_give_a_range_or_say_why_not(kind):
+def test_weights_of_zero_give_a_range_or_an_error(kind):
     observer = HISTOGRAMS[kind]().observe(np.array([1.0, 5.0], np.float32), 0.0)
     try:
         params = observer.params("int8")

@@ -40,7 +40,7 @@ def test_bins_hold_what_lies_between_their_edges(make, precision):
 
 
 @pytest.mark.parametrize("precision", [1, 5, 10])
-def test_bins_are_as_wide_as_the_precision_says(precision):
+def test_bins_are_as_wide_as_the_precision(precision):
     bins = Entropy(precision=precision).observe(np.array([1.0, 1.999, 3.0, -3.0])).bins()
     assert sorted(bins.upper - bins.lower) == [2.0**-precision] * 2 + [2.0 ** (1 - precision)] * 2
 
@@ -153,12 +153,14 @@ def test_params_are_those_of_the_range_of_the_spec(make):
 
 
 @pytest.mark.parametrize("make", [MSE, Entropy])
-def test_each_set_is_searched_alone(make):
+def test_each_parameter_set_is_searched_separately(make):
     x = NORMAL.reshape(5, -1) * np.array([[1], [10], [0.1], [1e-3], [0]], np.float32)
     together = make(granularity="axis0").observe(x).range("int4")
     for i, row in enumerate(x):
         alone = make().observe(row).range("int4")
-        np.testing.assert_allclose([together.lo[i], together.hi[i]], alone, rtol=1e-3)  # the search has other steps
+        np.testing.assert_allclose(
+            [together.lo[i], together.hi[i]], alone, rtol=1e-3
+        )  # searched alone, the steps differ
 
 
 @pytest.mark.parametrize("make", [MSE, Entropy])
@@ -177,7 +179,7 @@ def test_more_weight_means_less_error():
     assert error_of(x, heavy) > error_of(x, plain)
 
 
-def test_mse_is_no_worse_than_the_whole_range():
+def test_mse_is_at_least_as_good_as_min_max():
     x = np.random.default_rng(3).standard_t(3, size=5000).astype(np.float32)
     for name in ("int2", "int4", "uint4", "int8"):
         assert error_of(x, MSE().observe(x).params(name)) <= 1.001 * error_of(x, MinMax().observe(x).params(name))

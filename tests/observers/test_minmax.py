@@ -1,4 +1,4 @@
-"""MinMax: exact, and the same for any order and partition."""
+"""MinMax: exact, and independent of the order and size of batches."""
 
 from functools import reduce
 
@@ -51,7 +51,7 @@ def test_merge_with_nothing_changes_nothing(batches):
     assert MinMax("axis0").merge(observed(*batches)).to_bytes() == whole
 
 
-def test_merge_leaves_the_other_alone():
+def test_merge_does_not_change_the_other():
     a, b = observed(np.ones((2, 3), np.float32)), observed(np.full((2, 3), 5.0, np.float32))
     before = b.to_bytes()
     assert a.merge(b) is a

@@ -1,4 +1,4 @@
-"""EMAMinMax: the contract's float32 formula, batch by batch."""
+"""EMAMinMax: the float32 formula of docs/numerics.md, batch by batch."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def batches(count=5):
 
 
 def blend(decay, old, new):
-    """One rounding per operation."""
+    """Compute the average with one rounding per operation."""
     return F32(F32(F32(decay) * old) + F32(F32(1.0 - decay) * new))
 
 

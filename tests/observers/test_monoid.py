@@ -39,7 +39,7 @@ SOME = {
 
 
 def cases(granularities):
-    """Every kind with each of them, most of them slow."""
+    """All pairs of observer and granularity; most are slow."""
     cases = product(KINDS, granularities)
     return [pytest.param(*case, marks=() if case in SOME else pytest.mark.slow) for case in cases]
 
@@ -48,7 +48,7 @@ every_case = pytest.mark.parametrize(("kind", "granularity"), cases(PRECISIONS))
 
 
 def observed(make, *batches):
-    """A new observer of those batches, which may be pairs with weights."""
+    """Return a new observer that has observed the batches; a batch may be a pair with weights."""
     observer = make()
     for batch in batches:
         observer.observe(*batch) if isinstance(batch, tuple) else observer.observe(batch)
@@ -111,7 +111,7 @@ def test_merge_with_nothing_changes_nothing(kind, granularity, batches):
 
 @every_kind
 @given(a=BATCHES, b=BATCHES)
-def test_merge_leaves_the_other_alone(kind, a, b):
+def test_merge_does_not_change_the_other(kind, a, b):
     first, second = (observed(lambda: KINDS[kind]("axis0"), *batches) for batches in (a, b))
     before = second.to_bytes()
     first.merge(second).observe(np.full((2, 3), 9.0, np.float32))
@@ -241,7 +241,7 @@ def test_elements_that_weigh_nothing_in_any_partition(kind):
     assert observed(make, *parts).to_bytes() == observed(make, (x, weight)).to_bytes()
 
 
-def test_an_average_depends_on_the_order_and_says_so():
+def test_an_average_depends_on_the_order_and_its_docstring_mentions_it():
     a, b = np.array([1.0], np.float32), np.array([2.0], np.float32)
     assert observed(EMAMinMax, a, b).to_bytes() != observed(EMAMinMax, b, a).to_bytes()
     assert "neither commutative nor associative" in EMAMinMax.merge.__doc__

@@ -1,4 +1,4 @@
-"""Ranges that are searched for: against exhaustive search, against NumPy, and against simple versions of themselves."""
+"""Searched ranges, compared with exhaustive search, with NumPy, and with simple implementations."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ NAMES = ("normal", "laplace", "uniform", "bimodal", "one-sided", "heavy-tailed",
 
 
 def candidates(spec: dt.QuantSpec, lo: float, hi: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ranges that are tried one by one: so many scales, or as many pairs of ends."""
+    """Candidate ranges for an exhaustive search: scales, or pairs of bounds."""
     if spec.symmetric:
         reach = max(-lo, hi) * np.linspace(1, 0, count, endpoint=False)
         return np.maximum(lo, -reach), np.minimum(hi, reach)
@@ -41,7 +41,7 @@ def candidates(spec: dt.QuantSpec, lo: float, hi: float, count: int) -> tuple[np
 
 
 def searched_and_best(observer: MSE, spec: dt.QuantSpec, count: int) -> tuple[float, float]:
-    """The error of the range that was found, and the least of those that were tried, on the same histogram."""
+    """Errors of the searched range and of the best candidate range, on the same histogram."""
     grid, bins, params = Grid(spec, observer.norm, np.dtype("float32")), observer.bins(), observer.params(spec)
     own = grid.errors(bins, np.atleast_2d(params.scale.astype(float)), np.atleast_2d(params.zero_point.astype(float)))
     low, high = candidates(spec, float(bins.lo[0]), float(bins.hi[0]), count)
@@ -98,12 +98,12 @@ def test_no_range_on_the_data_is_better(name, bits, symmetric):
     grid = Grid(spec, 2.0, np.dtype("float32"))
     low, high = candidates(spec, float(bins.lo[0]), float(bins.hi[0]), 10_000)
     errors = grid.range_errors(bins, low[None], high[None])[0][0]
-    near = np.flatnonzero(errors <= errors.min() * 1.02)  # the histogram is right to far less than that
+    near = np.flatnonzero(errors <= errors.min() * 1.02)  # the error of the histogram is far smaller
     best = min(mse(x, dt.QuantParams.from_range(spec, low[i], high[i])) for i in near[:: max(1, near.size // 150)])
     assert own <= best * (1.001 if bits < 8 else 1.005)
 
 
-def test_sets_are_searched_as_if_alone():
+def test_parameter_sets_are_searched_independently():
     x = np.stack([distribution(name, 4000) for name in NAMES])
     for spec in ("int4/axis0", "uint8/axis0/affine"):
         together = MSE(granularity="axis0").observe(x).params(spec)
@@ -178,7 +178,7 @@ def test_more_codes_than_bins_need_no_entropy():
     assert Entropy().observe(x).range("int16") == MinMax().observe(x).range()
 
 
-def test_scales_that_share_a_scale_are_refused():
+def test_two_level_scales_are_rejected():
     observer = MSE(granularity=dt.nvfp4.granularity).observe(np.ones((2, 32), np.float32))
     with pytest.raises(dt.UnsupportedError, match="MinMax"):
         observer.params(dt.nvfp4)

@@ -1,4 +1,4 @@
-"""The state of observers: it survives a round trip, and a corrupted one is refused and changes nothing."""
+"""The state of observers: round trips, and corrupted states, which are rejected and change nothing."""
 
 import json
 
@@ -27,7 +27,7 @@ HISTOGRAMS = {
 KINDS = {"MinMax": lambda: MinMax("axis0"), "EMAMinMax": lambda: EMAMinMax(0.5, "axis0"), **HISTOGRAMS}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_histogram = pytest.mark.parametrize("kind", HISTOGRAMS)
-REFUSED = (dt.StateError, dt.FileFormatError)
+REJECTED = (dt.StateError, dt.FileFormatError)
 
 
 def ask(observer):
@@ -147,7 +147,7 @@ def changed(name, change):
 
 
 def moved(counts):
-    """One element more in the first bin that has any."""
+    """Counts with one more element in the first non-empty bin."""
     counts = counts.copy()
     counts.flat[np.flatnonzero(counts)[0]] += 1
     return counts
@@ -219,7 +219,7 @@ CASES += [(kind, name, HISTOGRAM[name]) for kind in HISTOGRAMS for name in HISTO
 
 
 @pytest.mark.parametrize(("kind", "corrupt"), [case[::2] for case in CASES], ids=[f"{a}-{b}" for a, b, _ in CASES])
-def test_a_corrupted_state_is_refused_and_changes_nothing(kind, corrupt):
+def test_a_corrupted_state_is_rejected_and_changes_nothing(kind, corrupt):
     observer = KINDS[kind]().observe(X * 3)
     before = observer.to_bytes()
     with pytest.raises(dt.StateError):
@@ -228,7 +228,7 @@ def test_a_corrupted_state_is_refused_and_changes_nothing(kind, corrupt):
 
 
 @every_kind
-def test_elements_without_arrays_are_refused(kind):
+def test_elements_without_arrays_are_rejected(kind):
     with pytest.raises(dt.StateError):
         KINDS[kind]().load_state_dict({**KINDS[kind]().state_dict(), "count": 5})
 
@@ -243,7 +243,7 @@ def test_counts_of_a_state_add_up_in_python_integers(kind):
 
 
 @every_kind
-def test_truncated_bytes_are_refused(kind):
+def test_truncated_bytes_are_rejected(kind):
     data = KINDS[kind]().observe(X).to_bytes()
     for length in [*range(0, len(data), 37), len(data) - 1]:
         with pytest.raises(dt.FileFormatError):
@@ -253,20 +253,20 @@ def test_truncated_bytes_are_refused(kind):
 
 
 @every_kind
-def test_flipped_bits_are_refused_or_make_another_observer(kind):
+def test_flipped_bits_are_rejected_or_make_another_observer(kind):
     data = KINDS[kind]().observe(X).to_bytes()
     for place in range(0, len(data), 7):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
         try:
             observer = type(KINDS[kind]()).from_bytes(bytes(flipped))
-        except REFUSED:
+        except REJECTED:
             continue
         assert type(observer).from_bytes(observer.to_bytes()).to_bytes() == observer.to_bytes()
 
 
 @every_histogram
-def test_flipped_bits_of_counts_are_refused(kind):
+def test_flipped_bits_of_counts_are_rejected(kind):
     observer = HISTOGRAMS[kind]().observe(X)
     data = observer.to_bytes()
     counts = observer.state_dict()["counts"].tobytes()
@@ -274,12 +274,12 @@ def test_flipped_bits_of_counts_are_refused(kind):
     for place in range(start, start + len(counts), 11):
         flipped = bytearray(data)
         flipped[place] ^= 1 << place % 8
-        with pytest.raises(REFUSED):
+        with pytest.raises(REJECTED):
             type(observer).from_bytes(bytes(flipped))
 
 
 def forged(observer, **changes):
-    """The observer's bytes with other facts."""
+    """The observer's bytes with changed metadata."""
     arrays, metadata = storage.loads(observer.to_bytes())
     about = {**json.loads(metadata["detent.Observer"]), **changes}
     return storage.dumps(arrays, {"detent.Observer": json.dumps(about)})
@@ -301,7 +301,7 @@ def forged(observer, **changes):
     ],
     ids=str,
 )
-def test_other_settings_are_refused(settings):
+def test_other_settings_are_rejected(settings):
     observer = Percentile(1, 99, "axis0", 3).observe(X)
     whole = observer._settings()
     with pytest.raises(dt.FileFormatError):
@@ -309,7 +309,7 @@ def test_other_settings_are_refused(settings):
 
 
 @every_kind
-def test_the_bytes_of_another_kind_are_refused(kind):
+def test_the_bytes_of_another_kind_are_rejected(kind):
     data = KINDS[kind]().observe(X).to_bytes()
     for other, make in KINDS.items():
         if other != kind:
@@ -353,7 +353,7 @@ def test_other_kinds_and_other_shapes_do_not_merge(kind):
 
 
 @every_kind
-def test_a_batch_of_other_sets_is_refused_and_changes_nothing(kind):
+def test_a_batch_of_other_sets_is_rejected_and_changes_nothing(kind):
     observer = KINDS[kind]().observe(X)
     before = observer.to_bytes()
     with pytest.raises(dt.ShapeError, match="use one observer per shape"):
@@ -363,7 +363,7 @@ def test_a_batch_of_other_sets_is_refused_and_changes_nothing(kind):
 
 @every_histogram
 @pytest.mark.parametrize("weighted", [0, 1])
-def test_counts_that_the_next_batch_could_overflow_are_refused(kind, weighted):
+def test_counts_that_the_next_batch_could_overflow_are_rejected(kind, weighted):
     state = KINDS[kind]().observe(X).state_dict()
     counts = np.zeros_like(state["counts"])
     counts[0, 0, 0] = 2**63 - 1

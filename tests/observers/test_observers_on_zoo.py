@@ -8,7 +8,7 @@ from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Percentile
 from zoo import MODELS, record
 
 
-def test_a_model_that_is_not_installed_says_what_to_install():
+def test_a_missing_model_names_the_package_to_install():
     absent = type(MODELS["magika"])("no-such-package", "model.onnx", iter)
     assert not absent.is_installed
     with pytest.raises(dt.UnsupportedError, match="pip install --no-deps no-such-package"):
@@ -33,5 +33,5 @@ def test_every_activation_of_a_real_model(name):
             y = dt.fake_quantize(x, params)
             assert np.isfinite(y[finite]).all(), key
             errors[type(observer).__name__] = dt.metrics.mse(x, y)
-        # Bins know little of values that lie close together: 2 % was the most that another range was better by.
+        # Bins do not resolve values that are close together: other ranges were better by up to 2 %.
         assert errors["MSE"] <= min(errors.values()) * 1.03, (key, errors)

@@ -35,7 +35,7 @@ def all_bytes(observers):
 
 
 def interrupted(batches, after):
-    """That many batches, and then an exception."""
+    """Yield that many batches, then raise an exception."""
     yield from islice(batches, after)
     raise RuntimeError("the power went out")
 
@@ -69,7 +69,7 @@ def test_what_was_observed_before_stays():
 
 
 @pytest.mark.parametrize(("batches", "total"), [(BATCHES, 6), (iter(BATCHES), None), (np.stack(BATCHES), 6)])
-def test_progress_is_told_after_each_batch(batches, total):
+def test_progress_is_called_after_each_batch(batches, total):
     seen = []
     calibrate(batches, MinMax("axis0"), progress=lambda *done: seen.append(done))
     assert seen == [(number, total) for number in range(1, 7)]
@@ -108,7 +108,7 @@ def test_nothing_finite_names_the_tensor():
         calibrate([batch], watching())
 
 
-def test_a_missing_name_is_told_with_its_batch():
+def test_the_error_for_a_missing_name_has_the_batch():
     with pytest.raises(dt.ShapeError, match=r"batch 2 has no 'b', only \['a'\]"):
         calibrate([NAMED[0], {"a": BATCHES[1]}], watching())
 
@@ -118,18 +118,18 @@ def test_an_array_where_names_are_expected():
         calibrate(BATCHES, watching())
 
 
-def test_another_shape_is_told_with_its_name_and_batch():
+def test_the_error_for_a_wrong_shape_has_name_and_batch():
     with pytest.raises(dt.ShapeError, match=r"'a' in batch 3: .*use one observer per shape"):
         calibrate([*NAMED[:2], {"a": BATCHES[0][:2], "b": BATCHES[0]}], watching())
 
 
-def test_integers_are_told_with_their_name_and_batch():
+def test_the_error_for_integers_has_name_and_batch():
     with pytest.raises(dt.DtypeError, match="'b' in batch 1: x has dtype int64"):
         calibrate([{"a": BATCHES[0], "b": np.arange(3)}], watching())
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_saving_takes_a_positive_number_of_batches(every):
+def test_every_must_be_positive(every):
     with pytest.raises(dt.SpecError, match="every must be an integer"):
         calibrate(BATCHES, MinMax("axis0"), every=every)
 
@@ -153,7 +153,7 @@ def test_several_observers_resume_to_the_same_bytes(tmp_path):
 def test_a_killed_run_resumes_from_the_last_save(kind, tmp_path):
     def batches():
         for number, x in enumerate(BATCHES, start=1):
-            if number == 5:  # what is on the disk before the fifth batch
+            if number == 5:  # the file as it is before the fifth batch
                 shutil.copy(tmp_path / "c", tmp_path / "killed")
             yield x
 
@@ -169,7 +169,7 @@ def test_a_killed_run_resumes_from_the_last_save(kind, tmp_path):
 @every_kind
 def test_batches_already_seen_are_not_observed_again(kind, tmp_path):
     run_until(4, KINDS[kind](), tmp_path / "c")
-    spoilt = [np.full((1, 1, 1), np.nan)] * 3  # which no observer would take
+    spoilt = [np.full((1, 1, 1), np.nan)] * 3  # which every observer rejects
     resumed = calibrate([*spoilt, *BATCHES[3:]], KINDS[kind](), resume_file=tmp_path / "c")
     assert resumed.to_bytes() == calibrate(BATCHES, KINDS[kind]()).to_bytes()
 
@@ -201,7 +201,7 @@ def test_other_batches_do_not_resume(tmp_path):
 
 
 @pytest.mark.parametrize("observers", [MinMax, [MinMax()], {"a": 1}, {"__metadata__": MinMax()}, {3: MinMax()}])
-def test_what_is_no_observer(observers):
+def test_values_that_are_not_observers(observers):
     with pytest.raises(dt.DtypeError, match="observer"):
         calibrate(BATCHES, observers)
 
@@ -246,7 +246,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_the_resume_file_of_other_observers_is_refused(name, tmp_path):
+def test_the_resume_file_of_other_observers_is_rejected(name, tmp_path):
     saved, other = OTHERS[name]
     batches = [NAMED, BATCHES]
     calibrate(batches[not isinstance(saved, dict)], saved, resume_file=tmp_path / "c")
@@ -256,7 +256,7 @@ def test_the_resume_file_of_other_observers_is_refused(name, tmp_path):
     assert (tmp_path / "c").read_bytes() == before
 
 
-def test_a_refused_resume_file_leaves_observers_alone(tmp_path):
+def test_a_rejected_resume_file_does_not_change_observers(tmp_path):
     calibrate(NAMED, {"a": MinMax(), "b": EMAMinMax(0.5)}, resume_file=tmp_path / "c")
     others = {"a": MinMax(), "b": EMAMinMax(0.25)}
     before = all_bytes(others)
@@ -281,7 +281,7 @@ CORRUPTED = {
 
 
 @pytest.mark.parametrize("name", CORRUPTED)
-def test_a_corrupted_resume_file_is_refused_and_kept(name, tmp_path):
+def test_a_corrupted_resume_file_is_rejected_and_kept(name, tmp_path):
     calibrate(BATCHES, MinMax("axis0"), resume_file=tmp_path / "c")
     whole = (tmp_path / "c").read_bytes()
     corrupted = CORRUPTED[name](whole)
@@ -331,7 +331,7 @@ def test_every_exponent_stays_within_the_budget(precision):
 
 
 def peak(make, count):
-    """The most memory that so many batches take: one batch, the observer, and what comes and goes."""
+    """Return the peak memory of calibrating with that many batches."""
     tracemalloc.start()
     try:
         calibrate((BATCHES[i % 6].repeat(400, axis=-1) for i in range(count)), make(), progress=False)
@@ -345,7 +345,7 @@ def peak(make, count):
 )
 def test_many_batches_take_as_much_memory_as_few(kind):
     gc.collect()
-    gc.disable()  # a collection empties Python's store of up to 2000 tuples, which then fills up again
+    gc.disable()  # a collection empties Python's free list of tuples, which then fills up again
     try:
         peak(KINDS[kind], 2100)
         few, many = peak(KINDS[kind], 10), peak(KINDS[kind], 10_000)

@@ -1,4 +1,4 @@
-"""One observer, several threads: every batch counts, as if one thread had observed them all; copies share nothing."""
+"""One observer in several threads: the result is that of one thread; copies share no state."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def at_once(*tasks):
 
 @pytest.fixture(autouse=True)
 def _others_run_in_between(monkeypatch):
-    """Let other threads run between what an observer measures and what it keeps of it."""
+    """Let other threads run between the measurement of a batch and the update of the state."""
 
     def slowed(kernel):
         def run(*args):
@@ -94,8 +94,8 @@ def test_threads_observe_weights_as_one(kind):
     assert observer.to_bytes() == expected.to_bytes()
 
 
-def test_a_moving_average_takes_in_every_batch():
-    """The average depends on the order of batches, so all of them are alike: only counts can be lost."""
+def test_a_moving_average_uses_every_batch():
+    """All batches are equal, because the average depends on their order; only counts could be lost."""
     observer, alike = KINDS["EMAMinMax"](), np.ones((4, 5), np.float32)
     at_once(*[feed(observer, [alike] * 300)] * THREADS)
     assert observer.batches == 300 * THREADS
@@ -105,13 +105,13 @@ def test_a_moving_average_takes_in_every_batch():
 
 @every_kind
 def test_a_state_read_meanwhile_is_one_that_was(kind):
-    """Bytes taken while others observe hold whole batches: counts, sums and bounds that belong together."""
+    """Bytes taken while other threads observe contain whole batches: consistent counts, sums and bounds."""
     observer, done = KINDS[kind](), threading.Event()
     observer.observe(DATA[0])
 
     def read():
         while not done.is_set():
-            again = type(observer).from_bytes(observer.to_bytes())  # refuses counts that do not add up
+            again = type(observer).from_bytes(observer.to_bytes())  # rejects inconsistent counts
             assert (again.count + again.nonfinite) % DATA[0].size == 0
             copied = copy.copy(observer)
             assert (copied.count + copied.nonfinite) % DATA[0].size == 0
@@ -130,7 +130,7 @@ def test_a_state_read_meanwhile_is_one_that_was(kind):
 
 @every_kind
 def test_two_observers_merge_into_each_other_at_once(kind):
-    """Either order of the two merges is fine; a deadlock is not."""
+    """Two merges in opposite directions do not deadlock; either order is right."""
     for _ in range(50):
         a, b = KINDS[kind]().observe(DATA[0]), KINDS[kind]().observe(DATA[1])
         at_once(lambda a=a, b=b: a.merge(b), lambda a=a, b=b: b.merge(a))

@@ -27,7 +27,7 @@ EVIL = "</script><script>document.title='owned'</script>\"'<img src=x onerror=al
 
 
 def float_model(widths=(12, 16, 16, 5), names=None, seed=0):
-    """Products with Relu between them."""
+    """Build a model of matmuls with Relu between them."""
     rng = np.random.default_rng(seed)
     nodes, tensors, x = [], [], "x"
     for i, (before, after) in enumerate(pairwise(widths)):
@@ -53,7 +53,7 @@ def feeds(count=4, width=12, rows=32):
 
 
 def quantized(folder, recipe="w8a8", model=None, **options):
-    """A float model, its quantized file and what was reported of it."""
+    """Return a float model, the path of its quantized file, and the report of ``qo.quantize``."""
     model = float_model() if model is None else model
     path = folder / "small.onnx"
     result = qo.quantize(model, path, feeds(), recipe, progress=False, **options)
@@ -61,7 +61,7 @@ def quantized(folder, recipe="w8a8", model=None, **options):
 
 
 def sites_model(scale=0.5, zero=3, bound=None):
-    """One quantizer, and what a Clip before it leaves."""
+    """Build a model with one quantizer, and with a Clip before it if bounds are given."""
     constants = {"s": np.float32(scale), "z": np.uint8(zero)}
     nodes, x = [], "x"
     if bound is not None:
@@ -155,7 +155,7 @@ def _tensor(name, rng, of):
 
 
 def big_report(count=200):
-    """A report of a large model, without a model."""
+    """Return the report of a large model, without the model."""
     rng = np.random.default_rng(0)
     kinds = ("integer", "quantized", "float")
     layers = []

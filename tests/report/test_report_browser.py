@@ -1,4 +1,4 @@
-"""The page in a real browser: no errors, no requests, and everything works with a pointer and with the keyboard.
+"""Reports in a real browser: no errors, no requests, and everything works with a pointer and with the keyboard.
 
 One session of headless Chromium serves all tests. Where it is not installed they are skipped, and fail instead where
 DETENT_REQUIRE_BROWSER is 1.
@@ -52,7 +52,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The paths of pages by name."""
+    """Paths of reports by name."""
     folder = tmp_path_factory.mktemp("pages")
     full = full_report(folder, names=("fc0", EVIL, LONG))
     failed = replace(
@@ -73,14 +73,14 @@ def pages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def show(browser, pages):
-    """Opens a page at a width, in light or dark."""
+    """Open a report at a width, in light or dark colors."""
 
     def opened(name, width=1280, scheme="light", media="screen"):
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         features = [
             {"name": "prefers-color-scheme", "value": scheme},
-            {"name": "prefers-reduced-motion", "value": "reduce"},  # what is clicked stands still
+            {"name": "prefers-reduced-motion", "value": "reduce"},  # so that clicked elements do not move
         ]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
         browser.get_log("browser")
@@ -195,7 +195,7 @@ def test_sorting_with_the_pointer(show):
     values = column(browser, 4)
     assert sort_state(browser) == [[4, "ascending"]]
     assert [float(value) for value in values if value] == sorted(numbers)
-    assert values[-1] == ""  # unknown values stays last
+    assert values[-1] == ""  # unknown values stay last
 
 
 def test_sorting_with_the_keyboard(show):
@@ -292,7 +292,7 @@ def test_tooltips_with_pointer_and_keyboard(show):
     tip = browser.find_element(By.ID, "tip")
     assert not tip.is_displayed()
     bring = "arguments[0].scrollIntoView({block: 'center'}); requestAnimationFrame(() => setTimeout(arguments[1], 50))"
-    browser.execute_async_script(bring, chart)  # a pointer that does not move says nothing after scrolling
+    browser.execute_async_script(bring, chart)  # scrolling under a pointer that does not move sends no event
     ActionChains(browser).move_to_element(chart).perform()
     assert tip.is_displayed()
     assert " %)" in tip.text
@@ -351,7 +351,7 @@ def test_dark_and_light(show):
     assert luminance(dark) < 0.05
     browser.find_element(By.ID, "theme").click()
     assert luminance(run(browser, back)) > 0.9
-    browser = show("full", scheme="dark")  # nothing is kept
+    browser = show("full", scheme="dark")  # the choice is not stored
     assert run(browser, back) == dark
     assert run(browser, "return document.cookie") == ""
     show("full", scheme="light")

@@ -127,7 +127,7 @@ def test_a_clip_of_the_quantizer_is_part_of_it():
     assert (tensor.clip_low, tensor.clip_high, tensor.codes_available) == (-1.5, 6.0, 16)
 
 
-def test_values_that_are_no_numbers_are_told():
+def test_non_finite_values_are_noted():
     artifact = open_quantized(sites_model())
     watched = QuantizerStats(artifact, artifact.quantize_nodes[0])
     watched.reading().take({"x": np.float32([1, 2, np.inf]), "q": np.uint8([5, 7, 255])})
@@ -180,7 +180,7 @@ def test_weight_figures_are_those_of_the_metrics(example):
         assert decoded.size < layer.nbytes < 2 * layer.nbytes_float
 
 
-def test_weights_are_told_apart_by_their_codes(example, tmp_path):
+def test_weights_with_different_codes_are_changed(example, tmp_path):
     model, path, _ = example
     same, other = qr.build(path), quantized(tmp_path, "w4a8", model, keep_float="none")[1]
     both = qr.compare(same, qr.build(other))
@@ -192,7 +192,7 @@ def test_weights_are_told_apart_by_their_codes(example, tmp_path):
     assert len({layer.weight.digest for layer in same.layers}) == len(same.layers)
 
 
-def test_the_source_alone_tells_the_same(example):
+def test_the_source_gives_the_same_statistics(example):
     model, path, result = example
     with_result, alone = (qr.build(path, feeds(), source=model, result=each) for each in (result, None))
     for layer in with_result.layers:
@@ -222,7 +222,7 @@ def test_scaled_weights_are_not_compared(example, factor):
     assert layers["fc1"].weight.sqnr_db is not None
 
 
-def test_smoothed_weights_are_compared_with_what_they_were_made_from(tmp_path):
+def test_smoothed_weights_are_compared_with_the_smoothed_float_weights(tmp_path):
     model, path, result = quantized(tmp_path)
     assert any("smoothed" in step for step in result.steps)
     with_result, alone = (by_name(qr.build(path, feeds(), source=model, result=each)) for each in (result, None))
@@ -262,7 +262,7 @@ def test_layers_come_by_noise_share(example):
     assert sqnr == sorted(sqnr)
 
 
-def test_noise_share_takes_the_best_that_there_is(example):
+def test_noise_share_has_the_best_available_basis(example):
     model, path, result = example
     given = {"source": model, "result": result}
     bases = [
@@ -316,7 +316,7 @@ def test_float_layers_say_why_and_come_last(tmp_path):
         assert last.nbytes == last.nbytes_float == 16 * 16 * 4
 
 
-def test_integers_are_counted(example):
+def test_integer_kernels_are_counted(example):
     _, path, result = example
     page = qr.build(path)
     assert page.counts[2] == sum(layer.in_integers for layer in result.layers)
@@ -350,7 +350,7 @@ def test_groups(tmp_path):
         assert layer.weight.codes_available in {15, 16}
 
 
-# Files of others
+# Files of other tools
 
 
 def test_a_foreign_file(example, tmp_path):
@@ -414,7 +414,7 @@ def test_a_file_of_torch(tmp_path):
     assert "--skip" not in page.to_html()
 
 
-def test_nodes_of_one_name_are_told_apart(example):
+def test_nodes_of_one_name_get_unique_names(example):
     _, path, _ = example
     file = load(path)
     del file.metadata_props[:]
@@ -449,7 +449,7 @@ def test_errors_of_the_data_are_the_users_own(example):
         qr.build(example[1], broken())
 
 
-# The rest
+# Sizes, reproduction, verification, errors
 
 
 def test_sizes_add_up(example):
@@ -473,7 +473,7 @@ def test_reproduction(example):
     assert len(reproduction.data) == 64
 
 
-def test_verification_is_told(example):
+def test_verification_is_shown(example):
     _, path, _ = example
     page = qr.build(path, verification=example_verification(differing=7))
     assert not page.verification.ok
@@ -505,7 +505,7 @@ def test_a_source_with_other_ends_is_a_note(example):
     ],
     ids=["float", "missing", "shape", "dtype", "verification", "tables"],
 )
-def test_bad_input_is_refused(example, make, error, words):
+def test_bad_input_is_rejected(example, make, error, words):
     with pytest.raises(error) as caught:
         make(example[1])
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""Reports as JSON and as text: what is written comes back, and what is not a report is refused in words."""
+"""Reports as JSON, HTML and text: round trips, and errors for files that are not reports."""
 
 import html
 import json
@@ -76,7 +76,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_json_is_refused(page, name):
+def test_malformed_json_is_rejected(page, name):
     edit, words = MALFORMED[name]
     text = "{" if name == "not json" else change(page, edit)
     with pytest.raises(FileFormatError) as caught:
@@ -95,13 +95,13 @@ def test_malformed_json_is_refused(page, name):
     ],
     ids=["deep", "twice", "list", "nan", "bytes"],
 )
-def test_other_texts_are_refused(text, words):
+def test_other_texts_are_rejected(text, words):
     with pytest.raises(FileFormatError) as caught:
         qr.Report.from_json(text)
     assert words in str(caught.value)
 
 
-def test_text_that_is_too_large_is_refused():
+def test_text_that_is_too_large_is_rejected():
     with pytest.raises(FileFormatError, match=f"at most {TEXT_LIMIT}"):
         qr.Report.from_json(" " * (TEXT_LIMIT + 1))
 
@@ -125,7 +125,7 @@ def test_files_of_both_kinds_come_back(page, tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["PAGE.HTML", "page.html", "page.json"]
 
 
-def test_other_files_are_refused(tmp_path):
+def test_other_files_are_rejected(tmp_path):
     (tmp_path / "a.html").write_text("<p>no report</p>")
     (tmp_path / "b.html").write_bytes(b"\xff\xfe")
     for path, words in (("a.html", "no report-data"), ("b.html", "UTF-8"), ("c.json", "cannot be read")):
@@ -169,7 +169,7 @@ def test_import_is_light():
     assert not {"torch", "onnx", "onnxruntime", "jinja2"} & set(modules)
 
 
-# The page as text
+# HTML
 
 
 def test_everything_is_escaped(page):
@@ -249,7 +249,7 @@ def test_comparison(page):
 
 
 def test_other_codes_are_a_change(page):
-    """Two files may hold bytes of one spec, one of them with codes of four bits."""
+    """Two files may have the same spec, one of them with 4-bit codes in bytes."""
     layer = page.layers[0]
     narrow = replace(layer.weight, code_low=-7, code_high=7, digest="0" * 64)
     both = qr.compare(page, replace(page, layers=(replace(layer, weight=narrow), *page.layers[1:])))
@@ -275,7 +275,7 @@ def summary_rows(html):
     return re.findall(r'<th scope="row">([^<]*)</th><td class="num" data-label', html)
 
 
-def test_comparison_leaves_out_what_neither_knows(page):
+def test_comparison_leaves_out_unknown_metrics(page):
     everything = ["Size", "Output SQNR", "Top-1 agreement", "Layers quantized", "Layers on integer kernels", "Recipe"]
     with_agreement = replace(page, agreement=0.5)
     assert summary_rows(qr.compare(with_agreement, page).to_html()) == [*everything, "Verified"]
@@ -293,7 +293,7 @@ def test_the_worst_output_is_the_one_that_counts(page):
     assert replace(page, output_sqnr_db={}).sqnr_db is None
 
 
-def test_codes_moved_are_no_codes_that_differ(page):
+def test_codes_changed_by_accumulation_order_do_not_count_as_differences(page):
     """End to end, codes may differ; verification compares parts that get the same input."""
     text = page.to_html()
     assert "12,345 codes compared, none differ" in text.partition("<dt>Verified</dt>")[2][:200]
@@ -320,7 +320,7 @@ def test_infinite_figures_have_no_change():
     assert "nan" not in qr.compare(best, best).to_html().partition("<script")[0]
 
 
-def test_comparison_takes_reports(page, tmp_path):
+def test_comparison_rejects_other_types(page, tmp_path):
     with pytest.raises(DtypeError, match="got str, expected two reports"):
         qr.compare(page, "page.json")
     qr.compare(page, page).save(tmp_path / "both.html")

@@ -1,4 +1,4 @@
-"""Which option a layer has, whose name it bears, what a file weighs, and figures that no report can have."""
+"""Candidates and names of layers, sizes of files, and invalid metrics."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ import detent.sensitivity as qs
 from detent.errors import FileFormatError, SpecError
 from detent.report.document import matching_candidate
 
-# Options
+# Candidates
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_size_of_data_in_a_file_of_any_name(tmp_path):
     _, path, _ = quantized(tmp_path)
     whole = qr.build(path).nbytes_after
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="model.weights", size_threshold=0)
-    (tmp_path / "small.onnx.0123.data").write_bytes(bytes(100_000))  # of somebody else
+    (tmp_path / "small.onnx.0123.data").write_bytes(bytes(100_000))  # of another model
     page = qr.build(path)
     assert page.nbytes_after == path.stat().st_size + (tmp_path / "model.weights").stat().st_size > 0.9 * whole
 
@@ -94,7 +94,7 @@ def test_size_of_the_float_model_with_data_outside(tmp_path):
     assert nbytes == source.stat().st_size + (tmp_path / "float.onnx.data").stat().st_size
 
 
-# Figures
+# Metrics
 
 
 @pytest.mark.parametrize("agreement", [-0.1, 1.5, float("nan"), float("inf")])
@@ -158,7 +158,7 @@ def test_hostile_verification_and_sensitivity(path, value):
         qr.Report.from_json(json.dumps(document))
 
 
-def test_version_1_is_refused():
+def test_version_1_is_rejected():
     document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
     with pytest.raises(FileFormatError, match="has version 1, this version of detent reads 4: build it again"):
         qr.Report.from_json(json.dumps(document))

@@ -1,4 +1,4 @@
-"""Numbers as a page shows them."""
+"""Number formats of HTML reports."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The output_noise of noise, and what measuring says while it goes on."""
+"""OutputNoise, and the progress of a measurement."""
 
 import io
 import re
@@ -50,7 +50,7 @@ def test_there_must_be_an_output():
         OutputNoise([], [[]])
 
 
-def test_outputs_that_change_their_shape_are_told():
+def test_outputs_that_change_their_shape_are_rejected():
     with pytest.raises(UnsupportedError, match="shape"):
         OutputNoise(["y"], [arrays([1.0])]).noise([arrays([1.0, 2.0])])
 
@@ -79,9 +79,9 @@ def test_a_bar_is_drawn_on_terminals(monkeypatch, progress, stream, drawn):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.2, "1 s or less"), (8.4, "8 s"), (300.0, "5 min")], ids=["short", "seconds", "minutes"]
 )
-def test_costs_are_told_in_words(seconds, text):
+def test_costs_as_text(seconds, text):
     assert str(qs.Cost(1, 2, 2, 32, seconds)).endswith(f"2 runs over 32 samples, about {text}")
 
 
-def test_what_there_is_one_of_is_told_so():
+def test_costs_in_the_singular():
     assert str(qs.Cost(1, 1, 1, 1, 5.0)) == "1 layer, 1 candidate: 1 run over 1 sample, about 5 s"

@@ -1,4 +1,4 @@
-"""The choice under a budget is exact: it equals what trying everything finds."""
+"""The choice within a budget is exact: it equals that of an exhaustive search."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def test_noise_of_many_decades_is_added_up_without_loss(keep_float, data):
 
 
 def ordinary(rng, keep_float):
-    """Layers at 2 to 16 bits, as they are measured: 6 dB per bit, and loud and quiet layers."""
+    """Realistic layers at 2 to 16 bits: 6 dB per bit, with very different noise."""
     layers = []
     for _ in range(rng.integers(8, 26)):
         count, loudness = int(rng.integers(100, 10**6)), 10 ** rng.uniform(-6, 1)
@@ -94,8 +94,8 @@ def test_ordinary_layers_have_a_choice_at_every_budget(seed, keep_float):
     assert before == sum(options[-1][1] for options in layers)
 
 
-def test_the_best_is_found_where_one_layer_drowns_the_others():
-    """A bound that is the difference of large sums is off by more than the small noise that decides."""
+def test_the_best_choice_where_one_layer_has_almost_all_noise():
+    """If the bound were a difference of large sums, its rounding error would exceed the noise of small layers."""
     layers = [[(1, 1.0), (1 << 40, 1e-15)], [(1, 3e-13), ((1 << 20), 1e-13), (1 << 21, 2e-14)], [(1, 1e-14), (9, 0.0)]]
     for budget in ((1 << 40) + 2, (1 << 40) + (1 << 20) + 1, (1 << 40) + (1 << 21) + 8, (1 << 40) + (1 << 21) + 9):
         assert totals(layers, best_choice(layers, budget))[1] == least(layers, budget)
@@ -120,7 +120,7 @@ def test_the_curve_holds_best_choices_and_grows(layers):
 
 
 def test_greedy_would_be_wrong():
-    """The step of the most gain per byte leaves no room for the one that gains most."""
+    """A greedy choice fails: the step with the most gain per byte leaves no room for the best one."""
     layers = [[(1, 1.0), (2, 0.8)], [(1, 1.0), (11, 0.0)]]
     assert best_choice(layers, 12) == [0, 1]
 
@@ -130,7 +130,7 @@ def test_of_equal_noise_the_smaller_is_taken():
 
 
 def test_many_layers_take_little_time():
-    """A hundred layers of a dozen options with odd sizes: more choices than atoms, found exactly."""
+    """A hundred layers with a dozen candidates of odd sizes are solved exactly."""
     rng = np.random.default_rng(0)
     layers = []
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Sensitivity and Mix as values: invariants, choices, recipes, JSON that is not trusted."""
+"""Sensitivity and Mix as values: invariants, choices, recipes, untrusted JSON."""
 
 import copy
 import dataclasses
@@ -85,7 +85,7 @@ def test_sensitivities_that_cannot_be(layers):
 
 
 @pytest.mark.parametrize("kind", ["option", "float"])
-def test_more_bytes_than_can_be_added_are_refused(kind):
+def test_more_bytes_than_can_be_added_are_rejected(kind):
     most = 1 << 62
     nbytes, nbytes_float = (most // 2, 4) if kind == "option" else (3, most // 2)
     layers = [qs.LayerNoise(name, "Conv", 1, nbytes_float, {FOUR: 0.1}, {FOUR: nbytes}) for name in "abc"]
@@ -95,7 +95,7 @@ def test_more_bytes_than_can_be_added_are_refused(kind):
         qs.Sensitivity(layers, (FOUR,))
 
 
-def test_unlisted_option_is_refused():
+def test_unlisted_candidate_is_rejected():
     with pytest.raises(SpecError, match="expected one of"):
         qs.Sensitivity((layer("a"),), (FOUR,))
 
@@ -147,7 +147,7 @@ def test_budgets_may_be_larger_than_any_choice(sensitivity, budget):
     assert sensitivity.choose(budget).nbytes == 28
 
 
-def test_what_does_not_fit_names_the_smallest(sensitivity):
+def test_the_error_for_a_small_budget_has_the_smallest_size(sensitivity):
     with pytest.raises(SpecError, match="no mix fits 17 bytes, the smallest takes 18: raise the budget"):
         sensitivity.choose(17)
 
@@ -175,7 +175,7 @@ def test_the_curve_goes_from_the_smallest_to_the_largest(sensitivity):
     assert [sqnr for _, sqnr in points] == sorted(sqnr for _, sqnr in points)
 
 
-def test_one_sample_is_told_in_words(sensitivity):
+def test_one_sample_in_the_singular(sensitivity):
     assert "2 layers on 1 sample: SQNR" in str(dataclasses.replace(sensitivity, samples=1))
 
 
@@ -339,12 +339,12 @@ def test_json_is_not_trusted(sensitivity, path, value):
     ["", "{", "[" * 100_000, '{"version": 1, "version": 1}', "null", b"{}", 3],
     ids=["empty", "open", "deep", "twice", "null", "bytes", "number"],
 )
-def test_text_that_is_no_json_of_ours(text):
+def test_malformed_text_is_rejected(text):
     with pytest.raises(FileFormatError):
         qs.Sensitivity.from_json(text)
 
 
-# Options
+# Candidates
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sensitivity of ONNX models: what is measured is what quantizing one layer does, and the mix is what was chosen."""
+"""Sensitivity of ONNX models: the measured noise is that of quantizing one layer, and mixes are applied as chosen."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def build_model(nodes, weights, inputs, outputs, opset=17):
 
 @pytest.fixture
 def network():
-    """A convolution, a depthwise one and two products; the first is the loud one."""
+    """A convolution, a depthwise convolution and two matmuls; the first layer has the most noise."""
     nodes = [
         helper.make_node("Conv", ["x", "w1", "b1"], ["a"], name="first[0]*", pads=[1, 1, 1, 1]),
         helper.make_node("Relu", ["a"], ["b"], name="relu"),
@@ -69,7 +69,7 @@ def sqnr(model, other, data):
     return -10 * np.log10(np.sum((old - new) ** 2) / np.sum(old**2))
 
 
-def test_one_layer_alone_is_what_a_file_with_that_layer_does(network, data, tmp_path):
+def test_noise_of_one_layer_is_that_of_a_file_with_one_quantized_layer(network, data, tmp_path):
     sensitivity = qs.measure(network, data, widths=(4, 8), progress=False)
     assert [layer.name for layer in sensitivity.layers] == NAMES
     assert sensitivity.options == ("int4/axis0", "int8/axis0")
@@ -113,7 +113,7 @@ def test_a_recipe_quantizes_weight_and_input_of_the_layer(network, data):
 
 
 def test_inputs_of_few_bits_are_clipped_to_their_codes(network, data):
-    """A quantizer of 4 bits lives in 8-bit codes: without its Clip it would not saturate."""
+    """A 4-bit quantizer is stored in 8-bit codes: without its Clip it would not saturate."""
     noise = [
         qs.measure(network, data, f"w8a{bits}", progress=False).layers[1].noise[f"w8a{bits}"] for bits in (3, 4, 6)
     ]
@@ -132,7 +132,7 @@ OBSERVERS = ["minmax", "mse", "percentile(1, 99)", "entropy"]
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_inputs_have_the_range_of_the_rules_observer(network, data, observer):
     recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer=observer)])
-    skip = NAMES[1:]  # the first reads what no other layer makes: one layer alone is then all of the mix
+    skip = NAMES[1:]  # the first layer reads the model's input, so that the mix of one layer equals that layer alone
     sensitivity = qs.measure(network, data, recipe, skip=skip, progress=False)
     mix = qs.run_mix(network, data, sensitivity.choose(10**6))
     assert mix.measured_sqnr_db == pytest.approx(mix.predicted_sqnr_db, abs=0.1)
@@ -151,8 +151,8 @@ def test_some_layers_may_have_float_inputs_or_inputs_of_fewer_bits(network, data
     assert more[3] > 10
 
 
-def test_inputs_that_are_empty_are_told():
-    """A layer may get no rows at all: nothing is known of its input then, and no file could be written."""
+def test_layers_with_empty_inputs_are_rejected():
+    """A layer may get no rows: its input has no range, and no file can be written."""
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"], name="one"),
         helper.make_node("Slice", ["a", "end", "end"], ["none"], name="slice"),
@@ -168,7 +168,7 @@ def test_inputs_that_are_empty_are_told():
 
 
 def test_observers_differ(network, data):
-    """A clipped input is far louder than one that is not: were observers ignored, they would be alike."""
+    """A clipped input has far more noise; if observers were ignored, both would have the same noise."""
     noise = []
     for observer in ("minmax", "percentile(1, 99)"):
         recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer=observer)])
@@ -248,7 +248,7 @@ def test_batches_are_read_once_and_no_more_than_needed(network, data):
     assert read == [0, 1]
 
 
-def test_the_model_is_left_alone(network, data):
+def test_the_model_does_not_change(network, data):
     before = network.SerializeToString()
     qs.measure(network, data, widths=(4,), progress=False)
     qs.measure(network, data, progress=False)
@@ -356,7 +356,7 @@ def test_outputs_count_alike_whatever_their_size():
     assert one == pytest.approx(expected, rel=1e-3)
 
 
-def test_refining_is_no_worse_than_its_starts(network, data):
+def test_refining_is_at_least_as_good_as_its_starts(network, data):
     sensitivity = qs.measure(network, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
     uniform, seen = sensitivity.uniform("int3/axis0"), []
     best = qs.refine(
@@ -377,7 +377,7 @@ def test_refining_is_no_worse_than_its_starts(network, data):
 
 def test_refining_has_runs_for_all_its_starts(network, data):
     sensitivity = qs.measure(network, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
-    budget = sensitivity.uniform("int4/axis0").nbytes  # three uniform options fit, and the chosen mix
+    budget = sensitivity.uniform("int4/axis0").nbytes  # three uniform mixes fit, and the chosen one
     with pytest.raises(SpecError, match=r"runs=3 .* runs>=4"):
         qs.refine(network, data, sensitivity, budget, runs=3, progress=False)
     best = qs.refine(network, data, sensitivity, budget, runs=4, progress=False)
@@ -407,14 +407,14 @@ def test_refining_needs_the_model_that_was_measured(network, data):
     ],
     ids=["empty", "none", "dtype", "shape", "samples", "width", "target", "model", "all skipped"],
 )
-def test_what_cannot_be_measured_is_told(network, data, given, error, words):
+def test_invalid_arguments_are_rejected(network, data, given, error, words):
     about = {"model": network, "data": data, "widths": (4,), "progress": False} | given
     with pytest.raises(error, match=words):
         qs.measure(about.pop("model"), about.pop("data"), **about)
 
 
 @pytest.mark.parametrize(("scale", "words"), [(0.0, "all outputs"), (3e38, "NaN or infinity")], ids=["zero", "inf"])
-def test_outputs_without_a_signal_are_told(scale, words):
+def test_outputs_without_a_signal_are_rejected(scale, words):
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"], name="fc")]
     model = build_model(
         nodes, [numpy_helper.from_array(np.full((8, 4), scale, np.float32), "w")], [("x", ["n", 8])], ["y"]
@@ -423,7 +423,7 @@ def test_outputs_without_a_signal_are_told(scale, words):
         qs.measure(model, [np.ones((2, 8), np.float32)], widths=(8,), progress=False)
 
 
-def test_run_mix_takes_a_mix(network, data):
+def test_run_mix_rejects_other_types(network, data):
     with pytest.raises(SpecError, match="got dict, expected a Mix"):
         qs.run_mix(network, data, {"a": 4})
 
@@ -502,7 +502,7 @@ def test_decisions_measure_the_parameters_of_the_file(tmp_path):
     assert OutputNoise(["y"], outputs[0]).noise(outputs[1]) == pytest.approx(noise[0], rel=0.05)
 
 
-def test_decisions_refuse_widths_and_unknown_layers():
+def test_decisions_reject_widths_and_unknown_layers():
     model, feeds = two_products(), vectors()
     decisions = qo.decide(model, feeds, progress=False)
     with pytest.raises(SpecError, match="got both decisions and widths"):

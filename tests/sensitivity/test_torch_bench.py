@@ -1,4 +1,4 @@
-"""Sensitivity of PyTorch modules: as prepared by ``qt.prepare``, and about as of their ONNX export."""
+"""Sensitivity of PyTorch modules: that of ``qt.prepare``, and close to that of their ONNX export."""
 
 import warnings
 
@@ -57,7 +57,7 @@ def relative(old, new):
     return float(((new - old) ** 2).sum() / (old**2).sum())
 
 
-def test_one_layer_alone_is_what_prepare_does_to_it(model, data):
+def test_noise_of_one_layer_is_that_of_preparing_one_layer(model, data):
     sensitivity = qs.measure(model, data, widths=(4, 8), progress=False)
     assert [layer.name for layer in sensitivity.layers] == ["conv", "body", "head"]
     expected = outputs(model, data)
@@ -68,7 +68,7 @@ def test_one_layer_alone_is_what_prepare_does_to_it(model, data):
             qt.unprepare(model)
 
 
-def test_the_model_is_left_alone(model, data):
+def test_the_model_does_not_change(model, data):
     model.train()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     sensitivity = qs.measure(model, data, progress=False)
@@ -79,7 +79,7 @@ def test_the_model_is_left_alone(model, data):
     assert list(model.state_dict()) == list(before)
 
 
-def test_a_failing_batch_leaves_the_model_alone(model, data):
+def test_a_failing_batch_does_not_change_the_model(model, data):
     class OddError(Exception):
         pass
 
@@ -137,7 +137,7 @@ def written_by_hand(model):
 
 def exported(model):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is to change inside of torch
+        warnings.simplefilter("ignore")  # torch warns about its own deprecations
         example = torch.zeros(2, 8, 6, 6)
         shapes = {"x": {0: torch.export.Dim("n")}}
         return torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False).model_proto
@@ -151,7 +151,7 @@ def test_module_and_export_agree(model, data, export):
     assert [layer.elements for layer in ours.layers] == [layer.elements for layer in theirs.layers]
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert mine.nbytes == other.nbytes
-        for option in ours.options:  # below 8 bits the file has ranges of least error
+        for option in ours.options:  # below 8 bits the file has MSE-optimal ranges
             near = 4 if option == "int4/axis0" else 0.5
             assert qs.sqnr_of(mine.noise[option]) == pytest.approx(qs.sqnr_of(other.noise[option]), abs=near)
 
@@ -250,12 +250,12 @@ def test_data_that_cannot_be(model, batches, error, words):
         qs.measure(model, batches, widths=(4,), progress=False)
 
 
-def test_prepared_models_are_refused(model, data):
+def test_prepared_models_are_rejected(model, data):
     with pytest.raises(SpecError, match="prepared already"):
         qs.measure(qt.prepare(model, "w8a8"), data)
 
 
-def test_models_without_layers_are_refused(data):
+def test_models_without_layers_are_rejected(data):
     with pytest.raises((UnsupportedError, SpecError)):
         qs.measure(nn.ReLU(), data, widths=(4,))
     with pytest.raises(UnsupportedError, match="no layer of the model can be measured"):
