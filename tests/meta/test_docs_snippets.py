@@ -2,11 +2,14 @@
 
 Each ```python block of README.md, CONTRIBUTING.md, SECURITY.md and docs/ is executed: one namespace per page, blocks in
 order. A block titled "Setup" runs before the others, wherever it stands on the page. A block that opens with `>>>` is a
-doctest, and its output is compared. Failures name page and line.
+doctest, and its output is compared. A ```text block right after a Python block is its printed output, and is compared
+without numbers; a line `...` ends the comparison. Failures name page and line.
 """
 
 import doctest
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,23 @@ def snippets(page):
             yield text.count("\n", 0, match.start("code")) + 1, "".join(lines)
 
 
+def without_numbers(text):
+    """The lines of an output with every number as `0`, up to a line `...`."""
+    lines = [re.sub(r"\d+([.,]\d+)*", "0", " ".join(line.split())) for line in text.strip().splitlines()]
+    return lines[: lines.index("...")] if "..." in lines else lines
+
+
+def check_output(page, line, printed):
+    """Compare what a block printed with the ```text block that follows it, if there is one."""
+    rest = page.read_text(encoding="utf-8").split("\n", line - 1)[-1]
+    after = rest[re.search(r"^ *```$", rest, re.MULTILINE).end() :]
+    match = re.match(r"\s*```text\n(?P<output>.*?)^```$", after, re.MULTILINE | re.DOTALL)
+    if match is None:
+        return
+    expected = without_numbers(match["output"])
+    assert without_numbers(printed)[: len(expected)] == expected, f"{name(page)}:{line}: printed\n{printed}"
+
+
 def run_doctest(source, namespace, page, line):
     test = doctest.DocTestParser().get_doctest(source, namespace, name(page), str(page), line - 1)
     report = []
@@ -63,9 +83,11 @@ def execute(page):
             continue
         padded = "\n" * (line - 1) + source  # so that a traceback shows the page's own line numbers
         try:
-            exec(compile(padded, str(page), "exec"), namespace)
+            with redirect_stdout(io.StringIO()) as output:
+                exec(compile(padded, str(page), "exec"), namespace)
         except Exception as error:
             raise AssertionError(f"{name(page)}:{line}: {type(error).__name__}: {error}") from error
+        check_output(page, line, output.getvalue())
 
 
 def anchors(page):
@@ -113,6 +135,13 @@ def write(directory, text):
 def test_blocks_share_one_namespace_in_order(tmp_path):
     blocks = ["a = 1", ">>> a + 1\n2\n>>> b = 5", "assert a + b == 6"]
     execute(write(tmp_path, "\n".join(f"```python\n{block}\n```\n" for block in blocks)))
+
+
+def test_printed_output_is_compared_without_numbers(tmp_path):
+    block = "```python\nprint('size', 1.5, 'MB')\nprint('rest')\n```\n\n"
+    execute(write(tmp_path, f"{block}```text\nsize 2,000 MB\n...\n```\n"))
+    with pytest.raises(AssertionError, match=r"page\.md:2: printed"):
+        execute(write(tmp_path, f"{block}```text\nbytes 1.5 MB\n...\n```\n"))
 
 
 def test_setup_runs_first(tmp_path):
