@@ -1,8 +1,8 @@
-"""Docstrings as the site shows them: an extension of griffe, which reads the sources for mkdocstrings.
+"""Griffe extension that converts docstrings to Markdown for mkdocstrings.
 
-The docstrings of detent are plain text for `help`, with three habits that Markdown reads otherwise. Examples begin at
-``>>>`` without a heading, which Markdown takes for quotations; they become fenced blocks. A paragraph that ends in
-``::`` introduces a block of text, and keeps one colon here or none. Columns below lines of ``=`` become a table.
+Docstrings are plain text for `help`. Three of their forms mean something else in Markdown. Examples begin with
+``>>>``, a quotation in Markdown: they become fenced blocks. ``::`` at the end of a paragraph introduces a block of
+text: it becomes one colon, or none on a line of its own. Columns between lines of ``=`` become a table.
 """
 
 import re
@@ -19,13 +19,13 @@ TABLE = re.compile(rf"^{RULE}\n(?:.+\n)+?(?P=indent)=[ =]+$(?:\n(?:.+\n)+?(?P=in
 
 
 def table(match: re.Match[str]) -> str:
-    r"""The columns of plain text as a table of Markdown; without a line between heading and rows, it has no heading.
+    r"""Convert columns of plain text to a Markdown table; without a line between heading and rows, it has no heading.
 
     >>> TABLE.sub(table, "=== ====\na   b\n=== ====\n1   2|3\n    4\n=== ====").splitlines()
     ['| a | b |', '| --- | --- |', '| 1 | 2\\|3 4 |']
     """
     lines = match[0].splitlines()
-    starts = [found.start() for found in re.finditer("=+", lines[0])]
+    starts = [column.start() for column in re.finditer("=+", lines[0])]
     spans = list(zip(starts, [*starts[1:], None], strict=True))
     rules = [line for line in lines if not line.strip(" =")]
     rows: list[list[str]] = [] if len(rules) == 3 else [[""] * len(spans)]
@@ -33,14 +33,14 @@ def table(match: re.Match[str]) -> str:
         cells = [BAR.sub(r"\\|", line[start:end].strip()) for start, end in spans]
         if cells[0] or not rows:
             rows.append(cells)
-        else:  # the row goes on
+        else:  # a continuation of the row above
             rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)]
     rows.insert(1, ["---"] * len(spans))
     return "\n".join(f"{match['indent']}| {' | '.join(row)} |" for row in rows)
 
 
 def as_markdown(text: str) -> str:
-    r"""The docstring with its examples and blocks in the notation of Markdown.
+    r"""Convert a docstring to Markdown.
 
     >>> as_markdown("Adds::\n\n    a + b\n\n>>> 1 + 1\n2\n").splitlines()
     ['Adds:', '', '    a + b', '', '```pycon', '>>> 1 + 1', '2', '```']
@@ -55,9 +55,9 @@ def as_markdown(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring once it has been read."""
+    """Converts every docstring that griffe reads."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called by griffe for each module, class, function and attribute."""
+        """Convert the docstring of a module, class, function or attribute; griffe calls this."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
