@@ -240,14 +240,14 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
     inner = [name for name in names if name not in plan.graph.inputs]
     sizes = tensor_nbytes(model, inner, batches.check_first())
     groups: list[list[str]] = [[]]
-    used = 0
+    group_bytes = 0
     for name in names:
         size = sizes.get(name, 0)
-        if groups[-1] and used + size > budget:
+        if groups[-1] and group_bytes + size > budget:
             groups.append([])
-            used = 0
+            group_bytes = 0
         groups[-1].append(name)
-        used += size
+        group_bytes += size
     if len(groups) > 1 and not batches.is_repeatable:
         raise SpecError(
             f"memory_budget={budget:,} needs {len(groups)} passes over the data ({sum(sizes.values()):,} bytes of "
@@ -329,15 +329,15 @@ def choose_clipped(
     for line in plan.quantized:
         if line.input is not None:
             readers[layers[line.name].data].append(line.name)
-    own = [each for each in placements if each.group == each.tensor and not each.source_tensor]
-    free = [
+    first_of_group = [each for each in placements if each.group == each.tensor and not each.source_tensor]
+    clippable = [
         each
-        for each in own
+        for each in first_of_group
         if each.tensor not in leaving
         and not isinstance(calibration.observers[calibration.source(each.group)[0]], MinMax)
     ]
-    unread = {each.group for each in free if not readers[each.tensor]}
-    compared = [each for each in free if readers[each.tensor]]
+    unread = {each.group for each in clippable if not readers[each.tensor]}
+    compared = [each for each in clippable if readers[each.tensor]]
     return unread | _better_clipped(plan, calibration, compared, readers, isolated)
 
 

@@ -201,12 +201,12 @@ def _best_strength(
                 total += noise(reference, probe.run(fake_quantize(scaled, params), rounded))
         return total
 
-    plain = error(np.ones(len(largest)))
+    baseline = error(np.ones(len(largest)))
     best: tuple[float, Array, float] | None = None
     is_lossless = all(layer.depthwise and _is_per_channel(line) for layer, line in zip(layers, readers, strict=True))
     for strength in STRENGTHS[-1:] if is_lossless else STRENGTHS:
         factors = _factors(largest, strength)
-        ratio = error(factors) / max(plain, 1e-30)
+        ratio = error(factors) / max(baseline, 1e-30)
         if best is None or ratio < best[2]:
             best = strength, factors, ratio
     return best if best is not None and best[2] < MAX_REMAINING_NOISE else None

@@ -90,9 +90,9 @@ def part_of(layer: Layer, x: Array) -> Array:
     dilations = attribute_of(layer.node, "dilations", [1] * len(sizes))
     remaining = PART_POINTS
     for number, axis in enumerate(sorted(range(2, x.ndim), key=lambda axis: x.shape[axis])):
-        fair = int(remaining ** (1 / (x.ndim - 2 - number)) + 1e-9)
+        even_side = int(remaining ** (1 / (x.ndim - 2 - number)) + 1e-9)
         receptive = 2 * (sizes[axis - 2] - 1) * dilations[axis - 2] + 2  # wider than the receptive field
-        side = max(fair, receptive)
+        side = max(even_side, receptive)
         if x.shape[axis] > side:
             x = x.take(_blocks(x.shape[axis], side), axis)
         remaining = max(1, remaining // x.shape[axis])

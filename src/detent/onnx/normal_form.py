@@ -42,14 +42,15 @@ def convert(
     model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
 ) -> ModelProto:
     """Convert a model to at least that opset, with an IR version that runtimes read."""
-    own = Graph(model).opset
+    own_opset = Graph(model).opset
     converted = model
-    if own < opset:
+    if own_opset < opset:
         try:
             converted = version_converter.convert_version(model, opset)
         except Exception as error:
             raise UnsupportedError(
-                f"the model has opset {own}, its Q/DQ nodes need opset {opset}, and onnx cannot convert it: {error}"
+                f"the model has opset {own_opset}, its Q/DQ nodes need opset {opset}, and onnx cannot convert it: "
+                f"{error}"
             ) from error
         present = {entry.domain for entry in converted.opset_import}
         for entry in model.opset_import:
@@ -62,8 +63,8 @@ def convert(
     if ir_version not in {None, needed_ir}:
         raise SpecError(f"decisions: ir_version must be {needed_ir} for this model, got {ir_version}")
     converted.ir_version = needed_ir
-    if own < opset and feed is not None:
-        _compare(model, converted, feed, (own, opset))
+    if own_opset < opset and feed is not None:
+        _compare(model, converted, feed, (own_opset, opset))
     return converted
 
 
@@ -336,28 +337,28 @@ def _check_decided(
         unknown, missing = sorted(set(decided) - set(computed)), sorted(set(computed) - set(decided))
         raise SpecError(f"decisions: constants do not fit the model: unknown {unknown}, missing {missing}")
     for name, value in decided.items():
-        here = computed[name]
-        if (value.dtype, value.shape) != (here.dtype, here.shape):
+        expected = computed[name]
+        if (value.dtype, value.shape) != (expected.dtype, expected.shape):
             raise SpecError(
-                f"decisions: constant {name!r} must be {here.dtype} of shape {here.shape}, got {value.dtype} of shape "
-                f"{value.shape}"
+                f"decisions: constant {name!r} must be {expected.dtype} of shape {expected.shape}, got {value.dtype} "
+                f"of shape {value.shape}"
             )
-        if not _is_rounded(here, value, adds=name in adding):
+        if not _is_rounded(expected, value, adds=name in adding):
             raise SpecError(
                 f"decisions: constant {name!r} differs from what the model computes by more than {MAX_ULP} ulp"
             )
 
 
-def _is_rounded(here: NDArray[Any], value: NDArray[Any], *, adds: bool) -> bool:
+def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> bool:
     """Whether values equal the computed ones up to rounding; sums may also differ by their accumulation order."""
-    finite = np.isfinite(here)
-    if not np.array_equal(value[~finite], here[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
+    finite = np.isfinite(computed)
+    if not np.array_equal(value[~finite], computed[~finite], equal_nan=True) or not np.isfinite(value[finite]).all():
         return False
-    old, new = here[finite].astype(np.float64), value[finite].astype(np.float64)
+    old, new = computed[finite].astype(np.float64), value[finite].astype(np.float64)
     size = np.abs(old)
     if adds:  # terms of a sum may be larger than the sum
         size = np.maximum(size, size[size < MASK_VALUE].max(initial=0.0) / 2)
-    return bool((np.abs(new - old) <= MAX_ULP * np.finfo(here.dtype).eps * size).all())
+    return bool((np.abs(new - old) <= MAX_ULP * np.finfo(computed.dtype).eps * size).all())
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:

@@ -103,14 +103,14 @@ def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 def _check_opset(model: ModelProto, decisions: Decisions) -> None:
     """Reject an opset that ``qo.decide`` would not choose for this model."""
-    own = Graph(model).opset
-    allowed = {max(own, needed_opset(low_bits=low_bits)) for low_bits in (False, True)}
+    own_opset = Graph(model).opset
+    allowed = {max(own_opset, needed_opset(low_bits=low_bits)) for low_bits in (False, True)}
     if decisions.opset not in allowed:
         raise SpecError(f"decisions: opset must be one of {sorted(allowed)} for this model, got {decisions.opset}")
-    if own < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
+    if own_opset < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
         raise UnsupportedError(
             f"onnx {onnx.__version__} is installed, but onnx {decisions.onnx_version} converted the model from opset "
-            f"{own} to {decisions.opset}, and versions may differ: install that version, or call qo.decide again"
+            f"{own_opset} to {decisions.opset}, and versions may differ: install that version, or call qo.decide again"
         )
 
 

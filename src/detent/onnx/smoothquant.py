@@ -128,11 +128,11 @@ def _best_strength(
         return total
 
     ones = np.ones(whole.shape[1])
-    plain = error(ones, 0) + error(ones, 1)
+    baseline = error(ones, 0) + error(ones, 1)
     best: tuple[float, Array, float] | None = None
     for strength in STRENGTHS:
         unseen = [error(_factors(largest(halves[1 - half]), largest_w, strength), half) for half in (0, 1)]
-        ratio = sum(unseen) / max(plain, 1e-30)
+        ratio = sum(unseen) / max(baseline, 1e-30)
         if best is None or ratio < best[2]:
             best = strength, _factors(largest(whole), largest_w, strength), ratio
     return best

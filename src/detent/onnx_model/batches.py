@@ -177,9 +177,9 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     except TypeError as error:
         raise FileFormatError(f"{what} has the unknown type {''.join(dtype.groups())!r}") from error
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
-    nbytes, held = prod(sizes) * kind.itemsize, size - len(start) - width - length
-    if len(sizes) > RANK_LIMIT or nbytes != held:
-        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, the file holds {held}")
+    nbytes, stored = prod(sizes) * kind.itemsize, size - len(start) - width - length
+    if len(sizes) > RANK_LIMIT or nbytes != stored:
+        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, the file holds {stored}")
     return _ArrayHeader(kind, sizes, order[1] == "True")
 
 

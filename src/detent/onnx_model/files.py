@@ -164,20 +164,20 @@ def _check_frame(file: IO[bytes], size: int) -> None:
     """Walk the outermost protobuf fields of a file, without their contents, from the first byte to the last."""
     if not 0 < size <= FILE_LIMIT:
         raise FileFormatError(f"it has {size} bytes, expected between 1 and {FILE_LIMIT}")
-    at, count, has_graph = 0, 0, False
-    while at < size and count < FIELDS_LIMIT:
-        file.seek(at)
+    position, count, has_graph = 0, 0, False
+    while position < size and count < FIELDS_LIMIT:
+        file.seek(position)
         start = file.read(2 * VARINT_LIMIT)
-        tag, used = _varint(start)
+        tag, tag_length = _varint(start)
         number, wire = tag >> 3, tag & 7
-        value, more = (0, 0) if wire in _FIXED else _varint(start[used:])
+        value, value_length = (0, 0) if wire in _FIXED else _varint(start[tag_length:])
         if not number or wire not in {0, 2, *_FIXED}:
-            raise FileFormatError(f"invalid protobuf field at byte {at}")
+            raise FileFormatError(f"invalid protobuf field at byte {position}")
         has_graph |= number == GRAPH_FIELD
         count += 1
-        at += used + more + _FIXED.get(wire, value if wire else 0)
-    if at != size:
-        raise FileFormatError(f"its fields end at byte {at} of {size}")
+        position += tag_length + value_length + _FIXED.get(wire, value if wire else 0)
+    if position != size:
+        raise FileFormatError(f"its fields end at byte {position} of {size}")
     if not has_graph:
         raise FileFormatError("it has no graph")
 
@@ -307,14 +307,14 @@ def _check_tensor(tensor: TensorProto) -> None:
     if tensor.data_type != TensorProto.STRING and tensor.data_type not in BITS:
         raise FileFormatError(f"has the unknown data type {tensor.data_type}")
     if tensor.HasField("raw_data"):
-        expected, held, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
+        expected, stored, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
     else:
         # Numeric fields hold one number per element, two per complex element, and one per byte of packed elements.
         count, bits = prod(tensor.dims), BITS.get(tensor.data_type, 8)
         expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
-        held, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
-    if held != expected:
-        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, the file holds {held}")
+        stored, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
+    if stored != expected:
+        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, the file holds {stored}")
 
 
 class _ExternalData:

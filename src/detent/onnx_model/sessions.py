@@ -140,8 +140,8 @@ def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     Large initializers that no node reads are left out: ONNX Runtime drops them, then fails because they are missing.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
-    kept = {value.name for value in (*model.graph.input, *model.graph.output)}
-    read = kept.union(*map(reads, model.graph.node))
+    inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}
+    read = inputs_and_outputs.union(*map(reads, model.graph.node))
     for tensor in model.graph.initializer:
         dtype = _SHARED_DTYPES.get(tensor.data_type)
         if dtype is None or not tensor.HasField("raw_data") or prod(tensor.dims) * dtype.itemsize < MIN_SHARED_NBYTES:
@@ -210,9 +210,9 @@ def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
 
     Its blocked convolutions restart their numbering (``reorder_token_0``) in each graph.
     """
-    kept = {value.name for value in (*graph.input, *graph.output)}
-    computed = {name for node in graph.node for name in node.output if name} - kept
-    names, new = computed | kept | {tensor.name for tensor in graph.initializer}, dict[str, str]()
+    inputs_and_outputs = {value.name for value in (*graph.input, *graph.output)}
+    computed = {name for node in graph.node for name in node.output if name} - inputs_and_outputs
+    names, new = computed | inputs_and_outputs | {tensor.name for tensor in graph.initializer}, dict[str, str]()
     for name in sorted(computed & outer):
         count = 0
         while f"{name}_inner_{count}" in names | outer:
