@@ -936,7 +936,7 @@ def _remove_metadata(model: ModelProto, _site: Site, _rng: np.random.Generator) 
     for each in list(model.metadata_props):
         if each.key == KEY:
             model.metadata_props.remove(each)
-    return ("no decisions",)
+    return ("no decisions", "not replayed")
 
 
 # The other two forms
