@@ -183,7 +183,7 @@ def check_directory(
                 pass
         except OSError as fault:
             raise error(
-                f"cannot write to {directory} ({fault.strerror}): choose another directory, or make it writable"
+                f"{directory} cannot be written to ({fault.strerror}): choose another directory, or make it writable"
             ) from fault
     return directory
 
