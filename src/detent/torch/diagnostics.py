@@ -343,7 +343,7 @@ class HealthReport:
 
     >>> report = HealthReport((QuantizerHealth("fc.weight_quantizer", "int8", "PerBatch()", "weight", 8, 0.0, 0.5),))
     >>> report
-    <HealthReport: 1 quantizers, 0 warnings>
+    <HealthReport: 1 quantizer, 0 warnings>
     >>> print(report)
     quantizer            data      clip  codes   drift  oscillation  saturated
     fc.weight_quantizer  weight  0.00 %   50 %       -            -          -
@@ -370,7 +370,7 @@ class HealthReport:
         return "\n".join([*table_lines(self._rows(), right=METRIC_COLUMNS), *self._notes()])
 
     def __repr__(self) -> str:
-        return f"<HealthReport: {len(self.quantizers)} quantizers, {len(self.warnings)} warnings>"
+        return f"<HealthReport: {_counted(self.quantizers, 'quantizer')}, {_counted(self.warnings, 'warning')}>"
 
     def _repr_html_(self) -> str:
         return html_table(self._rows(), right=METRIC_COLUMNS, notes=self._notes())
@@ -408,12 +408,16 @@ class HealthReport:
             if value is None:
                 ax.text(0, row, " no data", va="center", color="gray")
         ax.set_xlabel(METRIC_LABELS[metric])
-        ax.set_title(f"{len(self.warnings)} warnings")
+        ax.set_title(_counted(self.warnings, "warning"))
         return ax
 
     def to_json(self) -> str:
         """All metrics and warnings as JSON."""
         return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
+
+
+def _counted(items: Sequence[object], noun: str) -> str:
+    return f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"
 
 
 def _row(each: QuantizerHealth) -> tuple[str, ...]:

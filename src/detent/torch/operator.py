@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx
 from detent import scale_rule
 from detent.errors import DtypeError, ParamsError, ShapeError, UnsupportedError
 from detent.formats import Format
-from detent.params import QuantParams
+from detent.params import ParamsLike, QuantParams
 from detent.plan import check_is_params, check_step
 from detent.spec import QuantSpec, get_spec
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, get_estimator
@@ -52,7 +52,7 @@ __all__ = [
 
 def fake_quantize(
     x: Tensor,
-    params: QuantParams | QuantSpec | Format | str,
+    params: ParamsLike,
     *,
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
