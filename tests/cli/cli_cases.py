@@ -17,7 +17,7 @@ def weights(*shape, seed):
 
 
 def write_model(path, channels=16, hidden=0):
-    """Two convolutions, two hidden layers where they are wanted, and a classifier of ten classes, for any batch."""
+    """Two convolutions, two optional hidden layers, and a classifier of ten classes, for any batch."""
     last = hidden or channels
     tensors = {
         "w1": weights(channels, 8, 3, 3, seed=1),
@@ -62,11 +62,11 @@ def write_data(path, samples=24, seed=0):
 
 
 def environment(path=None, **more):
-    """Ours, without what colours or widths of a terminal would change; `path` is ahead of all other modules."""
-    made = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "COLUMNS", "NO_COLOR"}}
+    """The environment without settings of colors and columns; `path` precedes all other module paths."""
+    environ = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "COLUMNS", "NO_COLOR"}}
     if path is not None:
-        made["PYTHONPATH"] = os.pathsep.join([str(path), made.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return made | more
+        environ["PYTHONPATH"] = os.pathsep.join([str(path), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return environ | more
 
 
 def detent(*arguments, cwd=None, path=None, timeout=TIMEOUT, **more):
@@ -78,7 +78,7 @@ def detent(*arguments, cwd=None, path=None, timeout=TIMEOUT, **more):
 
 
 def started(*arguments, cwd=None, **more):
-    """The same, running."""
+    """Start `python -m detent` and return the running process."""
     command = [sys.executable, "-m", "detent", *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -92,5 +92,5 @@ def started(*arguments, cwd=None, **more):
 
 
 def take_interrupts():
-    """Undo what shells do to jobs in the background, which ignore Ctrl-C and pass that on to their children."""
+    """Handle Ctrl-C again: shells make background jobs ignore it, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

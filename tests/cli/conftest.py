@@ -1,4 +1,4 @@
-"""One small model, its data and its quantized files, made once by the command line itself."""
+"""A small model, its data and its quantized files, written once by the command line itself."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from .cli_cases import detent, write_data, write_model
 
 @pytest.fixture(scope="session")
 def shop(tmp_path_factory):
-    """A folder with model.onnx, calib.npz (24 samples), few.npz (4), and model.w8a8.onnx with its report a.json."""
+    """A directory with model.onnx, calib.npz (24 samples), few.npz (4), and model.w8a8.onnx with its report a.json."""
     folder = tmp_path_factory.mktemp("shop")
     write_model(folder / "model.onnx")
     write_data(folder / "calib.npz")

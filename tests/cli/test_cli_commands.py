@@ -1,4 +1,4 @@
-"""The other commands, each as users run it, on good and on bad input."""
+"""All commands except `quantize`, on good and on bad input."""
 
 import json
 import re
@@ -24,7 +24,7 @@ COMMANDS = ["demo", "quantize", "verify", "inspect", "compare", "sensitivity", "
 
 
 def run(monkeypatch, capsys, folder, *arguments):
-    """The command in this process, which has loaded everything already: exit code, stdout, stderr."""
+    """Run a command in this process, which is quicker; return exit code, stdout and stderr."""
     monkeypatch.chdir(folder)
     code = main([str(each) for each in arguments])
     return code, *capsys.readouterr()
@@ -66,7 +66,7 @@ def test_completion():
 
 
 def test_unknown_command():
-    done = detent("quantise")
+    done = detent("quantizer")
     assert done.returncode == 2
     assert "No such command" in done.stderr
 
@@ -86,8 +86,13 @@ def test_verify(shop):
 def test_verify_without_data_replays(shop):
     done = detent("verify", "model.onnx", "model.w8a8.onnx", "--json", cwd=shop)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["ok"], found["levels"], found["batches"], found["replay"]["differences"]) == (True, [1], 0, [])
+    document = json.loads(done.stdout)
+    assert (document["ok"], document["levels"], document["batches"], document["replay"]["differences"]) == (
+        True,
+        [1],
+        0,
+        [],
+    )
     done = detent("verify", "model.onnx", "model.w8a8.onnx", "--levels", "2", cwd=shop)
     assert done.returncode == 2
     assert "need data" in done.stderr
@@ -151,9 +156,9 @@ def test_verify_finds_a_difference(shop, tmp_path):
         "verify", "model.onnx", tmp_path / "changed.onnx", "-d", "few.npz", "--levels", "1", "--json", cwd=shop
     )
     assert done.returncode == 1
-    found = json.loads(done.stdout)
-    assert not found["ok"]
-    assert found["differing_codes"] or found["first_difference"]
+    document = json.loads(done.stdout)
+    assert not document["ok"]
+    assert document["differing_codes"] or document["first_difference"]
 
 
 @pytest.mark.parametrize(
@@ -202,9 +207,9 @@ def test_inspect_names_the_producer(shop, tmp_path, monkeypatch, capsys):
 
 def test_inspect_json(shop, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.w8a8.onnx", "--json")
-    found = json.loads(out)
-    assert (code, found["is_quantized"], found["provenance"]["target"]) == (0, True, "onnxruntime")
-    rows = {row["name"]: row for row in found["tensors"]}
+    document = json.loads(out)
+    assert (code, document["is_quantized"], document["provenance"]["target"]) == (0, True, "onnxruntime")
+    rows = {row["name"]: row for row in document["tensors"]}
     weight = onnx.numpy_helper.to_array(next(t for t in onnx.load("model.onnx").graph.initializer if t.name == "w2"))
     assert rows["w2_codes"]["high"] == pytest.approx(weight.max(), rel=0.02)
     assert rows["x"]["kind"] == "activation"
@@ -213,10 +218,10 @@ def test_inspect_json(shop, monkeypatch, capsys):
 
 def test_inspect_float(shop, monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, shop, "inspect", "model.onnx", "--json")
-    found = json.loads(out)
-    assert (code, found["is_quantized"], found["provenance"]) == (0, False, None)
-    assert [row["name"] for row in found["tensors"]][:2] == ["w2", "w1"]
-    assert found["inputs"] == {"x": "float[n, 8, 8, 8]"}
+    document = json.loads(out)
+    assert (code, document["is_quantized"], document["provenance"]) == (0, False, None)
+    assert [row["name"] for row in document["tensors"]][:2] == ["w2", "w1"]
+    assert document["inputs"] == {"x": "float[n, 8, 8, 8]"}
 
 
 def test_inspect_safetensors(tmp_path):
@@ -232,16 +237,16 @@ def test_inspect_resume_file_of_observers(tmp_path, monkeypatch, capsys):
     observer = dt.observers.MinMax()
     dt.observers.calibrate([np.float32([1, 2])], observer, resume_file=tmp_path / "c.bin", progress=False)
     code, out, _ = run(monkeypatch, capsys, tmp_path, "inspect", "c.bin", "--json")
-    found = json.loads(out)
+    document = json.loads(out)
     assert code == 0
-    assert "detent.calibration" in found["metadata"]
-    assert "quantized_tensor" not in found
+    assert "detent.calibration" in document["metadata"]
+    assert "quantized_tensor" not in document
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("junk.onnx", b"junk"), ("junk.safetensors", b"12345678{"), ("empty", b""), ("none", None), ("folder", ...)],
-    ids=["onnx", "safetensors", "empty", "none", "folder"],
+    [("junk.onnx", b"junk"), ("junk.safetensors", b"12345678{"), ("empty", b""), ("none", None), ("directory", ...)],
+    ids=["onnx", "safetensors", "empty", "none", "directory"],
 )
 def test_inspect_bad_input(tmp_path, monkeypatch, capsys, name, content):
     if content is ...:
@@ -289,8 +294,8 @@ def test_compare_with_data(pair, monkeypatch, capsys):
 
 def test_compare_sees_other_codes_in_the_same_bytes(pair, monkeypatch, capsys):
     both = ["compare", "model.w8a8.onnx", "model.w4a8.onnx"]
-    found = json.loads(run(monkeypatch, capsys, pair, *both, "--json")[1])
-    second = next(layer for layer in found["layers"] if layer["name"] == "second")
+    document = json.loads(run(monkeypatch, capsys, pair, *both, "--json")[1])
+    second = next(layer for layer in document["layers"] if layer["name"] == "second")
     assert (second["nbytes_change"], second["is_changed"]) == (0, True)
     assert second["a"]["weight"]["spec"] == second["b"]["weight"]["spec"] == "uint8/axis0"
     text = run(monkeypatch, capsys, pair, *both)[1]
@@ -356,9 +361,9 @@ def test_sensitivity(shop, tmp_path):
 def test_sensitivity_json(shop, monkeypatch, capsys):
     code, out, err = run(monkeypatch, capsys, shop, "sensitivity", "model.onnx", "-d", "few.npz", "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert {layer["name"] for layer in found["sensitivity"]["layers"]} == {"first", "second", "head"}
-    assert found["mix"] is None
+    document = json.loads(out)
+    assert {layer["name"] for layer in document["sensitivity"]["layers"]} == {"first", "second", "head"}
+    assert document["mix"] is None
 
 
 @pytest.mark.parametrize(
@@ -402,9 +407,9 @@ def test_bench_with_data(shop, monkeypatch, capsys):
         "--batch-size",
         2,
     )
-    found = json.loads(out)
-    assert (code, found["inputs"], found["random"]) == (0, {"x": [2, 8, 8, 8]}, False)
-    assert found["times_as_fast"] == pytest.approx(found["ms_float"] / found["ms_quantized"])
+    document = json.loads(out)
+    assert (code, document["inputs"], document["random"]) == (0, {"x": [2, 8, 8, 8]}, False)
+    assert document["times_as_fast"] == pytest.approx(document["ms_float"] / document["ms_quantized"])
 
 
 @pytest.mark.parametrize(
@@ -441,10 +446,10 @@ def test_bench_wants_models(shop, monkeypatch, capsys, files, complaint):
 
 
 def test_bench_says_which_types_cannot_be_made_up(tmp_path, monkeypatch, capsys):
-    made = onnx.parser.parse_model(
+    model = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["" : 17]> g (string[1] x) => (string[1] y) { y = Identity(x) }'
     )
-    save(made, tmp_path / "text.onnx")
+    save(model, tmp_path / "text.onnx")
     code, _, err = run(monkeypatch, capsys, tmp_path, "bench", "text.onnx", "text.onnx")
     assert code == 2
     assert "cannot generate random object values" in err
@@ -491,18 +496,18 @@ def test_doctor_names_what_is_missing(tmp_path):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {each["extra"]: each["install"] for each in found["missing"]} == {
+    document = json.loads(done.stdout)
+    assert {each["extra"]: each["install"] for each in document["missing"]} == {
         "torch": "pip install 'detent[torch]'",
         "report": "pip install 'detent[report]'",
     }
-    assert found["packages"]["onnx"]
-    told = subprocess.run(
+    assert document["packages"]["onnx"]
+    text_run = subprocess.run(
         [sys.executable, "-m", "detent", "doctor"], env=environment(tmp_path), capture_output=True, text=True,
         check=False, timeout=60,
     )  # fmt: skip
-    assert told.stdout.splitlines()[1].startswith("missing          torch, for quantization-aware training")
-    assert told.stdout.splitlines()[2].endswith("pip install 'detent[report]'")
+    assert text_run.stdout.splitlines()[1].startswith("missing          torch, for quantization-aware training")
+    assert text_run.stdout.splitlines()[2].endswith("pip install 'detent[report]'")
 
 
 # demo

@@ -1,4 +1,4 @@
-"""The shell lines of the page about the command line run, in the order in which they stand there."""
+"""The shell lines of docs/howto/cli.md run, in the order of the page."""
 
 import re
 import shlex

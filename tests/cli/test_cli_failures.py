@@ -1,4 +1,4 @@
-"""What goes wrong outside of the input: a missing extra, a folder that takes no file, a full disk, Ctrl-C."""
+"""Failures outside of the input: a missing extra, a read-only directory, a full disk, Ctrl-C."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from detent.cli import main
 
 from .cli_cases import TIMEOUT, detent, started, write_model
 
-LONG = 3000  # batches, of which calibration takes seconds
+LONG = 3000  # batches; calibration then takes seconds
 
 
 def without(folder, *modules):
-    """A folder for PYTHONPATH in which modules cannot be imported."""
+    """Fill a directory for PYTHONPATH with modules that fail to import."""
     for name in modules:
         (folder / f"{name}.py").write_text(f"raise ImportError('no module named {name}', name={name!r})\n")
     return folder
@@ -34,8 +34,8 @@ def test_without_the_libraries_of_the_command_line(tmp_path, module):
     assert done.returncode == 3
     assert done.stderr == "error: the detent command needs typer and rich: pip install 'detent[cli]'\n"
     assert done.stdout == ""
-    told = detent("doctor", "--json", path=tmp_path)
-    assert json.loads(told.stdout) == {"ok": False, "error": done.stderr[len("error: ") :].strip(), "exit_code": 3}
+    json_run = detent("doctor", "--json", path=tmp_path)
+    assert json.loads(json_run.stdout) == {"ok": False, "error": done.stderr[len("error: ") :].strip(), "exit_code": 3}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_other_import_errors_are_bugs_and_shown(shop, tmp_path):
     assert "no_such_module_of_ours" in done.stderr
 
 
-# A folder that takes no file
+# Read-only directories
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
@@ -80,7 +80,7 @@ def test_read_only_folder(shop, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder that nobody writes to")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that root cannot write to")
 def test_folder_that_takes_no_file(shop):
     done = detent("quantize", "model.onnx", "-d", "few.npz", "-o", "/proc/self/a.onnx", cwd=shop)
     assert done.returncode == 2
@@ -104,7 +104,7 @@ def test_full_disk(shop, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def long_job(tmp_path_factory):
-    """A folder with a model and so many batches that calibration takes a while."""
+    """A directory with a model and so many batches that calibration takes a while."""
     folder = tmp_path_factory.mktemp("long")
     write_model(folder / "model.onnx", channels=32)
     x = np.random.default_rng(0).normal(size=(8, 8, 8, 8)).astype(np.float32)
@@ -162,10 +162,10 @@ def test_an_error_is_a_document_as_well(shop, monkeypatch, capsys, arguments, er
     monkeypatch.chdir(shop)
     assert main([*arguments, "--json"]) == 2
     out, err = capsys.readouterr()
-    found = json.loads(out)
-    assert found.keys() == {"ok", "error", "exit_code"}
-    assert (found["ok"], found["exit_code"]) == (False, 2)
-    assert error in found["error"]
+    document = json.loads(out)
+    assert document.keys() == {"ok", "error", "exit_code"}
+    assert (document["ok"], document["exit_code"]) == (False, 2)
+    assert error in document["error"]
     assert error.split()[0] in err
 
 

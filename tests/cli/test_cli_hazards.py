@@ -1,4 +1,4 @@
-"""What must not happen: foreign code run, files written over one another, work in vain, names that drive a terminal."""
+"""Hazards: foreign code, overwritten files, wasted work, and names that control a terminal."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from .cli_cases import TIMEOUT, started, write_model
 
 @pytest.fixture
 def inside(shop, monkeypatch):
-    """The shop as the current folder, in which nothing new is left."""
+    """The shop as the current directory; the test must leave no new file in it."""
     monkeypatch.chdir(shop)
     before = {path.name: path.read_bytes() for path in shop.iterdir()}
     yield shop
@@ -50,8 +50,8 @@ def test_dry_run_runs_nothing_of_the_current_directory(tmp_path, monkeypatch):
     for name in ("tempfile", "json", "onnx"):
         (here / f"{name}.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise SystemExit(7)\n")
     monkeypatch.chdir(here)
-    found = dry_run(model, recipe="w8a16")
-    assert found.nbytes_after > 0
+    estimate = dry_run(model, recipe="w8a16")
+    assert estimate.nbytes_after > 0
     assert not Path("ran").exists()
 
 
@@ -148,8 +148,8 @@ def test_inspect_counts_data_outside(tmp_path):
     whole = model.stat().st_size
     onnx.save(onnx.load(model), model, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
     assert model.stat().st_size < whole / 2
-    found = model_contents(model).document["nbytes"]
-    assert found == sum(path.stat().st_size for path in tmp_path.iterdir()) > 0.9 * whole
+    nbytes = model_contents(model).document["nbytes"]
+    assert nbytes == sum(path.stat().st_size for path in tmp_path.iterdir()) > 0.9 * whole
 
 
 # Reports
@@ -160,9 +160,9 @@ def test_compare_takes_both_kinds_of_reports(inside, tmp_path, capsys, suffix):
     page = qr.Report.load("a.json")
     replace(page, title="another").save(tmp_path / f"b{suffix}")
     assert main(["compare", "a.json", str(tmp_path / f"b{suffix}"), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["b"]["title"] == "another"
-    assert found["has_common_layers"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["b"]["title"] == "another"
+    assert document["has_common_layers"]
 
 
 def test_compare_of_a_page_of_somebody_else(inside, tmp_path, capsys):
@@ -191,7 +191,7 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["bench", "model.onnx", "model.onnx", "--shape", "x=999999999999999999999,3,6,6"], "sizes of up to 10 digits"),
         (["bench", "model.onnx", "model.onnx", "--shape", f"x={'9' * 5000},8,8,8"], "sizes of up to 10 digits"),
@@ -202,10 +202,10 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
     ],
     ids=["size", "digits", "elements", "threads", "widths", "seed"],
 )
-def test_numbers_beyond_all_bounds(inside, capsys, arguments, told):
+def test_numbers_beyond_all_bounds(inside, capsys, arguments, message):
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert told in err
+    assert message in err
     assert len(err) < 1000
 
 

@@ -21,7 +21,7 @@ QUICKLY = ("--no-rank", "--no-bench", "--no-verify", "--force")
 
 @pytest.fixture
 def inside(shop, tmp_path, monkeypatch):
-    """The current directory is new, and has links to model and data."""
+    """A new current directory with model and data."""
     for name in ("model.onnx", "few.npz"):
         (tmp_path / name).write_bytes((shop / name).read_bytes())
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The dry run's memory is a bound that quantizing does not exceed, and at most twice what it takes."""
+"""The dry run's memory estimate is an upper bound, and at most twice the memory used."""
 
 import json
 import subprocess
@@ -23,11 +23,11 @@ def status(name):
 
 model, data, output, recipe = sys.argv[1:]
 before = status("VmRSS")
-made = qo.quantize(model, output, data or None, recipe, progress=False)
-print(json.dumps({"growth": status("VmHWM") - before, "nbytes": made.nbytes_after}))
+result = qo.quantize(model, output, data or None, recipe, progress=False)
+print(json.dumps({"growth": status("VmHWM") - before, "nbytes": result.nbytes_after}))
 """
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory as Linux tells it")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def check(model, data, folder, recipe="w8a8"):
@@ -36,13 +36,13 @@ def check(model, data, folder, recipe="w8a8"):
     given = ["--data", data] if data else []
     done = detent("quantize", model, *given, "--recipe", recipe, "-o", output, "--dry-run", "--json", timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    estimate = json.loads(done.stdout)
     command = [sys.executable, "-c", SCRIPT, str(model), str(data or ""), str(output), recipe]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert ran.returncode == 0, ran.stderr
     real = json.loads(ran.stdout.splitlines()[-1])
-    assert real["growth"] <= told["memory_bytes"] <= 2 * real["growth"], (told["memory_bytes"], real["growth"])
-    assert abs(told["nbytes_after"] / real["nbytes"] - 1) <= 0.01
+    assert real["growth"] <= estimate["memory_bytes"] <= 2 * real["growth"], (estimate["memory_bytes"], real["growth"])
+    assert abs(estimate["nbytes_after"] / real["nbytes"] - 1) <= 0.01
 
 
 def test_small_model(tmp_path):

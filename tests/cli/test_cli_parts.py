@@ -1,4 +1,4 @@
-"""The parts that commands share: amounts, targets and CPUs, the screen."""
+"""Parts that commands share: sizes, targets and CPUs, the screen."""
 
 import io
 import json
@@ -74,9 +74,9 @@ def test_vnni(monkeypatch, tmp_path, machine, text, expected):
 )
 def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    found = targets.mismatch(target, vnni)
-    assert complaint in found
-    assert bool(found) == bool(complaint)
+    warning = targets.mismatch(target, vnni)
+    assert complaint in warning
+    assert bool(warning) == bool(complaint)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     ],
 )
 def test_faster_targets(target, vnni, avx2, hint):
-    found = targets.faster(target, vnni, avx2)
-    assert hint in found
-    assert bool(found) == bool(hint)
+    text = targets.faster(target, vnni, avx2)
+    assert hint in text
+    assert bool(text) == bool(hint)
 
 
 @pytest.mark.parametrize(("text", "expected"), [(FLAGS, True), ("flags : fpu\n", False), ("nothing", None)])
@@ -143,7 +143,7 @@ def test_quiet_screen(capsys):
 
 
 class Terminal(io.StringIO):
-    """A stream that someone looks at."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self):
         return True
@@ -160,7 +160,7 @@ def test_bar_on_a_terminal_only(monkeypatch, capsys):
 
 
 def shown_on_a_terminal(monkeypatch, width, *table, **options):
-    """The lines of a table on a terminal of that width."""
+    """Print a table on a terminal of a given width, and return its lines."""
     terminal = Terminal()
     with monkeypatch.context() as patch:
         patch.setenv("TERM", "xterm")

@@ -1,4 +1,4 @@
-"""`detent quantize`: what it writes, what it says, and what it refuses."""
+"""`detent quantize`: files, summary and rejected input."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from .cli_cases import detent, write_data, write_model
 
 @pytest.fixture
 def desk(shop, tmp_path):
-    """A folder of one's own with model and data."""
+    """A new directory with model and data."""
     for name in ("model.onnx", "calib.npz", "few.npz"):
         shutil.copy(shop / name, tmp_path / name)
     return tmp_path
@@ -82,15 +82,15 @@ def test_existing_file_is_kept(shop):
 def test_json_is_all_there_is_on_stdout(desk):
     done = detent("quantize", "model.onnx", "-d", "few.npz", "--recipe", "w4a8", "--json", "--skip", "first", cwd=desk)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["ok"]
-    assert found["output"] == "model.w4a8.onnx"
-    assert found["nbytes_after"] == (desk / "model.w4a8.onnx").stat().st_size
-    assert not found["evaluated_on_held_out"]
-    assert found["differing_codes"] == 0 < found["compared_codes"]
-    assert [layer["reason"] for layer in found["layers"]] == ["skipped", "", ""]
-    assert "first" not in [each["layer"] for each in found["sensitive_layers"]]
-    assert found["ms_float"] > 0 < found["ms_quantized"]
+    document = json.loads(done.stdout)
+    assert document["ok"]
+    assert document["output"] == "model.w4a8.onnx"
+    assert document["nbytes_after"] == (desk / "model.w4a8.onnx").stat().st_size
+    assert not document["evaluated_on_held_out"]
+    assert document["differing_codes"] == 0 < document["compared_codes"]
+    assert [layer["reason"] for layer in document["layers"]] == ["skipped", "", ""]
+    assert "first" not in [each["layer"] for each in document["sensitive_layers"]]
+    assert document["ms_float"] > 0 < document["ms_quantized"]
 
 
 def test_limits_missed(desk):
@@ -120,22 +120,22 @@ QUICKLY = ("--no-rank", "--no-bench", "--no-verify", "--force")
 
 
 def test_one_figure_everywhere(desk, monkeypatch, capsys):
-    """The SQNR of held-out batches: on the screen, in JSON, on the page and in the report."""
+    """The SQNR on held-out batches is the same in the summary, in JSON and in the report."""
     monkeypatch.chdir(desk)
     arguments = ["quantize", "model.onnx", "-d", "calib.npz", *QUICKLY]
     assert main([*arguments, "--report", "r.html"]) == 0
-    said = re.search(r"SQNR: +([0-9.]+) dB, on 2 held-out batches", capsys.readouterr().out)[1]
+    shown = re.search(r"SQNR: +([0-9.]+) dB, on 2 held-out batches", capsys.readouterr().out)[1]
     assert main([*arguments, "--report", "r.json", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    document = json.loads(capsys.readouterr().out)
     page, kept = (desk / "r.html").read_text(encoding="utf-8"), qr.Report.load("r.json")
     tile = re.search(r"<dt>Output SQNR</dt>\s*<dd><span class=\"big\">([0-9.]+) dB</span>(.*)", page)
-    assert said == tile[1] == f"{found['sqnr_db']:.1f}"
+    assert shown == tile[1] == f"{document['sqnr_db']:.1f}"
     assert "on 2 held-out batches" in tile[2]
-    assert kept.sqnr_db == found["sqnr_db"]
-    assert kept.agreement == found["agreement"]
-    assert found["sqnr_db_by_output"] == {"y": found["sqnr_db"]}
-    assert found["calibration_sqnr_db"] == found["calibration_sqnr_db_by_output"]["y"] != found["sqnr_db"]
-    assert "output_sqnr_db" not in found
+    assert kept.sqnr_db == document["sqnr_db"]
+    assert kept.agreement == document["agreement"]
+    assert document["sqnr_db_by_output"] == {"y": document["sqnr_db"]}
+    assert document["calibration_sqnr_db"] == document["calibration_sqnr_db_by_output"]["y"] != document["sqnr_db"]
+    assert "output_sqnr_db" not in document
 
 
 def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, capsys):
@@ -148,17 +148,19 @@ def test_the_page_has_the_command_and_says_nothing_twice(desk, monkeypatch, caps
     assert "  float kernel:      head: skipped\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("second", "told"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"])
-def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, told):
+@pytest.mark.parametrize(
+    ("second", "has_hint"), [(2.0, True), (0.99, True), (0.5, False)], ids=["slow", "same", "fast"]
+)
+def test_a_hint_where_it_is_not_faster(desk, monkeypatch, capsys, second, has_hint):
     monkeypatch.chdir(desk)
     monkeypatch.setattr("detent.evaluate.evaluation.time_models", lambda *_, **__: Timing(1.0, second, 3, 1))
     monkeypatch.setattr("detent.evaluate.evaluation.has_vnni", lambda: True)
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--json"]) == 0
     out, _ = capsys.readouterr()
     hint = "this CPU has VNNI: --target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI"
-    assert json.loads(out)["hints"] == [hint] * told
+    assert json.loads(out)["hints"] == [hint] * has_hint
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-rank", "--no-verify", "--force"]) == 0
-    assert (f"hint: {hint}\n" in capsys.readouterr().err) == told
+    assert (f"hint: {hint}\n" in capsys.readouterr().err) == has_hint
 
 
 def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
@@ -170,7 +172,7 @@ def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
 
 
 def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
-    """A model of two outputs: the second has the noise of the first, and what all samples have in common taken off."""
+    """Two outputs: the second is the first minus its mean over samples, so its SQNR is lower."""
     monkeypatch.chdir(desk)
     model = onnx.load("model.onnx")
     mean = make_session(model).run(None, dict(np.load("few.npz")))[0].mean(axis=0)
@@ -180,10 +182,10 @@ def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
     onnx.save(model, "two.onnx")
     arguments = ["quantize", "two.onnx", "-d", "few.npz", *QUICKLY]
     assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    figures = found["sqnr_db_by_output"]
-    assert found["sqnr_db"] == figures["far"] < figures["y"]
-    assert found["sqnr_db_output"] == "far"
+    document = json.loads(capsys.readouterr().out)
+    figures = document["sqnr_db_by_output"]
+    assert document["sqnr_db"] == figures["far"] < figures["y"]
+    assert document["sqnr_db_output"] == "far"
     limit = (figures["far"] + figures["y"]) / 2
     assert main([*arguments, "--fail-below-sqnr", str(limit)]) == 1
     out, err = capsys.readouterr()
@@ -202,13 +204,13 @@ def test_dry_run_writes_nothing_and_knows_the_size(desk):
     done = detent("quantize", "model.onnx", "-d", "calib.npz", "--dry-run", "--json", cwd=desk)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in desk.iterdir()) == ["calib.npz", "few.npz", "model.onnx"]
-    found = json.loads(done.stdout)
+    document = json.loads(done.stdout)
     real = detent("quantize", "model.onnx", "-d", "calib.npz", "--no-rank", "--no-bench", "--no-verify", cwd=desk)
     assert real.returncode == 0, real.stderr
-    assert abs(found["nbytes_after"] / (desk / "model.w8a8.onnx").stat().st_size - 1) <= 0.01
-    assert found["memory_bytes"] > 1 << 20
-    assert found["seconds"] > 0
-    assert [layer["name"] for layer in found["layers"]] == ["first", "second", "head"]
+    assert abs(document["nbytes_after"] / (desk / "model.w8a8.onnx").stat().st_size - 1) <= 0.01
+    assert document["memory_bytes"] > 1 << 20
+    assert document["seconds"] > 0
+    assert [layer["name"] for layer in document["layers"]] == ["first", "second", "head"]
 
 
 def test_dry_run_table(desk):
@@ -317,8 +319,8 @@ def test_warns_of_a_target_for_another_cpu(desk, monkeypatch, capsys):
     assert json.loads(out)["warnings"][0].startswith("target onnxruntime-vnni")
 
 
-@pytest.mark.parametrize(("seconds", "asked"), [((1e6, 1e6), [4, 1]), ((1e6, 1.0), [4, 1]), ((1.0,), [4])])
-def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, asked):
+@pytest.mark.parametrize(("seconds", "expected"), [((1e6, 1e6), [4, 1]), ((1e6, 1.0), [4, 1]), ((1.0,), [4])])
+def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, expected):
     given, estimates, real = [], iter(seconds), qs.measure
 
     def measure(model, data, recipe, *, samples, announce, **options):
@@ -330,7 +332,7 @@ def test_ranking_has_limits(desk, monkeypatch, capsys, seconds, asked):
     monkeypatch.setattr(qs, "measure", measure)
     assert main(["quantize", "model.onnx", "-d", "few.npz", "--no-bench", "--no-verify"]) == 0
     out, err = capsys.readouterr()
-    assert given == asked
+    assert given == expected
     assert ("--skip head" in out) == (seconds[-1] == 1)
     assert ("sensitivity not measured: 3 layers" in err) == (seconds[-1] != 1)
 

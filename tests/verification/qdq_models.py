@@ -1,4 +1,4 @@
-"""What the tests of the proof share: quantized files made by hand, and files with one thing changed."""
+"""Quantized models built node by node, and copies with one change, for the tests of verification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["chain", "change", "change_axis", "model", "weight_only"]
 
 
 def model(nodes: list, inputs: list, outputs: list, constants: dict, *, opset: int = 21) -> ModelProto:
-    """A model; constants are arrays, or (array, type)."""
+    """Build a model; constants are arrays, or (array, type)."""
     tensors = [
         make_tensor(name, *value) if isinstance(value, tuple) else numpy_helper.from_array(np.asarray(value), name)
         for name, value in constants.items()
@@ -68,7 +68,7 @@ class _Writer:
 
 
 def chain(*, quantized: bool = True, signed: bool = False, seed: int = 0) -> ModelProto:
-    """Convolutions, dense and depthwise, an addition, and products: a kernel of ONNX Runtime's for each."""
+    """Build a model with one operator for each integer kernel: convolutions, an addition, matmuls."""
     w = _Writer(seed, quantized=quantized)
     x = w.quantize("x", 0.1, 128)
     scale = w.weight("w1", (16, 3, 3, 3), 0, signed=signed)
@@ -99,7 +99,7 @@ def chain(*, quantized: bool = True, signed: bool = False, seed: int = 0) -> Mod
 
 
 def weight_only(*, quantized: bool = True) -> ModelProto:
-    """A product of float data and 4-bit weights in blocks of 32."""
+    """Build a weight-only matmul with 4-bit weights in groups of 32."""
     rng = np.random.default_rng(0)
     codes, scale = rng.integers(-7, 8, (64, 48)), rng.uniform(0.01, 0.1, (2, 48)).astype(np.float32)
     product = helper.make_node("MatMul", ["x", "w"], ["y"], name="product")
@@ -110,21 +110,21 @@ def weight_only(*, quantized: bool = True) -> ModelProto:
     return model([decode, product], *ends, {"w_q": (codes, TensorProto.INT4), "w_s": scale})
 
 
-def change(given: ModelProto, name: str, how: Callable[[NDArray], None]) -> ModelProto:
-    """A copy with one initializer changed in place by a function."""
-    made = ModelProto()
-    made.CopyFrom(given)
-    tensor = next(each for each in made.graph.initializer if each.name == name)
+def change(given: ModelProto, name: str, edit: Callable[[NDArray], None]) -> ModelProto:
+    """Copy a model, and edit one initializer of the copy."""
+    copy = ModelProto()
+    copy.CopyFrom(given)
+    tensor = next(each for each in copy.graph.initializer if each.name == name)
     values = np.array(array_of(tensor))
-    how(values)
+    edit(values)
     tensor.CopyFrom(make_tensor(name, values, tensor.data_type))
-    return made
+    return copy
 
 
 def change_axis(given: ModelProto, node: str, axis: int) -> ModelProto:
-    """A copy in which a node has another axis."""
-    made = ModelProto()
-    made.CopyFrom(given)
-    found = next(each for each in made.graph.node if each.name == node)
-    next(each for each in found.attribute if each.name == "axis").i = axis
-    return made
+    """Copy a model, and change the axis of one node."""
+    copy = ModelProto()
+    copy.CopyFrom(given)
+    dequantize = next(each for each in copy.graph.node if each.name == node)
+    next(each for each in dequantize.attribute if each.name == "axis").i = axis
+    return copy

@@ -1,4 +1,4 @@
-"""What level 1 compares, apart from whole files."""
+"""Parts of level 1: distances of codes, layouts of scales, offsets."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Decisions that a file carries stay within their bounds: each kind, moved a little and moved too far."""
+"""Bounds of decisions: each kind is changed a little, and too much."""
 
 from dataclasses import replace
 
@@ -132,16 +132,16 @@ def test_segments_in_groups_are_the_same(monkeypatch):
     decisions = qo.decide(model(), DATA, progress=False)
     file = qo.rewrite(model(), decisions)
     whole = dt.verify(model(), file, DATA, levels=(2,)).segments
-    made = []
+    checks = []
     init = SegmentCheck.__init__
 
     def small(self, *args):
         init(self, *args, budget=4096)
-        made.append(self)
+        checks.append(self)
 
     monkeypatch.setattr(SegmentCheck, "__init__", small)
     assert dt.verify(model(), file, DATA, levels=(2,)).segments == whole
-    assert len(made[0]._sessions) > 1
+    assert len(checks[0]._sessions) > 1
 
 
 def test_the_segment_of_a_difference_is_named(monkeypatch):

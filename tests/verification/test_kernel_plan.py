@@ -1,4 +1,4 @@
-"""Level 3 fails where ONNX Runtime computes in integers what the file does not ask for, or no longer what it did."""
+"""Level 3 fails if an integer kernel was not requested by the file, or is missing."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def file(tmp_path):
 
 
 def test_a_float_layer_that_runs_in_integers_fails(file):
-    """What ONNX Runtime does to a float layer between quantizers, where nothing keeps it from that."""
+    """ONNX Runtime quantizes a float layer between quantizers if the file does not prevent it."""
     assert dt.verify(model(), file, DATA).ok
     nodes = {node.output[0]: node for node in file.graph.node}
     layer = next(node for node in file.graph.node if node.name == "float")

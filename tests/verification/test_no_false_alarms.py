@@ -1,4 +1,4 @@
-"""Files as they were written: every level accepts them, whatever the graph, recipe, target and number of threads."""
+"""Unchanged files pass every level, for any graph, recipe, target and number of threads."""
 
 import importlib
 import sys
@@ -30,7 +30,7 @@ OPTIONS = (
 
 
 def options_with(threads):
-    """The session options of ONNX Runtime with a number of threads, whatever is asked for."""
+    """Session options of ONNX Runtime with a fixed number of threads."""
 
     class Options(ort.SessionOptions):
         def __setattr__(self, name, value):
@@ -45,7 +45,7 @@ def without_openvino(monkeypatch):
 
 
 def quantized(seed, tmp_path):
-    """A random graph, its file and data; None where there is nothing to quantize."""
+    """Return a random graph, its file and data; None if there is nothing to quantize."""
     model, batches = random_model(seed, extended=seed % 3 > 0)
     recipe, options = RECIPES[seed % len(RECIPES)], OPTIONS[seed // len(RECIPES) % len(OPTIONS)]
     target = list(TARGETS)[seed // 2 % len(TARGETS)]
@@ -60,17 +60,17 @@ def quantized(seed, tmp_path):
 
 
 def check(seeds, tmp_path, monkeypatch):
-    """Verify the files of random graphs with both numbers of threads; returns how many there were."""
+    """Verify files of random graphs with one and two threads; return the number of files."""
     count, alarms = 0, []
     for seed in seeds:
-        found = quantized(seed, tmp_path)
-        if found is None:
+        case = quantized(seed, tmp_path)
+        if case is None:
             continue
         count += 1
         for threads in (1, 2):
             with monkeypatch.context() as patch:
                 patch.setattr(ort, "SessionOptions", options_with(threads))
-                report = dt.verify(*found)
+                report = dt.verify(*case)
             if not report.ok or report.not_compared:
                 alarms.append((seed, threads, report.failure, report.not_compared))
     assert not alarms

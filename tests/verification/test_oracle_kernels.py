@@ -1,4 +1,4 @@
-"""The integer oracle: beside plain loops, beside ONNX Runtime's kernels, and beside arithmetic that saturates."""
+"""The integer oracle against plain loops, ONNX Runtime's kernels and saturating arithmetic."""
 
 from itertools import product
 from pathlib import Path
@@ -17,7 +17,7 @@ CPU = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "
 
 
 def loops(x, w, strides, dilations, pads, group):
-    """A convolution of integers, by its definition."""
+    """Convolve integers by definition."""
     rank = x.ndim - 2
     padded = np.pad(x.astype(object), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
     reach = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
@@ -57,22 +57,22 @@ def test_products_are_exact_beyond_float32(terms):
 
 
 def test_requantize_rounds_half_to_even_and_clamps():
-    found = requantize(np.array([1, 3, 5, -1, -3, 10**6, -(10**6)]), np.float32(0.5), 10, np.dtype("int8"))
-    assert found.tolist() == [10, 12, 12, 10, 8, 127, -128]
+    codes = requantize(np.array([1, 3, 5, -1, -3, 10**6, -(10**6)]), np.float32(0.5), 10, np.dtype("int8"))
+    assert codes.tolist() == [10, 12, 12, 10, 8, 127, -128]
 
 
 # Beside ONNX Runtime
 
 
 def run(node, inputs, kinds, *, domain=""):
-    """A node in ONNX Runtime, and what compare_kernel says of it; inputs are (name, array), None where left out."""
+    """Run a node in ONNX Runtime and compare it; inputs are (name, array), None if omitted."""
     node = helper.make_node(
         node[0], [n if a is not None else "" for n, a in inputs], ["y"], name="k", domain=domain, **node[1]
     )
     given = {name: array for name, array in inputs if array is not None}
-    made = model([node], [], [("y", kinds, None)], given)
-    made.graph.output[0].type.tensor_type.ClearField("shape")
-    got = make_session(made, optimize=False).run(None, {})[0]
+    one_node = model([node], [], [("y", kinds, None)], given)
+    one_node.graph.output[0].type.tensor_type.ClearField("shape")
+    got = make_session(one_node, optimize=False).run(None, {})[0]
     return compare_kernel(node, [array for _, array in inputs], got)
 
 
@@ -207,14 +207,14 @@ def test_what_the_oracle_does_not_know_is_refused():
 
 
 def saturating_sums(x, w):
-    """As AVX2 has it (vpmaddubsw): pairs of products of unsigned and signed bytes added in 16 bits, and saturate."""
+    """Emulate vpmaddubsw of AVX2: pairs of products of unsigned and signed bytes, added in int16 with saturation."""
     products = x[:, :, None].astype(np.int64) * w[None].astype(np.int64)
     pairs = products.reshape(len(x), -1, 2, w.shape[1]).sum(axis=2)
     return np.clip(pairs, -(1 << 15), (1 << 15) - 1).sum(axis=1)
 
 
 def saturating_conv(reach, seed=0):
-    """A 1x1 convolution with int8 weights up to `reach`, and what a CPU without VNNI makes of it."""
+    """Return a 1x1 convolution with int8 weights up to `reach`, and its output on a CPU without VNNI."""
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 256, (1, 64, 10, 10)).astype(np.uint8)
     w = rng.integers(-reach, reach, (8, 64, 1, 1), endpoint=True).astype(np.int8)

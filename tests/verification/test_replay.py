@@ -1,4 +1,4 @@
-"""Replay: a file that was changed after it was written is caught, and so are decisions that do not fit."""
+"""Replay detects files that were changed after they were written, and decisions that do not fit."""
 
 import json
 from dataclasses import replace
@@ -28,8 +28,8 @@ def model():
 DATA = [np.random.default_rng(i).normal(size=(4, 8)).astype(np.float32) for i in range(3)]
 
 
-def changed(made, name, change):
-    for tensor in made.graph.initializer:
+def changed(file, name, change):
+    for tensor in file.graph.initializer:
         if tensor.name == name:
             tensor.CopyFrom(make_tensor(name, change(array_of(tensor)), tensor.data_type))
             return name
@@ -53,12 +53,12 @@ def first_ulp(values):
 
 
 @pytest.fixture
-def made(tmp_path):
+def file(tmp_path):
     return qo.load(qo.quantize(model(), tmp_path / "q.onnx", DATA, progress=False, smooth=False).output)
 
 
-def test_nothing_differs_in_a_file_as_it_was_written(made):
-    report = dt.verify(model(), made, DATA)
+def test_nothing_differs_in_a_file_as_it_was_written(file):
+    report = dt.verify(model(), file, DATA)
     assert report.ok
     assert report.differing_codes == 0
     assert report.compared_codes > 100
@@ -74,50 +74,55 @@ def test_nothing_differs_in_a_file_as_it_was_written(made):
         ("w1_zero_point", lambda values: values + 1),
     ],
 )
-def test_changed_constants_are_caught_and_named(made, name, change):
-    changed(made, name, change)
-    report = dt.verify(model(), made)
+def test_changed_constants_are_caught_and_named(file, name, change):
+    changed(file, name, change)
+    report = dt.verify(model(), file)
     assert not report.ok
     assert report.first_difference.tensor == name
     with pytest.raises(dt.VerificationError, match=name):
-        dt.verify(model(), made, raise_on_difference=True)
+        dt.verify(model(), file, raise_on_difference=True)
 
 
-def test_a_swapped_axis_is_caught(made):
-    node = next(node for node in made.graph.node if node.input[0] == "w1_codes")
+def test_a_swapped_axis_is_caught(file):
+    node = next(node for node in file.graph.node if node.input[0] == "w1_codes")
     node.attribute[0].i = 0
-    report = dt.verify(model(), made)
-    found = report.first_difference
+    report = dt.verify(model(), file)
+    difference = report.first_difference
     assert not report.ok
-    assert (found.node, found.tensor, found.expected, found.got) == (node.name, "attribute axis", 1, 0)
+    assert (difference.node, difference.tensor, difference.expected, difference.got) == (
+        node.name,
+        "attribute axis",
+        1,
+        0,
+    )
 
 
-def test_a_file_is_of_its_own_source_and_of_no_other(made):
-    assert dt.verify(model(), made).ok
+def test_a_file_is_of_its_own_source_and_of_no_other(file):
+    assert dt.verify(model(), file).ok
     other = model()
     changed(other, "w1", one_ulp)
-    found = dt.verify(other, made, DATA)
-    assert not found.ok
-    assert found.first_difference.cause == "the file was not made from this source"
+    report = dt.verify(other, file, DATA)
+    assert not report.ok
+    assert report.first_difference.cause == "the file was not made from this source"
     stored = model()  # the same numbers, stored in another way
     for tensor in stored.graph.initializer:
         values = numpy_helper.to_array(tensor)
         tensor.ClearField("raw_data")
         tensor.float_data.extend(values.ravel().tolist())
-    assert dt.verify(stored, made).ok
+    assert dt.verify(stored, file).ok
 
 
-def test_a_file_without_decisions_is_not_ok(made):
-    del made.metadata_props[:]
-    report = dt.verify(model(), made, DATA)
+def test_a_file_without_decisions_is_not_ok(file):
+    del file.metadata_props[:]
+    report = dt.verify(model(), file, DATA)
     assert not report.ok
     assert report.failure.startswith("not replayed: the file carries no decisions")
-    assert not dt.verify(model(), made, DATA, levels=(2,)).ok
-    assert dt.verify(model(), made, DATA, levels=(3,)).ok
+    assert not dt.verify(model(), file, DATA, levels=(2,)).ok
+    assert dt.verify(model(), file, DATA, levels=(3,)).ok
 
 
-def test_what_was_decided_is_listed(made):
-    report = dt.verify(model(), made)
+def test_what_was_decided_is_listed(file):
+    report = dt.verify(model(), file)
     assert report.replay.decided == (
         "target onnxruntime, opset 17",
         "1 weight format: 2 int8/axis1/symmetric/onnx",
@@ -126,29 +131,29 @@ def test_what_was_decided_is_listed(made):
     assert "decided: 2 activation scales and zero points" in str(report)
 
 
-def test_segments_are_equal_to_the_bit(made):
-    report = dt.verify(model(), made, DATA)
+def test_segments_are_equal_to_the_bit(file):
+    report = dt.verify(model(), file, DATA)
     assert report.ok
     assert report.segments.compared_codes == 3 * (4 * 8 + 4 * 8)
     assert (report.segments.compared_outputs, report.segments.bound) == (3, "")
 
 
-def test_execution_alone_catches_a_changed_graph(made):
-    made.graph.node[[node.name for node in made.graph.node].index("relu")].op_type = "Abs"
-    report = dt.verify(model(), made, DATA, levels=(2,))
+def test_execution_alone_catches_a_changed_graph(file):
+    file.graph.node[[node.name for node in file.graph.node].index("relu")].op_type = "Abs"
+    report = dt.verify(model(), file, DATA, levels=(2,))
     assert not report.ok
     assert report.replay is None
     assert report.segments.differing_codes > 0
     assert "(relu, first)" in report.failure
 
 
-def rewritten(made, change):
-    """A file with another entry of its decisions."""
-    entry = next(each for each in made.metadata_props if each.key == "detent")
+def rewritten(file, change):
+    """Change the decisions recorded in a file."""
+    entry = next(each for each in file.metadata_props if each.key == "detent")
     fields = json.loads(entry.value)
     change(fields["decisions"])
     entry.value = json.dumps(fields)
-    return made
+    return file
 
 
 @pytest.mark.parametrize(
@@ -158,8 +163,8 @@ def rewritten(made, change):
         (lambda each: each.update(version=99), "version 99"),
     ],
 )
-def test_other_versions_are_not_replayed(made, change, reason):
-    report = dt.verify(model(), rewritten(made, change))
+def test_other_versions_are_not_replayed(file, change, reason):
+    report = dt.verify(model(), rewritten(file, change))
     assert not report.ok
     assert report.replay.reason.startswith("the file's decisions have ")
     assert reason in report.failure
@@ -193,16 +198,16 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_decisions_are_refused(made, name):
+def test_malformed_decisions_are_refused(file, name):
     with pytest.raises(dt.FileFormatError, match="decisions of the file"):
-        dt.verify(model(), rewritten(made, MALFORMED[name]))
+        dt.verify(model(), rewritten(file, MALFORMED[name]))
 
 
-def test_metadata_that_are_nested_too_deep_are_refused(made):
-    entry = next(each for each in made.metadata_props if each.key == "detent")
+def test_metadata_that_are_nested_too_deep_are_refused(file):
+    entry = next(each for each in file.metadata_props if each.key == "detent")
     entry.value = '{"decisions":' + "[" * 100_000 + "]" * 100_000 + "}"
     with pytest.raises(dt.FileFormatError, match="detent"):
-        dt.verify(model(), made)
+        dt.verify(model(), file)
 
 
 CONTRADICTING = {
@@ -220,18 +225,18 @@ CONTRADICTING = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTING)
-def test_decisions_for_another_model_are_not_ok(made, name):
-    report = dt.verify(model(), rewritten(made, CONTRADICTING[name]))
+def test_decisions_for_another_model_are_not_ok(file, name):
+    report = dt.verify(model(), rewritten(file, CONTRADICTING[name]))
     assert not report.ok
     assert report.first_difference is not None
 
 
-def test_another_activation_scale_is_another_decision(made):
-    """It is a quantization of the same source: listed as decided, and data show what it costs."""
+def test_another_activation_scale_is_another_decision(file):
+    """It is listed as decided; data show the resulting SQNR."""
     scale = np.float32(0.25)
-    changed(made, "x_scale", lambda values: np.full_like(values, scale))
-    rewritten(made, lambda each: each["ranges"]["x"].update(scale=float(scale)))
-    report = dt.verify(model(), made, DATA)
+    changed(file, "x_scale", lambda values: np.full_like(values, scale))
+    rewritten(file, lambda each: each["ranges"]["x"].update(scale=float(scale)))
+    report = dt.verify(model(), file, DATA)
     assert report.ok
     assert "2 activation scales and zero points: 0.0333 to 0.25" in report.replay.decided
     assert (
@@ -240,7 +245,7 @@ def test_another_activation_scale_is_another_decision(made):
 
 
 def table():
-    """A table with scales per group, whose rank of indices is decided."""
+    """A table with per-group scales; the rank of its indices is a decision."""
     rng = np.random.default_rng(0)
     tensors = [
         numpy_helper.from_array(rng.normal(size=(32, 8)).astype(np.float32), "table"),
@@ -265,7 +270,7 @@ def test_the_rank_of_indices_follows_from_the_model():
 
 
 def masked():
-    """A mask of large numbers beside computed ones: 4 ulp of the largest would hide anything."""
+    """A constant with huge mask values: 4 ulp of the largest would hide any other change."""
     rng = np.random.default_rng(0)
     tensors = [
         numpy_helper.from_array(rng.normal(size=(8, 8)).astype(np.float32), "w"),
@@ -300,30 +305,30 @@ def test_a_plan_of_a_model_as_it_is_carries_no_decisions():
 
 
 @pytest.mark.parametrize(
-    ("levels", "said"),
+    ("levels", "expected"),
     [
         ((1,), "ok: the file matches its source and its decisions; "),
         ((3,), "ok: nothing that was compared differs; the file was not replayed"),
         ((1, 2), " dB"),
     ],
 )
-def test_the_headline_says_what_was_compared(made, levels, said):
-    headline = dt.verify(model(), made, DATA, levels=levels).headline
-    assert said in headline
+def test_the_headline_says_what_was_compared(file, levels, expected):
+    headline = dt.verify(model(), file, DATA, levels=levels).headline
+    assert expected in headline
     assert "; 0 codes" not in headline
-    assert dt.verify(made, made, DATA, levels=(1, 2)).headline.startswith("ok: the file is a copy of its source")
+    assert dt.verify(file, file, DATA, levels=(1, 2)).headline.startswith("ok: the file is a copy of its source")
 
 
-def test_malformed_metadata_of_a_source_are_refused(made):
-    source = qo.load(made)
+def test_malformed_metadata_of_a_source_are_refused(file):
+    source = qo.load(file)
     for entry in source.metadata_props:
         entry.value = "["
     with pytest.raises(dt.FileFormatError, match="metadata entry"):
-        dt.verify(source, made)
+        dt.verify(source, file)
 
 
-def test_an_unknown_target_is_refused(made):
-    entry = next(each for each in made.metadata_props if each.key == "detent")
+def test_an_unknown_target_is_refused(file):
+    entry = next(each for each in file.metadata_props if each.key == "detent")
     entry.value = entry.value.replace('"target":"onnxruntime"', '"target":"abacus"')
     with pytest.raises(dt.FileFormatError, match="abacus"):
-        dt.verify(model(), made)
+        dt.verify(model(), file)

@@ -1,4 +1,4 @@
-"""Files that were changed after they were written: no change is accepted, and the report names what was changed."""
+"""Files changed after they were written: every change is rejected, and the report names it."""
 
 import importlib
 import sys
@@ -32,7 +32,7 @@ CACHE = {}
 
 
 class Subject:
-    """A source, its file, data, and what the file gives for them."""
+    """A source, its file, data, and the file's outputs."""
 
     def __init__(self, name):
         make, options = OPTIONS[name]
@@ -66,7 +66,7 @@ def changed_files(model, edit, count, seed=0):
 
 
 def check_edits(name, count, forms_of_every=1):
-    """All edits at so many places, and every so often in the other two forms at one place."""
+    """All edits at several places, and sometimes in the other two forms at one place."""
     base = subject(name)
     tried, admissible = 0, []
     for number, edit in enumerate(tampering.EDITS):
@@ -74,7 +74,7 @@ def check_edits(name, count, forms_of_every=1):
             tried += 1
             try:
                 report = dt.verify(base.source, file)
-            except DetentError:  # it is no valid file any more
+            except DetentError:  # the file is invalid now
                 continue
             assert not report.ok, edit.name
             assert any(each in report.failure for each in names), (edit.name, names, report.failure)
@@ -112,7 +112,7 @@ def test_no_edit_is_accepted_anywhere(name):
 
 
 def check_execution(name, count):
-    """Level 2 alone, of all edits that change an output."""
+    """Level 2 alone detects all edits that change an output."""
     base, changed = subject(name), 0
     for edit in tampering.EDITS:
         for file, _ in changed_files(base.file, edit, count, seed=1):
@@ -150,7 +150,7 @@ def test_execution_catches_what_changes_outputs_anywhere(name, without_openvino)
 
 
 def check_forgeries(name, count):
-    """Forged decisions are accepted only where they could have been decided, and keep the function of the source."""
+    """Forged decisions pass only if they are within bounds, and then keep the function of the source."""
     base, outcomes = subject(name), {}
     for forgery in tampering.FORGERIES:
         for seed in range(count):
@@ -173,7 +173,7 @@ def check_forgeries(name, count):
 
 
 def is_same_function(a: ModelProto, b: ModelProto, data):
-    """Whether two models agree but for the last bits of floats."""
+    """Whether two models agree up to the last bits of floats."""
     runs = [make_session(model).run(None, feed) for model in (a, b) for feed in data]
     half = len(runs) // 2
     return all(

@@ -1,4 +1,4 @@
-"""How far a file's values may be from a prepared model's at level 2, and what the model's biases are."""
+"""Level 2 of prepared models: the bound on rounding errors, and rounded biases."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 
 class Masked(nn.Module):
-    """Logits, some of which are masked."""
+    """Logits with a mask."""
 
     def __init__(self, mask):
         super().__init__()
@@ -45,7 +45,7 @@ def exported(tmp_path, mask):
 
 
 def times(model, factor):
-    """The model whose first output is multiplied."""
+    """A model that multiplies its first output."""
     output = model.graph.output[0].name
     last = next(node for node in model.graph.node if output in node.output)
     last.output[0] = "before"
@@ -82,19 +82,19 @@ def test_a_file_of_zero_biases_with_wide_units_is_not_ok(tmp_path):
 def test_biases_are_rounded_as_in_the_file(tmp_path):
     model, file, _ = exported(tmp_path, 0.0)
     rounded = [("first.weight", "first.input_quantizer"), ("second.weight", "second.input_quantizer")]
-    made = torch_segments._as_exported(model, rounded)
+    copy = torch_segments._as_exported(model, rounded)
     constants = {each.name: numpy_helper.to_array(each) for each in file.graph.initializer}
     for name in ("first", "second"):
         expected = constants[f"{name}.bias_codes"].astype(np.float32) * constants[f"{name}.bias_scale"]
-        found = made.get_submodule(name).bias.detach().numpy()
-        assert np.array_equal(found, expected)
-        assert not np.array_equal(found, model.get_submodule(name).bias.detach().numpy())
+        bias = copy.get_submodule(name).bias.detach().numpy()
+        assert np.array_equal(bias, expected)
+        assert not np.array_equal(bias, model.get_submodule(name).bias.detach().numpy())
     kept = torch_segments._as_exported(model, rounded[:1])
     assert torch.equal(kept.second.bias, model.second.bias)
 
 
 class Tied(nn.Module):
-    """Two layers with one weight and biases of their own."""
+    """Two layers that share a weight and have separate biases."""
 
     def __init__(self):
         super().__init__()

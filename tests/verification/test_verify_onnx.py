@@ -1,4 +1,4 @@
-"""verify with an ONNX model as source: what a file says of itself, end to end, and the integer kernels."""
+"""verify with an ONNX source: codes, end-to-end results and integer kernels."""
 
 import json
 
@@ -59,17 +59,17 @@ def test_end_to_end(report):
 
 
 def test_codes_are_found_where_channels_are_last():
-    found = find_codes(open_quantized(chain()), optimized(chain()))
-    assert {"x_q_QuantizeLinear", "r1_q_QuantizeLinear", "c2_q_QuantizeLinear", "m_q_QuantizeLinear"} <= set(found)
-    assert found["r1_q_QuantizeLinear"].channels_last
+    codes = find_codes(open_quantized(chain()), optimized(chain()))
+    assert {"x_q_QuantizeLinear", "r1_q_QuantizeLinear", "c2_q_QuantizeLinear", "m_q_QuantizeLinear"} <= set(codes)
+    assert codes["r1_q_QuantizeLinear"].channels_last
 
 
 def test_sqnr_is_that_of_the_metric():
     data = batches(3)
-    found = dt.verify(chain(quantized=False), chain(), data, levels=(2,))
+    report = dt.verify(chain(quantized=False), chain(), data, levels=(2,))
     once = dt.verify(chain(quantized=False), chain(), [np.concatenate(data)], levels=(2,))
-    assert found.output_sqnr_db == pytest.approx(once.output_sqnr_db, abs=1e-6)
-    assert found.compared_codes == 0
+    assert report.output_sqnr_db == pytest.approx(once.output_sqnr_db, abs=1e-6)
+    assert report.compared_codes == 0
 
 
 def test_levels_are_those_asked_for():
@@ -102,7 +102,7 @@ def ulp(values, index=...):
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "cause"),
+    ("name", "edit", "cause"),
     [
         ("w1_s", lambda v: v.__setitem__(3, -1.0), "positive"),
         ("w1_s", lambda v: v.__setitem__(3, np.nan), "invalid parameters"),
@@ -112,15 +112,15 @@ def ulp(values, index=...):
     ],
     ids=["negative", "nan", "inf", "bias", "activation"],
 )
-def test_invalid_parameters_are_named(name, how, cause):
-    report = dt.verify(chain(quantized=False), change(chain(), name, how), batches(1), levels=(1,))
+def test_invalid_parameters_are_named(name, edit, cause):
+    report = dt.verify(chain(quantized=False), change(chain(), name, edit), batches(1), levels=(1,))
     assert not report.ok
     assert cause in report.first_difference.cause
     assert name.removesuffix("_s") in report.first_difference.tensor + report.first_difference.node
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "index", "cause"),
+    ("name", "edit", "index", "cause"),
     [
         ("w1_q", lambda v: v.__setitem__((3, 1, 0, 2), v[3, 1, 0, 2] ^ 1), (3, 1, 0, 2), "1 of 432 values changed"),
         ("w2_q", lambda v: v.__setitem__((3, 0, 0, 2), v[3, 0, 0, 2] ^ 1), (3, 0, 0, 2), "1 of 144 values changed"),
@@ -129,55 +129,55 @@ def test_invalid_parameters_are_named(name, how, cause):
     ],
     ids=["code", "depthwise", "ulp", "zero_point"],
 )
-def test_a_quantized_source_knows_its_weights(name, how, index, cause):
-    report = dt.verify(chain(), change(chain(), name, how), batches(1), levels=(1,))
+def test_a_quantized_source_knows_its_weights(name, edit, index, cause):
+    report = dt.verify(chain(), change(chain(), name, edit), batches(1), levels=(1,))
     assert not report.ok
-    found = report.first_difference
-    assert (found.tensor, found.index, found.cause) == (name, index, cause)
+    difference = report.first_difference
+    assert (difference.tensor, difference.index, difference.cause) == (name, index, cause)
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "node", "cause"),
+    ("name", "edit", "node", "cause"),
     [
         ("r1_s", ulp, "constant r1_s", "changed"),
         ("r1_z", lambda v: v.__iadd__(1), "constant r1_z", "changed"),
     ],
     ids=["ulp", "zero_point"],
 )
-def test_a_quantized_source_knows_its_activations(name, how, node, cause):
-    report = dt.verify(chain(), change(chain(), name, how), batches(1), levels=(1,))
+def test_a_quantized_source_knows_its_activations(name, edit, node, cause):
+    report = dt.verify(chain(), change(chain(), name, edit), batches(1), levels=(1,))
     assert not report.ok
-    found = report.first_difference
-    assert (found.node, found.tensor, found.index, found.cause) == (node, name, (), cause)
+    difference = report.first_difference
+    assert (difference.node, difference.tensor, difference.index, difference.cause) == (node, name, (), cause)
     assert report.differing_codes == 16 * 16 * 16  # each code of that node
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "edit"),
     [("w1_s", lambda v: ulp(v, 3)), ("x_s", ulp), ("b5_s", lambda v: ulp(v, 3))],
     ids=["weight", "activation", "bias"],
 )
-def test_scales_of_a_file_of_detent_s_fit_each_other(name, how):
-    made = chain()
-    Provenance(target="onnxruntime").write(made)
-    assert dt.verify(chain(quantized=False), made, batches(1), levels=(1,)).first_difference is None
-    report = dt.verify(chain(quantized=False), change(made, name, how), batches(1), levels=(1,))
+def test_scales_of_a_file_of_detent_s_fit_each_other(name, edit):
+    file = chain()
+    Provenance(target="onnxruntime").write(file)
+    assert dt.verify(chain(quantized=False), file, batches(1), levels=(1,)).first_difference is None
+    report = dt.verify(chain(quantized=False), change(file, name, edit), batches(1), levels=(1,))
     assert not report.ok
     assert "the bias scale is not input scale times weight scale" in report.first_difference.cause
 
 
 def test_codes_beyond_the_target_s_limit_are_named():
-    made = chain(signed=True)
-    Provenance(target="onnxruntime-avx2").write(made)
-    report = dt.verify(chain(quantized=False), made, batches(1), levels=(1,))
+    file = chain(signed=True)
+    Provenance(target="onnxruntime-avx2").write(file)
+    report = dt.verify(chain(quantized=False), file, batches(1), levels=(1,))
     assert not report.ok
     assert report.first_difference.tensor == "w1_q"
     assert "beyond 64" in report.first_difference.cause
 
 
 def test_a_file_that_does_not_run_after_a_difference_is_reported():
-    made = change(chain(), "b1_s", lambda v: v.__setitem__(3, -1.0))
-    report = dt.verify(chain(), change_axis(made, "w4_DequantizeLinear", 0), batches(1))
+    file = change(chain(), "b1_s", lambda v: v.__setitem__(3, -1.0))
+    report = dt.verify(chain(), change_axis(file, "w4_DequantizeLinear", 0), batches(1))
     assert not report.ok
     assert any("need a file that runs in ONNX Runtime" in note for note in report.notes)
 
@@ -211,8 +211,8 @@ def test_both_settings_of_weight_only_products_are_shown():
 
 @pytest.mark.skipif(not is_installed(), reason="OpenVINO is not installed")
 def test_openvino_is_a_second_consumer(report):
-    found = report.end_to_end["openvino"]
-    assert found.output_sqnr_db["y"] == pytest.approx(report.output_sqnr_db, abs=3)
+    run = report.end_to_end["openvino"]
+    assert run.output_sqnr_db["y"] == pytest.approx(report.output_sqnr_db, abs=3)
 
 
 @pytest.mark.skipif(not is_installed(), reason="OpenVINO is not installed")
@@ -222,12 +222,10 @@ def test_steps_of_openvino_s_outputs():
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="D"),
     ]
     ends = [("x", TensorProto.FLOAT, ["n"])], [("y", TensorProto.FLOAT, ["n"])]
-    made = model(nodes, *ends, {"s": np.float32(0.0123), "z": np.uint8(100)})
-    found = dt.verify(made, made, [np.random.default_rng(0).normal(size=9999).astype(np.float32)]).end_to_end[
-        "openvino"
-    ]
-    assert found.compared_codes == 9999
-    assert found.max_steps <= 1
+    file = model(nodes, *ends, {"s": np.float32(0.0123), "z": np.uint8(100)})
+    run = dt.verify(file, file, [np.random.default_rng(0).normal(size=9999).astype(np.float32)]).end_to_end["openvino"]
+    assert run.compared_codes == 9999
+    assert run.max_steps <= 1
 
 
 @pytest.mark.parametrize(
@@ -237,7 +235,7 @@ def test_steps_of_openvino_s_outputs():
         ("print('ready', flush=True); input(); import os; os.abort()", "failed to run the model: its process ended"),
         ("print('error: too new')", "failed to load the model: too new"),
     ],
-    ids=["start", "run", "said"],
+    ids=["start", "run", "error"],
 )
 def test_a_second_consumer_may_die(worker, message, tmp_path, monkeypatch):
     script = tmp_path / "worker.py"
@@ -269,7 +267,7 @@ def test_biases_that_onnxruntime_rounds_are_named():
     assert any("WeightBiasQuantization" in note for note in report.notes)
 
 
-# Strange types
+# Unusual types
 
 
 @pytest.mark.parametrize(
@@ -290,9 +288,9 @@ def test_codes_of_any_type(kind, zero):
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], name="D"),
     ]
     ends = [("x", TensorProto.FLOAT, ["n"])], [("y", TensorProto.FLOAT, ["n"])]
-    made = model(nodes, *ends, {"s": np.float32(0.01), "z": (np.array(zero), kind)})
+    file = model(nodes, *ends, {"s": np.float32(0.01), "z": (np.array(zero), kind)})
     x = np.concatenate([np.linspace(-3, 3, 5001), [1e9, -1e9, 0.0]]).astype(np.float32)
-    report = dt.verify(made, made, [x])
+    report = dt.verify(file, file, [x])
     assert report.ok
     assert report.compared_codes == x.size
     assert report.end_to_end["optimized"].differing_codes == 0
@@ -302,10 +300,10 @@ def test_channels_of_an_activation():
     scale, zero = np.float32([0.1, 0.2, 0.3]), np.uint8([0, 100, 255])
     nodes = [helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], name="Q", axis=1)]
     ends = [("x", TensorProto.FLOAT, ["n", 3, 4])], [("q", TensorProto.UINT8, ["n", 3, 4])]
-    made = model(nodes, *ends, {"s": scale, "z": zero})
+    file = model(nodes, *ends, {"s": scale, "z": zero})
     x = np.random.default_rng(0).normal(size=(5, 3, 4)).astype(np.float32)
-    assert dt.verify(made, made, [x], levels=(1,)).ok
-    report = dt.verify(made, change(made, "z", lambda v: v.__setitem__(1, 101)), [x], levels=(1,))
+    assert dt.verify(file, file, [x], levels=(1,)).ok
+    report = dt.verify(file, change(file, "z", lambda v: v.__setitem__(1, 101)), [x], levels=(1,))
     assert (report.first_difference.tensor, report.first_difference.index) == ("z", (1,))
     assert report.differing_codes == 5 * 4
 
@@ -322,13 +320,13 @@ def test_quantizers_in_bodies_are_compared_by_replay_alone():
         helper.make_node("If", ["c"], ["y"], name="if", then_branch=body, else_branch=body),
     ]
     ends = [("x", TensorProto.FLOAT, ["n"])], [("q", TensorProto.UINT8, ["n"]), ("y", TensorProto.UINT8, ["n"])]
-    made = model(nodes, *ends, {"s": np.float32(0.1), "z": np.uint8(3), "c": np.array(True)})
-    before = ModelProto.FromString(made.SerializeToString())
-    report = dt.verify(made, made, [np.float32([1, 2])], levels=(1,))
+    file = model(nodes, *ends, {"s": np.float32(0.1), "z": np.uint8(3), "c": np.array(True)})
+    before = ModelProto.FromString(file.SerializeToString())
+    report = dt.verify(file, file, [np.float32([1, 2])], levels=(1,))
     assert report.ok
     assert report.not_compared == ()
-    made.graph.node[-1].attribute[0].g.node[0].input[2] = ""
-    other = dt.verify(before, made, [np.float32([1, 2])], levels=(1,))
+    file.graph.node[-1].attribute[0].g.node[0].input[2] = ""
+    other = dt.verify(before, file, [np.float32([1, 2])], levels=(1,))
     assert other.first_difference.node == "if/else_branch/QuantizeLinear_bq"
     assert other.not_compared == ("2 Q/DQ nodes in subgraphs of If, Loop or Scan were not compared",)
 
@@ -337,14 +335,14 @@ def test_quantizers_in_bodies_are_compared_by_replay_alone():
 
 
 def test_groups_of_any_size_show_the_same():
-    made, seen = chain(), {}
+    file, seen = chain(), {}
     names = ["x_q", "r1", "r1_q", "c2_q", "y"]
 
     def reading(name, budget):
         return Reading((name,), lambda arrays: seen.setdefault(budget, {}).update({name: arrays[name].copy()}))
 
     for budget in (1, 40_000, 1 << 30):
-        Probe(made, [reading(name, budget) for name in names], budget=budget).run({"x": batches(1)[0]})
+        Probe(file, [reading(name, budget) for name in names], budget=budget).run({"x": batches(1)[0]})
     first = seen[1]
     assert list(first) == names
     assert all(np.array_equal(first[name], other[name]) for other in seen.values() for name in names)
@@ -382,21 +380,21 @@ def test_one_level_is_a_number():
 
 
 def test_raise_on_difference():
-    made = change(chain(), "r1_z", lambda v: v.__iadd__(1))
+    file = change(chain(), "r1_z", lambda v: v.__iadd__(1))
     with pytest.raises(dt.VerificationError, match="r1_z is 1, expected 0") as caught:
-        dt.verify(chain(), made, batches(1), levels=(1,), raise_on_difference=True)
+        dt.verify(chain(), file, batches(1), levels=(1,), raise_on_difference=True)
     assert caught.value.report.differing_codes > 0
     assert isinstance(caught.value, AssertionError)
     assert dt.verify(chain(), chain(), batches(1), levels=(1,), raise_on_difference=True).ok
 
 
 def test_json_holds_everything(report):
-    found = json.loads(report.to_json())
-    assert (found["ok"], found["version"]) == (False, 2)
-    assert found["failure"] == report.failure
-    assert found["replay"]["reason"] == report.replay.reason
-    assert found["compared_codes"] == report.compared_codes
-    assert found["kernels"][0]["node"] == report.kernels[0].node
-    assert set(found["end_to_end"]) == set(report.end_to_end)
+    document = json.loads(report.to_json())
+    assert (document["ok"], document["version"]) == (False, 2)
+    assert document["failure"] == report.failure
+    assert document["replay"]["reason"] == report.replay.reason
+    assert document["compared_codes"] == report.compared_codes
+    assert document["kernels"][0]["node"] == report.kernels[0].node
+    assert set(document["end_to_end"]) == set(report.end_to_end)
     same = json.loads(dt.verify(chain(), chain(), batches(1), levels=(2,)).to_json())
     assert same["end_to_end"]["unoptimized"]["output_sqnr_db"]["y"] == "inf"

@@ -1,4 +1,4 @@
-"""verify with a prepared model as source: what was trained is what the file holds, and each single change is named."""
+"""verify with a prepared model as source: an export passes, and each single change is named."""
 
 import copy
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class Net(nn.Module):
-    """Dense and depthwise convolutions, a folded batch normalisation, a square and a flat matrix."""
+    """Dense and depthwise convolutions, a folded batch norm, a square and a flat matrix."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def trained(net, recipe, data, *, freeze=True):
-    """A prepared model after calibration and a few steps of training."""
+    """A prepared model after calibration and a few training steps."""
     torch.manual_seed(0)
     model = qt.prepare(net, recipe)
     with qt.calibrating(model):
@@ -83,13 +83,13 @@ def test_what_was_trained_is_what_is_shipped(report):
 
 def test_end_to_end_stays_close(report):
     for run in ("unoptimized", "optimized"):
-        found = report.end_to_end[run]
-        assert found.compared_codes == ACTIVATIONS
-        assert found.differing_codes <= found.compared_codes // 100
-        assert found.max_steps <= 1
-        assert found.output_sqnr_db["output"] > 40
-        assert found.agreement >= 0.97
-        assert bool(found.cause) == bool(found.differing_codes)
+        result = report.end_to_end[run]
+        assert result.compared_codes == ACTIVATIONS
+        assert result.differing_codes <= result.compared_codes // 100
+        assert result.max_steps <= 1
+        assert result.output_sqnr_db["output"] > 40
+        assert result.agreement >= 0.97
+        assert bool(result.cause) == bool(result.differing_codes)
 
 
 def test_integer_kernels_are_exact(report):
@@ -150,15 +150,15 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change_is_named(pair, name):
     model, artifact = pair
-    tensor, how, cause, index, least = CHANGES[name]
-    report = dt.verify(model, change(artifact, tensor, how), images(1), levels=(1,))
+    tensor, edit, cause, index, least = CHANGES[name]
+    report = dt.verify(model, change(artifact, tensor, edit), images(1), levels=(1,))
     assert not report.ok
-    found = report.first_difference
-    assert (found.tensor, found.index) == (tensor, index)
-    assert cause in found.cause
+    difference = report.first_difference
+    assert (difference.tensor, difference.index) == (tensor, index)
+    assert cause in difference.cause
     assert report.failure.endswith("only trained values differ: was the model trained after the export?")
-    assert found.node == f"constant {tensor}"
-    assert found.expected != found.got
+    assert difference.node == f"constant {tensor}"
+    assert difference.expected != difference.got
     assert least <= report.differing_codes <= report.compared_codes
     assert str(report).startswith(f"not ok: constant {tensor}: {cause}")
 
@@ -166,16 +166,16 @@ def test_one_change_is_named(pair, name):
 @pytest.mark.parametrize(("layer", "axis"), [("square", 1), ("head", 1), ("conv", 1)])
 def test_a_swapped_axis_is_named(pair, layer, axis):
     model, artifact = pair
-    made = change_axis(artifact, f"{layer}.weight_DequantizeLinear", axis)
-    report = dt.verify(model, made, images(1))
+    file = change_axis(artifact, f"{layer}.weight_DequantizeLinear", axis)
+    report = dt.verify(model, file, images(1))
     assert not report.ok
-    found = report.first_difference
-    assert (found.node, found.expected, found.got) == (f"{layer}.weight_DequantizeLinear", 0, 1)
-    assert found.tensor == "attribute axis"
+    difference = report.first_difference
+    assert (difference.node, difference.expected, difference.got) == (f"{layer}.weight_DequantizeLinear", 0, 1)
+    assert difference.tensor == "attribute axis"
 
 
 def test_a_wrong_input_of_a_quantizer_is_no_difference_of_its_own(pair):
-    """Level 1 feeds each quantizer what it got: a change before it is named where it is."""
+    """Level 1 uses each quantizer's own input, so a change before it is named where it is."""
     model, artifact = pair
     report = dt.verify(model, change(artifact, "conv.weight_codes", plus_one((3, 1, 2, 0))), images(1))
     assert report.differing_codes == 1
@@ -184,17 +184,17 @@ def test_a_wrong_input_of_a_quantizer_is_no_difference_of_its_own(pair):
 
 def test_what_the_file_lacks_is_named(pair):
     model, artifact = pair
-    made = ModelProto()
-    made.CopyFrom(artifact)
+    file = ModelProto()
+    file.CopyFrom(artifact)
     about = Provenance.read(artifact)
     weights = {name: key for name, key in about.weights.items() if key != "head.weight"}
     activations = {name: key for name, key in about.activations.items() if key != "head.input_quantizer"}
-    Provenance(weights, about.activations, about.target).write(made)
-    report = dt.verify(model, made, images(1), levels=(1,))
+    Provenance(weights, about.activations, about.target).write(file)
+    report = dt.verify(model, file, images(1), levels=(1,))
     assert report.first_difference.cause == "quantized weight of the source is missing in the file"
     assert report.differing_codes == 320
-    Provenance(about.weights, activations, about.target).write(made)
-    report = dt.verify(model, made, images(1), levels=(1,))
+    Provenance(about.weights, activations, about.target).write(file)
+    report = dt.verify(model, file, images(1), levels=(1,))
     assert report.first_difference.node == "head.input_quantizer"
     assert not report.ok
 
@@ -209,10 +209,10 @@ def test_a_file_of_another_model_is_not_ok(pair):
 
 @pytest.mark.parametrize("levels", [(1,), (1, 2, 3), (2,)], ids=str)
 def test_a_file_without_provenance_is_not_replayed(pair, levels):
-    made = ModelProto()
-    made.CopyFrom(pair[1])
-    del made.metadata_props[:]
-    report = dt.verify(pair[0], made, images(1), levels=levels)
+    file = ModelProto()
+    file.CopyFrom(pair[1])
+    del file.metadata_props[:]
+    report = dt.verify(pair[0], file, images(1), levels=levels)
     assert not report.ok
     assert (report.differing_codes, report.first_difference) == (0, None)
     if 1 in levels:
@@ -267,7 +267,7 @@ def test_recipes(name, tmp_path):
 
 
 class Words(nn.Module):
-    """An embedding with a scale per row, and two inputs."""
+    """An embedding with per-row scales, and two inputs."""
 
     def __init__(self):
         super().__init__()
@@ -298,23 +298,23 @@ def table(tmp_path_factory):
     return model, path
 
 
-@pytest.mark.parametrize("how", ["tuple", "dict"])
-def test_an_embedding_and_two_inputs(table, how):
+@pytest.mark.parametrize("form", ["tuple", "dict"])
+def test_an_embedding_and_two_inputs(table, form):
     model, path = table
-    data = words() if how == "tuple" else [{"mask": mask.numpy(), "ids": ids.numpy()} for ids, mask in words()]
+    data = words() if form == "tuple" else [{"mask": mask.numpy(), "ids": ids.numpy()} for ids, mask in words()]
     report = dt.verify(model, path, data)
     assert report.ok
     assert report.compared_codes >= 50 * 32 + 128 + 3 * 6 * 9 * 32
 
 
 @pytest.mark.parametrize(
-    ("tensor", "how", "index"),
+    ("tensor", "edit", "index"),
     [("table.weight_codes", plus_one((7, 3)), (7, 3)), ("table.weight_scale", up(7), (7,))],
     ids=["code", "scale"],
 )
-def test_one_change_of_a_table_is_named(table, tensor, how, index):
+def test_one_change_of_a_table_is_named(table, tensor, edit, index):
     model, path = table
-    report = dt.verify(model, change(load(path), tensor, how), words(), levels=(1,))
+    report = dt.verify(model, change(load(path), tensor, edit), words(), levels=(1,))
     assert not report.ok
     assert (report.first_difference.tensor, report.first_difference.index) == (tensor, index)
 
