@@ -247,7 +247,7 @@ class ActivationCheck:
         if expected is not None:
             take = self._taker(quantizer, expected.x, expected.params, expected.shift)
             return Reading((expected.x, quantizer.codes), take)
-        if self._source.knows_weights:
+        if self._source.can_match_weights:
             note = f"{quantizer.node} is not a quantizer of the source: compared with the file's own parameters"
             self.notes[note] = None
         return Reading((quantizer.x, quantizer.codes), self._taker(quantizer, quantizer.x, None, 0))
@@ -518,7 +518,7 @@ class WeightCheck:
                     biases[weight.name] = bias
             elif not weight.is_bias:
                 tally.count(weight.codes.size, 0)
-                if source.knows_weights:
+                if source.can_match_weights:
                     self.notes[f"{weight.name} is not a weight of the source: only its decoding was checked"] = None
             _check_decoding(decoded, tally)
             _check_limit(self._artifact, weight, tally)

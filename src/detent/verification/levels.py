@@ -244,7 +244,7 @@ class _Verification:
             openvino.start(feeds)
         if reference is not None:
             self.batch.reference = reference.result()
-        elif 2 in self.levels or (is_first and 1 in self.levels and self.source.knows_weights):
+        elif 2 in self.levels or (is_first and 1 in self.levels and self.source.can_match_weights):
             self.batch.reference = self.source.run(feeds)
         segments: Future[None] | None = None
         try:

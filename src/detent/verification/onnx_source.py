@@ -25,7 +25,7 @@ Array = NDArray[Any]
 class OnnxSource:
     """An ONNX model, float or quantized, as the source of a file."""
 
-    knows_weights = False
+    can_match_weights = False
 
     def __init__(self, model: LoadedModel, quantized: QuantizedGraph | None, artifact: QuantizedGraph) -> None:
         self.model, self._quantized = model, quantized

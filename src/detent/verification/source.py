@@ -68,7 +68,7 @@ class SourceSegments(Protocol):
 class Source(Protocol):
     """The model that a file was made from."""
 
-    knows_weights: bool  # whether every weight of the file can be matched with one of the source
+    can_match_weights: bool  # whether every weight of the file can be matched with one of the source
     names: Mapping[str, str]  # weight of the source by the file's constant of codes
     notes: dict[str, None]  # parts that were not compared
     causes: list[str]  # intended reasons why the file's sums differ from the source's

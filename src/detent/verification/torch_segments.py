@@ -41,7 +41,7 @@ __all__ = ["TorchSegments"]
 Array = NDArray[Any]
 Take = Callable[[QuantizeNode, Array, QuantParams], None]
 Call = Callable[[nn.Module, Mapping[str, Array]], list[Tensor]]
-ERROR_RATIO, MAX_ULPS = 16, 8  # far above any accumulation order, far below one code
+ERROR_RATIO, MAX_ULPS = 16, 8  # above the effect of any accumulation order, far below one code
 BOUND = (
     f"values differ by at most {ERROR_RATIO} times the largest difference of float32 and float64 in their tensor, plus "
     f"{MAX_ULPS} ulp"

@@ -54,7 +54,7 @@ class TorchSource:
         plan_of(model)
         self._model, self._artifact = model, artifact
         provenance = artifact.provenance
-        self.knows_weights = provenance is not None  # otherwise the file does not record the names of weights
+        self.can_match_weights = provenance is not None  # otherwise the file does not record the names of weights
         self._names = {} if provenance is None else provenance.activations
         self.names = {} if provenance is None else provenance.weights
         self._quantizers = quantizers_of(model)
@@ -121,7 +121,7 @@ class TorchSource:
     @cached_property
     def segments(self) -> SourceSegments | None:
         """The model by segments; None if the file does not record the names of quantizers."""
-        if not self.knows_weights:
+        if not self.can_match_weights:
             return None
         return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
 
@@ -163,7 +163,7 @@ class TorchSource:
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """Return missing weights whose layers ran; the file has a tied weight under its first name."""
-        if not self.knows_weights:
+        if not self.can_match_weights:
             return {}
         first: dict[int, str] = {}
         tied = {
@@ -181,7 +181,7 @@ class TorchSource:
 
     def absent_quantizers(self) -> list[str]:
         """Return activation quantizers that ran and have no node in the file."""
-        return sorted(self._quantized - set(self._names.values())) if self.knows_weights else []
+        return sorted(self._quantized - set(self._names.values())) if self.can_match_weights else []
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
         """Run a batch in evaluation mode, and return outputs and codes."""

@@ -92,7 +92,7 @@ class EndToEnd:
         cause: why codes and outputs may differ although nothing is wrong.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
-    EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; y 61.2 dB; agreement 100.00 %)
+    EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; y 61.2 dB; top-1 agreement 100.00 %)
     """
 
     compared_codes: int = 0
@@ -110,7 +110,7 @@ class EndToEnd:
         parts = [self._codes()] if self.compared_codes else []
         parts.append(", ".join(f"{name} {value:.1f} dB" for name, value in self.output_sqnr_db.items()))
         if self.agreement is not None:
-            parts.append(f"agreement {self.agreement:.2%}".replace("%", " %"))
+            parts.append(f"top-1 agreement {self.agreement:.2%}".replace("%", " %"))
         return "; ".join(part for part in parts if part)
 
     def _codes(self) -> str:
@@ -327,7 +327,7 @@ class VerifyReport:
         parts = [match, *([f"{codes:,} codes compared, none differ"] if codes else [])]
         run = self.end_to_end.get("optimized")
         if run is not None and (worst := worst_output(run.output_sqnr_db)):
-            parts.append(f"worst output {worst}: {run.output_sqnr_db[worst]:.1f} dB")
+            parts.append(f"worst output {worst!r}: {run.output_sqnr_db[worst]:.1f} dB")
         return f"ok: {'; '.join(parts)}"
 
     def __str__(self) -> str:
