@@ -39,11 +39,11 @@ def test_report_and_file(tmp_path):
     assert report.output == tmp_path / "q.onnx"
     assert report.nbytes_after == report.output.stat().st_size
     assert [layer.kernel for layer in report.layers] == ["QLinearConv", "QLinearConv", "Conv"]
-    assert [layer.in_integers for layer in report.layers] == [True, True, False]
+    assert [layer.runs_on_integer_kernel for layer in report.layers] == [True, True, False]
     assert report.output_sqnr_db > 30
     assert report.seconds > 0
     plain = json.loads(report.to_json())
-    assert plain["layers"][0]["in_integers"] is True
+    assert plain["layers"][0]["runs_on_integer_kernel"] is True
     assert plain["target"] == "onnxruntime"
     assert "2 on integer kernels" in str(report)
     provenance = Provenance.read(qo.load(report.output))
@@ -185,7 +185,7 @@ def test_layers_that_share_a_weight_share_its_codes(tmp_path):
     constants = Graph(qo.load(report.output)).constants
     assert "shared" not in constants
     assert len([name for name in constants if name.endswith("_codes")]) == 1
-    assert all(layer.in_integers for layer in report.layers)
+    assert all(layer.runs_on_integer_kernel for layer in report.layers)
 
 
 def test_layers_in_branches_of_an_if_are_listed():

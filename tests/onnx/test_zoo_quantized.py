@@ -23,7 +23,7 @@ def test_no_code_differs(name, target, folder, tmp_path):
         pytest.skip(f"{model.package} is not installed")
     path, feeds = model.write(folder), list(model.feeds(5))
     report = qo.quantize(path, tmp_path / "q.onnx", feeds[:4], target=target, progress=False)
-    assert any(layer.in_integers for layer in report.layers)
+    assert any(layer.runs_on_integer_kernel for layer in report.layers)
     assert not [layer for layer in report.layers if layer.reason and layer.kernel]
     proof = dt.verify(path, report.output, feeds[4:], levels=(1, 3))
     assert proof.ok, str(proof)

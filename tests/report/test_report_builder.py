@@ -319,7 +319,7 @@ def test_float_layers_say_why_and_come_last(tmp_path):
 def test_integer_kernels_are_counted(example):
     _, path, result = example
     page = qr.build(path)
-    assert page.counts[2] == sum(layer.in_integers for layer in result.layers)
+    assert page.counts[2] == sum(layer.runs_on_integer_kernel for layer in result.layers)
     assert {layer.kernel for layer in page.layers} == {layer.kernel for layer in result.layers}
 
 

@@ -820,7 +820,7 @@ def _verified(out: Collector, key: str, source: Any, path: Path, data: Sequence[
         }
         kernels = [(each.kernel, each.compared, each.differing, each.saturated) for each in report.kernels]
         codes = (report.ok, report.compared_codes, report.differing_codes, report.first_difference is None)
-        out.put(key, codes, runs, kernels, report.weights_by)
+        out.put(key, codes, runs, kernels)
 
 
 def _export_recipe(preset: str, mode: str) -> Any:

@@ -137,7 +137,7 @@ class Evaluation:
 
     def _kernel_facts(self) -> list[tuple[str, str]]:
         layers = self.result.layers
-        others = [layer for layer in layers if not layer.in_integers]
+        others = [layer for layer in layers if not layer.runs_on_integer_kernel]
         facts = [("integer kernels", f"{len(layers) - len(others):,} of {len(layers):,} layers")]
         if len(others) <= MAX_LAYERS_NAMED:
             facts += [("float kernel", f"{layer.name}: {_float_reason(layer)}") for layer in others]
@@ -175,7 +175,7 @@ class Evaluation:
             "hints": [*self.result.hints, *self.hints],
             "calibration_sqnr_db": calibration_sqnr.get(worst_output(calibration_sqnr)),
             "calibration_sqnr_db_by_output": calibration_sqnr,
-            "integer_kernel_layers": sum(layer.in_integers for layer in self.result.layers),
+            "integer_kernel_layers": sum(layer.runs_on_integer_kernel for layer in self.result.layers),
             "data_sha256": None if provenance is None else provenance.data or None,
             "written_by": None if provenance is None else provenance.made_by,
             "calibration_batches": None if self.split is None else self.split.calibration.count,

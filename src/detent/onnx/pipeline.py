@@ -94,7 +94,7 @@ class LayerReport:
         kernel: the operator that computes it in ONNX Runtime on this machine.
         note: remark of the plan.
 
-    >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").in_integers
+    >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").runs_on_integer_kernel
     True
     """
 
@@ -107,7 +107,7 @@ class LayerReport:
     note: str = ""
 
     @property
-    def in_integers(self) -> bool:
+    def runs_on_integer_kernel(self) -> bool:
         """Whether the layer runs on an integer kernel of ONNX Runtime."""
         return self.kernel in INTEGER_KERNELS
 
@@ -157,7 +157,9 @@ class QuantizeReport:
             "output": str(self.output),
             "recipe": json.loads(self.plan.recipe.to_json()),
             "target": self.plan.target.name,
-            "layers": [{**asdict(layer), "in_integers": layer.in_integers} for layer in self.layers],
+            "layers": [
+                {**asdict(layer), "runs_on_integer_kernel": layer.runs_on_integer_kernel} for layer in self.layers
+            ],
             "outputs_sqnr_db": dict(self.outputs_sqnr_db),
             "steps": list(self.steps),
             "hints": list(self.hints),
@@ -185,7 +187,7 @@ class QuantizeReport:
 
     def _summary(self) -> str:
         quantized = sum(not layer.reason for layer in self.layers)
-        integers = sum(layer.in_integers for layer in self.layers)
+        integers = sum(layer.runs_on_integer_kernel for layer in self.layers)
         sqnr = "" if self.output_sqnr_db is None else f", {self.output_sqnr_db:.1f} dB"
         return (
             f"{self.output}: {self.nbytes_before:,} -> {self.nbytes_after:,} bytes "
