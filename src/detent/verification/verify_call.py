@@ -59,7 +59,7 @@ def verify(
     """
     requested = ((1,) if data is None else LEVELS) if levels is None else _checked_levels(levels)
     if data is None and set(requested) != {1}:
-        raise SpecError(f"levels {requested} without data: levels 2 and 3 run the file, so pass data or levels=1")
+        raise SpecError(f"got levels {requested} without data, levels 2 and 3 need data: pass data, or levels=1")
     from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
 
     report = run_levels(source, artifact, data, requested)
