@@ -432,8 +432,8 @@ class Sensitivity:
         >>> Sensitivity.from_json('{"version": 2}')
         Traceback (most recent call last):
         ...
-        detent.errors.FileFormatError: not the JSON of a sensitivity: this detent reads version 1 of a sensitivity, \
-got 2: update detent
+        detent.errors.FileFormatError: not the JSON of a sensitivity: got version 2 of a sensitivity, but this \
+release of detent reads version 1: update detent
         """
         with reading("not the JSON of a sensitivity"):
             data = parse(text, "a sensitivity")
