@@ -241,7 +241,7 @@ def test_skipped_layers_are_not_measured(model, data):
         ([], SpecError, "no batches"),
         (torch.zeros(2, 8, 6, 6), SpecError, r"pass \[data\] for one batch"),
         ("file.npz", SpecError, "expected a list of batches"),
-        ([np.zeros((2, 8, 6, 6))], DtypeError, "batch 0 is of type ndarray"),
+        ([np.zeros((2, 8, 6, 6))], DtypeError, "got ndarray for batch 0"),
     ],
     ids=["none", "tensor", "path", "array"],
 )
