@@ -32,7 +32,7 @@ from detent.rule import PLACES, SETTINGS, SPECS, Layer, ObserverLike, ObserverSp
 from detent.scale_mode import ScaleMode
 from detent.spec import QuantSpec
 from detent.ste import Estimator, EstimatorLike
-from detent.tables import html_table, table_lines
+from detent.tables import counted, html_table, table_lines
 
 __all__ = ["Decision", "PlanTotals", "Recipe", "get_recipe"]
 
@@ -304,7 +304,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
 
     @property
     def _title(self) -> str:
-        count = f"{len(self.rules)} rule{'' if len(self.rules) == 1 else 's'}"
+        count = counted(len(self.rules), "rule")
         return f"Recipe {self.name!r}, {count}" if self.name else f"Recipe, {count}"
 
     @property
@@ -379,7 +379,7 @@ def explain_unmatched(rule: Rule, layers: list[Layer]) -> str:
     named = [layer for layer in layers if rule.matches_name(layer)]
     if named:
         types = {kind for layer in named for kind in layer.types}
-        count = f"{len(named)} layer{'' if len(named) == 1 else 's'}"
+        count = counted(len(named), "layer")
         return f"{rule.match!r} matches {count}, but none of type {' or '.join(rule.types)}{_meant(rule.types, types)}"
     message = _no_name(rule, layers)
     if not layers or any(map(rule.matches_types, layers)):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bytes_text",
+    "counted",
     "html_table",
     "of_whole",
     "parse_bytes",
@@ -115,6 +116,15 @@ def bytes_text(count: float, *, is_padded: bool = False) -> str:
         count, unit = count / 1000, unit + 1
     text = f"{count:.0f}" if not unit else f"{count:#.3g}".rstrip(".") if is_padded else f"{count:.3g}"
     return f"{text} {_SI_UNITS[unit]}"
+
+
+def counted(count: int, noun: str, form: str = "") -> str:
+    """Format a count with its noun in singular or plural; ``form`` is the number's format, such as ",".
+
+    >>> counted(1, "batch"), counted(2, "batch"), counted(3000, "layer", ",")
+    ('1 batch', '2 batches', '3,000 layers')
+    """
+    return f"{count:{form}} {noun}{'' if count == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def short_name(name: str) -> str:

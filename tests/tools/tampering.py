@@ -431,7 +431,7 @@ def _reorder(model: ModelProto, site: Site, _rng: np.random.Generator) -> Names:
     first.CopyFrom(model.graph.node[site])
     model.graph.node[site].CopyFrom(model.graph.node[site + 1])
     model.graph.node[site + 1].CopyFrom(first)
-    return ("nodes in another order", *_about(model.graph.node[site]), *_about(first))
+    return ("wrong order of nodes", *_about(model.graph.node[site]), *_about(first))
 
 
 @_edit("node renamed", _nodes())
@@ -1028,6 +1028,12 @@ def _with_layer(decisions: Decisions, layer: str, **fields: Any) -> Decisions:
     return replace(decisions, layers=layers)
 
 
+def _with_changed(decisions: Decisions, kind: str, line: Any, **fields: Any) -> Decisions:
+    """Change one entry of a kind of decisions, such as "smoothed"."""
+    lines = tuple(replace(each, **fields) if each is line else each for each in getattr(decisions, kind))
+    return replace(decisions, **{kind: lines})
+
+
 def _quantized(decisions: Decisions, rng: np.random.Generator, condition: Any = lambda _: True) -> LayerDecision | None:
     layers = [each for each in decisions.layers if each.is_quantized and condition(each)]
     layer: LayerDecision | None = _pick(layers, rng)
@@ -1151,8 +1157,7 @@ def _forge_equalization(decisions: Decisions, rng: np.random.Generator) -> Decis
     if line is None:
         return None
     factors = np.clip(line.factors * np.float32(0.7), np.float32(1e-3), ONE)
-    changed = tuple(replace(each, factors=factors) if each is line else each for each in decisions.equalized)
-    return replace(decisions, equalized=changed)
+    return _with_changed(decisions, "equalized", line, factors=factors)
 
 
 @_forgery("factors of smoothing", admissible=None)
@@ -1160,8 +1165,8 @@ def _forge_smoothing(decisions: Decisions, rng: np.random.Generator) -> Decision
     line: Smoothed | None = _pick(decisions.smoothed, rng)
     if line is None:
         return None
-    changed = replace(line, factors=np.clip(line.factors * np.float32(1.3), np.float32(1e-4), np.float32(1e4)))
-    return replace(decisions, smoothed=tuple(changed if each is line else each for each in decisions.smoothed))
+    factors = np.clip(line.factors * np.float32(1.3), np.float32(1e-4), np.float32(1e4))
+    return _with_changed(decisions, "smoothed", line, factors=factors)
 
 
 @_forgery("smoothing of other layers", admissible=False)
@@ -1310,8 +1315,7 @@ def _forge_folded(decisions: Decisions, rng: np.random.Generator) -> Decisions |
     line: Smoothed | None = _pick(decisions.smoothed, rng)
     if line is None:
         return None
-    changed = replace(line, folded=not line.folded)
-    return replace(decisions, smoothed=tuple(changed if each is line else each for each in decisions.smoothed))
+    return _with_changed(decisions, "smoothed", line, folded=not line.folded)
 
 
 @_forgery("equalization of another tensor", admissible=False)

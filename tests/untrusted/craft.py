@@ -1,4 +1,4 @@
-"""Write valid and invalid safetensors bytes without the code under test."""
+"""Write valid and invalid bytes of files without the code under test."""
 
 import json
 
@@ -6,7 +6,7 @@ import numpy as np
 
 import detent as dt
 
-__all__ = ["NAMES", "entry", "file_of", "forged", "header_of", "tensor_file"]
+__all__ = ["NAMES", "damaged_at", "entry", "file_of", "forged", "header_of", "tensor_file"]
 
 NAMES = {"uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32", "float64": "F64"}
 
@@ -50,3 +50,19 @@ def forged(about=(), spec=(), arrays=(), drop=(), rewrite=json.dumps):
         "zero_point": np.array([0x10], np.uint8),
     } | dict(arrays)
     return tensor_file(rewrite(facts), {name: value for name, value in contents.items() if name not in drop})
+
+
+def damaged_at(rng, data, at, first=0):
+    """Remove, insert or change a byte at a position, or change three random bytes from ``first`` on."""
+    copy = bytearray(data)
+    match rng.integers(4):
+        case 0:
+            del copy[at]
+        case 1:
+            copy.insert(at, int(rng.integers(256)))
+        case 2:
+            copy[at] ^= 1 << int(rng.integers(8))
+        case _:
+            for position in rng.integers(first, len(copy), size=3):
+                copy[position] = int(rng.integers(256))
+    return bytes(copy)

@@ -18,6 +18,8 @@ from detent.cli import main
 from detent.onnx_model import load, save
 from detent.onnx_model.quantized_model import load_quantized
 
+from .craft import damaged_at
+
 MEGABYTE = 1 << 20
 CHILD = """
 import json, sys, time
@@ -579,19 +581,7 @@ def test_truncated_anywhere(tmp_path):
 
 def damaged(rng, data):
     """Change, remove or insert random bytes."""
-    copy = bytearray(data)
-    at = int(rng.integers(len(copy)))
-    match rng.integers(4):
-        case 0:
-            del copy[at]
-        case 1:
-            copy.insert(at, int(rng.integers(256)))
-        case 2:
-            copy[at] ^= 1 << int(rng.integers(8))
-        case _:
-            for position in rng.integers(0, len(copy), size=3):
-                copy[position] = int(rng.integers(256))
-    return bytes(copy)
+    return damaged_at(rng, data, int(rng.integers(len(data))))
 
 
 @pytest.mark.parametrize("seed", range(4))

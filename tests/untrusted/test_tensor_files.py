@@ -10,7 +10,7 @@ import safetensors.numpy
 
 import detent as dt
 
-from .craft import file_of, forged, header_of, tensor_file
+from .craft import damaged_at, file_of, forged, header_of, tensor_file
 from .refusal import check
 
 X = np.random.default_rng(0).normal(size=(3, 37)).astype(np.float32)
@@ -140,19 +140,8 @@ def test_truncated_anywhere(spec, tmp_path):
 
 def damaged(rng, data):
     """Change, remove or insert random bytes; half of the changes are in the arrays."""
-    copy = bytearray(data)
-    at = int(rng.integers(rng.choice([0, len(data) - len(header_of(data)[1])]), len(copy)))
-    match rng.integers(4):
-        case 0:
-            del copy[at]
-        case 1:
-            copy.insert(at, int(rng.integers(256)))
-        case 2:
-            copy[at] ^= 1 << int(rng.integers(8))
-        case _:
-            for position in rng.integers(8, len(copy), size=3):
-                copy[position] = int(rng.integers(256))
-    return bytes(copy)
+    start = rng.choice([0, len(data) - len(header_of(data)[1])])
+    return damaged_at(rng, data, int(rng.integers(start, len(data))), first=8)
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -17,6 +17,7 @@ from detent.onnx_model import Provenance, array_of, load_model
 from detent.onnx_model.graph import Graph, element_range
 from detent.onnx_model.qdq_reader import QuantizedGraph
 from detent.onnx_model.quantized_model import ActivationQuantizer, QuantizedModel
+from detent.tables import counted
 
 __all__ = ["model_contents"]
 
@@ -43,7 +44,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "inputs": ", ".join(f"{name} {text}" for name, text in inputs.items()),
         "outputs": ", ".join(f"{name} {text}" for name, text in outputs.items()),
         "operators": _operators(quantized.nodes),
-        "holds": ", ".join(_counted(count, kind) for kind, count in kinds.items()) or "no tensors",
+        "holds": ", ".join(counted(count, kind, ",") for kind, count in kinds.items()) or "no tensors",
     }
     facts = {name: text for name, text in facts.items() if text}  # the producer may be empty
     if provenance is not None:
@@ -71,10 +72,6 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "tensors": [asdict(row) for row in rows],
     }
     return Contents(facts, rows, document)
-
-
-def _counted(count: int, kind: str) -> str:
-    return f"{count} {kind}" if count == 1 else f"{count:,} {kind}{'es' if kind.endswith('s') else 's'}"
 
 
 def _provenance(model: ModelProto) -> tuple[Provenance | None, str]:

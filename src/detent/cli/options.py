@@ -16,6 +16,7 @@ __all__ = [
     "Force",
     "Quiet",
     "Report",
+    "Skip",
     "Verbose",
     "recipe_file",
 ]
@@ -48,6 +49,12 @@ BatchSize = Annotated[
         help="Samples per batch of an .npz or .npy.",
         show_default="1",
         rich_help_panel=DATA,
+    ),
+]
+Skip = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip", metavar="PATTERN", help="Layer or pattern to keep in float; repeatable.", rich_help_panel=ACCURACY
     ),
 ]
 Report = Annotated[

@@ -29,6 +29,7 @@ from detent.cli.options import (
     Force,
     Quiet,
     Report,
+    Skip,
     Verbose,
     recipe_file,
 )
@@ -102,12 +103,7 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--skip", metavar="PATTERN", help="Layer or pattern to keep in float; repeatable.", rich_help_panel=ACCURACY
-        ),
-    ] = None,
+    skip: Skip = None,
     no_keep_float: Annotated[
         bool,
         typer.Option(

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from detent.cli.exits import check_can_write, check_distinct, check_report_path, require
-from detent.cli.options import ACCURACY, DATA, OUTPUT, AsJson, BatchSize, Force, Quiet, Report, Verbose, recipe_file
+from detent.cli.options import (
+    ACCURACY,
+    DATA,
+    OUTPUT,
+    AsJson,
+    BatchSize,
+    Force,
+    Quiet,
+    Report,
+    Skip,
+    Verbose,
+    recipe_file,
+)
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.tables import bytes_text, of_whole
@@ -80,12 +92,7 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--skip", metavar="PATTERN", help="Layer or pattern to keep in float; repeatable.", rich_help_panel=ACCURACY
-        ),
-    ] = None,
+    skip: Skip = None,
     target: Annotated[
         str,
         typer.Option("--target", metavar="NAME", help="Runtime to quantize for.", rich_help_panel=ACCURACY),

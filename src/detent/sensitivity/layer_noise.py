@@ -23,7 +23,7 @@ from detent.plots import bar_axes
 from detent.recipe import RECIPE_LEAF, Recipe, exact_pattern
 from detent.rule import Rule
 from detent.sensitivity.knapsack import best_choice, hull_choices, smallest_total
-from detent.tables import html_table, short_name, table_lines
+from detent.tables import counted, html_table, short_name, table_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,10 +38,6 @@ BYTES_LIMIT = 1 << 62  # so that sums of bytes fit in 64-bit integers
 VERSION = 1
 OPTIONS_LIMIT = 64  # candidates read from a file; each layer searches this list
 OPTIONS_SHOWN = 4  # candidates in a repr, so that it fits on a line
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -151,10 +147,8 @@ class Cost:
     def __str__(self) -> str:
         seconds = self.seconds_estimate
         time = f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s" if seconds >= 1 else "1 s or less"
-        layers, options = _counted(self.layers, "layer"), _counted(self.options, "candidate")
-        return (
-            f"{layers}, {options}: {_counted(self.runs, 'run')} over {_counted(self.samples, 'sample')}, about {time}"
-        )
+        layers, options = counted(self.layers, "layer"), counted(self.options, "candidate")
+        return f"{layers}, {options}: {counted(self.runs, 'run')} over {counted(self.samples, 'sample')}, about {time}"
 
 
 @dataclass(frozen=True)
@@ -242,7 +236,7 @@ class Mix:
     def _headline(self) -> str:
         measured = "not run" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB"
         return (
-            f"{_counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
+            f"{counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
             f"{self.predicted_sqnr_db:.1f} dB, measured {measured}"
         )
 
@@ -445,9 +439,9 @@ release of detent reads version 1: update detent
             return cls(layers, fields.options, fields.recipe, fields.samples, fields.storage, fields.target)
 
     def __repr__(self) -> str:
-        options = f"{_counted(len(self.options), 'candidate')} ({', '.join(self.options[:OPTIONS_SHOWN])}"
+        options = f"{counted(len(self.options), 'candidate')} ({', '.join(self.options[:OPTIONS_SHOWN])}"
         more = ", ..." if len(self.options) > OPTIONS_SHOWN else ""
-        layers, samples = _counted(len(self.layers), "layer"), _counted(self.samples, "sample")
+        layers, samples = counted(len(self.layers), "layer"), counted(self.samples, "sample")
         return f"<Sensitivity: {layers}, {options}{more}), {samples}>"
 
     def __str__(self) -> str:
@@ -495,7 +489,7 @@ release of detent reads version 1: update detent
 
     def _headline(self) -> str:
         return (
-            f"{_counted(len(self.layers), 'layer')} on {_counted(self.samples, 'sample')}: SQNR of the outputs with "
+            f"{counted(len(self.layers), 'layer')} on {counted(self.samples, 'sample')}: SQNR of the outputs with "
             "only that layer quantized; all: if their noise adds up"
         )
 

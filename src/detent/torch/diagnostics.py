@@ -44,7 +44,7 @@ from detent.scale_mode import Learned, PerBatch
 from detent.scale_rule import Parameters
 from detent.spec import QuantSpec
 from detent.ste import Clipped, Custom, Estimator, Identity
-from detent.tables import html_table, short_repr, table_lines
+from detent.tables import counted, html_table, short_repr, table_lines
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import call_with, on_cpu, to_array
 from detent.torch.preparation import evaluating, plan_of, quantizers_of, weight_layers
@@ -370,7 +370,7 @@ class HealthReport:
         return "\n".join([*table_lines(self._rows(), right=METRIC_COLUMNS), *self._notes()])
 
     def __repr__(self) -> str:
-        return f"<HealthReport: {_counted(self.quantizers, 'quantizer')}, {_counted(self.warnings, 'warning')}>"
+        return f"<HealthReport: {counted(len(self.quantizers), 'quantizer')}, {counted(len(self.warnings), 'warning')}>"
 
     def _repr_html_(self) -> str:
         return html_table(self._rows(), right=METRIC_COLUMNS, notes=self._notes())
@@ -408,16 +408,12 @@ class HealthReport:
             if value is None:
                 ax.text(0, row, " no data", va="center", color="gray")
         ax.set_xlabel(METRIC_LABELS[metric])
-        ax.set_title(_counted(self.warnings, "warning"))
+        ax.set_title(counted(len(self.warnings), "warning"))
         return ax
 
     def to_json(self) -> str:
         """All metrics and warnings as JSON."""
         return json.dumps({"version": 1, "quantizers": [asdict(each) for each in self.quantizers]})
-
-
-def _counted(items: Sequence[object], noun: str) -> str:
-    return f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"
 
 
 def _row(each: QuantizerHealth) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from detent.checks import plain
 from detent.codec import encode
 from detent.errors import DtypeError
 from detent.metrics import worst_output
+from detent.tables import counted
 
 __all__ = ["Difference", "EndToEnd", "Kernel", "MadeBy", "Replay", "Segments", "VerifyReport", "element"]
 
@@ -332,7 +333,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [self.headline]
-        batches = f" ({self.batches} batch{'es' if self.batches != 1 else ''})" if self.batches else ""
+        batches = f" ({counted(self.batches, 'batch')})" if self.batches else ""
         if self.replay is not None:
             lines.append(f"level 1: {self.replay}")
             lines += [f"         decided: {each}" for each in self.replay.decided]
