@@ -326,7 +326,7 @@ def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):
     [
         (["a.json", "nothing.json"], "there is no such file"),
         (["a.json", "broken.json"], ""),
-        (["a.json", "a.json", "-d", "few.npz"], "--data and --source are for models"),
+        (["a.json", "a.json", "-d", "few.npz"], "--data and --source are only for models"),
         (["model.w8a8.onnx", "few.npz"], "not an ONNX model"),
         (["model.w8a8.onnx", "model.onnx"], "model.onnx is not quantized"),
         (["model.w8a8.onnx", "model.w4a8.onnx", "-d", "few.npz"], "add --source (the float model)"),
@@ -354,7 +354,7 @@ def test_sensitivity(shop, tmp_path):
         assert part in done.stdout
     assert len(dt.Recipe.load(tmp_path / "mix.toml").rules) == 3
     page = (tmp_path / "s.html").read_text(encoding="utf-8")
-    assert "<h1>model.onnx with the chosen mix (not written)</h1>" in page
+    assert "<h1>model.onnx with the chosen allocation (not written)</h1>" in page
     assert "detent sensitivity model.onnx -d calib.npz --widths 3,4,6,8" in page
 
 
@@ -370,10 +370,10 @@ def test_sensitivity_json(shop, monkeypatch, capsys):
     ("arguments", "complaint"),
     [
         (["nothing.onnx", "-d", "few.npz"], "there is no such file"),
-        (["model.onnx", "-d", "few.npz", "--widths", "4,many"], "expected bits from 2 to 8"),
-        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "5"], "the smallest takes"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4,many"], "expected numbers of bits from 2 to 8"),
+        (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "5"], "the smallest needs"),
         (["model.onnx", "-d", "few.npz", "--widths", "4", "--budget", "200%"], "invalid percentage '200%'"),
-        (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "needs --budget"),
+        (["model.onnx", "-d", "few.npz", "--save-recipe", "mix.toml"], "pass --budget"),
         (["model.onnx"], "--data"),
     ],
     ids=["no file", "widths", "budget", "share", "recipe", "usage"],
@@ -390,7 +390,7 @@ def test_sensitivity_bad_input(shop, arguments, complaint, monkeypatch, capsys):
 def test_bench(shop):
     done = detent("bench", "model.onnx", "model.w8a8.onnx", "--shape", "x=2,8,8,8", "--repeat", 4, cwd=shop)
     assert done.returncode == 0, done.stderr
-    assert "medians of 4 alternating runs, 1 thread, random inputs: x 2x8x8x8" in done.stdout
+    assert "medians of 4 alternating runs per model, 1 thread, random inputs: x 2x8x8x8" in done.stdout
 
 
 def test_bench_with_data(shop, monkeypatch, capsys):
@@ -419,7 +419,7 @@ def test_bench_with_data(shop, monkeypatch, capsys):
         (["--shape", "z=2"], "no input 'z'"),
         (["--shape", "x"], "expected NAME=1,3,224,224"),
         (["-d", "nothing.npz"], "nothing.npz"),
-        (["-d", "few.npz", "--shape", "x=2,8,8,8"], "--shape is for random inputs"),
+        (["-d", "few.npz", "--shape", "x=2,8,8,8"], "--shape is only for random inputs"),
     ],
     ids=["shape", "name", "text", "data", "both"],
 )
@@ -465,7 +465,7 @@ def test_doctor():
         dt.__version__,
         "instruction set  ",
         "threads ",
-        "kernels          all 14 operations native",
+        "kernels          all 14 operations have native kernels",
         "onnxruntime",
     ):
         assert part in done.stdout
@@ -480,7 +480,7 @@ def test_doctor_tells_of_all_operations(monkeypatch, capsys, tmp_path):
     for text in (table, everything):
         assert "fake_quantize_learned_backward" in text
         assert len([line for line in text.splitlines() if line.startswith("threads ")]) == 1
-    assert "operations native" not in table
+    assert "operations have native kernels" not in table
 
 
 def test_doctor_names_what_is_missing(tmp_path):
@@ -506,7 +506,7 @@ def test_doctor_names_what_is_missing(tmp_path):
         [sys.executable, "-m", "detent", "doctor"], env=environment(tmp_path), capture_output=True, text=True,
         check=False, timeout=60,
     )  # fmt: skip
-    assert text_run.stdout.splitlines()[1].startswith("missing          torch, for quantization-aware training")
+    assert text_run.stdout.splitlines()[1].startswith("missing          torch (for quantization-aware training")
     assert text_run.stdout.splitlines()[2].endswith("pip install 'detent[report]'")
 
 

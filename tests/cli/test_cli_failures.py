@@ -52,7 +52,7 @@ def test_missing_extra_is_one_line(shop, tmp_path, module, extra, arguments):
     done = detent(*arguments, cwd=shop, path=without(tmp_path, module))
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
-        f"error: this needs {module}, which is not installed: pip install 'detent[{extra}]'"
+        f"error: this command needs {module}, which is not installed: pip install 'detent[{extra}]'"
     ]
     assert done.stdout == ""
     assert not (shop / "x.onnx").exists()

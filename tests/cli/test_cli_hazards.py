@@ -174,7 +174,7 @@ def test_compare_of_a_page_of_somebody_else(inside, tmp_path, capsys):
 def test_report_of_widths_needs_a_budget(inside, capsys):
     arguments = ["sensitivity", "model.onnx", "-d", "few.npz", "--widths", "4,8", "--report", "x.json"]
     assert main(arguments) == 2
-    assert "needs --budget" in capsys.readouterr().err
+    assert "pass --budget" in capsys.readouterr().err
 
 
 def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
@@ -197,7 +197,10 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
         (["bench", "model.onnx", "model.onnx", "--shape", f"x={'9' * 5000},8,8,8"], "sizes of up to 10 digits"),
         (["bench", "model.onnx", "model.onnx", "--shape", "x=4294967296,8,8,8"], "has 2,199,023,255,552 elements"),
         (["bench", "model.onnx", "model.onnx", "--threads", "99999999999999999999"], "--threads"),
-        (["sensitivity", "model.onnx", "-d", "few.npz", "--widths", f"4,{'8' * 5000}"], "expected bits from 2 to 8"),
+        (
+            ["sensitivity", "model.onnx", "-d", "few.npz", "--widths", f"4,{'8' * 5000}"],
+            "expected numbers of bits from 2 to 8",
+        ),
         (["quantize", "model.onnx", "-d", "few.npz", "-o", "x.onnx", "--seed", "-1"], "--seed"),
     ],
     ids=["size", "digits", "elements", "threads", "widths", "seed"],

@@ -76,7 +76,7 @@ def test_examples_use_options_that_exist(name):
 def test_help_folds_on_a_narrow_terminal(monkeypatch, capsys):
     lines = help_lines(monkeypatch, capsys, "quantize", columns=60)
     assert max(map(len, lines)) <= 60
-    assert any(line.startswith("  --target NAME ") for line in lines)
+    assert any(line.startswith("  --target RUNTIME ") for line in lines)
 
 
 def test_defaults_are_shown(monkeypatch, capsys):

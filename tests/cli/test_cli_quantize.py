@@ -225,7 +225,7 @@ def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
     monkeypatch.chdir(shop)
     arguments = ["quantize", "model.onnx", "-d", "few.npz", "--dry-run"]
     assert main(arguments) == 0
-    assert "  already exists: needs --force\n" in capsys.readouterr().out
+    assert "  already exists: pass --force to replace it\n" in capsys.readouterr().out
     assert main([*arguments, "--force"]) == 0
     assert "already exists" not in capsys.readouterr().out
 
@@ -246,7 +246,10 @@ def test_dry_run_tells_that_the_output_exists(shop, monkeypatch, capsys):
         (["model.onnx", "-d", "few.npz", "--target", "onnxruntime-vni"], "did you mean 'onnxruntime-vnni'"),
         (["model.onnx", "-d", "few.npz", "--skip", "haed"], "did you mean 'head'"),
         (["model.onnx", "-d", "few.npz", "--memory-budget", "much"], "invalid size 'much'"),
-        (["model.onnx", "-d", "few.npz", "--report", "report.pdf"], "report.pdf: expected a name that ends in .html"),
+        (
+            ["model.onnx", "-d", "few.npz", "--report", "report.pdf"],
+            "report.pdf: expected a file name that ends in .html",
+        ),
         (["model.onnx", "-d", "few.npz", "-o", "model.onnx", "--force"], "model.onnx is the model itself"),
         (["model.onnx", "-d", "few.npz", "-o", "few.npz/a.onnx"], "few.npz is not a directory"),
         (["model.onnx", "-d", "few.npz", "-o", "/proc/a.onnx"], "/proc"),

@@ -148,7 +148,7 @@ def test_budgets_may_be_larger_than_any_choice(sensitivity, budget):
 
 
 def test_the_error_for_a_small_budget_has_the_smallest_size(sensitivity):
-    with pytest.raises(SpecError, match="no mix fits 17 bytes, the smallest takes 18: raise the budget"):
+    with pytest.raises(SpecError, match="no allocation fits 17 bytes, the smallest needs 18: raise the budget"):
         sensitivity.choose(17)
 
 
@@ -176,13 +176,13 @@ def test_the_curve_goes_from_the_smallest_to_the_largest(sensitivity):
 
 
 def test_one_sample_in_the_singular(sensitivity):
-    assert "2 layers on 1 sample: SQNR" in str(dataclasses.replace(sensitivity, samples=1))
+    assert "2 layers, 1 sample. Each row" in str(dataclasses.replace(sensitivity, samples=1))
 
 
 def test_a_mix_is_a_table_with_both_values(sensitivity):
     mix = sensitivity.choose(23)
-    assert "measured not run" in str(mix)
-    assert "SQNR predicted 19.6 dB, measured 18.5 dB" in str(mix.with_measured(18.5))
+    assert "dB predicted, not measured" in str(mix)
+    assert "SQNR 19.6 dB predicted, 18.5 dB measured" in str(mix.with_measured(18.5))
     assert mix.measured_sqnr_db is None
     with pytest.raises(SpecError, match="NaN"):
         mix.with_measured(float("nan"))
@@ -192,7 +192,7 @@ def test_reprs_are_short(sensitivity):
     assert repr(sensitivity) == "<Sensitivity: 2 layers, 2 candidates (int4/axis0, int8/axis0), 32 samples>"
     assert repr(sensitivity.layers[0]).startswith("<LayerNoise 'a': Conv, 10 elements, noise int4/axis0: ")
     text = repr(sensitivity.choose(23))
-    assert text == "<Mix: 2 layers in 23 bytes of weights; SQNR predicted 19.6 dB, measured not run>"
+    assert text == "<Mix: 2 layers in 23 bytes of weights; SQNR 19.6 dB predicted, not measured>"
     labels = [f"int{bits}/axis0" for bits in range(2, 9)]
     many = qs.LayerNoise("c", "Conv", 1, 4, dict.fromkeys(labels, 0.1), dict.fromkeys(labels, 1))
     assert "7 candidates (int2/axis0, int3/axis0, int4/axis0, int5/axis0, ...)" in repr(qs.Sensitivity((many,), labels))
@@ -201,7 +201,7 @@ def test_reprs_are_short(sensitivity):
 def test_notebooks_show_tables_with_escaped_names(sensitivity):
     text = sensitivity._repr_html_()
     assert text.count("<tr>") == 5  # head, two layers, all, bytes
-    assert text.endswith("if their noise adds up</div>")
+    assert text.endswith("assuming that their noise adds.</div>")
     named = qs.Sensitivity((layer("<script>alert(1)</script>"),), (FOUR, EIGHT))
     for html in (named._repr_html_(), named.choose(100)._repr_html_()):
         assert "<script" not in html

@@ -182,7 +182,7 @@ def test_predicted_and_measured_agree(network, data):
     ran = qs.run_mix(network, data, mix)
     assert mix.measured_sqnr_db is None
     assert ran.measured_sqnr_db == pytest.approx(ran.predicted_sqnr_db, abs=2)
-    assert f"measured {ran.measured_sqnr_db:.1f} dB" in str(ran)
+    assert f"{ran.measured_sqnr_db:.1f} dB measured" in str(ran)
 
 
 def test_the_mix_is_what_quantize_writes(network, data, tmp_path):

@@ -1,4 +1,4 @@
-"""The command line: ``detent``, or ``python -m detent``. One file per command; each loads what it needs on its run."""
+"""The command line, ``detent`` or ``python -m detent``. Each command is a module, which loads packages when it runs."""
 
 from detent.cli.entry import main
 

@@ -1,8 +1,8 @@
-"""The program ``detent`` with its commands."""
+"""The ``detent`` program and its commands."""
 
 from typing import Annotated
 
-import rich.console  # noqa: F401 - typer works without it, our tables do not: entry prints how to install it
+import rich.console  # noqa: F401 - if rich is missing, this import fails, and ``entry`` prints how to install rich
 import typer
 
 from detent import __version__
@@ -26,8 +26,8 @@ HELP = """Quantize neural networks and verify that the exported file matches the
 
 `detent COMMAND --help` lists a command's options."""
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 mismatch, --fail-below limit not met, or nothing quantized; 2 bad input; 3 missing extra; "
-    "130 interrupted."
+    "Exit codes: 0 done; 1 mismatch, --fail-below limit not met, or nothing quantized; 2 bad input; "
+    "3 optional package missing (see detent doctor); 130 interrupted."
 )
 COMMANDS = {
     "demo": demo_command,
@@ -71,6 +71,6 @@ def _root(
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the log on stderr.")] = False,
 ) -> None:
-    del version  # its callback prints it
+    del version  # ``_show_version`` prints the version
     if verbose:
         show_log()

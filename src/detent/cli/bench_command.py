@@ -9,16 +9,17 @@ from detent.cli.exits import require
 from detent.cli.options import DATA, AsJson, BatchSize, Data, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import SpecError
+from detent.tables import counted
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Time a float model and its quantized model in ONNX Runtime.
 
-Runs alternate, and medians are compared. Without --data, inputs are random; dynamic axes have size 1 unless --shape \
-sets them."""
+The two models run alternately, and their median times are compared. Without --data, inputs are random, and dynamic \
+axes have size 1 unless --shape sets them."""
 EXAMPLE = "detent bench model.onnx model.w8a8.onnx --shape x=1,3,224,224"
-TIMING = "Timing"  # a group of options
-MAX_BATCHES = 8  # enough to average over; all are held in memory
+TIMING = "Timing"  # title of a group of options in the help
+MAX_BATCHES = 8  # enough for a median; all batches are held in memory
 
 
 def run(
@@ -50,8 +51,8 @@ def run(
         typer.Option(
             min=1,
             metavar="N",
-            help="Runs of each model.",
-            show_default="as many as fit 5 s, up to 50",
+            help="Runs per model.",
+            show_default="as many as fit in 5 s, 3 to 50",
             rich_help_panel=TIMING,
         ),
     ] = None,
@@ -73,7 +74,7 @@ def run(
     screen = Screen(as_json=as_json, quiet=quiet, verbose=verbose)
     shapes = parse_shapes(shape or ())
     if data is not None and shapes:
-        raise SpecError("--shape is for random inputs, and --data has its own shapes: drop one of them")
+        raise SpecError("got --shape and --data, but --shape is only for random inputs: drop one of the two")
     models = load_model(first), load_model(second)
     if data is None:
         feeds = [random_inputs(models[0], shapes)]
@@ -87,9 +88,10 @@ def run(
         (str(second), duration_text(timing.second_ms), timing.speed_text),
     ]
     screen.table(("model", "time", "speed"), rows, right=(1, 2))
-    source = "random inputs" if data is None else f"{len(feeds)} batches"
+    source = "random inputs" if data is None else counted(len(feeds), "batch")
     shown = ", ".join(f"{name} {'x'.join(map(str, sizes))}" for name, sizes in inputs.items())
-    screen.say(f"medians of {timing.runs:,} alternating runs, {timing.threads_text}, {source}: {shown}")
+    runs = counted(timing.runs, "alternating run", ",")
+    screen.say(f"medians of {runs} per model, {timing.threads_text}, {source}: {shown}")
     screen.emit(
         {
             "float": str(first),

@@ -18,10 +18,10 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Compare two reports or two quantized models, layer by layer.
 
-Two models must come from the same float model. With --data and --source, their outputs are compared as well. The exit \
-code is 0 whether or not they differ."""
+Two models must come from the same float model. With --data and --source, the outputs of the models are compared as \
+well. The exit code is 0 even if there are differences."""
 EXAMPLE = "detent compare model.w8a8.onnx model.w4a8.onnx --report diff.html"
-MAX_BATCHES = 8  # activations of each model are compared on these
+MAX_BATCHES = 8  # batches on which activations and outputs are measured
 REPORT_SUFFIXES = (".html", ".json")
 
 
@@ -29,7 +29,10 @@ def run(
     first: Annotated[
         Path,
         typer.Argument(
-            metavar="A", help="Report (.html, .json) or model (.onnx).", show_default=False, rich_help_panel=DATA
+            metavar="A",
+            help="Report (.html, .json) or quantized model (.onnx).",
+            show_default=False,
+            rich_help_panel=DATA,
         ),
     ],
     second: Annotated[
@@ -75,12 +78,12 @@ def _report(
     path: Path, data: Path | None, source: Path | None, batch_size: int | None, screen: Screen
 ) -> "ModelReport":
     """Load a report, or build the report of a model."""
-    from detent import report as qr  # noqa: PLC0415 - loaded by now
+    from detent import report as qr  # noqa: PLC0415 - already loaded
 
     check_is_file(path)
     if path.suffix.lower() in REPORT_SUFFIXES:
         if data is not None or source is not None:
-            raise SpecError(f"--data and --source are for models, and {path} is a report: drop both options")
+            raise SpecError(f"{path} is a report, but --data and --source are only for models: drop both options")
         return qr.Report.load(path)
     if (data is None) != (source is None):
         missing = "--source (the float model)" if source is None else "--data"

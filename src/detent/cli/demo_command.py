@@ -1,4 +1,4 @@
-"""``detent demo``: train, quantize, export and verify a small network on data that come with the package."""
+"""``detent demo``: train, quantize, export and verify a small network on data that are part of the package."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Train, quantize, export and verify a small network.
 
-The network is quantized at 8, 4 and 2 bits and compared with its float version. The demo takes under two minutes on \
-two cores and downloads nothing: the training images are in the package.
+The network is quantized at 8, 4 and 2 bits, and each result is compared with the float network. The demo takes under \
+two minutes on two cores. It downloads nothing: the training images are in the package.
 
-It writes demo-report.html, demo-float.onnx, demo-w4-qat.onnx and demo-calibration.npz, and replaces existing files of \
-these names."""
+It writes demo-report.html, demo-float.onnx, demo-w4-qat.onnx and demo-calibration.npz, and replaces existing files \
+with these names."""
 EXAMPLE = "detent demo"
-TRAINING = "Training"  # a group of options
+TRAINING = "Training"  # title of a group of options in the help
 
 
 def run(
@@ -30,10 +30,10 @@ def run(
         typer.Option(metavar="N", help="Seed for weight initialization and batch order.", rich_help_panel=TRAINING),
     ] = 0,
     quick: Annotated[
-        bool, typer.Option("--quick", help="4 bits only and few epochs; takes seconds.", rich_help_panel=TRAINING)
+        bool, typer.Option("--quick", help="Only 4 bits, and few epochs; takes seconds.", rich_help_panel=TRAINING)
     ] = False,
     directory: Annotated[
-        Path, typer.Argument(metavar="DIRECTORY", help="Where to write the four files.", rich_help_panel=OUTPUT)
+        Path, typer.Argument(metavar="DIRECTORY", help="Directory for the four files.", rich_help_panel=OUTPUT)
     ] = Path(),
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -21,7 +21,10 @@ HELP = """Show what is installed, what is missing and how to install it.
 It lists kernels, instruction set, threads and package versions."""
 EXAMPLE = "detent doctor"
 REQUIRED = ("numpy", "ml_dtypes", "array_api_compat")
-OPTIONAL = {"openvino": "verify, as a second runtime at level 2", "safetensors": "not needed"}
+OPTIONAL = {
+    "openvino": "verify, level 2: a second runtime",
+    "safetensors": "nothing: detent itself reads such files",
+}
 LABEL_COLUMNS = 17
 EXTRA_USES = {
     "onnx": "ONNX files: quantize, verify, inspect, compare, sensitivity, bench",
@@ -89,23 +92,23 @@ def _show(screen: Screen, label: str, text: str) -> None:
 
 def _missing_texts(missing: Mapping[str, Sequence[str]], level: str) -> list[str]:
     lines = [
-        f"{', '.join(modules)}, for {EXTRA_USES[extra]}: {install_hint(extra)}" for extra, modules in missing.items()
+        f"{', '.join(modules)} (for {EXTRA_USES[extra]}): {install_hint(extra)}" for extra, modules in missing.items()
     ]
     if level == "none":
-        lines.append("native kernels, for speed: reinstall detent with a C++ compiler")
+        lines.append("native kernels (for speed): install a C++ compiler, then reinstall detent")
     return lines or ["nothing"]
 
 
 def _show_kernels(screen: Screen, caps: Capabilities, *, everything: bool) -> None:
-    """Print one line if all kernels are native; otherwise, or with --all, a table."""
+    """Print one line if all kernels are native. Otherwise, or with --all, print a table."""
     if set(caps.kernels.values()) | set(caps.table.values()) == {"native"}:
-        _show(screen, "kernels", f"all {len(caps.kernels)} operations native")
+        _show(screen, "kernels", f"all {len(caps.kernels)} operations have native kernels")
         for limit in caps.limits.values():
-            _show(screen, "", f"but {limit}")
+            _show(screen, "", f"exception: {limit}")
         if not everything:
             return
     screen.say()
-    screen.say(str(caps).partition("\n\n")[2])  # the lines above it are printed already
+    screen.say(str(caps).partition("\n\n")[2])  # the table; the lines above the table are already printed
 
 
 def _row(name: str, version: str | None) -> tuple[str, str, str]:

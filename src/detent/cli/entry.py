@@ -1,4 +1,4 @@
-"""Entry point of the ``detent`` command. Without typer and rich it prints how to install them."""
+"""Entry point of the ``detent`` command. If typer or rich is missing, it prints how to install both."""
 
 import json
 import shlex
@@ -13,9 +13,10 @@ BAD_INPUT, MISSING, INTERRUPTED = 2, 3, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; without arguments it shows its help.
+    """Run the command line and return its exit code. Without arguments, print the help.
 
-    Exit codes: 0 done; 1 mismatch, limit not met, or nothing quantized; 2 bad input; 3 missing extra; 130 interrupted.
+    Exit codes: 0 done; 1 mismatch, limit not met, or nothing quantized; 2 bad input; 3 optional package missing;
+    130 interrupted.
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     detent ...
@@ -31,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (error.name or "typer").partition(".")[0] not in {"typer", "rich", "click"}:
             raise
         return _leave(f"the detent command needs typer and rich: {install_hint('typer')}", MISSING, as_json=as_json)
-    except KeyboardInterrupt:  # before a command started
+    except KeyboardInterrupt:  # before a command started; commands handle their own interrupts
         return _leave("interrupted", INTERRUPTED, as_json=as_json)
     except SystemExit as done:
-        # Typer reports bad usage itself, on stderr, before any command runs.
+        # Typer itself prints usage errors on stderr, before any command runs.
         usage = getattr(done.__context__, "format_message", None)
         if as_json and usage is not None:
             sys.stdout.write(failure(usage(), BAD_INPUT))
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _hide_log() -> None:
-    """Detach the handler of --verbose: main() may run again in this process."""
+    """Remove the log handler of --verbose, because main() may run again in this process."""
     screen = sys.modules.get("detent.cli.screen")
     if screen is not None:
         screen.hide_log()

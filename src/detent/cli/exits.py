@@ -1,4 +1,4 @@
-"""Exit codes, error messages of one line, and checks of paths before anything is computed."""
+"""Exit codes, one-line error messages, and checks of paths that run before any computation."""
 
 import errno
 import importlib
@@ -52,7 +52,7 @@ def fail(message: str, code: int = BAD_INPUT) -> NoReturn:
 
 
 def report_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Print expected errors of a command as one line and exit; a bug keeps its traceback."""
+    """Wrap a command: print an expected error as one line and exit. Unexpected exceptions keep their traceback."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +60,7 @@ def report_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except (KeyboardInterrupt, ImportError, DetentError, MemoryError, OSError) as error:
             message, code = _message_and_code(error)
-            if kwargs.get("as_json"):  # programs that read stdout always get a document
+            if kwargs.get("as_json"):  # with --json, stdout has a document even after an error
                 sys.stdout.write(failure(message, code))
             fail(message, code)
 
@@ -75,18 +75,18 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
     if isinstance(error, DetentError):
         return str(error), _code(error)
     if isinstance(error, OSError):
-        if error.errno == errno.EPIPE:  # the reader of our pipe has quit: typer handles that
+        if error.errno == errno.EPIPE:  # the program that reads stdout has ended; typer handles this error
             raise error
         prefix = f"{error.filename}: " if error.filename else ""
         return f"{prefix}{error.strerror or error}", BAD_INPUT
-    return "out of memory: estimate with --dry-run, or lower --batch-size", BAD_INPUT
+    return "out of memory: lower --batch-size, or estimate the memory with detent quantize --dry-run", BAD_INPUT
 
 
 def _missing(error: ImportError) -> str:
     module = (error.name or "").partition(".")[0]
     if module not in EXTRAS:
         raise error
-    return f"this needs {module}, which is not installed: {install_hint(module)}"
+    return f"this command needs {module}, which is not installed: {install_hint(module)}"
 
 
 def _code(error: DetentError) -> int:
@@ -96,7 +96,7 @@ def _code(error: DetentError) -> int:
 
 
 def require(*modules: str) -> None:
-    """Import modules, so that a missing one is reported at once."""
+    """Import modules, so that a missing module is reported before any work begins."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -108,15 +108,15 @@ def require(*modules: str) -> None:
 def check_can_write(
     path: str | PathLike[str] | None, *, force: bool, suffixes: tuple[str, ...] = (), is_written: bool = True
 ) -> None:
-    """Reject a file that exists, a missing or read-only directory, or a wrong suffix.
+    """Reject a path with a wrong suffix, in a missing or read-only directory, or of a file that exists.
 
-    With ``is_written`` False the directory may be read-only.
+    With ``force``, the file may exist. If ``is_written`` is False, the directory may be read-only.
     """
     if path is None:
         return
     target = Path(path)
     if suffixes and target.suffix.lower() not in suffixes:
-        raise SpecError(f"{path}: expected a name that ends in {' or '.join(suffixes)}")
+        raise SpecError(f"{path}: expected a file name that ends in {' or '.join(suffixes)}")
     if target.is_dir():
         raise SpecError(f"{path} is a directory: pass a file name")
     check_directory(target.parent, writable=False, error=SpecError)
@@ -140,7 +140,7 @@ def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path |
     for i, (option, path) in enumerate(outputs):
         for other_option, other_path in (*outputs[i + 1 :], *inputs):
             if _is_same(path, other_path):
-                raise SpecError(f"{option} and {other_option} are the same file, {path}: rename one of them")
+                raise SpecError(f"{option} and {other_option} are the same file, {path}: change one of them")
 
 
 def _is_same(a: Path, b: Path) -> bool:
@@ -150,6 +150,6 @@ def _is_same(a: Path, b: Path) -> bool:
 
 
 def check_is_file(path: Path) -> None:
-    """Reject a path that is missing or not a file."""
+    """Reject a path that does not exist or is not a file."""
     if not path.is_file():
         raise FileFormatError(f"{path} is not a file" if path.exists() else f"{path}: there is no such file")

@@ -1,6 +1,6 @@
-"""Help texts: options in groups, one line each, and an example at the end, so that a command's help fits a screen.
+"""Help texts that fit on one screen: options in groups, mostly one line each, and an example at the end.
 
-An option's group is its ``rich_help_panel``. Typer draws a box around each group, which takes too many lines.
+The group of an option is its ``rich_help_panel``. Typer's own help draws a box around each group and is too long.
 """
 
 import shutil
@@ -16,33 +16,33 @@ __all__ = ["DEFAULT_GROUP", "GroupedCommand", "GroupedProgram", "default_text", 
 DEFAULT_GROUP = "Output"  # for --help, which has no group of its own
 COMMANDS = "Commands"
 MIN_COLUMNS, MAX_COLUMNS = 40, 80
-MAX_LABEL_COLUMNS = 26  # leaves 50 columns for the text at 80
+MAX_LABEL_COLUMNS = 26  # leaves 50 of 80 columns for the text
 
-Sections = Mapping[str, Sequence[tuple[str, str]]]  # by title: labels and texts
+Sections = Mapping[str, Sequence[tuple[str, str]]]  # rows of label and text, by section title
 
 
 class Parameter(Protocol):
-    """An argument or option, of any version of Typer."""
+    """An argument or option: the attributes that it has in all versions of Typer."""
 
     @property
     def name(self) -> str | None:
-        """Name of the function's parameter."""
+        """Name of the parameter in the Python function."""
 
     @property
     def opts(self) -> list[str]:
-        """Names on the command line."""
+        """Names on the command line, such as "--data" and "-d"."""
 
     @property
     def required(self) -> bool:
-        """Whether it must be given."""
+        """Whether the parameter must be given."""
 
     @property
     def default(self) -> object:
-        """Its default value."""
+        """The default value."""
 
     @property
     def metavar(self) -> str | None:
-        """The placeholder of its value."""
+        """The placeholder for the value in the help, such as "PATH"."""
 
     @property
     def param_type_name(self) -> str:
@@ -50,14 +50,14 @@ class Parameter(Protocol):
 
 
 class Writer(Protocol):
-    """The part of Click's help formatter that is used here."""
+    """The only method of Click's help formatter that this module uses."""
 
     def write(self, string: str, /) -> None:
         """Append text."""
 
 
 def option_names(parameter: Parameter) -> str:
-    """Names of an option with its placeholder, or the placeholder of an argument."""
+    """Return the names and the placeholder of an option, or the placeholder of an argument."""
     if parameter.param_type_name == "argument":
         return parameter.metavar or str(parameter.name).upper()
     names = ", ".join(sorted(parameter.opts, key=len, reverse=True))
@@ -65,7 +65,7 @@ def option_names(parameter: Parameter) -> str:
 
 
 def default_text(parameter: Parameter) -> str:
-    """Default of an option as text, "required", or nothing for flags and options that are off by default."""
+    """Return the default of an option as text, or "required". The text is empty for flags and for a default of None."""
     shown = getattr(parameter, "show_default", None)
     if parameter.param_type_name == "option" and parameter.required:
         return "required"
@@ -76,7 +76,7 @@ def default_text(parameter: Parameter) -> str:
 
 
 def grouped(parameters: Iterable[Parameter], default: str = DEFAULT_GROUP) -> dict[str, list[Parameter]]:
-    """Group parameters, in the order in which groups first appear."""
+    """Group parameters by their help panel; groups are in the order of their first parameters."""
     groups: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         if not getattr(parameter, "hidden", False):
@@ -104,7 +104,7 @@ def _lines(usage: str, description: str, sections: Sections, epilog: str) -> Ite
         yield from ("", *textwrap.wrap(" ".join(paragraph.split()), columns, break_on_hyphens=False))
     yield ""
     label_columns = {title: max(len(label) for label, _ in rows) for title, rows in sections.items()}
-    if COMMANDS not in sections:  # options line up across groups, commands stand on their own
+    if COMMANDS not in sections:  # in a command's help, all groups of options have the same label width
         label_columns = dict.fromkeys(sections, max(label_columns.values()))
     for title, rows in sections.items():
         indent = " " * (min(MAX_LABEL_COLUMNS, label_columns[title]) + 4)
@@ -120,7 +120,7 @@ class GroupedCommand(TyperCommand):
     """A command whose help lists options in groups."""
 
     def collect_usage_pieces(self, ctx: object) -> list[str]:
-        """Arguments, then options."""
+        """Return the pieces of the usage line: arguments, then options."""
         del ctx
         arguments = [each for each in self.params if each.param_type_name == "argument"]
         return [
@@ -135,7 +135,7 @@ class GroupedCommand(TyperCommand):
 
 
 class GroupedProgram(TyperGroup):
-    """The program, whose help lists its commands before its options."""
+    """The program; its help lists commands before options."""
 
     def format_help(self, ctx: "typer.Context", formatter: Writer) -> None:  # type: ignore[override]
         """Write usage, description, commands, options, exit codes and the example."""

@@ -1,4 +1,7 @@
-"""``detent inspect``: show the contents of a file. ``model_contents`` reads ONNX models, this module safetensors."""
+"""``detent inspect``: show the contents of a file.
+
+This module reads safetensors files; ``model_contents`` reads ONNX models.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,27 +19,27 @@ from detent.cli.options import DATA, OUTPUT, AsJson, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import FileFormatError
 from detent.metrics import code_usage
-from detent.tables import bytes_text
+from detent.tables import bytes_text, counted
 from detent.tensor import QuantizedTensor
 
 __all__ = ["EXAMPLE", "HELP", "Contents", "TensorRow", "run", "tensor_contents"]
 
-HELP = """Show formats, sizes, ranges and quantizers of a file.
+HELP = """Show a file's tensors and quantizers: formats, sizes and ranges.
 
 It reads any ONNX model, and the safetensors files that QuantizedTensor.save writes."""
 EXAMPLE = "detent inspect model.w8a8.onnx"
-SAFETENSORS_START_BYTES = 9  # 8 bytes of length, then the brace that begins every header
-MAX_CHARS_SHOWN = 200  # keeps a fact within three lines
-MAX_ROWS_SHOWN = 40  # without --all: about a screen
+SAFETENSORS_START_BYTES = 9  # 8 bytes for the length of the header, then the brace that begins every header
+MAX_CHARS_SHOWN = 200  # so that a fact takes at most three lines
+MAX_ROWS_SHOWN = 40  # rows without --all: about one screen
 
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A tensor or quantizer of a file."""
+    """A tensor or quantizer in a file."""
 
     name: str
     kind: str  # weight, bias, activation, constant, array
-    type: str  # its spec or element type
+    type: str  # spec of a quantized tensor, or element type
     shape: tuple[int, ...] | None  # None for activations
     nbytes: int
     low: float | None = None
@@ -53,14 +56,14 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a file: facts by label, a row per tensor or quantizer, and both as JSON."""
+    """Contents of a file: facts by label, one row per tensor or quantizer, and the JSON document of --json."""
 
     facts: Mapping[str, str]
     rows: Sequence[TensorRow]
     document: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self, screen: Screen, limit: int | None) -> None:
-        """Print facts, then at most ``limit`` rows."""
+        """Print the facts, then at most ``limit`` rows; None prints all rows."""
         for name, text in self.facts.items():
             screen.say(f"{name}: {text if len(text) <= MAX_CHARS_SHOWN else text[:MAX_CHARS_SHOWN] + ' ...'}")
         shown = self.rows if limit is None else self.rows[:limit]
@@ -68,7 +71,7 @@ class Contents:
             columns = ("tensor", "kind", "type", "shape", "size", "range")
             screen.table(columns, [row.cells() for row in shown], right=(4,))
         if len(shown) < len(self.rows):
-            screen.say(f"and {len(self.rows) - len(shown):,} more: pass --all")
+            screen.say(f"and {counted(len(self.rows) - len(shown), 'more row', ',')}: pass --all to list all rows")
 
 
 def tensor_contents(path: str | PathLike[str]) -> Contents:
@@ -103,9 +106,10 @@ def tensor_contents(path: str | PathLike[str]) -> Contents:
             "code_usage": code_usage(tensor) if tensor.size else 0.0,
         }
         document["quantized_tensor"] = summary
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
         facts |= {
             "spec": str(tensor.spec),
-            "tensor": f"{'x'.join(map(str, tensor.shape)) or 'scalar'}, {tensor.nbytes:,} bytes for {tensor.dtype}",
+            "tensor": f"{shape} {tensor.dtype}, quantized: {tensor.nbytes:,} bytes",
             "range": f"{low:.4g} .. {high:.4g}",
             "scales": f"{scale.size:,}, {float(scale.min()):.4g} .. {float(scale.max()):.4g}",
             "codes in use": f"{100 * float(str(summary['code_usage'])):.1f} %",

@@ -1,4 +1,4 @@
-"""Contents of an ONNX model for ``detent inspect``: facts of the file and a row per tensor, for any producer."""
+"""Contents of an ONNX model from any tool, for ``detent inspect``: facts about the file, and one row per tensor."""
 
 import json
 from collections import Counter
@@ -21,12 +21,12 @@ from detent.tables import counted
 
 __all__ = ["model_contents"]
 
-MAX_OPERATORS_SHOWN = 12  # about two lines
+MAX_OPERATORS_SHOWN = 12  # operator types; they take about two lines
 MAX_SKIPPED_SHOWN = 8
 
 
 def model_contents(path: str | PathLike[str]) -> Contents:
-    """Read an ONNX model, checked as ``qo.load`` does."""
+    """Read an ONNX model with the same checks as ``qo.load``."""
     loaded = load_model(path)
     model, size = loaded.proto, loaded.nbytes
     read = QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model)
@@ -44,7 +44,7 @@ def model_contents(path: str | PathLike[str]) -> Contents:
         "inputs": ", ".join(f"{name} {text}" for name, text in inputs.items()),
         "outputs": ", ".join(f"{name} {text}" for name, text in outputs.items()),
         "operators": _operators(quantized.nodes),
-        "holds": ", ".join(counted(count, kind, ",") for kind, count in kinds.items()) or "no tensors",
+        "contents": ", ".join(counted(count, kind, ",") for kind, count in kinds.items()) or "no tensors",
     }
     facts = {name: text for name, text in facts.items() if text}  # the producer may be empty
     if provenance is not None:
@@ -144,7 +144,7 @@ def _code_range(each: ActivationQuantizer) -> tuple[float, float] | tuple[None, 
 
 
 def _constants(model: ModelProto, quantized: set[str]) -> list[TensorRow]:
-    """List the constants that no quantizer uses, largest first."""
+    """Return a row for each constant that is not quantized and is not a quantization parameter, largest first."""
     rows = []
     for tensor in model.graph.initializer:
         if tensor.name not in quantized:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the groups in which help lists them."""
+"""Options that several commands share, and the titles of the groups in which the help lists options."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +12,7 @@ __all__ = [
     "OUTPUT",
     "AsJson",
     "BatchSize",
+    "CalibrationData",
     "Data",
     "Force",
     "Quiet",
@@ -23,9 +24,7 @@ __all__ = [
 
 DATA, ACCURACY, CHECKS, OUTPUT = "Data", "Accuracy", "Checks", "Output"
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout, nothing else.", rich_help_panel=OUTPUT)
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only one JSON document on stdout.", rich_help_panel=OUTPUT)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.", rich_help_panel=OUTPUT)]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the log on stderr.", rich_help_panel=OUTPUT)]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace existing files.", rich_help_panel=OUTPUT)]
@@ -40,13 +39,24 @@ Data = Annotated[
         rich_help_panel=DATA,
     ),
 ]
+CalibrationData = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        "-d",
+        metavar="PATH",
+        help="Calibration data: .npz, .npy or a directory.",
+        show_default=False,
+        rich_help_panel=DATA,
+    ),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option(
         "--batch-size",
         min=1,
         metavar="N",
-        help="Samples per batch of an .npz or .npy.",
+        help="Samples per batch of an .npz or .npy file.",
         show_default="1",
         rich_help_panel=DATA,
     ),
@@ -71,5 +81,5 @@ Report = Annotated[
 
 
 def recipe_file(recipe: str) -> Path | None:
-    """Return the file of a recipe; None for a preset."""
+    """Return the path if the recipe is a file, and None if it is a preset."""
     return Path(recipe) if Path(recipe).suffix.lower() in {".toml", ".json"} else None

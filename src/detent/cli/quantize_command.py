@@ -1,4 +1,4 @@
-"""``detent quantize``: quantize an ONNX file, evaluate the result, and print a summary."""
+"""``detent quantize``: quantize an ONNX file, evaluate the quantized model, and print a summary."""
 
 import shlex
 import textwrap
@@ -25,7 +25,7 @@ from detent.cli.options import (
     OUTPUT,
     AsJson,
     BatchSize,
-    Data,
+    CalibrationData,
     Force,
     Quiet,
     Report,
@@ -36,7 +36,7 @@ from detent.cli.options import (
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.recipe import exact_pattern
-from detent.tables import bytes_text, parse_bytes
+from detent.tables import bytes_text, counted, parse_bytes
 
 if TYPE_CHECKING:
     from detent.evaluate import Checks, DryRun, Evaluation, Split
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Quantize an ONNX model, evaluate it, list its sensitive layers."""
+HELP = """Quantize and evaluate an ONNX model, and list sensitive layers."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
-MAX_STEPS_SHOWN = 6  # the rest is in --json
+MAX_STEPS_SHOWN = 6  # accuracy steps in the notes; --json has all
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
 
@@ -57,14 +57,14 @@ def run(
         Path, typer.Argument(metavar="MODEL", help="Float model (.onnx).", show_default=False, rich_help_panel=DATA)
     ],
     *,
-    data: Data = None,
+    data: CalibrationData = None,
     batch_size: BatchSize = None,
     memory_budget: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Limit of activations in memory, e.g. 500MB.",
-            show_default="all",
+            help="Limit activation memory, e.g. to 500MB.",
+            show_default="no limit",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -81,15 +81,18 @@ def run(
     recipe: Annotated[
         str,
         typer.Option(
-            "--recipe", metavar="NAME", help="Preset (w8a8, w4a8, w8a16) or a recipe file.", rich_help_panel=ACCURACY
+            "--recipe",
+            metavar="NAME",
+            help="Preset w8a8, w4a8 or w8a16 (weight-only, needs no data), or a recipe file.",
+            rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
     target: Annotated[
         str,
         typer.Option(
             "--target",
-            metavar="NAME",
-            help="onnxruntime[-avx2 or -vnni] or openvino[-vnni].",
+            metavar="RUNTIME",
+            help="onnxruntime, onnxruntime-avx2, onnxruntime-vnni, openvino, openvino-vnni.",
             rich_help_panel=ACCURACY,
         ),
     ] = "onnxruntime",
@@ -107,7 +110,7 @@ def run(
     no_keep_float: Annotated[
         bool,
         typer.Option(
-            "--no-keep-float", help="Disable float fallback for the noisiest layers.", rich_help_panel=ACCURACY
+            "--no-keep-float", help="No float fallback: quantize the noisiest layers.", rich_help_panel=ACCURACY
         ),
     ] = False,
     no_equalize: Annotated[
@@ -126,12 +129,12 @@ def run(
     ] = False,
     fail_below_sqnr: Annotated[
         float | None,
-        typer.Option(metavar="DB", help="Exit 1 if an output's SQNR is lower.", rich_help_panel=CHECKS),
+        typer.Option(metavar="DB", help="Exit 1 if the SQNR of an output is below DB.", rich_help_panel=CHECKS),
     ] = None,
     fail_below_agreement: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, metavar="N", help="Exit 1 if top-1 agreement is lower (0 to 1).", rich_help_panel=CHECKS
+            min=0, max=1, metavar="N", help="Exit 1 if top-1 agreement (0..1) is below N.", rich_help_panel=CHECKS
         ),
     ] = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Skip verification.", rich_help_panel=CHECKS)] = False,
@@ -212,13 +215,14 @@ def _run(
     command: str,
 ) -> "Evaluation":
     """Quantize, evaluate and write the report."""
-    import detent.evaluate as qe  # noqa: PLC0415 - loaded by now
+    import detent.evaluate as qe  # noqa: PLC0415 - already loaded
     import detent.onnx as qo  # noqa: PLC0415
 
     data = None if split is None else split.calibration
-    screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {data.count:,} batches"))
+    screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {counted(data.count, 'batch', ',')}"))
     with screen.progress("calibrating") as step:
-        compare = split is not None and split.is_held_out  # otherwise the evaluation uses the same batches
+        # If nothing is held out, the evaluation runs on the calibration batches anyway.
+        compare = split is not None and split.is_held_out
         result = qo.quantize(source, output, data, progress=step, compare=compare, **options)
     try:
         if split is not None:
@@ -236,8 +240,8 @@ def _run(
 
 
 def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
-    """Fail early on data that do not fit the model, or on outputs without class scores for the agreement limit."""
-    from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - loaded by now
+    """Fail early if the data do not fit the model, or if an agreement limit has no class scores to compare."""
+    from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - already loaded
 
     if split is not None:
         first = split.calibration.check_first()
@@ -246,7 +250,7 @@ def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool
 
 
 def _target_warnings(screen: Screen, target: str) -> list[str]:
-    from detent.onnx_model.targets import has_vnni, mismatch  # noqa: PLC0415 - loaded by now
+    from detent.onnx_model.targets import has_vnni, mismatch  # noqa: PLC0415 - already loaded
 
     warning = mismatch(target, has_vnni())
     if warning:
@@ -256,7 +260,7 @@ def _target_warnings(screen: Screen, target: str) -> list[str]:
 
 def _check_options(options: Mapping[str, Any]) -> None:
     """Fail early on a recipe, target or observer that does not exist."""
-    from detent.onnx_model.targets import get_target  # noqa: PLC0415 - loaded by now
+    from detent.onnx_model.targets import get_target  # noqa: PLC0415 - already loaded
     from detent.recipe import get_recipe  # noqa: PLC0415
     from detent.rule import get_observer_spec  # noqa: PLC0415
 
@@ -273,7 +277,10 @@ def _check_limits(sqnr_db: float | None, agreement: float | None, data: Path | N
     if limits and data is None:
         raise SpecError("--fail-below-sqnr and --fail-below-agreement need data: pass --data")
     if limits and dry_run:
-        raise SpecError("--fail-below-* needs outputs, and --dry-run measures none: drop one of them")
+        raise SpecError(
+            "--fail-below-sqnr and --fail-below-agreement need outputs, but --dry-run measures none: drop --dry-run or "
+            "the limits"
+        )
 
 
 def _check_files(
@@ -311,7 +318,7 @@ def _show_evaluation(screen: Screen, evaluation: "Evaluation", report: Path | No
 
 
 def _skip_flag(layer: str) -> str:
-    """Return the option that keeps only this layer in float, quoted for a shell."""
+    """Return the --skip option that keeps only this layer in float, quoted for a shell."""
     return f"--skip {shlex.quote(exact_pattern(layer))}"
 
 
@@ -334,7 +341,7 @@ def _note_steps(screen: Screen, steps: Sequence[str]) -> None:
     for step in steps[-MAX_STEPS_SHOWN:]:  # the last steps name the layers kept in float
         screen.note(step)
     if len(steps) > MAX_STEPS_SHOWN:
-        screen.note(f"{len(steps) - MAX_STEPS_SHOWN:,} earlier steps are listed by --json")
+        screen.note(f"{counted(len(steps) - MAX_STEPS_SHOWN, 'earlier step', ',')} not shown: use --json")
 
 
 def _show_estimate(screen: Screen, estimate: "DryRun", output: Path, *, force: bool) -> None:
@@ -359,10 +366,10 @@ def _show_estimate(screen: Screen, estimate: "DryRun", output: Path, *, force: b
     time = f"{seconds:,.0f} s" if seconds >= 1 else "a second or less"
     screen.say(f"{output} (not written)", style="bold")
     if output.exists() and not force:
-        screen.say("  already exists: needs --force")
+        screen.say("  already exists: pass --force to replace it")
     screen.say(f"  size:    {bytes_text(estimate.nbytes_before)} -> {bytes_text(estimate.nbytes_after)}")
     screen.say(f"  memory:  {memory}")
-    screen.say(f"  time:    about {time}, then the evaluation")
+    screen.say(f"  time:    about {time}, plus the evaluation")
 
 
 def _estimate_document(estimate: "DryRun", output: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Screen: results on stdout; notes, warnings, progress and the log on stderr. With --json stdout is one document."""
+"""Output of commands: results go to stdout; notes, warnings, progress and the log go to stderr.
+
+With --json, stdout has one JSON document and nothing else.
+"""
 
 import json
 import logging
@@ -18,9 +21,9 @@ from detent.codec import encode
 
 __all__ = ["Screen", "hide_log", "show_log", "visible"]
 
-MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # a folded cell stays at least this wide
+MIN_NAME_COLUMNS, MIN_TEXT_COLUMNS = 20, 12  # minimum width of wrapped columns: the first, and the others
 GAP_COLUMNS = 2
-# Control characters C0, DEL and C1, which a terminal would execute; line ends are kept.
+# Control characters C0, DEL and C1, which a terminal would interpret. Line ends are not escaped.
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) != "\n"}
 _CONTROL_IN_CELLS = {**_CONTROL, ord("\n"): "\\n"}
 
@@ -69,9 +72,9 @@ class Screen:
         right: Sequence[int] = (),
         fold: Sequence[int] = (0,),
     ) -> None:
-        """Print a table of the result; no cell is ever cut.
+        """Print a table of the result; no cell is ever cut off.
 
-        On a terminal that is too narrow, columns in ``fold`` are folded. In files and pipes each row is one line.
+        On a terminal that is too narrow, the columns in ``fold`` are wrapped. In files and pipes, each row is one line.
         """
         if not self._prints_text:
             return
@@ -92,19 +95,19 @@ class Screen:
         _console(self._out.file, max(width, sum(min_widths) + gaps)).print(table, crop=False)
 
     def emit(self, document: Mapping[str, Any]) -> None:
-        """Print the result as JSON, if --json asked for it."""
+        """Print the result as JSON if --json is set."""
         if self.as_json:
             sys.stdout.write(json.dumps(encode(document), indent=2, allow_nan=False) + "\n")
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, int, int | None], None]]:
-        """Show a progress bar for a job of several stages; the function takes the stage's name first."""
+        """Show a progress bar on terminals for a job with several stages; yield a function of stage, done and total."""
         with self._bar() as step:
             yield step
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Callable[[int, int | None], None]]:
-        """Show a progress bar on terminals; the function takes the count done and the total."""
+        """Show a progress bar on terminals; yield a function of done and total."""
         with self._bar() as step:
             step(label, 0, None)
             yield lambda done, total: step(label, done, total)
@@ -126,7 +129,7 @@ def visible(text: str) -> str:
 
 
 class _LogHandler(logging.StreamHandler[IO[str]]):
-    """Handler for ``--verbose``: one line on stderr per record, control characters escaped."""
+    """Log handler for ``--verbose``: it prints each record on stderr, with control characters escaped."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -138,7 +141,7 @@ class _LogHandler(logging.StreamHandler[IO[str]]):
 
 
 def show_log() -> None:
-    """Print the log of the library on stderr, until ``hide_log``."""
+    """Print the log of the library on stderr until ``hide_log`` is called."""
     hide_log()
     logger = logging.getLogger("detent")
     logger.addHandler(_LogHandler())
@@ -146,7 +149,7 @@ def show_log() -> None:
 
 
 def hide_log() -> None:
-    """Undo ``show_log``."""
+    """Stop printing the log that ``show_log`` started."""
     logger = logging.getLogger("detent")
     for handler in [each for each in logger.handlers if isinstance(each, _LogHandler)]:
         logger.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""``detent sensitivity``: measure the output noise of each layer, and allocate bits under a size budget."""
+"""``detent sensitivity``: measure the output noise that each layer causes, and allocate bits under a size budget."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ from detent.cli.options import (
 )
 from detent.cli.screen import Screen
 from detent.errors import SpecError
-from detent.tables import bytes_text, of_whole
+from detent.tables import bytes_text, counted, of_whole
 
 if TYPE_CHECKING:
     from detent.onnx_model.batches import Batches
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLE", "HELP", "run"]
 
-HELP = """Measure each layer's sensitivity, allocate bits under a budget.
+HELP = """Measure each layer's sensitivity and allocate bits under a budget.
 
-Each layer is quantized alone and the output noise is measured. With --widths only weights are quantized, and --budget \
-allocates bits per layer. ONNX stores 4 or 8 bits per weight (8 for convolutions), so 3 bits take the space of 4, and \
-6 the space of 8."""
+Only one layer at a time is quantized, and the noise at the outputs is measured. With --widths, only weights are \
+quantized. With --budget, the bits of each layer are chosen for the least noise within the budget. Quantized files \
+store 4 or 8 bits per weight (8 for convolutions and embeddings): 3 bits take as much space as 4, and 6 as much as 8."""
 EXAMPLE = "detent sensitivity model.onnx -d calib.npz --widths 4,8 --budget 20%"
-MAX_CANDIDATES_SHOWN = 6  # columns that fit 80 characters
-REPORT_BATCHES = 4  # activations are measured on these for the report
+MAX_CANDIDATES_SHOWN = 6  # so that the table fits 80 characters
+REPORT_BATCHES = 4  # batches on which the report measures activations
 WIDTHS = tuple("2345678")
-MAX_CHARS_SHOWN = 80  # a longer argument is cut in messages
+MAX_CHARS_SHOWN = 80  # longer arguments are cut off in messages
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
         typer.Option(
             "--recipe",
             metavar="NAME",
-            help="Preset or file to measure, without --widths.",
+            help="Recipe to measure (preset or file); with --widths it only selects layers.",
             rich_help_panel=ACCURACY,
         ),
     ] = "w8a8",
@@ -78,7 +78,7 @@ def run(
         typer.Option(
             "--widths",
             metavar="LIST",
-            help="Weight bits to try, e.g. 4,8; activations stay float.",
+            help="Weight bits to try, e.g. 4,8; activations stay in float.",
             show_default=False,
             rich_help_panel=ACCURACY,
         ),
@@ -88,7 +88,7 @@ def run(
         typer.Option(
             "--budget",
             metavar="SIZE",
-            help="Weight size to reach, e.g. 2MB or 25% of float.",
+            help="Maximum weight size, e.g. 2MB, or 25% of the float size.",
             rich_help_panel=ACCURACY,
         ),
     ] = None,
@@ -115,9 +115,9 @@ def run(
     """Measure layers and allocate bits; see ``HELP``."""
     bits = None if widths is None else _widths(widths)
     if save_recipe is not None and budget is None:
-        raise SpecError("--save-recipe needs --budget, which chooses the bits to save")
+        raise SpecError("--save-recipe saves the bits that --budget chooses: pass --budget, too")
     if report is not None and bits is not None and budget is None:
-        raise SpecError("--report with --widths needs --budget, which chooses the bits to report on")
+        raise SpecError("with --widths, --report shows the bits that --budget chooses: pass --budget, too")
     read = {"the model": model, "--data": data, "--recipe": recipe_file(recipe)}
     check_distinct({"--save-recipe": save_recipe, "--report": report}, read)
     check_can_write(save_recipe, force=force, suffixes=(".toml", ".json"))
@@ -160,12 +160,12 @@ def run(
 def _widths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part in WIDTHS for part in parts):
-        raise SpecError(f"--widths {text[:MAX_CHARS_SHOWN]!r}: expected bits from 2 to 8, e.g. 4,8")
+        raise SpecError(f"--widths {text[:MAX_CHARS_SHOWN]!r}: expected numbers of bits from 2 to 8, e.g. 4,8")
     return tuple(sorted({int(part) for part in parts}))
 
 
 def _show(screen: Screen, sensitivity: "Sensitivity", mix: "Mix | None") -> None:
-    from detent.sensitivity import sqnr_of  # noqa: PLC0415 - loaded by now
+    from detent.sensitivity import sqnr_of  # noqa: PLC0415 - already loaded
 
     shown = sensitivity.options[:MAX_CANDIDATES_SHOWN]
     chosen = () if mix is None else ("chosen",)
@@ -176,15 +176,15 @@ def _show(screen: Screen, sensitivity: "Sensitivity", mix: "Mix | None") -> None
         rows.append((layer.name, layer.type, bytes_text(layer.nbytes_float), *cells, *label))
     columns = ("layer", "type", "bytes", *(_short(name) for name in shown), *chosen)
     screen.table(columns, rows, right=range(2, 3 + len(shown)))
+    layers, samples = counted(len(sensitivity.layers), "layer", ","), counted(sensitivity.samples, "sample", ",")
     screen.say(
-        "SQNR of the outputs in dB with only this layer quantized, most sensitive first; "
-        f"{len(sensitivity.layers):,} layers, {sensitivity.samples:,} samples"
+        f"{layers}, {samples}, most sensitive layer first. Each row: output SQNR in dB with only that layer quantized"
     )
     if mix is not None:
         measured = "not measured" if mix.measured_sqnr_db is None else f"{mix.measured_sqnr_db:.1f} dB measured"
         screen.say(
-            f"chosen: {bytes_text(mix.nbytes)} of {bytes_text(sensitivity.nbytes_float)} in float; "
-            f"{mix.predicted_sqnr_db:.1f} dB predicted, {measured}"
+            f"chosen: {bytes_text(mix.nbytes)} of weights (float: {bytes_text(sensitivity.nbytes_float)}); "
+            f"SQNR {mix.predicted_sqnr_db:.1f} dB predicted, {measured}"
         )
 
 
@@ -216,17 +216,17 @@ def _write_report(
     options: dict[str, Any],
     command: str,
 ) -> None:
-    """Quantize with the mix or the recipe into a temporary file, and write its report."""
-    import detent.onnx as qo  # noqa: PLC0415 - loaded by now
+    """Quantize the model into a temporary file, with the chosen allocation or the recipe, and write a report on it."""
+    import detent.onnx as qo  # noqa: PLC0415 - already loaded
     from detent import report as qr  # noqa: PLC0415 - loaded only if needed
 
     label = f"recipe {options['recipe']}"
     if mix is not None:
-        options, label = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen mix"
+        options, label = {**options, "recipe": mix.recipe, "skip": ()}, "the chosen allocation"
     name = "model" if source.path is None else source.path.stem
     with TemporaryDirectory() as directory:
         output = Path(directory, f"{name}.onnx")
-        # With --widths, activations stay float. Passing data would correct biases, which was not measured.
+        # With --widths, activations stay in float. Data would only turn on bias correction, which was not measured.
         data = None if sensitivity.recipe is None else batches
         with screen.progress("quantizing for the report") as step:
             result = qo.quantize(source, output, data, progress=step, **options)

@@ -1,4 +1,4 @@
-"""``detent verify``: verify a quantized file against its source."""
+"""``detent verify``: verify a quantized file against its float model."""
 
 import json
 from math import isnan
@@ -12,6 +12,7 @@ from detent.cli.options import CHECKS, DATA, AsJson, BatchSize, Quiet, Verbose
 from detent.cli.screen import Screen
 from detent.errors import SpecError
 from detent.metrics import worst_output
+from detent.tables import counted
 
 if TYPE_CHECKING:
     from detent.verification import VerifyReport
@@ -20,10 +21,11 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Verify a quantized file against its float model.
 
-The exit code is 1 on a mismatch. Level 1 quantizes the float model again with the decisions recorded in the file, and \
-compares all bits. It needs no data and takes seconds. Level 2 runs the float operators between quantizers and \
-compares their outputs with the file's. Level 3 compares the integer kernels of this machine with exact arithmetic. \
-Levels 2 and 3 need --data."""
+Level 1 (replay) quantizes the float model again with the decisions recorded in the file, and compares the result with \
+the file bit for bit. It needs no data and takes seconds. Level 2 (execution) runs both models on the data: it cuts \
+them at the quantizers, gives the same codes to both, and compares codes and outputs. Level 3 (integer kernels) \
+compares the integer kernels of this machine with exact arithmetic. Levels 2 and 3 need --data. The exit code is 1 on \
+a mismatch."""
 EXAMPLE = "detent verify model.onnx model.w8a8.onnx --data calibration.npz"
 
 
@@ -31,7 +33,7 @@ def run(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="Float model that was quantized.", show_default=False, rich_help_panel=DATA
+            metavar="SOURCE", help="Float model that was quantized (.onnx).", show_default=False, rich_help_panel=DATA
         ),
     ],
     artifact: Annotated[
@@ -45,7 +47,7 @@ def run(
             "--data",
             "-d",
             metavar="PATH",
-            help="Batches: .npz, .npy or a directory; if missing, only level 1 runs.",
+            help="Batches: .npz, .npy or a directory. Without --data, only level 1 runs.",
             rich_help_panel=DATA,
         ),
     ] = None,
@@ -66,7 +68,7 @@ def run(
         typer.Option(
             "--levels",
             metavar="LIST",
-            help="1 replay, 2 execution, 3 integer kernels.",
+            help="Levels to run: 1 replay, 2 execution, 3 integer kernels.",
             show_default="1,2,3",
             rich_help_panel=CHECKS,
         ),
@@ -76,7 +78,7 @@ def run(
         typer.Option(
             "--fail-below-sqnr",
             metavar="DB",
-            help="Exit 1 if an output's SQNR is lower; needs level 2.",
+            help="Exit 1 if the SQNR of an output is below DB; needs level 2.",
             rich_help_panel=CHECKS,
         ),
     ] = None,
@@ -87,7 +89,7 @@ def run(
             metavar="N",
             min=0,
             max=1,
-            help="Exit 1 if top-1 agreement is lower (0 to 1); level 2.",
+            help="Exit 1 if top-1 agreement (0..1) is below N; needs level 2.",
             rich_help_panel=CHECKS,
         ),
     ] = None,
@@ -117,13 +119,13 @@ def run(
     else:
         inputs = open_batches(data, quantized.inputs, batch_size)
         inputs = inputs if batches is None else inputs.first(batches)
-        screen.note(f"verifying {artifact} on {inputs.count:,} batches")
+        screen.note(f"verifying {artifact} on {counted(inputs.count, 'batch', ',')}")
         with screen.progress("verifying") as step:
             report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
     below = _below(report, fail_below_sqnr, fail_below_agreement)
     missed = [f"not ok: {each}" for each in below]
-    # The first line says "ok" only if the limits are met too.
-    for line in [*missed, f"limits aside, {report}"] if report.ok and missed else [str(report), *missed]:
+    # The first line begins with "ok" only if the limits are met, too.
+    for line in [*missed, f"apart from the limits, {report}"] if report.ok and missed else [str(report), *missed]:
         screen.say(line)
     failure = report.failure or next(iter(below), "")
     screen.emit({**json.loads(report.to_json()), "ok": not failure, "failure": failure, "below": below})
@@ -132,7 +134,7 @@ def run(
 
 
 def _below(report: "VerifyReport", sqnr_db: float | None, agreement: float | None) -> list[str]:
-    """Describe each limit that is not met. A metric that is NaN or missing does not meet its limit."""
+    """Describe each limit that is not met. A limit is not met if its metric is NaN or missing."""
     missed, worst_db, measured = [], report.output_sqnr_db, report.agreement
     if sqnr_db is not None:
         if worst_db is None:

@@ -1,13 +1,14 @@
-"""Layer runners: models whose layers can be quantized one by one, and the noise at their outputs.
+"""Layer runners, which quantize the layers of a model one by one, and the measurement of noise at the outputs.
 
 ``onnx_bench`` and ``torch_bench`` each implement a ``LayerRunner``; ``measure_all`` loops over layer groups and
-candidates for both. This module also converts bit widths to specs, and counts their bytes, by storage:
+candidates for both. This module also converts bit widths to specs, and counts the bytes of quantized weights. The
+count depends on the storage:
 
 ===========  ==========================================================================================
 storage      a weight of n elements and s scales at b bits
 ===========  ==========================================================================================
-``onnx``     codes of 4, 8 or 16 bits, the smallest that holds b (4 only for matmuls); float32
-             scales, and zero points as wide as the codes
+``onnx``     codes of 4, 8 or 16 bits, whichever is the smallest that holds b bits (4 only for
+             matmuls); float32 scales, and zero points with as many bits as the codes
 ``packed``   n * b bits, float32 scales, and zero points of b bits if the spec is affine
 ===========  ==========================================================================================
 """
@@ -52,9 +53,9 @@ MIN_BITS, MAX_BITS = 1, 16
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
-    """Convert bit widths to weight specs by label, the spec's short text; a number means ``int{bits}/axis0``."""
+    """Convert bit widths to weight specs, by the spec's short text. A number means ``int{bits}/axis0``."""
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
-        raise SpecError(f"got widths={widths!r}, expected a list such as (3, 4, 6, 8) or (4, 'int4/group32')")
+        raise SpecError(f"got widths={widths!r}, expected a sequence such as (3, 4, 6, 8) or (4, 'int4/group32')")
     specs: dict[str, QuantSpec] = {}
     for width in widths:
         spec = _spec(width)
@@ -81,14 +82,14 @@ def _spec(width: int | str) -> QuantSpec:
 
 
 def as_storage(value: str) -> Storage:
-    """Check the name of a storage."""
+    """Check the name of a storage, "onnx" or "packed"."""
     if value not in STORAGES:
         raise SpecError(f"got storage={value!r}, expected one of {', '.join(STORAGES)}")
     return "onnx" if value == "onnx" else "packed"
 
 
 def weight_nbytes(spec: QuantSpec, shape: tuple[int, ...], storage: Storage, *, is_matmul: bool) -> int:
-    """Return the bytes of a weight's codes, scales and zero points; ONNX stores 4-bit codes only for matmuls."""
+    """Return the bytes of a weight's codes, scales and zero points; "onnx" has 4-bit codes only for matmuls."""
     return stored_nbytes(spec, shape, onnx_widths(is_matmul=is_matmul) if storage == "onnx" else ())
 
 
@@ -100,7 +101,7 @@ class LayerGroup:
     type: str  # type of the first layer
     elements: int  # number of weight elements
     nbytes_float: int
-    nbytes: Mapping[str, int]  # by candidate
+    nbytes: Mapping[str, int]  # bytes of the quantized weight, by candidate
 
 
 class LayerRunner(Protocol):
@@ -109,27 +110,32 @@ class LayerRunner(Protocol):
     groups: Sequence[LayerGroup]
     options: tuple[str, ...]  # labels of all candidates
     samples: int
-    names: Sequence[str]  # names of the float outputs
-    recipe: Recipe | None  # one rule per layer of the measured recipe; None if candidates are specs
+    names: Sequence[str]  # names of the outputs of float type
+    recipe: Recipe | None  # the measured recipe, with one rule per layer; None if candidates are weight specs
     workers: int  # number of parallel runs
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs of the float model, batch by batch."""
+        """Yield the float model's outputs of float type, batch by batch."""
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Yield every group with every candidate it supports, in the cheapest order."""
+        """Yield all pairs of a group and a candidate that the group supports, in the cheapest order."""
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs with some groups quantized: candidates by the name of a group's first layer."""
+        """Yield the outputs of float type with some groups quantized.
+
+        ``options`` has the candidates of these groups, by the name of a group's first layer.
+        """
 
 
 class OutputNoise:
-    """Noise of outputs relative to ``reference``, the outputs of the float model, which are kept in memory."""
+    """Noise of outputs relative to ``reference``, the outputs of the float model. The reference is kept in memory."""
 
     def __init__(self, names: Sequence[str], reference: Iterable[Sequence[Array]]) -> None:
         self._names = list(names)
         if not self._names:
-            raise UnsupportedError("the model has no float output, and noise is measured on float outputs")
+            raise UnsupportedError(
+                "the model has no output of a float type, and noise is measured only on such outputs"
+            )
         self._reference = [list(batch) for batch in reference]
         self._powers = np.zeros(len(self._names))
         for batch in self._reference:
@@ -146,14 +152,14 @@ class OutputNoise:
         return len(self._reference)
 
     def noise(self, outputs: Iterable[Sequence[Array]]) -> float:
-        """Return the mean over the outputs of noise power / power; outputs that are all zero are left out."""
+        """Return noise power / signal power, as the mean over all outputs that are not all zero."""
         noise = np.zeros(len(self._names))
         for old, new in zip(self._reference, outputs, strict=True):
             for at, (before, after) in enumerate(zip(old, new, strict=True)):
                 if before.shape != after.shape:
                     raise UnsupportedError(
-                        f"output {self._names[at]!r} has shape {after.shape} with a quantized layer, {before.shape} in "
-                        "float: sensitivity needs outputs of fixed shapes"
+                        f"output {self._names[at]!r} has shape {after.shape} with a quantized layer, but shape "
+                        f"{before.shape} in float: sensitivity needs outputs of fixed shapes"
                     )
                 with np.errstate(over="ignore", invalid="ignore"):  # outputs may overflow at few bits
                     noise[at] += _power(np.subtract(after, before, dtype=np.float64))
@@ -181,7 +187,7 @@ def _parallel_map(call: Callable[[T], R], items: Sequence[T], workers: int) -> I
 def measure_all(
     runner: LayerRunner, announce: Callable[[Cost], object] | None, progress: Progress
 ) -> tuple[LayerNoise, ...]:
-    """Measure the noise of every group with every candidate; the result has the model's order."""
+    """Measure the noise of every group with every candidate; the results are in the order of the model's layers."""
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
     first = time.perf_counter() - start

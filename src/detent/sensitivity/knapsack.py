@@ -1,17 +1,18 @@
-"""Knapsack: one candidate per layer, with the least sum of noise within a budget of bytes.
+"""Knapsack: choose one candidate per layer, so that the sum of noise is smallest within a budget of bytes.
 
 This is the multiple-choice knapsack problem. It is solved exactly, by dynamic programming over the bytes used:
 
-- drop candidates of a layer that are dominated: another one has no more bytes and no more noise;
+- drop dominated candidates: another candidate of the layer has no more bytes and no more noise;
 - add layers one by one, and drop partial choices that are dominated by another partial choice;
-- drop a partial choice if a lower bound of its total noise exceeds the noise of a choice found before. The bound is the
-  linear relaxation over the remaining layers, which may mix two candidates of a layer.
+- drop a partial choice if a lower bound of its total noise exceeds the noise of a complete choice found before.
 
-The relaxation takes the steps of all layers' lower convex hulls in the order of their gain per byte (Sinha and Zoltners
-1979). If it uses whole steps only, it is a real choice, and the best one for its bytes: ``hull_choices`` yields these.
+The lower bound is the LP relaxation over the remaining layers, where a layer may use a weighted mean of two candidates.
+To solve it, each layer moves from candidate to candidate along its lower convex hull of bytes and noise. The steps of
+all layers are taken in the order of gain per byte (Sinha and Zoltners 1979). After each whole step, the result is a
+real choice, and no choice of the same size has less noise: ``hull_choices`` yields these choices.
 
-Noise spans many decades. All sums are of non-negative numbers, and none is the difference of two sums. So each is
-accurate to a few ulp, even if the noise of other layers is far larger.
+Noise values differ by many powers of ten. So only non-negative numbers are added, and sums are never subtracted. Each
+sum is then accurate to a few ulp, even if the noise of other layers is far larger.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ Option = tuple[int, float]  # a candidate: bytes, noise
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 SLACK = 1e-9  # relative tolerance of the bound, so that rounding errors in sums cannot drop the best choice
-Corners = tuple[Integers, Floats]  # corners of the relaxation: bytes, and the least noise within them
+Corners = tuple[Integers, Floats]  # corners of the LP relaxation: bytes, and the least noise with at most these bytes
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class _Front:
 
     nbytes: Integers
     noise: Floats
-    indices: Integers  # in the caller's list of candidates
-    hull: tuple[int, ...]  # candidates on the lower convex hull
+    indices: Integers  # positions in the caller's list of candidates
+    hull: tuple[int, ...]  # positions of the candidates on the lower convex hull
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class _Step:
 
 
 def smallest_total(layers: Sequence[Sequence[Option]]) -> int:
-    """Return the sum of each layer's smallest bytes."""
+    """Return the bytes of the smallest choice: the sum of each layer's smallest candidate."""
     return sum(min(nbytes for nbytes, _ in options) for options in layers)
 
 
 def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | None:
-    """Return the index of each layer's candidate in the choice with the least noise that fits the budget.
+    """Return the choice with the least noise that fits the budget, as one candidate index per layer.
 
-    Of choices with equal noise it returns the smallest, and None if not even the smallest candidates fit.
+    If several choices have the same noise, the smallest is returned. If even the smallest candidates do not fit, the
+    result is None.
 
     >>> best_choice([[(4, 0.5), (8, 0.1)], [(4, 0.3), (8, 0.2)]], 12)
     [1, 0]
@@ -69,7 +71,7 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
     greedy = _relaxed_choice(fronts, budget)
     limit = sum(float(front.noise[at]) for front, at in zip(fronts, greedy, strict=True))
     nbytes, noise = np.zeros(1, np.int64), np.zeros(1)
-    trail: list[tuple[Integers, Integers]] = []  # for each partial choice: the one it extends, and the last candidate
+    trail: list[tuple[Integers, Integers]] = []  # of each partial choice: the choice it extends, and its last candidate
     for front, corners in zip(fronts, _bounds(fronts), strict=True):
         next_nbytes = (nbytes[:, None] + front.nbytes[None]).ravel()
         next_noise = (noise[:, None] + front.noise[None]).ravel()
@@ -78,9 +80,9 @@ def best_choice(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | 
         kept = kept[_improves(next_noise[kept])]
         trail.append((kept // len(front.nbytes), kept % len(front.nbytes)))
         nbytes, noise = next_nbytes[kept], next_noise[kept]
-    if not len(noise) or noise[-1] > limit:  # subnormal numbers, where the relative tolerance does not hold
+    if not len(noise) or noise[-1] > limit:  # with subnormal numbers, the relative tolerance can be too small
         return [int(front.indices[at]) for front, at in zip(fronts, greedy, strict=True)]
-    at, chosen = len(noise) - 1, list[int]()  # the last one has the least noise
+    at, chosen = len(noise) - 1, list[int]()  # the last choice has the least noise
     for (before, option), front in zip(reversed(trail), reversed(fronts), strict=True):
         chosen.append(int(front.indices[option[at]]))
         at = int(before[at])
@@ -131,7 +133,7 @@ def _is_above(nbytes: Integers, noise: Floats, a: int, b: int, c: int) -> bool:
 
 
 def _steps(fronts: Sequence[_Front]) -> list[_Step]:
-    """Return all steps by gain per byte, largest first; a layer's steps stay in order, because its hull is convex."""
+    """Return all steps by gain per byte, largest first; a layer's steps stay in order, because hulls are convex."""
     steps: list[tuple[float, _Step]] = []
     for layer, front in enumerate(fronts):
         rate = np.inf
@@ -143,7 +145,7 @@ def _steps(fronts: Sequence[_Front]) -> list[_Step]:
 
 
 def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
-    """Return a good choice: take the steps in order as long as they fit; a layer stops at its first that does not."""
+    """Return a good choice by taking the steps in order. A layer stops at its first step that does not fit."""
     at, stopped = [0] * len(fronts), set[int]()
     used = sum(int(front.nbytes[0]) for front in fronts)
     for step in _steps(fronts):
@@ -156,7 +158,7 @@ def _relaxed_choice(fronts: Sequence[_Front], budget: int) -> list[int]:
 
 
 def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
-    """Yield for each layer the corners of the relaxation over all layers after it."""
+    """Yield, for each layer, the corners of the LP relaxation over all layers after it."""
     steps = _steps(fronts)
     layers = np.array([step.layer for step in steps], np.int64)
     sizes, gains = np.array([step.nbytes for step in steps], np.int64), np.array([step.gain for step in steps])
@@ -165,15 +167,15 @@ def _bounds(fronts: Sequence[_Front]) -> Iterator[Corners]:
         nbytes = np.cumsum(
             np.concatenate([[sum(int(front.nbytes[0]) for front in later)], sizes[rest]]), dtype=np.int64
         )
-        # Summed from the end: the start minus the gains would have the rounding error of the largest noise.
+        # Sum from the end: subtracting gains from the start would keep the rounding error of the largest noise.
         end = sum(float(front.noise[front.hull[-1]]) for front in later)
         yield nbytes, np.cumsum(np.concatenate([[end], gains[rest][::-1]]))[::-1]
 
 
 def _least_noise(spare: Integers, corners: Corners) -> Floats:
-    """Return the noise of the relaxation within ``spare`` bytes; infinite if they are too few.
+    """Return the least noise of the LP relaxation with at most ``spare`` bytes; infinity if nothing fits.
 
-    The weighted sum of two corners is accurate even if one is far larger than the other; ``np.interp`` is not.
+    The weighted sum of two corners is accurate even if one corner is far larger than the other; ``np.interp`` is not.
     """
     nbytes, noise = corners
     after = np.searchsorted(nbytes, spare, side="right")

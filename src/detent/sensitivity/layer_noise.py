@@ -1,11 +1,12 @@
-"""Results of sensitivity measurements, and the mixed-precision assignments chosen from them.
+"""Results of sensitivity measurements, and the mixed-precision allocations chosen from them.
 
-``LayerNoise`` is the result for one layer, ``Sensitivity`` for all layers. ``Mix`` is one candidate per layer, with its
-predicted and measured SQNR. ``Cost`` is the estimated cost of a measurement.
+``LayerNoise`` is the result for one layer, ``Sensitivity`` for all layers. ``Mix`` is a mixed-precision allocation: one
+candidate per layer, with the predicted and the measured SQNR. ``Cost`` is the estimated cost of a measurement.
 
-A candidate is a way to quantize a layer, labeled by its spec ("int4/axis0") or by the name of the measured recipe. Its
-noise is the power of the error at the model's outputs relative to their power, ``sum (y - y')^2 / sum y^2`` over all
-samples. With several outputs it is the mean of these ratios, so that large outputs do not hide small ones.
+A candidate is a way to quantize a layer, labeled by a spec ("int4/axis0") or by the name of the measured recipe. The
+noise of a candidate is the power of the error at the model's outputs, divided by the power of the outputs:
+``sum (y - y')^2 / sum y^2`` over all samples. With several outputs, it is the mean of their ratios, so that large
+outputs do not hide small ones.
 """
 
 import json
@@ -36,7 +37,7 @@ FLOAT = "float"  # the candidate of a layer that is kept in float
 OVERFLOW_NOISE = 1e30  # stands for the noise of outputs that overflow; JSON has no infinity
 BYTES_LIMIT = 1 << 62  # so that sums of bytes fit in 64-bit integers
 VERSION = 1
-OPTIONS_LIMIT = 64  # candidates read from a file; each layer searches this list
+OPTIONS_LIMIT = 64  # maximum number of candidates in a file; the list is searched for each layer
 OPTIONS_SHOWN = 4  # candidates in a repr, so that it fits on a line
 
 
@@ -44,13 +45,14 @@ OPTIONS_SHOWN = 4  # candidates in a repr, so that it fits on a line
 class LayerNoise:
     """Noise and size of one layer with each candidate.
 
-    Invariants: ``noise`` and ``nbytes`` have the same keys, at least one; noise is in 0..1e30. The order of candidates
-    does not change the hash.
+    Invariants: ``noise`` and ``nbytes`` have the same keys, and at least one. Noise is in 0..1e30. The order of
+    candidates does not change the hash.
 
     Attributes:
         elements: number of weight elements.
         nbytes_float: size of the weights in float, in bytes.
-        noise: noise at the model's outputs relative to their power, by candidate, with only this layer quantized.
+        noise: noise at the model's outputs with only this layer quantized, relative to the power of the outputs, by
+            candidate.
         nbytes: size of the quantized weights in bytes, by candidate.
         tied: other layers that share this layer's weight and are quantized together with it.
 
@@ -80,7 +82,7 @@ class LayerNoise:
         if not self.noise or set(self.noise) != set(self.nbytes):
             raise SpecError(
                 f"{where} has noise for {list(self.noise)} and nbytes for {list(self.nbytes)}, expected the same "
-                "candidates, at least one"
+                "candidates in both, and at least one"
             )
         for option, value in self.noise.items():
             if isinstance(value, bool) or not isinstance(value, float | int) or not 0 <= value <= OVERFLOW_NOISE:
@@ -128,11 +130,11 @@ class Cost:
     """Cost of a measurement, passed to ``announce`` before the measurement starts.
 
     Attributes:
-        layers: number of layers measured; layers that share a weight count as one.
+        layers: number of measured layers; layers that share a weight count as one.
         options: number of candidates.
-        runs: number of runs of the model over all samples, one per layer and candidate.
+        runs: number of runs of the model over all samples.
         samples: number of samples per run.
-        seconds_estimate: time of one run, multiplied by the number of runs.
+        seconds_estimate: estimated time of all runs.
 
     >>> print(Cost(14, 3, 42, 32, 8.4))
     14 layers, 3 candidates: 42 runs over 32 samples, about 8 s
@@ -153,15 +155,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Mix:
-    """A mixed-precision assignment: one candidate for every layer; ``str`` is a table.
+    """A mixed-precision allocation: one candidate for every layer. ``str`` returns a table.
 
     Attributes:
         layers: the layers that were measured.
-        options: the chosen candidate of each layer, by name; "float" keeps the layer in float.
-        recipe: one rule per layer, for ``qo.quantize`` and ``qt.prepare``.
-        samples: number of samples on which ``qs.run_mix`` measures.
+        options: the candidate of each layer, by layer name; "float" keeps the layer in float.
+        recipe: the allocation as a recipe for ``qo.quantize`` and ``qt.prepare``, with one rule per quantized layer.
+        samples: number of samples on which ``qs.run_mix`` measures the SQNR.
         target: target for which ``qs.run_mix`` quantizes.
-        measured_sqnr_db: SQNR of the outputs with the whole mix, from ``qs.run_mix`` or ``qs.refine``; None before.
+        measured_sqnr_db: SQNR of the outputs with this allocation, from ``qs.run_mix`` or ``qs.refine``; None until
+            then.
 
     >>> from detent.sensitivity import LayerNoise, Sensitivity
     >>> layer = LayerNoise("fc", "MatMul", 100, 400, {"int4/axis0": 0.01}, {"int4/axis0": 90})
@@ -169,9 +172,9 @@ class Mix:
     >>> mix.nbytes, mix.predicted_sqnr_db, mix.recipe
     (90, 20.0, dt.Recipe([dt.Rule('fc', weight='int4/axis0')], name='mix'))
     >>> print(mix.with_measured(19.5))
-    layer  type    candidate   bytes  SQNR alone
-    fc     MatMul  int4/axis0     90     20.0 dB
-    1 layer in 90 bytes of weights; SQNR predicted 20.0 dB, measured 19.5 dB
+    layer  type    candidate   bytes  single-layer SQNR
+    fc     MatMul  int4/axis0     90            20.0 dB
+    1 layer in 90 bytes of weights; SQNR 20.0 dB predicted, 19.5 dB measured
     """
 
     layers: tuple[LayerNoise, ...]
@@ -206,11 +209,11 @@ class Mix:
 
     @property
     def predicted_sqnr_db(self) -> float:
-        """Predicted SQNR of the outputs in dB, if the noise of layers adds up."""
+        """Predicted SQNR of the outputs in dB, assuming that the noise of all layers adds."""
         return sqnr_of(self.noise)
 
     def with_measured(self, sqnr_db: float) -> "Mix":
-        """Return a copy with a measured SQNR."""
+        """Return a copy of the allocation with a measured SQNR."""
         if isnan(sqnr_db):
             raise SpecError("the measured SQNR is NaN: check whether the outputs overflow")
         return replace(self, measured_sqnr_db=float(sqnr_db))
@@ -225,7 +228,7 @@ class Mix:
         return html_table(self._rows(), right=(3, 4), notes=[self._headline()])
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("layer", "type", "candidate", "bytes", "SQNR alone")]
+        rows: list[tuple[str, ...]] = [("layer", "type", "candidate", "bytes", "single-layer SQNR")]
         for layer in self.layers:
             option = self.options[layer.name]
             noise = _noise(layer, option)
@@ -234,10 +237,10 @@ class Mix:
         return rows
 
     def _headline(self) -> str:
-        measured = "not run" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB"
+        measured = "not measured" if self.measured_sqnr_db is None else f"{self.measured_sqnr_db:.1f} dB measured"
         return (
-            f"{counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; SQNR predicted "
-            f"{self.predicted_sqnr_db:.1f} dB, measured {measured}"
+            f"{counted(len(self.layers), 'layer')} in {self.nbytes:,} bytes of weights; "
+            f"SQNR {self.predicted_sqnr_db:.1f} dB predicted, {measured}"
         )
 
 
@@ -246,26 +249,30 @@ def _check_options(layers: Sequence[LayerNoise], options: Mapping[str, str]) -> 
     for name in sorted(set(options) - names):
         raise SpecError(f"layer {name!r} was not measured: choose candidates for measured layers only")
     for name in sorted(names - set(options)):
-        raise SpecError(f"layer {name!r} has no candidate: choose one for every layer, {FLOAT!r} to keep it in float")
+        raise SpecError(
+            f"no candidate was chosen for layer {name!r}: choose one for every layer ({FLOAT!r} keeps it in float)"
+        )
     for layer in layers:
         option = options[layer.name]
         if option != FLOAT and option not in layer.noise:
             raise SpecError(
-                f"layer {layer.name!r} was not measured with {option!r}, only with {', '.join(layer.noise)}"
+                f"layer {layer.name!r} was not measured with {option!r}, expected one of {', '.join(layer.noise)}"
             )
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """Noise at a model's outputs with one layer quantized at a time; ``str`` is a table, most sensitive layers first.
+    """Noise at a model's outputs with one layer quantized at a time.
 
-    Invariants: layer names are unique, tied layers included; every layer's candidates are in ``options``; the largest
-    candidates of all layers together, float included, take at most 2**62 bytes.
+    ``str`` returns a table with the most sensitive layers first.
+
+    Invariants: layer names, including those of tied layers, are unique. Every candidate of a layer is in ``options``.
+    The total size with each layer's largest candidate, or float, is at most 2**62 bytes.
 
     Attributes:
         layers: the layers in the order of the model.
-        options: labels of all candidates; a layer lacks those that its weight does not support.
-        recipe: one rule per layer of the recipe that was measured; None if the candidates are specs of weights.
+        options: labels of all candidates. A layer has only the candidates that its weight supports.
+        recipe: the measured recipe, with one rule per layer; None if only weight specs were measured.
         samples: number of samples on which the noise was measured.
         storage: how bytes are counted, "onnx" or "packed".
         target: target for which the noise was measured.
@@ -286,7 +293,8 @@ class Sensitivity:
     a      Conv       100     30.0 dB     50.0 dB
     all               200     10.0 dB     30.0 dB
     bytes             800         120         220
-    2 layers on 32 samples: SQNR of the outputs with only that layer quantized; all: if their noise adds up
+    2 layers, 32 samples. Each row: output SQNR with only that layer quantized. Row "all": estimate for all layers, \
+assuming that their noise adds.
     """
 
     layers: tuple[LayerNoise, ...]
@@ -304,7 +312,9 @@ class Sensitivity:
             raise SpecError("got no layers or no candidates, expected at least one of each")
         names = [name for layer in self.layers for name in layer.names]
         if len(set(names)) != len(names) or len(set(self.options)) != len(self.options):
-            raise SpecError("got a layer name or a candidate twice, expected unique ones, tied layers included")
+            raise SpecError(
+                "got a layer name or a candidate twice, expected unique names, including those of tied layers"
+            )
         for layer in self.layers:
             unknown = [option for option in layer.noise if option not in self.options]
             if unknown:
@@ -314,13 +324,16 @@ class Sensitivity:
         largest = sum(max(layer.nbytes_float, *layer.nbytes.values()) for layer in self.layers)
         if largest > BYTES_LIMIT:
             raise SpecError(
-                f"the largest candidates of all layers take {largest:,} bytes, expected at most {BYTES_LIMIT:,}"
+                f"with each layer's largest candidate, the weights take {largest:,} bytes, expected at most "
+                f"{BYTES_LIMIT:,}"
             )
         if self.recipe is not None:
             patterns = {rule.match for rule in self.recipe.rules}
             missing = [name for name in names if exact_pattern(name) not in patterns]
             if missing:
-                raise SpecError(f"the recipe that was measured has no rule for layer {missing[0]!r}")
+                raise SpecError(
+                    f"the measured recipe has no rule for layer {missing[0]!r}, expected one rule per layer"
+                )
 
     @property
     def nbytes_float(self) -> int:
@@ -331,7 +344,8 @@ class Sensitivity:
         """Return the layers by noise, largest first.
 
         Args:
-            option: the candidate to compare; layers without it come last. None compares each layer's largest noise.
+            option: the candidate whose noise is compared; layers without this candidate come last. None compares the
+                largest noise of each layer.
         """
         if option is not None and option not in self.options:
             raise SpecError(f"unknown candidate {option!r}, expected one of {', '.join(self.options)}")
@@ -339,22 +353,22 @@ class Sensitivity:
         return tuple(sorted(self.layers, key=lambda layer: -worst[layer.name]))
 
     def uniform(self, option: str) -> Mix:
-        """Return the mix in which every layer has the same candidate.
+        """Return the allocation in which every layer has the candidate ``option``.
 
         Raises:
-            SpecError: a layer was not measured with it.
+            SpecError: a layer was not measured with this candidate.
         """
         return self.mixed({layer.name: option for layer in self.layers}, f"uniform {option}")
 
     def choose(self, budget_nbytes: int, *, keep_float: bool = False) -> Mix:
-        """Choose the candidates with the least sum of noise that fit a budget; the solution is exact.
+        """Choose one candidate per layer, so that the sum of noise is smallest within a budget; the solution is exact.
 
         Args:
-            budget_nbytes: bytes for all weights that were measured.
+            budget_nbytes: maximum total size of the measured weights, in bytes.
             keep_float: whether layers may also be kept in float.
 
         Raises:
-            SpecError: no mix fits the budget; the message has the size of the smallest.
+            SpecError: no allocation fits the budget; the message has the size of the smallest allocation.
         """
         budget = as_integer("budget_nbytes", budget_nbytes, at_least=0)
         extra = (FLOAT,) if keep_float else ()
@@ -366,26 +380,26 @@ class Sensitivity:
         places = best_choice(sizes, budget)
         if places is None:
             raise SpecError(
-                f"no mix fits {budget:,} bytes, the smallest takes {smallest_total(sizes):,}: raise the budget, or "
-                "measure fewer bits"
+                f"no allocation fits {budget:,} bytes, the smallest needs {smallest_total(sizes):,}: raise the budget, "
+                "or measure candidates with fewer bits"
             )
         chosen = zip(self.layers, choices, places, strict=True)
         return self.mixed({layer.name: options[place] for layer, options, place in chosen})
 
     def curve(self) -> tuple[tuple[int, float], ...]:
-        """Return bytes and predicted SQNR of the best mixes, from the smallest to the largest.
+        """Return bytes and predicted SQNR of the best allocations, from the smallest to the largest.
 
-        These mixes are the corners of the lower convex hull of bytes and noise. For a budget between two corners,
-        ``choose`` may find a better mix than the smaller corner.
+        These allocations are the corners of the lower convex hull of bytes and noise. For a budget between two corners,
+        ``choose`` may find a better allocation than the smaller corner.
         """
         sizes = [[(layer.nbytes[option], noise) for option, noise in layer.noise.items()] for layer in self.layers]
         return tuple((nbytes, sqnr_of(noise)) for nbytes, noise in hull_choices(sizes))
 
     def mixed(self, options: Mapping[str, str], name: str = "mix") -> Mix:
-        """Return the mix with the given candidate for each layer, by layer name.
+        """Return the allocation in which each layer has its candidate in ``options``, by layer name.
 
         Raises:
-            SpecError: a layer has no candidate, or one that was not measured.
+            SpecError: a layer is missing, unknown, or was not measured with its candidate.
         """
         _check_options(self.layers, options)
         measured = {rule.match: rule for rule in self.recipe.rules} if self.recipe is not None else {}
@@ -397,7 +411,7 @@ class Sensitivity:
         return Mix(self.layers, options, Recipe(rules, name), self.samples, self.target)
 
     def to_json(self) -> str:
-        """Serialize to JSON with a version.
+        """Serialize to JSON, with the version of the document format.
 
         Raises:
             SpecError: the recipe contains a callable.
@@ -418,7 +432,7 @@ class Sensitivity:
 
     @classmethod
     def from_json(cls, text: str) -> "Sensitivity":
-        """Read JSON that ``to_json`` wrote; the text is untrusted.
+        """Read JSON that ``to_json`` wrote. The text may come from an untrusted file.
 
         Raises:
             FileFormatError: the text is too long, not JSON, or has unexpected keys, types, sizes or numbers.
@@ -453,13 +467,13 @@ release of detent reads version 1: update detent
     def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Plot the SQNR of the outputs with only one layer quantized, per layer and candidate.
 
-        The most sensitive layer is on top. Candidates without any noise have no point.
+        The most sensitive layer is on top. A candidate with zero noise has no point.
 
         Args:
-            ax: matplotlib Axes to draw on; None makes new ones.
+            ax: matplotlib Axes to draw on; None creates new Axes.
 
         Returns:
-            The Axes.
+            The Axes with the plot.
 
         Raises:
             UnsupportedError: ``ax`` is None and matplotlib is not installed.
@@ -489,12 +503,12 @@ release of detent reads version 1: update detent
 
     def _headline(self) -> str:
         return (
-            f"{counted(len(self.layers), 'layer')} on {counted(self.samples, 'sample')}: SQNR of the outputs with "
-            "only that layer quantized; all: if their noise adds up"
+            f"{counted(len(self.layers), 'layer')}, {counted(self.samples, 'sample')}. Each row: output SQNR with only "
+            'that layer quantized. Row "all": estimate for all layers, assuming that their noise adds.'
         )
 
 
-# JSON: the fields of a sensitivity, in the order in which they are written
+# Fields of a sensitivity in JSON, in the order in which they are written
 
 
 @dataclass(frozen=True)
@@ -504,7 +518,7 @@ class _LayerFields:
     elements: int
     nbytes_float: int
     tied: tuple[str, ...]
-    options: Mapping[str, tuple[float, int]]  # noise and bytes
+    options: Mapping[str, tuple[float, int]]  # noise and bytes, by candidate
 
     def layer(self) -> LayerNoise:
         noise = {option: noise for option, (noise, _) in self.options.items()}

@@ -1,9 +1,11 @@
-"""Measure the sensitivity of layers, and search for mixed-precision assignments by running the model.
+"""Measure the sensitivity of layers, and search for mixed-precision allocations by running the model.
 
-``refine`` starts from the mix with the least sum of noise, and from every uniform mix that fits the budget. From the
-best of them it tries moves in the order of their predicted noise. A move gives one layer another candidate; if that
-takes too many bytes, a second layer gets a smaller one. Moves that reduce the measured noise are kept. The search ends
-when no move is left or the runs are used up. ONNX and PyTorch are imported when a model is measured.
+``refine`` first runs the allocation with the least sum of noise, and every uniform allocation that fits the budget.
+From the best of these, it tries moves in the order of predicted noise. A move changes the candidate of one layer. If
+the new candidate takes too many bytes, a second layer gets a smaller candidate. Moves that reduce the measured noise
+are kept. The search ends when no move is left or the runs are used up.
+
+ONNX and PyTorch are imported only when a model is measured.
 """
 
 import sys
@@ -34,12 +36,12 @@ Options = dict[str, str]
 
 
 def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
-    """Return the mix with the least sum of noise, and all uniform mixes that fit the budget."""
+    """Return the allocation with the least sum of noise, and all uniform allocations that fit the budget."""
     starts = [dict(sensitivity.choose(budget).options)]
     for option in sensitivity.options:
         try:
             mix = sensitivity.uniform(option)
-        except SpecError:  # a layer was not measured with it
+        except SpecError:  # a layer was not measured with this candidate
             continue
         if mix.nbytes <= budget and dict(mix.options) not in starts:
             starts.append(dict(mix.options))
@@ -47,7 +49,7 @@ def starting_points(sensitivity: Sensitivity, budget: int) -> list[Options]:
 
 
 class _Change(NamedTuple):
-    """Another candidate for a layer, with the noise and the bytes that it adds."""
+    """A new candidate for a layer, with the noise and the bytes that the change adds."""
 
     noise: float
     nbytes: int
@@ -88,7 +90,10 @@ def search(
     announce: Callable[[Cost], object] | None,
     progress: Progress,
 ) -> Mix:
-    """Search the best mix with at most ``runs`` runs, and return it with its measured SQNR; all starts are run."""
+    """Search for the best allocation with at most ``runs`` runs, and return it with its measured SQNR.
+
+    ``starts`` are the allocations to run first.
+    """
     start = time.perf_counter()
     output_noise = OutputNoise(runner.names, runner.reference())
     if announce is not None:
@@ -137,29 +142,30 @@ def measure(  # noqa: PLR0913 - the options of one job
     share a weight are quantized together.
 
     Args:
-        model: a float model: an ONNX file or ModelProto, or a ``torch.nn.Module`` that is not prepared. It is not
-            changed.
-        data: for an ONNX model, everything that ``qo.quantize`` accepts; for a module, a list of batches, each a
-            tensor, a tuple of arguments, or a dict of arguments by name.
-        recipe: selects the layers; without ``widths`` it is also the only candidate, weights and inputs quantized.
-            ``qo.Decisions`` measure a quantized file with its own parameters; ``refine`` and ``run_mix`` then run the
-            recipe and compute ranges again.
-        widths: candidates for weights, inputs stay in float: a number of bits (symmetric, per-channel) or the text of
-            a spec, such as "int4/group32".
-        samples: number of samples, counted along the first axis of the inputs; the last batch is cut if possible.
-        target: target of an ONNX model; decisions have their own.
+        model: a float model: an ONNX file or ModelProto, or a ``torch.nn.Module`` that is not prepared. The model is
+            not changed.
+        data: for an ONNX model, everything that ``qo.quantize`` accepts. For a module, a list of batches: tensors,
+            tuples of arguments, or dicts of arguments by name.
+        recipe: selects the layers. Without ``widths``, the recipe is also the only candidate: weights and layer inputs
+            are quantized as it says. With ``qo.Decisions``, layers are measured with the params of the quantized file;
+            ``refine`` and ``run_mix`` use only the specs in the decisions, and calibrate again.
+        widths: candidates for the weights: numbers of bits (symmetric, per-channel) or texts of specs, such as
+            "int4/group32". Activations stay in float. None measures the recipe.
+        samples: number of samples, counted along the first axis of the inputs. The last batch is cut if possible.
+        target: target of an ONNX model; not used with decisions, which have their own target.
         skip: names of layers to leave out, or globs.
-        storage: how bytes are counted: "onnx" for ONNX files, where codes have 4, 8 or 16 bits, or "packed" for
-            detent's safetensors files, where codes have as many bits as they need.
-        progress: True or False for a bar, or a function of the runs done and their total; None for a bar on terminals.
-        announce: function called with the ``Cost`` before the measurement starts.
+        storage: how bytes are counted. "onnx" is for ONNX files, where codes have 4, 8 or 16 bits. "packed" is for
+            detent's safetensors files, where codes of 3 bits take 3 bits.
+        progress: whether to show a progress bar, or a callback f(done, total) that gets numbers of runs. None shows a
+            bar on terminals.
+        announce: function that is called with the ``Cost`` before the measurement starts.
 
     Raises:
         SpecError: invalid widths, recipe, samples or data; or a module that is already prepared.
-        UnsupportedError: no layer can be measured, there is no float output, or the model does not run.
+        UnsupportedError: no layer can be measured, the model has no output of a float type, or it does not run.
         RangeError: outputs of the float model contain NaN or infinity, or are all zero.
-        NotCalibratedError: the input of a layer to quantize has no values; skip the layer.
-        ShapeError, DtypeError, NaNError, FileFormatError: the data or the file do not fit the model.
+        NotCalibratedError: a layer's input is empty for all samples; skip this layer.
+        ShapeError, DtypeError, NaNError, FileFormatError: the data do not fit the model, or a file is invalid.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -198,24 +204,26 @@ def refine(
     progress: Callable[[int, int], object] | bool | None = None,
     announce: Callable[[Cost], object] | None = None,
 ) -> Mix:
-    """Search a mix that fits a budget by running the model with each mix.
+    """Search for the best allocation within a budget by running the model.
 
-    The noise of layers adds up only approximately, least so with few layers or very few bits. The search starts from
-    the mix that ``choose`` returns and from all uniform mixes that fit, so the result is at least as good. It changes
-    one or two layers at a time, runs the model with each change, and keeps changes that reduce the noise.
+    The noise of layers adds only approximately, and the error is largest with few layers or very few bits. The search
+    starts from the allocation that ``choose`` returns and from all uniform allocations that fit. It changes one or two
+    layers at a time, runs the model with each change, and keeps changes that reduce the noise.
 
     Args:
-        model, data: the model and data that were measured.
+        model: the model that was measured.
+        data: the data that the model was measured with.
         sensitivity: the result of ``measure``.
-        budget_nbytes: bytes for all weights that were measured.
-        runs: largest number of runs of the model over all samples; at least one for each mix to start from.
-        progress, announce: as for ``measure``.
+        budget_nbytes: maximum total size of the measured weights, in bytes.
+        runs: maximum number of runs of the model over all samples; at least one per allocation to start from.
+        progress: as for ``measure``.
+        announce: as for ``measure``.
 
     Returns:
-        The best mix, with its measured SQNR.
+        The best allocation, with its measured SQNR. It is at least as good as those that the search starts from.
 
     Raises:
-        SpecError: no mix fits, ``runs`` is too small, or the model lacks layers that were measured.
+        SpecError: no allocation fits the budget, ``runs`` is too small, or the model lacks a measured layer.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -230,8 +238,8 @@ def refine(
     starts = starting_points(sensitivity, budget_nbytes)
     if limit < len(starts):
         raise SpecError(
-            f"runs={limit} is too few: the search starts from {len(starts)} mixes; pass runs>={len(starts)}, or use "
-            "choose(), which needs no runs"
+            f"runs={limit} is too small: the search first runs {len(starts)} allocations; pass runs>={len(starts)}, or "
+            "use choose(), which needs no runs"
         )
     recipe, widths = sensitivity.recipe, None
     if recipe is None:
@@ -248,14 +256,14 @@ def refine(
 
 
 def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLike[str], mix: Mix) -> Mix:
-    """Run the model with a whole mix, and return the mix with the measured SQNR.
+    """Run the model with all layers of an allocation quantized, and return the allocation with the measured SQNR.
 
     An ONNX model gets the Q/DQ pairs of a quantized file and runs in ONNX Runtime, with weight-only matmuls in float. A
-    module is copied, and the copy is prepared by ``qt.prepare``. The number of samples is that of the measurement: pass
-    the same data for the same samples, or other data to check the choice on them.
+    module is copied, and ``qt.prepare`` prepares the copy. The number of samples is the same as in the measurement.
+    Pass the data of the measurement to test the prediction, or other data to test the choice.
 
     Raises:
-        SpecError: the mix has layers that the model does not have.
+        SpecError: the allocation has layers that the model does not have.
 
     >>> import numpy as np, detent.sensitivity as qs
     >>> from onnx import parser
@@ -268,7 +276,7 @@ def run_mix(model: "nn.Module | ModelSource", data: Iterable[Any] | str | PathLi
     (None, True)
     """
     if not isinstance(mix, Mix):
-        raise SpecError(f"got {type(mix).__name__}, expected a Mix, as Sensitivity.choose returns it")
+        raise SpecError(f"got {type(mix).__name__}, expected a Mix: pass the result of Sensitivity.choose")
     if _is_module(model):
         from detent.sensitivity import torch_bench  # noqa: PLC0415 - imports PyTorch
 
@@ -303,18 +311,18 @@ def _open(
 
 
 def _is_decisions(recipe: object) -> bool:
-    decisions = sys.modules.get("detent.onnx.decisions")  # if it is not imported, there are no decisions
+    decisions = sys.modules.get("detent.onnx.decisions")  # if this module is not imported, no Decisions exist
     return decisions is not None and isinstance(recipe, decisions.Decisions)
 
 
 def _is_module(model: object) -> bool:
-    torch = sys.modules.get("torch")  # if it is not imported, there are no modules
+    torch = sys.modules.get("torch")  # if torch is not imported, no modules exist
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 def _as_source(model: object) -> "ModelSource":
     if isinstance(model, str | PathLike):
         return model
-    if type(model).__name__ in {"LoadedModel", "ModelProto"}:  # by name, because onnx may not be imported
+    if type(model).__name__ in {"LoadedModel", "ModelProto"}:  # compared by name, because onnx may not be imported
         return cast("ModelSource", model)
     raise SpecError(f"got a model of type {type(model).__name__}, expected a path, a ModelProto or a torch.nn.Module")

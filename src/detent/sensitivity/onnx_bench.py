@@ -1,8 +1,8 @@
-"""Layer runner for ONNX models: one ``SwitchableModel`` for all layers and candidates.
+"""Layer runner for ONNX models. One ``SwitchableModel`` runs all layers with all candidates.
 
-If a recipe quantizes activations, each layer's input passes a Q/DQ pair that a switch turns on, for this layer only.
-The parameters are those that ``qo.quantize`` would write, from the observer of the layer's rule. If decisions are
-measured, the parameters are those of the quantized file.
+If a recipe quantizes activations, the input of each layer passes through a Q/DQ pair. A switch turns the pair on, for
+this layer only. The params are those that ``qo.quantize`` would write with the observer of the layer's rule. If
+decisions are measured, the params are those of the quantized file.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ __all__ = ["EXACT", "OnnxLayerRunner", "open_decisions", "open_recipe", "run_rec
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-# Compute weight-only matmuls in float, to measure the noise of weights only.
+# Compute weight-only matmuls in float, so that only the noise of the weights is measured.
 EXACT = {ACCURACY_LEVEL: "0"}
 MAX_WORKERS = 4  # parallel runs; each keeps the activations of a batch in memory
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
@@ -56,7 +56,7 @@ class OnnxLayerRunner:
         specs: Mapping[str, Mapping[str, QuantSpec]],
         recipe: Recipe | None,
         inputs: Mapping[str, QuantParams],
-        batches: tuple[Sequence[Feed], int],  # feeds, and their number of samples
+        batches: tuple[Sequence[Feed], int],  # the feeds, and the number of samples in them
         storage: Storage,
         weight_params: Mapping[str, QuantParams] | None = None,
         *,
@@ -72,20 +72,20 @@ class OnnxLayerRunner:
         weights = {group.names[0]: group.names for group in self.groups}
         # Parallel runs get one thread each; sequential runs get all threads.
         self.workers, threads = (min(get_num_threads(), MAX_WORKERS), 1) if parallel else (1, 0)
-        any_target = get_target("onnxruntime")  # codes are the same for all targets
+        any_target = get_target("onnxruntime")  # any target works: the codes are the same for all
         self._model = SwitchableModel(model, weights, switches, any_target, threads)
         self._params: dict[tuple[str, QuantSpec], QuantParams] = {}
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs of the float model, batch by batch."""
+        """Yield the float model's outputs of float type, batch by batch."""
         return self.outputs({})
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Yield every group with every candidate it supports."""
+        """Yield all pairs of a group and a candidate that the group supports."""
         return ((group, option) for group in self.groups for option in self.options if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs with some groups quantized."""
+        """Yield the outputs of float type with some groups quantized."""
         weights, flags = dict[str, Array](), list[str]()
         for group in self.groups:
             label = group.names[0]
@@ -97,7 +97,7 @@ class OnnxLayerRunner:
         return (self._model.run(self.names, feed, weights, flags) for feed in self._feeds)
 
     def _fake_quantized(self, label: str, spec: QuantSpec) -> Array:
-        """Fake-quantize a weight; its parameters are cached, because a search uses them again."""
+        """Fake-quantize a weight; its params are cached, because a search uses them again."""
         weight, key = self._model.weights[label], (label, spec)
         if key not in self._params:
             self._params[key] = self._weight_params.get(label) or weight_params(weight, spec)
@@ -147,7 +147,7 @@ def open_recipe(
 def open_decisions(
     source: ModelSource, data: BatchSource, decisions: Decisions, samples: int, skip: Sequence[str], storage: Storage
 ) -> OnnxLayerRunner:
-    """Create a runner for the layers of a quantized model, with the parameters of its file."""
+    """Create a runner for the layers of a quantized model, with the params in its decisions."""
     original = load_model(source)
     feeds, count = open_batches(data, original.inputs).first_samples(samples)
     model = float_form(original, decisions)
@@ -211,12 +211,12 @@ def _rule_per_layer(quantized: Iterable[LayerPlan | LayerDecision], name: str) -
 
 
 def _calibrated(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> Calibration | None:
-    """Calibrate if the plan quantizes activations; rules without an observer get min-max ranges."""
+    """Calibrate if the plan quantizes activations, else return None; rules without an observer get min-max ranges."""
     return calibrate(graph_plan, feeds, observer="minmax") if graph_plan.placements() else None
 
 
 def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, QuantParams]:
-    """Return the parameters of each layer's quantized input, as ``qo.quantize`` would write them."""
+    """Return the params of each layer's quantized input, as ``qo.quantize`` would write them."""
     calibration = _calibrated(graph_plan, feeds)
     if calibration is None:
         return {}
@@ -230,7 +230,7 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """Return the noise at the outputs of a model quantized by a recipe, with the Q/DQ pairs of a file."""
+    """Quantize a model by a recipe, with the Q/DQ pairs of a quantized file, and return the noise at its outputs."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     graph_plan = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)

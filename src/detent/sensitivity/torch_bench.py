@@ -1,7 +1,7 @@
-"""Layer runner for PyTorch modules: a copy, prepared by ``qt.prepare`` once per candidate, with quantizers switched.
+"""Layer runner for PyTorch modules.
 
-It measures the module as it would be trained: batch norms are folded, and weights are fake-quantized by their range.
-The model itself is not changed.
+It copies the model, calls ``qt.prepare`` on the copy once per candidate, and enables one layer's quantizers at a time.
+It measures the model as QAT would start: batch norms are folded, and weights are fake-quantized with min-max scales.
 """
 
 import copy
@@ -33,7 +33,7 @@ MATMUL_MODULES = (nn.Linear, nn.MultiheadAttention)
 
 
 def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
-    """Return the first batches with ``limit`` samples in total, as call arguments, and their number of samples.
+    """Return the first batches, up to ``limit`` samples in total, as call arguments, and the number of samples.
 
     Samples are counted along the first axis. The last batch is cut if all its tensors have the same number of samples.
     """
@@ -63,7 +63,7 @@ def first_samples(data: object, limit: int) -> tuple[list[Arguments], int]:
 class TorchLayerRunner:
     """A ``LayerRunner`` for a module; the arguments are those of ``qs.measure``."""
 
-    workers = 1  # runs cannot be parallel, because quantizers are switched in place
+    workers = 1  # runs cannot be parallel, because quantizers are enabled and disabled in place
 
     def __init__(
         self,
@@ -97,16 +97,22 @@ class TorchLayerRunner:
         self.names: Sequence[str] = [f"output {at}" for at in range(len(_floats(_run(self._model, self._calls[0]))))]
 
     def reference(self) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs of the float model, batch by batch."""
+        """Yield the float model's outputs of float type, batch by batch."""
         self._prepare(None)
         return self._outputs()
 
     def tasks(self) -> Iterator[tuple[LayerGroup, str]]:
-        """Yield every group with every candidate it supports, by candidate, so that each prepares the model once."""
+        """Yield all pairs of a group and a candidate that the group supports.
+
+        Pairs are ordered by candidate, so the model is prepared only once per candidate.
+        """
         return ((group, option) for option in self.options for group in self.groups if option in group.nbytes)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[Array]]:
-        """Yield the float outputs with some groups quantized; with one candidate for all, the model stays prepared."""
+        """Yield the outputs of float type with some groups quantized.
+
+        If all these groups have the same candidate, the model stays prepared for the next call.
+        """
         chosen = {name: option for name, option in options.items() if option != FLOAT}
         names = {name: group.names for group in self.groups if (name := group.names[0]) in chosen}
         used = dict.fromkeys(chosen.values())
@@ -133,7 +139,7 @@ class TorchLayerRunner:
             yield _floats(_run(self._model, call))
 
     def _prepare(self, option: str | None) -> list[FakeQuantize]:
-        """Prepare the copy for a candidate, or restore it to float with None; return its quantizers."""
+        """Prepare the copy for a candidate, and return the copy's quantizers. With None, restore the float model."""
         if self._prepared is not None and self._prepared[0] == option:
             return self._prepared[1]
         if self._prepared is not None:
@@ -188,7 +194,7 @@ def _floats(outputs: object) -> list[Array]:
 
 
 def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
-    """Return the recipe of a plan with one rule per layer."""
+    """Return the recipe of a plan, expanded to one rule per layer."""
     rules = [
         Rule(
             exact_pattern(layer.name),
@@ -254,7 +260,7 @@ def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> 
 
 
 def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> float:
-    """Return the noise at the outputs of a module that ``qt.prepare`` quantized by a recipe."""
+    """Prepare a copy of a module with a recipe, and return the noise at its outputs."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
