@@ -374,11 +374,11 @@ UNFIT = {
     "unknown group": (lambda d: placement_with(d, 0, group="q"), "'q'"),
     "unknown source": (lambda d: placement_with(d, 0, source_tensor="q"), "'q'"),
     "factor": (lambda d: placement_with(d, 0, factor=np.nan), "factor"),
-    "not a multiple": (multiple_of_input, "times a constant"),
-    "reader twice": (lambda d: placement_with(d, 1, readers=("first", "first")), "readers has 'first' twice"),
+    "not a multiple": (multiple_of_input, "times a scalar constant"),
+    "reader twice": (lambda d: placement_with(d, 1, readers=("first", "first")), "'first' occurs twice in readers"),
     "spec of a group's member": (
         lambda d: replace(placement_with(d, 1, group="b", spec=QuantSpec("uint4")), ranges={"b": d.ranges["b"]}),
-        "got the spec",
+        "got spec",
     ),
     "constant of a placement": (lambda d: placement_with(d, 0, constants=("w1",)), "w1"),
     "observed range": (
@@ -453,7 +453,7 @@ def test_a_different_version_of_onnx_is_rejected(monkeypatch):
         ({"layers": ("fc", "fc")}, "twice"),
         ({"layers": ()}, "at least one layer"),
         ({"strength": np.nan}, "finite"),
-        ({"factors": np.ones(7, np.float32)}, "8 inputs"),
+        ({"factors": np.ones(7, np.float32)}, "8 input channels"),
         ({"factors": np.zeros(8, np.float32)}, "factors"),
         ({"folded": True}, "normalization"),
     ],

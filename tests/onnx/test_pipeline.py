@@ -347,7 +347,7 @@ def test_where_nothing_is_quantized_no_file_is_written(tmp_path):
         "no layer was quantized, so no file is written: group size 128 does not divide 16 (weight shape"
     )
     assert "(layer 0 with a name that is quite lon..., layer 1" in message
-    assert "..., 4 more); a matmul of two activations (scores). Change w4a16-g128, the target or skip" in message
+    assert "..., 4 more); a matmul of two activations (scores). Change recipe w4a16-g128, the target or skip" in message
     with pytest.raises(dt.UnsupportedError, match="no layer was quantized"):
         qo.decide(model, rows(1), dt.Recipe([]), progress=False)
     assert not list(tmp_path.iterdir())
@@ -401,9 +401,9 @@ def test_data_is_rejected_as_an_output(tmp_path):
     data = tmp_path / "calib.npz"
     np.savez(data, x=FEEDS[0]["x"])
     content = data.read_bytes()
-    with pytest.raises(SpecError, match=r"got a data file, '.*calib.npz': pass .* data='.*calib.npz'"):
+    with pytest.raises(SpecError, match=r"got the data file '.*calib.npz': pass .* data='.*calib.npz'"):
         qo.quantize(tmp_path / "net.onnx", str(data))
-    with pytest.raises(SpecError, match="got a directory"):
+    with pytest.raises(SpecError, match="got the directory"):
         qo.quantize(tmp_path / "net.onnx", tmp_path)
     assert data.read_bytes() == content
     assert {path.name for path in tmp_path.iterdir()} == {"net.onnx", "calib.npz"}

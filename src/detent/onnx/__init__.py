@@ -1,4 +1,4 @@
-"""ONNX files: quantize them with data, and read quantized ones. Imported as ``qo``."""
+"""Quantization of ONNX models with calibration data, and reading of quantized files. Imported as ``qo``."""
 
 from detent.onnx.calibration import Calibration, calibrate
 from detent.onnx.decisions import (

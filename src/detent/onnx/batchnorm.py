@@ -1,11 +1,11 @@
-"""Batch norm folding: arithmetic with constants after a layer, folded into its weight and bias.
+"""Batch norm folding: arithmetic with constants after a layer is folded into the layer's weight and bias.
 
 ====================== ==============================================
 Conv, ConvTranspose    followed by BatchNormalization
-Conv, ConvTranspose    followed by Add, Sub, Mul, Div of a constant per channel
+Conv, ConvTranspose    followed by Add, Sub, Mul or Div with a scalar or per-channel constant
 ====================== ==============================================
 
-A Q/DQ pair can then follow the layer directly, where runtimes fuse it.
+After folding, a Q/DQ pair can follow the layer directly, where runtimes can fuse it.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ __all__ = ["fold"]
 
 Array = NDArray[Any]
 FOLDED = ("Conv", "ConvTranspose")
-EPSILON = 1e-5  # default of BatchNormalization
+EPSILON = 1e-5  # BatchNormalization's default
 
 
 def fold(graph: Graph) -> int:
-    """Fold constants after layers into them; returns the number of removed nodes."""
+    """Fold constant arithmetic after layers into the layers; returns the number of removed nodes."""
     removed = 0
     for node in list(graph.nodes):
         while node.op_type in FOLDED and _fold_next(graph, node):
@@ -35,7 +35,7 @@ def fold(graph: Graph) -> int:
 
 
 def _fold_next(graph: Graph, layer: NodeProto) -> bool:
-    """Fold the node after a layer into it; returns whether that was possible."""
+    """Fold the node after a layer into the layer; returns False if that is not possible."""
     result = layer.output[0]
     if any(name and name not in graph.constants for name in layer.input[1:]):
         return False

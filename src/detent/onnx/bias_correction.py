@@ -1,7 +1,8 @@
-"""Bias correction: the mean error of a layer's output, added to its bias (Nagel et al. 2019, "Data-Free Quantization").
+"""Bias correction: the mean error of each output channel is added to the layer's bias.
 
-Rounding errors of weights do not cancel if inputs have a nonzero mean, as after a Relu. The mean error of each output
-channel on the samples is added to the layer's bias; ``qo.rewrite`` writes the bias as int32 codes.
+The method is from Nagel et al. 2019, "Data-Free Quantization". Rounding errors of weights do not cancel if inputs have
+a nonzero mean, as after a Relu. The mean error is measured on samples of the calibration data. If the layer's input is
+quantized, ``qo.rewrite`` stores the bias as int32 codes.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ MAX_SAMPLES = 2  # batches over which the error is averaged
 
 
 class CorrectedBias(NamedTuple):
-    """A corrected bias; for a float input, also the smallest and largest input in the samples."""
+    """A layer's corrected bias; if the layer's input is float, also the range of the input in the samples."""
 
     bias: Array
     input_range: tuple[float, float] | None = None
@@ -32,7 +33,7 @@ class CorrectedBias(NamedTuple):
 def corrected_biases(
     plan: GraphPlan, params: Mapping[str, QuantParams], isolated: IsolatedLayers, samples: int
 ) -> dict[str, CorrectedBias]:
-    """Correct the biases of layers that can have one, by layer name."""
+    """Return the corrected biases of the plan's Conv and Gemm layers, by layer name."""
     lines = {line.name: line for line in plan.quantized if line.type in CHANNEL_AXES}
     if not lines:
         return {}

@@ -1,13 +1,15 @@
-"""Calibration: ranges of activations, and their scales and zero points.
+"""Calibration: observes the ranges of activations, and computes their scales and zero points.
 
-The float model runs once on each calibration batch. Its tensors are observed and freed, so memory does not grow with
-the number of batches. With a memory budget, each pass observes only as many tensors as fit, and the data is read
-several times.
+The float model runs once on each calibration batch. Its activations are observed and then freed, so memory does not
+grow with the number of batches. With a memory budget, each pass observes only as many tensors as fit into the budget,
+so the data may be read several times.
 
-Each tensor gets its min-max range or the clipping range of its observer (MSE-optimal by default). The MSE-optimal range
-of a tensor is not always best for its layer: a few large values may matter most. So a tensor that layers read gets the
-range with the smaller error at these layers' outputs. Tensors that reach a model output without another layer are never
-clipped: clipped scores of a detector give a better SQNR, but no detections.
+Each tensor gets its min-max range or the clipping range of its observer; the default observer finds the MSE-optimal
+range. The MSE-optimal range is not always best for the layer that reads the tensor: a few large values may matter most.
+So, if layers read a tensor, it gets whichever of the two ranges gives the smaller error at these layers' outputs.
+
+A tensor that reaches a model output without passing through a quantized layer is never clipped. Clipping the scores of
+a detector improves their SQNR, but loses the detections.
 """
 
 from collections import defaultdict
@@ -48,10 +50,10 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-FLOAT_FAILS = "the float model itself computes NaN on this data"
+FLOAT_FAILS = "the float model itself computes NaN, so fix the model, or remove this batch"
 Feed = dict[str, Array]
 Progress = bool | Callable[[int, int | None], object]
-MAX_SAMPLES, MAX_SAMPLE_BYTES = 4, 64 << 20  # the first batches, kept in memory for the accuracy passes
+MAX_SAMPLES, MAX_SAMPLE_BYTES = 4, 64 << 20  # limits on the batches kept for accuracy passes
 MAX_REMAINING_NOISE = 0.98  # clipping must remove at least 2 % of the noise
 
 
@@ -62,9 +64,10 @@ class Calibration:
     Attributes:
         observers: observers by tensor name.
         samples: the first batches, for accuracy passes that run the model again.
-        batches: number of batches.
-        fingerprint: hash of all batches.
-        scaled: tensors that are a constant times another tensor, as (tensor, constant); these are not observed.
+        batches: number of calibration batches.
+        fingerprint: SHA-256 of all batches.
+        scaled: for each tensor that is a constant times another tensor, (other tensor, constant); such tensors are not
+            observed.
 
     >>> from detent.observers import MinMax
     >>> Calibration({"x": MinMax().observe([1.0, 3.0])}, (), 1, "").range("x")
@@ -84,7 +87,7 @@ class Calibration:
         return f"<Calibration of {len(self.observers)} tensors on {self.batches} batches>"
 
     def source(self, tensor: str) -> tuple[str, float]:
-        """Return the observed tensor that ``tensor`` is a multiple of, and the factor; itself and 1.0 if observed."""
+        """Return the observed tensor that ``tensor`` is a multiple of, and the factor (1.0 for an observed tensor)."""
         factor = 1.0
         while tensor not in self.observers and tensor in self.scaled:
             tensor, part = self.scaled[tensor]
@@ -112,20 +115,21 @@ def calibrate(
     progress: Progress = False,
     resume_file: str | PathLike[str] | None = None,
 ) -> Calibration:
-    """Observe all tensors that a plan may quantize.
+    """Observe all activations that a plan may quantize.
 
     Args:
         plan: a plan from ``qo.plan``.
         data: calibration batches, see ``qo.quantize``.
-        observer: observer of the tensors whose rule names none; None for the MSE-optimal range.
-        memory_budget: bytes of activations that may be held at once.
-        progress: True for a progress bar, or a function of (batches done, total).
-        resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
+        observer: observer for tensors whose rule names no observer; None for the MSE-optimal range.
+        memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
+        progress: whether to show a progress bar on a terminal, or a callback f(batches_done, total); total is None if
+            unknown.
+        resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
 
     Raises:
-        SpecError: the budget needs several passes, but data is a one-shot iterator.
-        NaNError: a tensor holds NaN; the message names the tensor and the batch.
-        NotCalibratedError: data holds no batch.
+        SpecError: data holds no batches, or ``memory_budget`` needs several passes and data is a one-shot iterator.
+        NaNError: a tensor contains NaN; the message names the tensor and the batch.
+        NotCalibratedError: a tensor has no finite value in any batch.
 
     >>> from onnx import parser
     >>> import detent.onnx as qo
@@ -147,7 +151,7 @@ def calibrate_groups(
     progress: Progress,
     resume_file: str | PathLike[str] | None,
 ) -> Calibration:
-    """Observe tensors in groups, with one pass over the data per group; None for all tensors in one pass."""
+    """Observe tensors with one pass over the data per group; ``groups`` None observes all tensors in one pass."""
     placements = plan.placements()
     observers = _observers(plan, placements, observer)
     sampled = _SampledBatches(batches)
@@ -161,23 +165,26 @@ def calibrate_groups(
             iter(stream) if batches.count is None else stream, part, progress=progress, resume_file=resume_file
         )
     if not sampled.count:
-        raise NotCalibratedError("calibration got no batch: pass at least one")
+        raise NotCalibratedError("calibration got no batches: pass at least one")
     group_of = {each.tensor: each.group for each in placements}
     scaled = {each.tensor: (group_of[each.source_tensor], each.factor) for each in placements if each.source_tensor}
     return Calibration(observers, tuple(sampled.samples), sampled.count, batches.fingerprint(), scaled)
 
 
 def check_passes(groups: Sequence[Sequence[str]], resume_file: str | PathLike[str] | None) -> None:
-    """Reject a resume file if several passes are needed."""
+    """Reject a resume file if calibration needs several passes over the data."""
     if resume_file is not None and len(groups) > 1:
-        raise SpecError("resume_file works with one pass over the data, memory_budget needs more: leave one out")
+        raise SpecError(
+            f"resume_file works with one pass over the data, but memory_budget needs {len(groups)}: omit one of these "
+            "arguments"
+        )
 
 
 def _observers(
     plan: GraphPlan, placements: Sequence[QuantizerPlacement], observer: ObserverLike | None
 ) -> dict[str, Observer]:
     default = get_observer_spec("mse" if observer is None else observer)
-    by_group: dict[str, ObserverSpec] = {}  # observer of the first layer that reads the group and whose rule names one
+    by_group: dict[str, ObserverSpec] = {}  # the first observer that a rule names for a layer reading the group
     for layer in plan.quantized:
         if layer.observer is not None and layer.input is not None:
             data = plan.layers_by_name[layer.name].data
@@ -187,7 +194,7 @@ def _observers(
 
 
 class _SampledBatches:
-    """All batches; the first ones are kept as samples."""
+    """Iterates over all batches, and keeps the first ones as samples."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches, self.samples, self.count = batches, list[Feed](), 0
@@ -203,7 +210,7 @@ class _SampledBatches:
 
 
 class _Stream:
-    """Tensors of each batch by name; after they are observed, they are checked for NaN."""
+    """Yields the tensors of each batch by name; when the caller has observed them, checks them for NaN."""
 
     def __init__(
         self,
@@ -226,7 +233,7 @@ class _Stream:
                 if observer.nonfinite > before[name]:
                     refuse_nan(f"tensor {name!r} of batch {number}", tensors[name], FLOAT_FAILS)
                     before[name] = observer.nonfinite
-            tensors.clear()  # free them before the model runs on the next batch
+            tensors.clear()  # free the tensors before the model runs on the next batch
 
 
 def observed_tensors(plan: GraphPlan) -> list[str]:
@@ -235,10 +242,13 @@ def observed_tensors(plan: GraphPlan) -> list[str]:
 
 
 def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[str]]:
-    """Group the tensors that a plan observes, so that each group fits the budget in bytes on the first batch."""
+    """Split the observed tensors of a plan into groups that each fit ``budget`` bytes, measured on the first batch.
+
+    A tensor that is larger than the budget is a group of its own.
+    """
     model, names = plan.model, observed_tensors(plan)
-    inner = [name for name in names if name not in plan.graph.inputs]
-    sizes = tensor_nbytes(model, inner, batches.check_first())
+    intermediate = [name for name in names if name not in plan.graph.inputs]
+    sizes = tensor_nbytes(model, intermediate, batches.check_first())
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name in names:
@@ -257,7 +267,10 @@ def tensor_groups(plan: GraphPlan, batches: Batches, budget: int) -> list[list[s
 
 
 def activation_params(placement: QuantizerPlacement, calibration: Calibration, *, clipped: bool) -> QuantParams:
-    """Compute the parameters of a tensor from its clipping or min-max range; cached, because searching is slow."""
+    """Compute the parameters of a tensor from its clipping range if ``clipped``, otherwise from its min-max range.
+
+    Results are cached, because the search for a clipping range is slow.
+    """
     key = placement, clipped
     if key not in calibration._params:
         calibration._params[key] = _activation_params(placement, calibration, clipped=clipped)
@@ -269,7 +282,7 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
     observer = calibration.observers.get(name)
     if observer is None:
         raise NotCalibratedError(
-            f"tensor {placement.group!r} was not observed: call qo.calibrate with the plan that you insert"
+            f"tensor {placement.group!r} was not observed: call qo.calibrate with the same plan as qo.insert"
         )
     if clipped:
         params = observer.params(placement.spec)
@@ -283,7 +296,11 @@ def _activation_params(placement: QuantizerPlacement, calibration: Calibration, 
 def choose_params(
     placements: Iterable[QuantizerPlacement], calibration: Calibration, clipped: Collection[str] | None = None
 ) -> dict[str, QuantParams]:
-    """Compute the parameters of all groups; ``clipped`` are the groups with their clipping range, None for all."""
+    """Compute the parameters of all groups.
+
+    Groups in ``clipped`` use their clipping range, and other groups their min-max range. None means that all groups use
+    their clipping range.
+    """
     return {
         each.group: activation_params(each, calibration, clipped=clipped is None or each.group in clipped)
         for each in placements
@@ -294,7 +311,7 @@ def choose_params(
 def range_decisions(
     params: Mapping[str, QuantParams], calibration: Calibration | None, clipped: Collection[str] | None = None
 ) -> dict[str, RangeDecision]:
-    """Convert chosen parameters to the ranges of ``Decisions``."""
+    """Convert the chosen parameters of each group to a ``RangeDecision``."""
     observed = {} if calibration is None else calibration.ranges
     return {
         group: RangeDecision(
@@ -305,7 +322,10 @@ def range_decisions(
 
 
 def _bounded(params: QuantParams, placement: QuantizerPlacement) -> QuantParams:
-    """Shrink the scale until the largest code stays within the Clip before it, which is redundant then."""
+    """Shrink the scale until the largest code stands for at most the upper bound of the Clip before the tensor.
+
+    The Clip is then redundant.
+    """
     spec, codes, limit = params.spec, np.float32(params.spec.qmax - params.zero_point), np.float32(placement.clip_max)
     scale = np.float32(params.scale)
     if not np.isfinite(placement.clip_max) or placement.clip_max <= 0 or codes * scale <= limit:
@@ -348,7 +368,7 @@ def _better_clipped(
     readers: dict[str, list[str]],
     isolated: IsolatedLayers,
 ) -> set[str]:
-    """Choose the tensors whose readers have less error with clipped outliers, measured on the first sample."""
+    """Choose the tensors whose readers have a smaller output error with the clipping range, on the first sample."""
     candidates = {
         each.tensor: [activation_params(each, calibration, clipped=clipped) for clipped in (False, True)]
         for each in placements
@@ -365,7 +385,7 @@ def _better_clipped(
 
 
 def _reaching_output(graph: Graph, layer_results: Iterable[str]) -> set[str]:
-    """Find the tensors that reach a model output without passing another quantized layer."""
+    """Find the tensors that reach a model output without passing through a quantized layer."""
     stops, leaving = set(layer_results), set(graph.outputs)
     for node in reversed(graph.nodes):
         if leaving & set(node.output) and not stops & set(node.output) and node.op_type != "Shape":

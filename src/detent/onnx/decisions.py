@@ -1,24 +1,25 @@
-"""Decisions: everything that quantizing an ONNX model decides, as one value.
+"""Decisions: all choices that are made when an ONNX model is quantized, as one object.
 
-``qo.decide`` reads data, searches and compares; ``qo.rewrite`` applies the decisions. The same model and decisions give
-the same file, byte for byte, on every machine and with any number of threads. If the opset is converted, this needs the
-same version of onnx.
+``qo.decide`` makes the decisions, and ``qo.rewrite`` applies them to the model. The same model and decisions give the
+same file, byte for byte, on every machine and with any number of threads. If the opset is converted, this also needs
+the same version of onnx.
 
 ====================== ===============================================================================================
-target, opset, IR      the runtime that the file is for, and the versions of ONNX that it is written in
-constants              floats that ONNX Runtime computed from constants; another machine may round them differently
-layers                 specs, weight scales and corrected biases, or why a layer is kept in float
-equalized, smoothed    factors between layers (cross-layer equalization, SmoothQuant), in the order of application
+target, opset, IR      the runtime that the file is for, and the opset and IR version of the file
+constants              results of constant folding by ONNX Runtime; another machine may round them differently
+layers                 for each layer, specs, weight scales and corrected bias, or why it is kept in float
+equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
-onnx_version           version of onnx that converted the opset; other versions may convert it differently
-source, data, recipe,  digests and texts for the file's metadata; they do not change the model
+onnx_version           version of the onnx package that converted the opset; others may convert it differently
+source, data, recipe,  digests and texts for the metadata of the file; they do not change its graph
 options, written_by
 ====================== ===============================================================================================
 
-Decisions leave out what follows from them: codes, int32 biases, names, the Max nodes of ``ort_workarounds``. A version
-of detent that derives different bytes from the same decisions has a new ``rewrite_version``.
+Decisions do not contain what ``qo.rewrite`` computes from them: weight codes, codes of uncorrected biases, new names,
+and the Max nodes of ``ort_workarounds``. If a version of detent writes different bytes for the same decisions, it has a
+new ``rewrite_version``.
 
-Values are checked when they are created; ``qo.rewrite`` checks that they fit the model before it changes anything.
+The classes of this module check their fields on creation. ``qo.rewrite`` rejects decisions that do not fit the model.
 """
 
 import json
@@ -55,18 +56,18 @@ __all__ = [
 Array = NDArray[Any]
 T = TypeVar("T")
 
-VERSION = 2  # version of Decisions and its JSON
-REWRITE_VERSION = 2  # changes when rewrite writes different bytes for the same decisions
-MAX_ENTRIES = 1 << 20  # layers, placements, ...; real models have thousands
+VERSION = 2  # version of Decisions and of its JSON
+REWRITE_VERSION = 2  # changes when qo.rewrite writes different bytes for the same decisions
+MAX_ENTRIES = 1 << 20  # limit on layers, placements, ...; real models have thousands
 MAX_INDEX_RANK = 16
 MAX_BIAS_CODE = (1 << 31) - 1
-OPSETS, IR_VERSIONS = range(13, 100), range(8, 11)  # versions that Q/DQ nodes can be written in
+OPSETS, IR_VERSIONS = range(13, 100), range(8, 11)  # versions that a quantized file can have
 EQUALIZED_FACTORS = np.float32(1e-3), np.float32(1)  # smallest and largest factor of equalization
-GAIN_DIGITS = 3  # decimals of a gain in dB
+GAIN_DIGITS = 3  # decimals to which a gain in dB is rounded
 SMOOTHED_FACTORS = np.float32(1e-4), np.float32(1e4)  # smallest and largest factor of SmoothQuant
 
 
-_parse_spec = lru_cache(QuantSpec.parse)  # a model has few specs and many layers
+_parse_spec = lru_cache(QuantSpec.parse)  # cached, because a model has few specs and many layers
 _spec_text = lru_cache(spec_text)
 
 
@@ -75,14 +76,14 @@ def _spec_from(value: object) -> QuantSpec:
         return _parse_spec(value)
     if isinstance(value, Mapping):
         return QuantSpec.from_dict(value)
-    raise SpecError(f"a spec must be text such as 'int8/axis0' or an object, got {value!r:.60}")
+    raise SpecError(f"a spec must be text such as 'int8/axis0', or a JSON object, got {value!r:.60}")
 
 
 LEAVES: Mapping[type, Leaf] = {QuantSpec: Leaf(lambda spec: _spec_text(spec) or spec.to_dict(), _spec_from)}
 
 
 class _ComparedByContent:
-    """Base of values that hold arrays; they are equal if their JSON is."""
+    """Base class of values that hold arrays: two values are equal if their JSON is equal."""
 
     def __eq__(self, other: object) -> bool:
         return encode(self, LEAVES) == encode(other, LEAVES) if type(other) is type(self) else NotImplemented
@@ -97,12 +98,14 @@ class QuantizerPlacement:
 
     Attributes:
         tensor: name of the tensor.
-        spec: spec of its codes.
-        group: first tensor of the group that shares scale and zero point; its own name if it is the first.
-        readers: names of the nodes that read the quantized tensor; empty for all readers.
-        clip_min, clip_max: bounds of a Relu or Clip before it, which limit its range.
-        source_tensor, factor: the tensor whose codes it shares, and the factor between their scales; "" for own codes.
-        constants: names of scalar constants that its operator reads, which are quantized too.
+        spec: spec of the tensor's codes.
+        group: first tensor of the group that shares one scale and zero point; ``tensor`` itself if it is the first.
+        readers: names of the nodes that read the quantized values; empty if all nodes that read the tensor do.
+        clip_min: lower bound of the Relu or Clip before the tensor; -inf without one.
+        clip_max: upper bound of the Relu or Clip before the tensor; inf without one.
+        source_tensor: the tensor whose codes this tensor shares; "" if it has its own codes.
+        factor: scale of this tensor divided by the scale of ``source_tensor``.
+        constants: names of scalar constants that the operator computing the tensor reads; they are quantized, too.
 
     >>> QuantizerPlacement("x", QuantSpec("uint8"), "x", ("fc",)).is_read_by_all
     False
@@ -128,7 +131,7 @@ class QuantizerPlacement:
 
     @property
     def is_read_by_all(self) -> bool:
-        """Whether all readers of the tensor read its quantized values."""
+        """Whether all nodes that read the tensor read its quantized values."""
         return not self.readers
 
 
@@ -138,9 +141,9 @@ class RangeDecision:
 
     Attributes:
         scale: positive, normal float32.
-        zero_point: code of 0.
-        clipped: True for the observer's clipping range, False for the min-max range.
-        observed_range: smallest and largest value in the calibration data, None without data.
+        zero_point: the code that stands for 0.
+        clipped: True if the scale is from the observer's clipping range, False if it is from the min-max range.
+        observed_range: smallest and largest value in the calibration data; None without calibration data.
 
     >>> RangeDecision(0.5, 3).params(QuantSpec("uint8"))
     dt.QuantParams('uint8/tensor/affine', scale=0.5, zero_point=3)
@@ -155,13 +158,13 @@ class RangeDecision:
         if self.observed_range is not None:
             lo, hi = self.observed_range
             if not (isfinite(lo) and isfinite(hi) and lo <= hi):
-                raise SpecError(f"observed_range must be finite and in order, got {self.observed_range}")
+                raise SpecError(f"observed_range must be finite, the smaller number first, got {self.observed_range}")
             object.__setattr__(self, "observed_range", (float(np.float32(lo)), float(np.float32(hi))))
 
     def params(self, spec: QuantSpec) -> QuantParams:
-        """Return the parameters of a tensor with that spec."""
+        """Return the quantization parameters: this scale and zero point, with ``spec``."""
         if float(np.float32(self.scale)) != self.scale:
-            raise ParamsError(f"scale must be exact in float32, got {self.scale!r}: use float(np.float32(scale))")
+            raise ParamsError(f"scale must be a float32 value, got {self.scale!r}: use float(np.float32(scale))")
         return QuantParams(spec, np.float32(self.scale), self.zero_point)
 
 
@@ -171,12 +174,14 @@ class LayerDecision(_ComparedByContent):
 
     Attributes:
         name: name of its node.
-        reason: why the layer is kept in float; "" for a quantized one.
-        weight, input: specs of its weight and its input; None for float.
-        weight_scale, weight_zero_point: arrays in the shape of the weight's granularity; None in float.
-        bias: corrected bias, None to keep the model's own. For a layer with a quantized input it holds int32 codes,
-            whose scale is the product of input and weight scale; otherwise float32.
-        input_range: smallest and largest input on which a float32 bias was corrected.
+        reason: why the layer is kept in float; "" if it is quantized.
+        weight: spec of its weight; None if the layer is kept in float.
+        input: spec of its input; None if the input is float.
+        weight_scale: scales of its weight, float32, one per parameter set; None if the layer is kept in float.
+        weight_zero_point: zero points of its weight, one per parameter set; None if the layer is kept in float.
+        bias: corrected bias, as int32 codes or as float32; None keeps the model's bias. The scale of int32 codes is the
+            input scale times the weight scale.
+        input_range: smallest and largest input in the samples that bias correction used; None without a float32 bias.
         index_rank: rank of the indices of a Gather with per-group scales; None for all other layers.
 
     >>> layer = LayerDecision("fc", "", QuantSpec("int8"), None, np.float32(0.5), np.int32(0))
@@ -207,11 +212,15 @@ class LayerDecision(_ComparedByContent):
         if self.reason:
             others = self.input, self.bias, self.input_range, self.index_rank
             if any(each is not None for each in (*stored, *others)):
-                raise SpecError(f"{where} is kept in float ({self.reason}): expected no specs and no parameters")
+                raise SpecError(
+                    f"{where} is kept in float ({self.reason}), but has specs or parameters: omit either the reason or "
+                    "the specs and parameters"
+                )
             return
         if any(each is None for each in stored):
             raise SpecError(
-                f"{where} needs weight, weight_scale and weight_zero_point, or a reason to be kept in float"
+                f"{where} lacks weight, weight_scale or weight_zero_point: pass all three, or a reason to keep the "
+                "layer in float"
             )
         self._check_bias(where)
         if self.index_rank is not None and not 0 <= self.index_rank <= MAX_INDEX_RANK:
@@ -225,7 +234,7 @@ class LayerDecision(_ComparedByContent):
             or self.weight_scale is None
             or params.scale.shape != self.weight_scale.shape
         ):
-            raise ParamsError(f"{where}: weight_scale must be float32 in the shape of {self.weight}")
+            raise ParamsError(f"{where}: for {self.weight}, weight_scale must be float32 of shape {params.scale.shape}")
 
     def _check_bias(self, where: str) -> None:
         bias = self.bias
@@ -235,12 +244,12 @@ class LayerDecision(_ComparedByContent):
             if bias.size and np.abs(bias.astype(np.int64)).max() > MAX_BIAS_CODE:
                 raise SpecError(f"{where}: bias codes must be at most {MAX_BIAS_CODE} in magnitude")
         elif bias is not None and (bias.dtype != np.float32 or not np.isfinite(bias).all()):
-            raise SpecError(f"{where}: bias must be int32 codes or finite float32, got {bias.dtype}")
+            raise SpecError(f"{where}: bias must be int32 codes or float32 without NaN and infinity, got {bias.dtype}")
         if self.input_range is not None:
             lo, hi = self.input_range
             if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
                 raise SpecError(
-                    f"{where}: input_range needs a corrected bias, and must be finite and in order; got {lo}, {hi}"
+                    f"{where}: got input_range ({lo}, {hi}), expected two finite numbers, the smaller first, and a bias"
                 )
 
     @property
@@ -250,27 +259,30 @@ class LayerDecision(_ComparedByContent):
 
     @cached_property
     def weight_params(self) -> QuantParams:
-        """Parameters of the layer's weight."""
+        """Quantization parameters of the layer's weight."""
         if self.weight is None or self.weight_scale is None:
-            raise SpecError(f"layer {self.name!r} is kept in float: {self.reason}")
+            raise SpecError(f"layer {self.name!r} has no weight parameters, because it is kept in float: {self.reason}")
         return QuantParams(self.weight, self.weight_scale, self.weight_zero_point)
 
     def kept_in_float(self, reason: str) -> "LayerDecision":
-        """Return the decision that keeps this layer in float."""
+        """Return a decision that keeps this layer in float for ``reason``."""
         return LayerDecision(self.name, reason)
 
 
 @dataclass(frozen=True, eq=False)
 class Equalized(_ComparedByContent):
-    """Cross-layer equalization of one tensor: each channel is divided by a factor, and the next layers multiply by it.
+    """Cross-layer equalization of one tensor.
+
+    Each channel of the tensor is divided by a factor. The weights of the layers that read it are multiplied by that
+    factor.
 
     Attributes:
         tensor: the tensor between the layers.
-        maker: the layer that computes it.
-        readers: the layers that read it.
-        factors: float32, one per channel, at most 1.
-        strength: exponent of the factors; 1 gives all channels the same range.
-        gain_db: gain in SQNR at the readers' outputs.
+        maker: the layer that computes the tensor.
+        readers: the layers that read the tensor.
+        factors: float32 array, one factor per channel, at most 1.
+        strength: exponent in the formula of the factors; 1 gives all channels the same range.
+        gain_db: gain in SQNR at the readers' outputs, in dB.
 
     >>> print(Equalized("x", "a", ("b",), np.float32([1.0, 0.5]), 1.0, 6.0))
     equalized x (a, b) with strength 1: 6.0 dB less noise
@@ -296,15 +308,18 @@ class Equalized(_ComparedByContent):
 
 @dataclass(frozen=True, eq=False)
 class Smoothed(_ComparedByContent):
-    """SmoothQuant of one tensor: each channel is divided by a factor, and the weights of its readers multiply by it.
+    """SmoothQuant of one tensor.
+
+    Each channel of the tensor is divided by a factor. The weights of the layers that read it are multiplied by that
+    factor.
 
     Attributes:
         tensor: the input of the layers.
-        layers: the layers that read it.
-        factors: float32, one per channel.
-        folded: True if the division is folded into the normalization before it, False for a Mul node.
-        strength: exponent of the factors.
-        gain_db: gain in SQNR at the layers' outputs.
+        layers: the layers that read the tensor.
+        factors: float32 array, one factor per channel.
+        folded: True if the division is folded into the normalization before the tensor, False if it is a Mul node.
+        strength: exponent alpha in the formula of the factors.
+        gain_db: gain in SQNR at the layers' outputs, in dB.
 
     >>> print(Smoothed("x", ("fc",), np.float32([4.0, 0.5]), True, 0.5, 6.0))
     smoothed x (fc) with strength 0.5: 6.0 dB less noise
@@ -335,15 +350,15 @@ def _factors(where: str, factors: Array, limits: tuple[np.float32, np.float32]) 
     values, (lowest, highest) = np.asarray(factors), limits
     if values.dtype != np.float32 or values.ndim != 1:
         raise SpecError(f"{where}: factors must be a float32 vector, got {values.dtype} of shape {values.shape}")
-    if not ((values >= lowest) & (values <= highest)).all():  # false for NaN
+    if not ((values >= lowest) & (values <= highest)).all():  # comparisons with NaN are false
         raise SpecError(f"{where}: factors must be in {lowest:g}..{highest:g}")
     return read_only(values)
 
 
 def _check_change(where: str, what: str, layers: tuple[str, ...], strength: float, gain_db: float) -> None:
-    """Reject changes without a layer or with a repeated one, and values that are not finite."""
+    """Reject an empty list of layers, a repeated layer, and a strength or gain that is not finite."""
     if not layers:
-        raise SpecError(f"{where}: {what} must name at least one layer")
+        raise SpecError(f"{where}: {what} is empty, expected at least one layer")
     _check_unique(where, what, layers)
     if not (isfinite(strength) and isfinite(gain_db)):
         raise SpecError(f"{where}: strength and gain_db must be finite, got {strength} and {gain_db}")
@@ -351,21 +366,26 @@ def _check_change(where: str, what: str, layers: tuple[str, ...], strength: floa
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Decisions(_ComparedByContent):
-    """All decisions for one model; see the module's table.
+    """All decisions for one model; the module docstring has an overview.
 
     Attributes:
-        version, rewrite_version: versions of this value, and of the bytes that ``qo.rewrite`` writes from it.
-        written_by: version of detent that decided.
-        onnx_version: version of onnx that converted the opset; "" without a conversion.
-        target: name of the target.
-        opset, ir_version: versions of ONNX that the file is written in.
-        source, data: digests of the float model and of the calibration data; "" if unknown.
-        recipe, options: the recipe, and the options that differ from the defaults, as JSON.
-        constants: computed floats by name.
+        version: version of this class and of its JSON.
+        rewrite_version: changes when ``qo.rewrite`` writes different bytes for the same decisions.
+        written_by: version of detent that made the decisions.
+        onnx_version: version of the onnx package that converted the opset; "" if it was not converted.
+        target: name of the target, such as "onnxruntime".
+        opset: opset of the quantized file.
+        ir_version: IR version of the quantized file.
+        source: digest of the float model; "" if unknown.
+        data: digest of the calibration data; "" without calibration data.
+        recipe: the recipe as JSON.
+        options: the options of ``qo.decide`` that differ from their defaults, as JSON.
+        constants: results of constant folding that another machine may round differently, by name.
         layers: a decision for every layer of the model.
-        equalized, smoothed: factors, in the order of application.
+        equalized: cross-layer equalization of tensors, in the order of application.
+        smoothed: SmoothQuant of tensors, in the order of application.
         placements: tensors with Q/DQ pairs, in graph order.
-        ranges: scale and zero point by group.
+        ranges: scale and zero point of each group of placements, by the group's name.
 
     >>> decisions = Decisions(target="openvino", layers=(LayerDecision("fc", "skipped"),))
     >>> decisions
@@ -430,35 +450,36 @@ class Decisions(_ComparedByContent):
         ):
             if value != supported:
                 raise SpecError(
-                    f"decisions: got {name} {value!r}, this version of detent reads {supported}: call qo.decide again"
+                    f"decisions: got {name} {value!r}, but this version of detent reads {supported}: call qo.decide "
+                    "again"
                 )
         for name, value, allowed in (("opset", self.opset, OPSETS), ("ir_version", self.ir_version, IR_VERSIONS)):
             if type(value) is not int or value not in allowed:
                 raise SpecError(f"decisions: {name} must be in {allowed[0]}..{allowed[-1]}, got {value!r}")
 
     def _check_groups(self) -> None:
-        """Reject groups without a range, ranges without a group, and members that come before their group."""
+        """Reject groups without a range, ranges without a group, and placements before the first one of their group."""
         earlier: dict[str, QuantizerPlacement] = {}
         own = set()
         for each in self.placements:
             where = f"placement of {each.tensor!r}"
             if each.source_tensor and each.source_tensor not in earlier:
-                raise SpecError(f"{where}: source_tensor {each.source_tensor!r} has no earlier placement")
+                raise SpecError(f"{where}: source_tensor {each.source_tensor!r} must have an earlier placement")
             if each.group != each.tensor and each.group not in earlier:
-                raise SpecError(f"{where}: group {each.group!r} has no earlier placement")
+                raise SpecError(f"{where}: group {each.group!r} must have an earlier placement")
             first = earlier.get(each.source_tensor or each.group, each)
             if each.spec != first.spec:
-                raise SpecError(f"{where}: got the spec {each.spec}, expected {first.spec} as for {first.tensor!r}")
+                raise SpecError(f"{where}: got spec {each.spec}, expected {first.spec}, the spec of {first.tensor!r}")
             earlier[each.tensor] = each
             if each.group == each.tensor and not each.source_tensor:
                 own.add(each.group)
         if own != set(self.ranges):
             unknown, missing = sorted(set(self.ranges) - own), sorted(own - set(self.ranges))
-            raise SpecError(f"decisions: ranges and groups of placements differ: unknown {unknown}, missing {missing}")
+            raise SpecError(f"decisions: ranges must have one entry per group: unknown {unknown}, missing {missing}")
         self.tensor_params()
 
     def tensor_params(self) -> dict[str, QuantParams]:
-        """Return the parameters of each quantized activation, by tensor."""
+        """Return the parameters of each quantized activation, by tensor name."""
         return dict(self._tensor_params)
 
     @cached_property
@@ -477,10 +498,10 @@ class Decisions(_ComparedByContent):
         return params
 
     def with_layers_in_float(self, names: Collection[str], reason: str) -> "Decisions":
-        """Return these decisions with some layers kept in float, and without Q/DQ pairs that only they read.
+        """Return these decisions with some layers kept in float, and without Q/DQ pairs that only these layers read.
 
         Raises:
-            SpecError: a name is not a layer, or the reason is empty.
+            SpecError: a name is not that of a layer, or the reason is empty.
         """
         names = (names,) if isinstance(names, str) else names
         if not reason:
@@ -507,8 +528,8 @@ class Decisions(_ComparedByContent):
         """Parse decisions from the JSON of ``to_json``.
 
         Raises:
-            FileFormatError: not JSON, unknown or missing keys, values of a wrong type.
-            SpecError, ParamsError: values that cannot be applied to any model.
+            FileFormatError: the text is not JSON, has unknown or missing keys, or a value has a wrong type.
+            SpecError, ParamsError: a value cannot be applied to any model.
         """
         values = parse(text, "the JSON of decisions")
         check_version(values.get("version"), VERSION, "decisions")
@@ -516,7 +537,7 @@ class Decisions(_ComparedByContent):
 
 
 def scaled(params: QuantParams, factor: float) -> QuantParams:
-    """Return the parameters of a tensor times a factor: the same codes, the scale multiplied and rounded once."""
+    """Return the parameters of a tensor times a factor: the codes stay, and the new scale is rounded once."""
     return QuantParams(params.spec, np.float32(params.scale * np.float64(factor)), params.zero_point)
 
 
@@ -524,5 +545,5 @@ def _check_unique(where: str, what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise SpecError(f"{where}: {what} has {name!r} twice")
+            raise SpecError(f"{where}: {name!r} occurs twice in {what}")
         seen.add(name)

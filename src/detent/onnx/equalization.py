@@ -2,13 +2,15 @@ r"""Cross-layer equalization: gives the channels of an activation between convol
 
 .. math:: \operatorname{relu}(W_1 x) = \operatorname{diag}(s) \operatorname{relu}(\operatorname{diag}(s)^{-1} W_1 x)
 
-(Nagel et al. 2019; Meller et al. 2019). With one scale per tensor, the largest channels determine the precision of all
-others. The factors go into the rows of the weight before the tensor, and into the columns of the weights after it.
+See Nagel et al. 2019 and Meller et al. 2019. An activation has one scale, so the channels with the largest range
+determine the precision of all channels. The weight before the activation is divided by the factors along its output
+channels. The weights after it are multiplied by the factors along their input channels.
 
-Each row has its own scale, so nothing is lost there; the channels of a depthwise convolution do too. Columns of dense
-weights share a scale, so the strength is chosen by the smallest error at the outputs of these layers.
+With one scale per output channel, the division costs no precision. In depthwise convolutions the multiplication costs
+no precision either. In other convolutions, input channels with different factors share a scale, which costs precision.
+So each activation gets the strength with the smallest error at the outputs of the layers after it.
 
-``choose`` compares strengths on sample data; ``apply`` writes chosen factors into a model and needs no data.
+``choose`` compares strengths on sample data. ``apply`` writes the chosen factors into a model and needs no data.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,16 +38,16 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
-MAX_FACTOR_RATIO = 1e3  # ratio of the largest to the smallest factor of a tensor
+MAX_FACTOR_RATIO = 1e3  # limit on the ratio of the largest to the smallest factor of a tensor
 MAX_REMAINING_NOISE = 0.9  # equalization must remove at least 10 % of the noise
 MAX_SAMPLES = 2  # batches on which strengths are compared
-MIN_CHANNEL_VALUES = 256  # with fewer, the channel maximum is unreliable
-HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # positive factors pass through them
+MIN_CHANNEL_VALUES = 256  # with fewer values per channel, the channel maximum is unreliable
+HOMOGENEOUS = ("Relu", "LeakyRelu", "PRelu")  # f(s * x) = s * f(x) for s > 0
 
 
 @dataclass(frozen=True)
 class _Between:
-    """A tensor between convolutions: the node that computes it, and the nodes that read it."""
+    """A tensor between convolutions, the node that computes it, and the nodes that read it."""
 
     tensor: str
     maker: NodeProto
@@ -53,7 +55,7 @@ class _Between:
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
-    """Choose factors for the tensors whose readers have less output error with them."""
+    """Choose factors for tensors between convolutions; keep only factors that reduce the readers' output error."""
     lines = {line.name: line for line in plan.quantized if line.type == "Conv" and line.input is not None}
     graph = plan.graph
     between = [each for each in _between(graph) if all(graph.node_name(reader) in lines for reader in each.readers)]
@@ -72,13 +74,13 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
         strength, factors, ratio = best
         names = tuple(line.name for line in readers)
         chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db(ratio)))
-        for node, weight in _changed_weights(graph, each, factors, weights):  # for the next tensors
+        for node, weight in _changed_weights(graph, each, factors, weights):  # for later tensors
             weights[graph.node_name(node)] = weight
     return tuple(chosen)
 
 
 def apply(model: ModelProto, equalized: Sequence[Equalized]) -> ModelProto:
-    """Write chosen factors into a model, in place."""
+    """Write the chosen factors into the weights and biases of a model, in place."""
     if not equalized:
         return model
     graph = Graph(model)
@@ -118,7 +120,7 @@ def _checked(graph: Graph, decision: Equalized) -> _Between:
 
 
 def _between(graph: Graph) -> Iterator[_Between]:
-    """Yield the tensors that a convolution computes and only convolutions read, with constant, unshared weights."""
+    """Yield the tensors between convolutions whose weights are constant and not shared with other nodes."""
     for node in graph.nodes:
         if node.op_type != "Conv" or node.input[1] not in graph.constants:
             continue
@@ -140,7 +142,7 @@ def _nodes(between: _Between) -> tuple[NodeProto, ...]:
 
 
 def _result(graph: Graph, node: NodeProto) -> str:
-    """Return the output of a layer, after an activation function that factors pass through."""
+    """Return a layer's output, or that of the activation function after it if the function is in ``HOMOGENEOUS``."""
     result = node.output[0]
     readers = graph.consumers(result)
     passes = len(readers) == 1 and readers[0].op_type in HOMOGENEOUS and readers[0].input[0] == result
@@ -148,7 +150,7 @@ def _result(graph: Graph, node: NodeProto) -> str:
 
 
 class _Channels:
-    """Per-channel range of a tensor over all samples, and the parts of the samples on which readers are compared."""
+    """Per-channel ranges of a tensor over all samples, and the parts of it on which output errors are measured."""
 
     def __init__(self) -> None:
         self.lo, self.hi = np.float32(0), np.float32(0)
@@ -181,7 +183,7 @@ def _best_strength(
         return None
     layers = [plan.layers_by_name[line.name] for line in readers]
     probes = [Probe(layer) for layer in layers]
-    data = list(zip(*channels.parts, strict=True))  # by reader, then by sample
+    data = list(zip(*channels.parts, strict=True))  # indexed by reader, then by sample
     runs = zip(probes, weights, data, strict=True)
     references = [[probe.run(x, weight) for x in parts] for probe, weight, parts in runs]
     shape = [1, -1, *(1,) * (data[0][0].ndim - 2)]
@@ -233,7 +235,7 @@ def _inverse(factors: Array) -> Array:
 def _changed_weights(
     graph: Graph, between: _Between, factors: Array, weights: dict[str, Array]
 ) -> Iterator[tuple[NodeProto, Array]]:
-    """Yield the weights before and after a tensor with its factors applied, the weight before it first."""
+    """Yield each convolution next to a tensor, and its weight with the factors applied; the maker comes first."""
     rows = weights[graph.node_name(between.maker)]
     scaled = rows * _inverse(factors).reshape(-1, *(1,) * (rows.ndim - 1))
     yield between.maker, np.asarray(scaled, np.float32)
@@ -244,6 +246,6 @@ def _changed_weights(
 def _columns(node: NodeProto, weight: Array, factors: Array) -> Array:
     """Multiply the input channels of a weight by the factors."""
     groups = int(attribute_of(node, "group", 1))
-    rows = factors.reshape(groups, 1, -1)  # the inputs of each group
+    rows = factors.reshape(groups, 1, -1)  # one row of factors per convolution group
     spread = np.broadcast_to(rows, (groups, len(weight) // groups, weight.shape[1])).reshape(len(weight), -1)
     return np.asarray(weight * spread.reshape(*spread.shape, *(1,) * (weight.ndim - 2)), np.float32)

@@ -1,8 +1,14 @@
-"""Float fallback: keep the few layers in float that alone cause much of the noise at the outputs.
+"""Float fallback: keeps a few layers in float if each of them alone causes much of the noise at the outputs.
 
-A layer is kept in float if it alone causes a quarter of the noise, holds few weights, and the noise drops without it.
-The last condition matters where noise is as large as the signal: errors of several layers may cancel. Otherwise noise
-about adds up over layers, so groups of layers are measured first, and only noisy groups are split further.
+A layer is kept in float if all of these conditions hold:
+
+- Quantizing only this layer causes at least a quarter of the noise of the fully quantized model.
+- The layer holds less than a tenth of the model's weight bytes.
+- Keeping the layer in float removes at least a tenth of the noise.
+
+The last condition matters if the noise is as large as the signal, because the errors of several layers may then cancel.
+With less noise, the noise of a group of layers is about the sum of the layers' noise. So groups of layers are measured
+first, and only noisy groups are split further.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +26,9 @@ from detent.params import QuantParams
 
 __all__ = ["NoiseByLayer", "choose_float"]
 
-MIN_NOISE_SHARE = 0.25  # of the total noise; layers below it are not worth their float weights
-MAX_WEIGHT_SHARE = 0.1  # of the model's weight bytes; larger layers would undo the compression
-MAX_LAYERS = 5  # layers kept in float, at most
+MIN_NOISE_SHARE = 0.25  # share of the total noise; with less, float weights cost too many bytes for their gain
+MAX_WEIGHT_SHARE = 0.1  # share of the model's weight bytes; larger layers would undo the compression
+MAX_LAYERS = 5  # limit on the layers kept in float
 NEGLIGIBLE_NOISE = 1e-4  # relative to output power; below it no layer is kept in float
 MAX_REMAINING_NOISE = 0.9  # float fallback must remove at least 10 % of the noise
 SEARCH_SAMPLES = 1  # batches for the search; candidates are then measured on all samples
@@ -32,9 +38,9 @@ Feed = dict[str, Array]
 
 
 def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> dict[str, float]:
-    """Choose the layers to keep in float, at most 5, each with its share of the noise.
+    """Choose at most 5 layers to keep in float; returns each layer's share of the noise, by layer name.
 
-    A layer qualifies if it causes over a quarter of the noise, holds few weights, and the noise drops without it.
+    The module docstring lists the conditions.
     """
     layers = NoiseByLayer(plan, params, samples)
     total = layers.noise_without()
@@ -44,7 +50,7 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
     limit = MAX_WEIGHT_SHARE * plan.nbytes_before
     worst = [name for name in layers.worst(MIN_NOISE_SHARE) if sizes[name] < limit]
     shares = {name: layers.noise([name]) / total for name in worst}
-    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # on all samples
+    shares = {name: share for name, share in shares.items() if share >= MIN_NOISE_SHARE}  # now measured on all samples
     ranked = sorted(shares, key=lambda name: -shares[name] / sizes[name])
     kept, remaining = dict[str, float](), total
     for name in ranked[:MAX_LAYERS]:
@@ -57,8 +63,8 @@ def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Se
 class NoiseByLayer:
     """Measures the noise at the outputs, relative to their power, with some layers quantized.
 
-    The Q/DQ pair of an activation belongs to the layers that read it; without such layers, to the layer that computes
-    it.
+    The Q/DQ pair of an activation belongs to the layers that read the activation. If no layer reads it, the pair
+    belongs to the layer that computes it.
     """
 
     def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
@@ -76,7 +82,7 @@ class NoiseByLayer:
 
     @property
     def count(self) -> int:
-        """Number of compared outputs, over all samples."""
+        """Number of compared outputs times number of samples."""
         return len(self._outputs) * len(self._samples)
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
@@ -88,7 +94,7 @@ class NoiseByLayer:
         return self._noise(self._all - self._parts(layers), samples)
 
     def worst(self, share: float) -> dict[str, float]:
-        """Find the layers that alone cause at least that share of the noise on the first sample, with their shares."""
+        """Return the noise shares of layers that alone cause at least ``share`` of the noise on the first sample."""
         total = self.noise_without(samples=SEARCH_SAMPLES)
         shares: dict[str, float] = {}
 
@@ -107,7 +113,7 @@ class NoiseByLayer:
         return shares
 
     def _parts(self, layers: Iterable[str]) -> frozenset[str]:
-        """Return the names of some layers and of the activations whose Q/DQ pairs belong to them."""
+        """Return the names of some layers, and of the activations whose Q/DQ pairs belong to these layers."""
         names = set(layers)
         return frozenset(names | {tensor for tensor, owners in self._owners.items() if names & owners})
 
@@ -121,7 +127,7 @@ class NoiseByLayer:
         return total
 
     def _sample_noise(self, parts: frozenset[str], sample: int) -> Iterator[float]:
-        """Yield the noise at each float output, relative to its power."""
+        """Yield the noise at each float output, relative to the power of that output."""
         for old, new in zip(self._references[sample], self._run(self._samples[sample], parts), strict=True):
             if old.dtype == np.float32:
                 yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
@@ -139,7 +145,10 @@ class NoiseByLayer:
 
 
 def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str]:
-    """Return the layers that read a tensor; without any, the layer that computes it, also before a Relu or Clip."""
+    """Return the layers that read a tensor.
+
+    If there are none, return the layer that computes the tensor, directly or through a Relu or Clip.
+    """
     readers = frozenset(name for name in names if plan.layers_by_name[name].data == tensor)
     if readers:
         return readers

@@ -1,7 +1,7 @@
-"""Planning: what a recipe means for a graph, before anything runs.
+"""Planning: how a recipe will quantize each layer of a model, before the model runs.
 
-``qo.plan`` returns a table with a row per layer: the rule that applies, the specs, the bytes, or why the layer is kept
-in float. ``qo.insert`` applies a plan.
+``qo.plan`` returns a table with one row per layer. A row shows the rule that applies, and either the specs and the
+bytes, or why the layer is kept in float. ``qo.insert`` applies a plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ __all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_param
 Array = NDArray[Any]
 RecipeLike = Recipe | str | PathLike[str]
 
-MINMAX_BITS = 8  # weights with at least 8 bits have their min-max range; with fewer, the MSE-optimal range is searched
+MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
 MIN_CONV_CHANNELS = 5  # with fewer input channels, integer kernels of ONNX Runtime are 2 to 10 times slower than float
 FLOAT_BYTES = 4
@@ -47,11 +47,13 @@ class LayerPlan:
     Attributes:
         name: name of its node.
         type: operator of its node.
-        rule: index of the last rule that matched, None if no rule did.
-        reason: why the layer is kept in float; "" for a quantized one.
-        weight, input: specs of its weight and its input, None for float.
-        observer: observer of its input, None if no rule names one.
-        nbytes_before, nbytes_after: bytes of its weight in the float and the quantized file.
+        rule: index of the last rule that matched; None if no rule matched.
+        reason: why the layer is kept in float; "" if it is quantized.
+        weight: spec of its weight; None if the layer is kept in float.
+        input: spec of its input; None if the input is float.
+        observer: observer of its input; None if no rule names an observer.
+        nbytes_before: bytes of its weight in the float file.
+        nbytes_after: bytes of its weight in the quantized file, including scales and zero points.
         note: remark on a quantized layer.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
@@ -75,7 +77,7 @@ class LayerPlan:
         return not self.reason
 
     def kept_in_float(self, reason: str) -> "LayerPlan":
-        """Return the row of this layer if it is kept in float.
+        """Return this layer's row, changed to keep the layer in float for ``reason``.
 
         >>> LayerPlan("fc", "MatMul").kept_in_float("too sensitive").reason
         'too sensitive'
@@ -90,8 +92,9 @@ class GraphPlan(PlanTotals[LayerPlan]):
     """Plan for quantizing the layers of a model; ``str`` and notebooks show it as a table.
 
     Attributes:
-        recipe, target: what the plan was made for.
-        layers: a row per layer.
+        recipe: the recipe that the plan applies.
+        target: the runtime that the plan is for.
+        layers: one row per layer.
         model: the prepared model.
 
     >>> from onnx import parser
@@ -122,15 +125,15 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return {layer.name: layer for layer in layers_of(self.graph)}
 
     def placements(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> list[QuantizerPlacement]:
-        """Return where Q/DQ pairs of activations go; without ``ranges``, everywhere they may go."""
+        """Return the placements of Q/DQ pairs; ``ranges`` can exclude some of them, see ``place_quantizers``."""
         chosen = {layer.name: self.layers_by_name[layer.name] for layer in self.quantized}
         specs = {layer.name: layer.input for layer in self.quantized if layer.input is not None}
         return place_quantizers(self.graph, chosen, specs, ranges)
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
-        """Return the parameters of a quantized layer's weight; cached for layers that share weight and spec."""
+        """Return the parameters of a quantized layer's weight; layers with the same weight and spec share them."""
         if line.weight is None:
-            raise SpecError(f"layer {line.name!r} is kept in float: {line.reason}")
+            raise SpecError(f"layer {line.name!r} has no weight parameters, because it is kept in float: {line.reason}")
         key = self.layers_by_name[line.name].weight, line.weight
         if key not in self._weight_params:
             try:
@@ -144,7 +147,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return GraphPlan(self.recipe, self.target, self.layers, model)
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
-        """Return this plan with some layers kept in float."""
+        """Return this plan with some layers kept in float for ``reason``."""
         removed = set(names)
         return replace(
             self, layers=tuple(each.kept_in_float(reason) if each.name in removed else each for each in self.layers)
@@ -191,10 +194,10 @@ def plan(
         model: a model that ``qo.prepare`` returned.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
-        skip: names of layers to keep in float, or globs.
+        skip: names or glob patterns of layers to keep in float.
 
     Raises:
-        SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis of its rule.
+        SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
         UnsupportedError: the model has no layer to quantize.
 
     >>> from onnx import parser
@@ -239,7 +242,7 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     if decision.weight is None:
         return line.kept_in_float("its rule has no weight spec")
     weight = _fit_axis(decision.weight, layer)
-    if input_spec is not None and not layer.depthwise:  # only dense integer kernels have accumulators that saturate
+    if input_spec is not None and not layer.depthwise:  # accumulators of depthwise kernels do not saturate
         weight = target.weight_spec(weight)
     check_axis(weight, f"the weight of {layer.name!r}", layer.shape)
     reason = weight_problem(weight, layer) or _rank_problem(graph, layer, weight)
@@ -266,7 +269,7 @@ def _runtime_problem(layer: Layer, target: Target) -> str:
 
 
 def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
-    """Move "axis0" to the layer's output channels, and groups to the axis that is summed over."""
+    """Change "axis0" to the axis of the layer's output channels, and groups to the axis that a matmul sums over."""
     if spec.granularity == PerAxis(0):
         return spec.replace(granularity=PerAxis(layer.axis))
     if isinstance(spec.granularity, PerGroup) and layer.axis != 0 and len(layer.shape) == 2:
@@ -275,7 +278,7 @@ def _fit_axis(spec: QuantSpec, layer: Layer) -> QuantSpec:
 
 
 def weight_problem(spec: QuantSpec, layer: Layer) -> str:
-    """Explain why a file cannot store a layer's weight with that spec; "" if it can."""
+    """Explain why an ONNX file cannot store a layer's weight with a spec; "" if it can."""
     kind = spec.granularity
     if not spec.format.is_integer:
         return f"ONNX Runtime needs an integer format, got {spec.format.name}: use w8a8 or w8a16"
@@ -298,7 +301,7 @@ def _rank_problem(graph: Graph, layer: Layer, spec: QuantSpec) -> str:
 
 
 def activation_problem(spec: QuantSpec) -> str:
-    """Explain why a file cannot quantize activations with that spec; "" if it can."""
+    """Explain why an ONNX file cannot quantize activations with a spec; "" if it can."""
     if isinstance(spec.granularity, PerToken) or not isinstance(spec.granularity, PerTensor):
         return f"QuantizeLinear of activations needs one scale per tensor, got {spec}"
     if spec.rounding != half_even:
@@ -309,13 +312,13 @@ def activation_problem(spec: QuantSpec) -> str:
 
 
 def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
-    """Bytes of codes, scales and zero points in the file."""
+    """Return the bytes that the codes, scales and zero points of a weight take in the file."""
     is_matmul = layer.node.op_type in MATMULS
     return stored_nbytes(spec, layer.shape, onnx_widths(is_matmul=is_matmul))
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """Compute the parameters of a weight from its min-max range, below 8 bits from its MSE-optimal range."""
+    """Compute the parameters of a weight from its min-max range, or from its MSE-optimal range below 8 bits."""
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
     return MSE(granularity=spec.granularity).observe(weight).params(spec)

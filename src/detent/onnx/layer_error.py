@@ -1,11 +1,11 @@
-"""Layer error: the quantization error of a layer, at its own output and at the outputs of the model.
+"""Layer error: the quantization error of a layer, measured at its own output or at the outputs of the model.
 
-A ``Probe`` computes one layer alone, on sample data. Accuracy passes use it to compare candidates for a layer; running
-the whole model for each candidate would take hundreds of times longer. A part of the data is enough: some rows of a
-matrix, some blocks of an image.
+A ``Probe`` runs one layer by itself on sample data. Accuracy passes use it to compare candidates for a layer; running
+the whole model for each candidate would take hundreds of times longer. A part of the layer's input is enough: some rows
+of a matrix, or some blocks of an image.
 
-A ``SwitchableModel`` measures the effect of layers at the outputs of the model: one session in which each layer can be
-quantized or not. Float fallback and ``detent.sensitivity`` use it.
+A ``SwitchableModel`` measures how the quantization of layers changes the outputs of the model. It has one session, in
+which each layer can be quantized or kept in float. Float fallback and ``detent.sensitivity`` use it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,34 +30,34 @@ __all__ = ["IsolatedLayers", "Probe", "Switch", "SwitchableModel", "gain_db", "n
 Array = NDArray[Any]
 
 Feed = dict[str, Array]
-PART_ROWS = 512  # rows of a matrix that are compared
-PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image that are compared, and the side of the blocks they come in
+PART_ROWS = 512  # rows of a matrix on which errors are measured
+PART_POINTS, BLOCK_SIDE = 64 * 64, 8  # pixels of an image on which errors are measured, and the side of their blocks
 
 
 class Probe:
-    """One layer that runs alone, without its bias."""
+    """One layer that runs by itself, without its bias."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self._session: ort.InferenceSession | None = None
 
     def run(self, x: Array, weight: Array) -> Array:
-        """Compute the layer without its bias."""
+        """Compute the output of the layer without its bias."""
         kind = self.layer.node.op_type
         if kind in MATMULS:
             matrix = weight.T if attribute_of(self.layer.node, "transB", 0) else weight
             return x.reshape(-1, x.shape[-1]) @ matrix
         if self._session is None:
-            self._session = make_session(_alone(self.layer.node), threads=1)  # many sessions, few run at once
+            self._session = make_session(_alone(self.layer.node), threads=1)  # few of the sessions run at once
         with ort_errors():
             result: Array = self._session.run(None, {"x": x, "w": weight})[0]
         return result
 
 
 class IsolatedLayers:
-    """Quantized layers of a plan, each computed alone on a part of its input in the sample batches.
+    """Runs each quantized layer of a plan by itself, on a part of the layer's input in the sample batches.
 
-    The model runs once per sample for all layers, when ``inputs`` is first called for it.
+    The whole model runs once per sample to record all layers' inputs, when ``inputs`` is first called for that sample.
     """
 
     def __init__(self, plan: GraphPlan, samples: Sequence[Feed]) -> None:
@@ -75,17 +75,17 @@ class IsolatedLayers:
         return self._inputs[sample]
 
     def run(self, name: str, x: Array, weight: Array) -> Array:
-        """Compute a layer without its bias."""
+        """Compute the output of a layer without its bias."""
         if name not in self._probes:
             self._probes[name] = Probe(self._layers[name])
         return self._probes[name].run(x, weight)
 
 
 def part_of(layer: Layer, x: Array) -> Array:
-    """Select a part of a layer's input to measure its error on: spread rows of a matrix, or blocks of an image."""
+    """Select the part of a layer's input on which errors are measured: rows of a matrix, or blocks of an image."""
     if layer.node.op_type in MATMULS:
         flat = x.reshape(-1, x.shape[-1])
-        return np.ascontiguousarray(flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS])  # a view would keep all of x
+        return np.ascontiguousarray(flat[:: max(1, len(flat) // PART_ROWS)][:PART_ROWS])  # a view would keep x alive
     sizes = layer.shape[2:]
     dilations = attribute_of(layer.node, "dilations", [1] * len(sizes))
     remaining = PART_POINTS
@@ -120,7 +120,7 @@ def _alone(node: NodeProto) -> ModelProto:
 
 
 def noise(reference: Array, result: Array) -> float:
-    """Compute the power of the difference of two arrays."""
+    """Compute the sum of the squared differences of two arrays."""
     difference = (result - reference).ravel()
     return float(difference @ difference)
 
@@ -132,7 +132,7 @@ def gain_db(remaining: float) -> float:
 
 @dataclass(frozen=True)
 class Switch:
-    """A Q/DQ pair that a flag turns on, for all readers of a tensor or for one."""
+    """A Q/DQ pair after a tensor that a flag turns on, for all nodes that read the tensor or for one ``reader``."""
 
     flag: str
     tensor: str
@@ -143,8 +143,8 @@ class Switch:
 class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
-    Weights are inputs, so each run can replace them; layers under one label share a weight. Q/DQ pairs of activations
-    have switches, and saturate as in a file.
+    Weights are inputs of the session, so each run can replace them; layers with the same label share a weight. Each
+    Q/DQ pair of an activation has a switch, and saturates as in a quantized file.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SwitchableModel:
 
     def run(self, names: Sequence[str], feed: Feed, weights: Mapping[str, Array], flags: Iterable[str]) -> list[Array]:
         """Compute outputs with some weights replaced and some Q/DQ pairs turned on."""
-        if not names:  # ONNX Runtime would compute all outputs
+        if not names:  # for an empty list, ONNX Runtime would compute all outputs
             return []
         arrays = {_weight_input(label): array for label, array in {**self.weights, **weights}.items()}
         on = {flag: np.array(True) for flag in flags}
@@ -191,7 +191,7 @@ def _weight_input(label: str) -> str:
 
 
 def _insert_switch(graph: Graph, switch: Switch, readers: list[NodeProto], target: Target) -> None:
-    """Make some nodes read a tensor through a Q/DQ pair if its flag is set."""
+    """Make some nodes read a tensor through a Q/DQ pair if the switch's flag is set."""
     qparams = QdqParams.of(switch.params, target.activation_container(switch.params.spec.format), 0)
     writer, stem = QdqWriter(graph), switch.reader or switch.tensor
     pair = writer.pair(switch.tensor, stem, writer.parameters(stem, qparams), qparams)

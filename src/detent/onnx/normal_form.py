@@ -1,13 +1,15 @@
-"""Normal form: the one form of a model that plans are made for, from ``qo.prepare``.
+"""Normal form: the form into which ``qo.prepare`` brings a model before ``qo.plan`` plans it.
 
 - Functions are inlined, and the opset is new enough for the Q/DQ nodes.
-- All constants are initializers: Constant nodes, nodes that read only constants, and constants among the inputs.
+- All constants are initializers. This includes outputs of Constant nodes, outputs of nodes that read only constants,
+  and constants that the model lists as inputs.
 - Every node has a unique name.
-- Batch norm, and constants added or multiplied after a layer, are folded into it; unread constants are dropped.
+- Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
+  node reads are removed.
 
-Outputs stay the same, except for the last bits that folding changes. Data is needed only to compare a converted model
-with the original. ONNX Runtime computes constants. Constants that another machine may round differently are returned,
-so that ``qo.rewrite`` can use the same values.
+The outputs stay the same, except that folding may change their last bits. Data is needed only to check that converting
+the opset does not change the outputs. ONNX Runtime computes the outputs of nodes that read only constants. Outputs
+that another machine may round differently are returned, so that ``qo.rewrite`` can use the same values.
 """
 
 from collections.abc import Collection, Mapping
@@ -29,19 +31,22 @@ __all__ = ["NormalForm", "convert", "needed_opset", "prepare", "to_normal_form"]
 
 PER_AXIS_OPSET = 13  # the first opset with per-channel Q/DQ nodes
 BLOCKED_OPSET = 21  # the first opset with blocked, 4-bit and 16-bit Q/DQ nodes
-UNLISTED_CONSTANTS_IR, NEWEST_IR = 4, 10  # the first IR where initializers need not be inputs, the newest one written
+UNLISTED_CONSTANTS_IR, NEWEST_IR = 4, 10  # first IR where initializers need not be inputs; newest IR that is written
 MAX_CONVERSION_ERROR = 1e-5  # relative to the largest output; covers a different accumulation order
 
 
 def needed_opset(*, low_bits: bool) -> int:
-    """Return the oldest opset with per-channel Q/DQ nodes; with ``low_bits``, also blocked, 4-bit and 16-bit ones."""
+    """Return the oldest opset with per-channel Q/DQ nodes.
+
+    With ``low_bits``, return the oldest opset that also has blocked, 4-bit and 16-bit Q/DQ nodes.
+    """
     return BLOCKED_OPSET if low_bits else PER_AXIS_OPSET
 
 
 def convert(
     model: ModelProto, opset: int, feed: Mapping[str, NDArray[Any]] | None = None, ir_version: int | None = None
 ) -> ModelProto:
-    """Convert a model to at least that opset, with an IR version that runtimes read."""
+    """Convert a model to ``opset`` if its own is older, and set an IR version that runtimes can read."""
     own_opset = Graph(model).opset
     converted = model
     if own_opset < opset:
@@ -49,8 +54,8 @@ def convert(
             converted = version_converter.convert_version(model, opset)
         except Exception as error:
             raise UnsupportedError(
-                f"the model has opset {own_opset}, its Q/DQ nodes need opset {opset}, and onnx cannot convert it: "
-                f"{error}"
+                f"the model has opset {own_opset}, Q/DQ nodes need opset {opset}, and onnx cannot convert the model: "
+                f"export it with opset {opset}. The error of onnx was: {error}"
             ) from error
         present = {entry.domain for entry in converted.opset_import}
         for entry in model.opset_import:
@@ -76,8 +81,8 @@ def _compare(before: ModelProto, after: ModelProto, feed: Mapping[str, NDArray[A
         if np.shape(old) == np.shape(new) and _close(np.asarray(old), np.asarray(new)):
             continue
         raise UnsupportedError(
-            f"converting opset {opsets[0]} to {opsets[1]} changes output {name!r}; operators of the model that changed "
-            f"in between: {', '.join(_changed(before, *opsets)) or 'none'}. Export the model with opset {opsets[1]}"
+            f"converting opset {opsets[0]} to {opsets[1]} changes output {name!r}: export the model with opset "
+            f"{opsets[1]}. Operators whose definition changed: {', '.join(_changed(before, *opsets)) or 'none'}"
         )
 
 
@@ -95,8 +100,8 @@ def _close(old: NDArray[Any], new: NDArray[Any]) -> bool:
 
 
 MASK_VALUE = 1e30  # larger values are attention masks, not terms of sums
-MAX_ULP = 4  # difference of a computed constant on another machine
-MAX_FOLDED_BYTES = 1 << 26  # inputs of computed constants; larger ones stay in the graph
+MAX_ULP = 4  # largest difference between constants that two machines compute
+MAX_FOLDED_BYTES = 1 << 26  # bytes that constant nodes may read in total; above, they stay in the graph
 QUANTIZED = (*QUANTIZERS, "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul", "QGemm")
 _GROWING = ("Expand", "Tile", "ConstantOfShape", "Range", "Pad")
 _EXACT = (  # operators that move data, or round each element once as in IEEE 754
@@ -117,12 +122,12 @@ def prepare(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> ModelProto:
-    """Copy a model into normal form, for ``qo.plan``.
+    """Return a copy of a model in normal form, for ``qo.plan``.
 
     Args:
         source: a path or a model.
         low_bits: True for 4-bit, 16-bit or per-group Q/DQ nodes, which need opset 21.
-        feed: inputs to compare the model with the original, if its opset is converted.
+        feed: model inputs by name. If the opset is converted, both models run on them, and their outputs are compared.
         force: accept a model that is already quantized.
 
     Raises:
@@ -153,7 +158,7 @@ def to_normal_form(
     feed: Mapping[str, NDArray[Any]] | None = None,
     force: bool = False,
 ) -> NormalForm:
-    """Convert a checked model to normal form; the model is changed in place."""
+    """Convert a model from ``load`` to normal form; the model may be changed in place."""
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     _check_supported(model, force=force)
@@ -177,8 +182,8 @@ def _check_supported(model: ModelProto, *, force: bool) -> None:
     present = sorted(kinds & set(QUANTIZED))
     if present and not force:
         raise UnsupportedError(
-            f"the model is already quantized, it has {', '.join(present)} nodes: quantize its float model, or pass "
-            "force=True (--allow-quantized) to quantize its remaining float layers"
+            f"the model is already quantized (it has {', '.join(present)} nodes): quantize the float model instead, or "
+            "pass force=True (--allow-quantized) to quantize the remaining float layers"
         )
     halves = [tensor for tensor in model.graph.initializer if tensor.data_type in {10, 16}]
     if halves and not any(tensor.data_type == onnx.TensorProto.FLOAT for tensor in model.graph.initializer):
@@ -189,7 +194,7 @@ def _check_supported(model: ModelProto, *, force: bool) -> None:
 
 
 def _drop_constant_inputs(graph: Graph) -> None:
-    """Remove initializers from the inputs; before IR version 4 they had to be listed there."""
+    """Remove initializers from the model's inputs, where IR versions before 4 had to list them."""
     inputs = graph.model.graph.input
     graph.model.ir_version = max(graph.model.ir_version, UNLISTED_CONSTANTS_IR)
     kept = [value for value in inputs if value.name not in graph.constants]
@@ -241,7 +246,7 @@ def _drop_identities(graph: Graph) -> None:
 
 
 def _transpose_weights(graph: Graph) -> None:
-    """Store Gemm weights as MatMul does, (inputs, outputs): runtimes support blocks only in this layout."""
+    """Store Gemm weights in the layout of MatMul, (inputs, outputs), which per-group scales need in runtimes."""
     for node in graph.nodes:
         transposed = [each for each in node.attribute if each.name == "transB" and each.i]
         if node.op_type != "Gemm" or not transposed or node.input[1] not in graph.constants:
@@ -266,9 +271,10 @@ def _flatten_biases(graph: Graph) -> None:
 
 
 def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:
-    """Replace nodes that read only constants by their results; returns those that may round differently elsewhere.
+    """Replace nodes that read only constants by their results.
 
-    ``decided`` holds such values from decisions, which are used instead.
+    Returns the results that another machine may round differently. ``decided`` are such results from existing
+    decisions; they replace the computed ones.
     """
     nodes = _constant_nodes(graph)
     inside = {id(node) for node in nodes}
@@ -285,7 +291,7 @@ def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None)
     values.update(decided or {})
     for name, value in values.items():
         graph.constants[name] = numpy_helper.from_array(value, name)
-    needed = {name for name in read if name not in values}  # outputs, and results that could not be computed
+    needed = {name for name in read if name not in values}  # model outputs, and results that could not be computed
     for node in reversed(nodes):
         if needed & set(node.output):
             needed.update(name for name in node.input if name not in values)
@@ -330,7 +336,7 @@ def _adding_results(nodes: list[NodeProto]) -> set[str]:
 def _check_decided(
     decided: Mapping[str, NDArray[Any]] | None, computed: Mapping[str, NDArray[Any]], adding: Collection[str]
 ) -> None:
-    """Reject constants of decisions that differ from what this model computes."""
+    """Reject constants in decisions if they differ from the constants that this model computes."""
     if decided is None:
         return
     if set(decided) != set(computed):
@@ -362,7 +368,7 @@ def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> b
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Compute outputs of some nodes; those that are too large or cannot be computed alone are left out."""
+    """Compute outputs of constant nodes; leaves out those that fail, and all if the nodes read too many bytes."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
     if not outputs or sum(array_of(graph.constants[name]).nbytes for name in read) > MAX_FOLDED_BYTES:
         return {}
@@ -379,7 +385,7 @@ def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[
 
 
 def _run_alone(model: ModelProto, outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Run a model without inputs."""
+    """Run a model that has no inputs, and return the named outputs."""
     del model.graph.output[:]
     model.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in outputs)
     with ort_errors():
@@ -388,12 +394,12 @@ def _run_alone(model: ModelProto, outputs: list[str]) -> dict[str, NDArray[Any]]
 
 
 def _with_shapes(model: ModelProto) -> ModelProto:
-    lean, _ = without_weights(model)  # shape inference copies a model twice
+    lean, _ = without_weights(model)  # because shape inference copies a model twice
     try:
         inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes only help to explain plans
         return model
-    for name in ("node", "input", "output", "value_info"):  # nodes too: their subgraphs hold shapes
+    for name in ("node", "input", "output", "value_info"):  # also nodes: their subgraphs hold shapes
         model.graph.ClearField(name)
         getattr(model.graph, name).extend(getattr(inferred.graph, name))
     return model

@@ -1,7 +1,7 @@
-"""Errors for bugs in a pass of ``qo.quantize``: they name the pass and, if known, the node or tensor.
+"""Errors for bugs in a pass of ``qo.quantize``; the messages name the pass and, if known, the node or tensor.
 
-A bug is an exception that was not raised on purpose. DetentErrors, errors of the system (memory, disk) and errors of
-the caller's own code, such as data that fails to load, are not bugs.
+A bug is an exception that was not raised on purpose. DetentErrors, system errors (memory, disk) and errors in the
+caller's code, such as data that fails to load, are not bugs.
 """
 
 import logging
@@ -29,7 +29,7 @@ _VARIABLES = ("node", "layer", "line", "placement", "tensor")  # local variables
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """Raise bugs in a pass of that name as DetentError, and log its time.
+    """Convert bugs in the pass ``name`` to DetentError, and log the time that the pass takes.
 
     >>> with running("calibration"):
     ...     {}["t1"]
@@ -64,7 +64,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _place(frame: FrameType) -> str:
-    """Describe the node, layer or tensor in a frame's variables; "" without such a variable."""
+    """Describe the node, layer or tensor that a frame's local variables hold; "" if they hold no such value."""
     for name in _VARIABLES:
         value = frame.f_locals.get(name)
         if isinstance(value, NodeProto):

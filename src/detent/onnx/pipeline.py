@@ -1,10 +1,10 @@
-"""``qo.quantize``: an ONNX file and data in, a quantized file and a report out.
+"""``qo.quantize``: writes a quantized file and returns a report, from an ONNX file and calibration data.
 
 ::
 
     load -> decide -> rewrite -> compare -> save
 
-``decide`` runs the accuracy passes in order, each in a module of its own, and returns all that ``rewrite`` needs.
+``decide`` runs the accuracy passes in order, and returns all that ``rewrite`` needs. Each pass has its own module.
 ``QuantizeReport`` lists what happened to each layer, the sizes, and the SQNR of the outputs.
 """
 
@@ -74,8 +74,8 @@ KeepFloat = Literal["auto", "none"]
 COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
 FALLBACK_BATCHES = 2  # batches on which float fallback is evaluated
 EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
-MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # in a message
-DATA_SUFFIXES = (".npz", ".npy")  # of files that are calibration data, never a model
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits in a message
+DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
 FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 WEIGHT_ONLY_HINT = (
     "weight-only layers: ONNX Runtime rounds their activations to 8 bits unless the session option "
@@ -88,11 +88,13 @@ class LayerReport:
     """Row of a ``QuantizeReport``: how one layer was quantized.
 
     Attributes:
-        name, type: name and operator of its node.
-        weight, input: specs of its weight and its input, "" for float.
-        reason: why the layer is kept in float; "" for a quantized one.
-        kernel: the operator that computes it in ONNX Runtime on this machine.
-        note: remark of the plan.
+        name: name of its node.
+        type: operator of its node.
+        weight: spec of its weight; "" if the layer is kept in float.
+        input: spec of its input; "" if the input is float.
+        reason: why the layer is kept in float; "" if it is quantized.
+        kernel: the operator that ONNX Runtime runs for the layer on this machine; "" if it is kept in float.
+        note: remark of the plan on a quantized layer.
 
     >>> LayerReport("fc", "MatMul", "int8", "uint8", kernel="MatMulIntegerToFloat").runs_on_integer_kernel
     True
@@ -118,15 +120,16 @@ class QuantizeReport:
 
     Attributes:
         output: path of the quantized file.
-        plan: the plan, with the layers that float fallback kept in float.
-        nbytes_before, nbytes_after: sizes of the float and the quantized file.
-        layers: a row per layer.
-        output_sqnr_db: SQNR of the worst output on the first batches; None if nothing was compared.
-        outputs_sqnr_db: SQNR of each float output.
+        plan: the final plan, after float fallback.
+        nbytes_before: size of the float model in bytes.
+        nbytes_after: size of the quantized file in bytes.
+        layers: one row per layer.
+        output_sqnr_db: SQNR of the worst output on the first batches, in dB; None if the models were not compared.
+        outputs_sqnr_db: SQNR of each float output in dB, by output name.
         seconds: wall time of ``quantize``.
-        steps: what the accuracy passes changed.
+        steps: the changes that the accuracy passes made, as text.
         hints: advice for running the file.
-        decisions: all decisions; ``qo.rewrite`` writes the same model from them again.
+        decisions: all decisions; ``qo.rewrite`` makes the same quantized model from them.
 
     >>> from detent.onnx_model import get_target
     >>> from detent.recipe import Recipe
@@ -167,7 +170,7 @@ class QuantizeReport:
         }
 
     def to_json(self) -> str:
-        """Return the report as JSON; infinite numbers are text."""
+        """Return the report as JSON; infinite numbers become "inf" or "-inf"."""
         return json.dumps(encode(self.to_dict()), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
@@ -182,7 +185,7 @@ class QuantizeReport:
         return html_table([_HEAD, *rows], notes=self._notes())
 
     def _notes(self) -> list[str]:
-        """Lines below the table."""
+        """Return the lines below the table."""
         return [*self.steps, self._summary(), *self.hints]
 
     def _summary(self) -> str:
@@ -206,7 +209,7 @@ def _report_row(layer: LayerReport, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Options:
-    """Options of ``quantize`` and ``decide`` that decide something, with their defaults."""
+    """Options of ``quantize`` and ``decide`` that affect decisions, with their defaults."""
 
     observer: ObserverLike | None = None
     skip: Iterable[str] = ()
@@ -219,7 +222,7 @@ class _Options:
     def __post_init__(self) -> None:
         skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
         if not all(isinstance(name, str) for name in skip):
-            raise SpecError(f"skip must hold layer names or globs, got {self.skip!r}")
+            raise SpecError(f"skip must hold layer names or glob patterns, got {self.skip!r}")
         object.__setattr__(self, "skip", skip)
         object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
         if self.keep_float not in {"auto", "none"}:
@@ -241,7 +244,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Run:
-    """Options of calibration that change no decision."""
+    """Options of calibration that do not affect decisions."""
 
     memory_budget: int | None = None
     progress: Progress | None = None
@@ -255,7 +258,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Decided:
-    """Decisions, and what else a report needs: the final plan, sample batches, changes of the accuracy passes."""
+    """Decisions, and other parts of a report: final plan, sample batches, and changes that accuracy passes made."""
 
     decisions: Decisions
     plan: GraphPlan
@@ -263,7 +266,7 @@ class _Decided:
     steps: tuple[str, ...] = ()
 
 
-def quantize(  # noqa: PLR0913 - the options of the main job
+def quantize(  # noqa: PLR0913 - all options of the pipeline
     model: ModelSource,
     output: str | PathLike[str] | None = None,
     data: BatchSource | None = None,
@@ -283,27 +286,28 @@ def quantize(  # noqa: PLR0913 - the options of the main job
     force: bool = False,
     compare: bool = True,
 ) -> QuantizeReport:
-    """Quantize a model file: ``decide``, then ``rewrite``, then compare both models and save.
+    """Quantize a model: call ``decide`` and ``rewrite``, compare both models, and save the quantized model.
 
     Args:
-        model: a float32 model: a path, a ModelProto, or what ``load_model`` of ``detent.evaluate`` returned.
-        output: the file to write; an existing file is replaced atomically. None writes
-            ``<model>.<recipe>.onnx`` next to the model's file; a ModelProto has no file, so it needs an output.
-        data: calibration batches: an iterable of dicts, tuples or arrays, an .npz, or a directory of .npz or .npy
-            files; not needed for weight-only recipes.
+        model: a float32 model, as a path, a ModelProto, or a result of ``detent.onnx_model.load_model``.
+        output: the file to write; an existing file is replaced atomically. None writes ``<model>.<recipe>.onnx`` next
+            to the model file. For a ModelProto, which has no file, ``output`` is required.
+        data: calibration batches: an iterable of dicts, tuples or arrays, an .npz or .npy file, or a directory of such
+            files. Weight-only recipes need no data.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         observer: observer for activations; None chooses the min-max or the MSE-optimal range per tensor.
-        skip: names of layers to keep in float, or globs.
-        keep_float: "auto" for float fallback: a small layer is kept in float if it alone causes over a quarter of the
-            noise at the outputs; "none" to disable it.
-        bias_correction: add the mean error of a layer's output to its bias.
+        skip: names or glob patterns of layers to keep in float.
+        keep_float: "auto" enables float fallback: a small layer is kept in float if it alone causes over a quarter of
+            the noise at the outputs. "none" disables it.
+        bias_correction: add the mean error of a layer's output to the layer's bias.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
-        memory_budget: bytes of activations that calibration may hold at once.
-        progress: True or False for a progress bar, or a function of (batches done, total); None for a bar on terminals.
-        resume_file: calibration state is saved here; if the file exists, calibration resumes from it.
-        seed: random seed for the rows that SmoothQuant is evaluated on.
+        memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
+        progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
+            total is None if unknown.
+        resume_file: the file where calibration saves its state; if it exists, calibration resumes from it.
+        seed: random seed for choosing the rows on which SmoothQuant is evaluated.
         force: accept a model that is already quantized.
         compare: run both models on the first calibration batches and report ``output_sqnr_db``.
 
@@ -311,8 +315,8 @@ def quantize(  # noqa: PLR0913 - the options of the main job
         NotCalibratedError: the recipe quantizes activations, and ``data`` is missing.
         SpecError: ``output`` is missing for a ModelProto, or is calibration data by mistake.
         UnsupportedError: no layer would be quantized; the message gives the reasons. Nothing is written.
-        UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: model, recipe or data do not
-            fit.
+        UnsupportedError, FileFormatError, SpecError, ShapeError, DtypeError, NaNError: the model, the recipe or the
+            data are invalid or not supported.
 
     >>> import tempfile, numpy as np, detent.onnx as qo
     >>> from onnx import parser
@@ -343,7 +347,7 @@ def quantize(  # noqa: PLR0913 - the options of the main job
 
 
 def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path:
-    """Return the file to write; reject calibration data in the place of ``output``."""
+    """Return the path of the file to write; reject calibration data that was passed as ``output``."""
     if output is None:
         model_path = model.path if isinstance(model, LoadedModel) else model
         if isinstance(model_path, str | PathLike):
@@ -351,7 +355,7 @@ def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path
         load_model(model)  # rejects anything that is not a model
         raise SpecError(
             "output is missing, and a model in memory has no file to write next to: pass output='quantized.onnx', or "
-            "use qo.rewrite(model, qo.decide(model, data)) to write no file"
+            "call qo.rewrite(model, qo.decide(model, data)) to get a model instead of a file"
         )
     if not isinstance(output, str | PathLike):
         raise SpecError(
@@ -360,15 +364,15 @@ def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path
         )
     path = Path(output)
     if path.suffix.lower() in DATA_SUFFIXES or path.is_dir():
-        kind = "a directory" if path.is_dir() else "a data file"
+        kind = "the directory" if path.is_dir() else "the data file"
         raise SpecError(
-            f"output must be the path of an ONNX file, got {kind}, {str(path)!r}: pass calibration data by name, as in "
+            f"output must be the path of an ONNX file, got {kind} {str(path)!r}: pass calibration data by name, as in "
             f"qo.quantize(model, data={str(path)!r})"
         )
     return path
 
 
-def decide(  # noqa: PLR0913 - the options of the main job
+def decide(  # noqa: PLR0913 - all options of the pipeline
     model: ModelSource,
     data: BatchSource | None = None,
     recipe: RecipeLike = "w8a8",
@@ -529,7 +533,7 @@ def _reject_empty(graph_plan: GraphPlan) -> None:
     reasons = [f"{reason} ({_names(names)})" for reason, names in layers.items()]
     more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more reasons" if len(reasons) > MAX_REASONS_SHOWN else ""
     why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
-    recipe = graph_plan.recipe.name or "the recipe"
+    recipe = f"recipe {graph_plan.recipe.name}" if graph_plan.recipe.name else "the recipe"
     raise UnsupportedError(
         f"{NOTHING_QUANTIZED}, so no file is written: {why or 'the model has no layers'}. Change {recipe}, the target "
         "or skip; qo.plan shows their effect on each layer"
@@ -585,7 +589,7 @@ def _finish(
     errors: Mapping[str, float],
     start: float,
 ) -> QuantizeReport:
-    runtime_graph = optimized(quantized)  # fails if ONNX Runtime cannot load the model, before a file is written
+    runtime_graph = optimized(quantized)  # raises before a file is written if ONNX Runtime cannot load the model
     kernels = kernels_of(quantized, running=runtime_graph)
     if decided.plan.target.runtime == "onnxruntime":
         runtime_record(runtime_graph).write(quantized)

@@ -1,16 +1,17 @@
 """Placement: which tensors get Q/DQ pairs, so that runtimes can fuse integer kernels.
 
-A *chain* is a part of a network that can run on integer kernels without a float tensor in between. It begins with the
-output of a quantized Conv or Gemm, after a following Relu or Clip, and continues through Add, Mul, Sigmoid, pools and
-Concat. A tensor of a chain has one Q/DQ pair, which all its readers share.
+A *chain* is a part of a network that can run on integer kernels without a float tensor in between. It begins at the
+output of a quantized Conv or Gemm, or of the Relu or Clip after that layer. It continues through Add, Mul, Sigmoid,
+LeakyRelu, average pools and Concat. A tensor of a chain has one Q/DQ pair, which all nodes that read the tensor share.
 
-A tensor outside of chains gets a Q/DQ pair only for the quantized layers that read it. So inputs of MatMul are
-quantized and its outputs are not; attention, normalization and activation functions are kept in float. A tensor that
-leads to no quantized layer is kept in float, too.
+A tensor outside of chains gets a Q/DQ pair only for the quantized layers that read it. So the input of a MatMul is
+quantized, and its output is not. Attention, normalization and activation functions are kept in float. A tensor on which
+no quantized layer depends is also kept in float.
 
-Operators that only move data (MaxPool, Reshape, Transpose, ...) keep the parameters of their input. A product with a
-positive constant keeps the codes and changes the scale, at no cost. Other constants in a chain, and gates from outside
-(the sigmoid of a squeeze-and-excitation block), get a Q/DQ pair for the operator that reads them.
+The output of an operator that only moves data (MaxPool, Reshape, Transpose, ...) has the parameters of its input. A
+multiplication by a positive constant keeps the codes and changes only the scale, at no run-time cost. Other constants
+in a chain get a Q/DQ pair for the operator that reads them. So do gates from outside the chain, such as the sigmoid of
+a squeeze-and-excitation block.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ CHAIN_LAYERS = ("Conv", "Gemm")  # layers that begin a chain
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
 BINARY = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
-MAX_RANGE_RATIO = 4.0  # a shared scale would cost Concat inputs with a smaller range over 2 bits
+MAX_RANGE_RATIO = 4.0  # above, a shared scale would cost the Concat input with the smallest range over 2 bits
 Range = tuple[float, float]
 
 
@@ -42,7 +43,7 @@ def place_quantizers(
 ) -> list[QuantizerPlacement]:
     """Place the Q/DQ pairs of activations, in graph order.
 
-    With ``ranges``, a Concat of inputs with very different ranges ends its chain.
+    If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain.
     """
     return _Placer(graph, layers, specs, ranges).run()
 
@@ -66,7 +67,7 @@ class _Placer:
         self.gate_spec = next(iter(specs.values()), QuantSpec("uint8"))
 
     def _leading(self) -> set[str]:
-        """Find the tensors that lead to a layer whose input is quantized."""
+        """Find the tensors on which a layer with a quantized input depends."""
         leading = set(self.readers)
         for node in reversed(self.graph.nodes):
             if node.op_type != "Shape" and leading & set(node.output):
@@ -109,12 +110,12 @@ class _Placer:
         return placements
 
     def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
-        """Return the spec with the most bits among the layers that read a tensor."""
+        """Return the input spec with the most bits among the layers that read a tensor."""
         specs = [self.specs[name] for name in self.readers.get(tensor, ())]
         return max(specs, key=lambda spec: spec.bits, default=default)
 
     def _bound_after(self, node: NodeProto) -> NodeProto | None:
-        """Return the Relu or Clip that is the only reader of a node, if its lower bound is 0."""
+        """Return the Relu or Clip that is the only reader of a node's output, if its lower bound is 0; else None."""
         result = node.output[0]
         readers = self.graph.consumers(result)
         if len(readers) != 1 or readers[0].op_type not in {"Relu", "Clip"} or result in self.graph.outputs:
@@ -122,7 +123,7 @@ class _Placer:
         return readers[0] if _limits(self.graph, readers[0])[0] == 0 else None
 
     def _escapes(self, node: NodeProto, bound: NodeProto | None) -> bool:
-        """Whether a node's output, or the Relu or Clip after it, is a model output or read by a subgraph."""
+        """Whether the output of a node, or of the Relu or Clip after it, is a model output or is read by a subgraph."""
         names = [node.output[0], *([] if bound is None else [bound.output[0]])]
         return any(name in self.graph.outputs or name in self.graph.captured for name in names)
 

@@ -1,11 +1,12 @@
-"""Applying decisions to a graph: ``qo.rewrite``, and ``qo.insert`` for a plan.
+"""The quantized graph: ``qo.rewrite`` makes it from decisions, and ``qo.insert`` makes it from a plan.
 
 ``rewrite`` needs no data and searches nothing. It brings the model into normal form, applies the factors of cross-layer
 equalization and SmoothQuant, and inserts Q/DQ pairs for activations. Then it stores weights as codes and biases as
 int32 codes, adds the Max nodes of ``ort_workarounds``, and writes the metadata.
 
-Every step depends only on the model and its decisions, names included: they are numbered in the order of insertion. So
-the same model and decisions give the same bytes. If these bytes change, so does ``decisions.REWRITE_VERSION``.
+Every step depends only on the model and its decisions. This includes new names, which are numbered in the order of
+insertion. So the same model and decisions give the same bytes. If a new version of detent changes these bytes, it also
+changes ``decisions.REWRITE_VERSION``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -59,15 +60,15 @@ ROOMY_BIAS_CODE = 1 << 30  # leaves half of the int32 accumulator to the sum of 
 
 
 def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """Apply decisions to their float model; returns the quantized model.
+    """Apply decisions to the float model that they are for; returns the quantized model.
 
     Args:
         model: the float model that the decisions are for, as a path or a ModelProto; it is not changed.
         decisions: decisions from ``qo.decide``, or an edited copy.
 
     Raises:
-        SpecError, ParamsError: the decisions are for a different model, or do not fit it; the message names the entry.
-        FileFormatError, UnsupportedError: see ``qo.quantize``.
+        SpecError, ParamsError: a decision does not fit the model; the message names the decision.
+        FileFormatError, UnsupportedError: the model is invalid or not supported.
 
     >>> import detent.onnx as qo
     >>> from onnx import parser
@@ -81,14 +82,14 @@ def rewrite(model: ModelSource, decisions: Decisions) -> ModelProto:
 
 
 def float_form(model: ModelSource, decisions: Decisions) -> ModelProto:
-    """Return the float model before quantization: in normal form, equalized and smoothed."""
+    """Return the float model in normal form, with the factors of equalization and SmoothQuant applied."""
     if not isinstance(decisions, Decisions):
         raise SpecError(f"decisions must be a qo.Decisions, got {type(decisions).__name__}: call qo.decide")
     original = load_model(model)
     if decisions.source and decisions.source != original.digest:
         raise SpecError(
-            f"the model has digest {original.digest}, the decisions are for a model with digest {decisions.source}: "
-            "pass that model, or call qo.decide again"
+            f"the model has digest {original.digest}, but the decisions are for a model with digest "
+            f"{decisions.source}: pass that model, or call qo.decide again"
         )
     _check_opset(original.proto, decisions)
     prepared = to_normal_form(
@@ -110,7 +111,7 @@ def _check_opset(model: ModelProto, decisions: Decisions) -> None:
     if own_opset < decisions.opset and decisions.onnx_version and decisions.onnx_version != onnx.__version__:
         raise UnsupportedError(
             f"onnx {onnx.__version__} is installed, but onnx {decisions.onnx_version} converted the model from opset "
-            f"{own_opset} to {decisions.opset}, and versions may differ: install that version, or call qo.decide again"
+            f"{own_opset} to {decisions.opset}, and results may differ: install that version, or call qo.decide again"
         )
 
 
@@ -125,14 +126,15 @@ def insert(
 ) -> ModelProto:
     """Apply a plan to its model; returns the quantized model.
 
-    If the plan's model is from ``qo.prepare``, the metadata holds decisions for ``dt.verify``.
+    If ``qo.prepare`` made the plan's model, the decisions are stored in the metadata, where ``dt.verify`` reads them.
 
     Args:
         plan: the plan; its model is not changed.
         calibration: result of ``qo.calibrate``; needed if the plan quantizes activations.
-        params: parameters of tensors by name, instead of those from the calibration.
-        biases: biases of layers by name, instead of the model's own.
-        source, options: digest of the float model and options for the metadata, see ``Provenance``.
+        params: parameters by tensor name; they replace parameters from the calibration.
+        biases: biases by layer name; they replace biases of the model.
+        source: digest of the float model, for the metadata.
+        options: options as JSON, for the metadata.
 
     Raises:
         NotCalibratedError: the plan quantizes activations, and ``calibration`` is missing.
@@ -178,7 +180,7 @@ def _is_normal_form(model: ModelProto) -> bool:
 def placed(
     plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
 ) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
-    """Return placements with the specs of their groups' parameters, and the parameters in use."""
+    """Return the placements, each with the spec of its group's parameters, and the parameters that are used."""
     specs: dict[str, QuantSpec] = {}
     with_specs, used = [], {}
     for each in placements:
@@ -205,7 +207,7 @@ def layer_decisions(
     """Convert the rows of a plan to decisions, one per layer name."""
     chosen: dict[str, LayerDecision] = {}
     for line in plan.layers:
-        if line.name not in chosen or line.is_quantized:  # branches of an If may share node names; these are float
+        if line.name not in chosen or line.is_quantized:  # branches of an If, which stay float, may share names
             chosen[line.name] = _layer_decision(plan, line, tensor_params, biases.get(line.name))
     return tuple(chosen.values())
 
@@ -234,12 +236,12 @@ def _layer_decision(
 
 
 def bias_scale(incoming: QuantParams, weight: QuantParams) -> Array:
-    """Compute the scale of a bias's codes: the product of the scales of a layer's input and weight."""
+    """Compute the scale of a layer's bias codes: the input scale times the weight scale."""
     return np.asarray(np.float32(incoming.scale) * np.asarray(weight.scale, np.float32), np.float32)
 
 
 def stays_float(bias: Array, scale: Array) -> bool:
-    """Whether a bias cannot become int32 codes, because the weight has neither one scale nor one per channel."""
+    """Whether a bias stays float, because the weight has neither a single scale nor one scale per channel."""
     return bool(scale.ndim) and scale.shape != bias.shape
 
 
@@ -250,7 +252,7 @@ def bias_codes(bias: Array, scale: Array) -> Array:
 
 
 def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantParams:
-    """Enlarge weight scales until bias and products fit an int32 sum, and the bias scale is a normal float32."""
+    """Enlarge weight scales until bias plus products fit into int32, and the bias scale is a normal float32."""
     minimum = np.abs(bias.astype(np.float64)) / (float(incoming.scale) * ROOMY_BIAS_CODE)
     minimum = np.maximum(minimum, 2 * float(np.finfo(np.float32).smallest_normal) / float(incoming.scale))
     minimum = minimum if params.scale.ndim else minimum.max(initial=0.0)
@@ -261,7 +263,7 @@ def _widened(params: QuantParams, bias: Array, incoming: QuantParams) -> QuantPa
 
 
 def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bool = True) -> ModelProto:
-    """Insert Q/DQ nodes into a model in normal form, in place; write decisions if ``is_replayed``."""
+    """Insert Q/DQ nodes into a model in normal form, in place; store the decisions in it if ``is_replayed``."""
     graph, target = Graph(model), get_target(decisions.target)
     layers = check_fits(graph, decisions)
     writer = _Writer(graph, target, decisions)
@@ -278,7 +280,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
     share_floats(graph)
     graph.drop_unread()
     finished = graph.finish()
-    del finished.graph.value_info[:]  # inferred shapes: a tenth of a small file, and runtimes infer them again
+    del finished.graph.value_info[:]  # inferred shapes take a tenth of a small file, and runtimes infer them again
     Provenance(
         writer.weight_names,
         writer.activation_names,
@@ -294,7 +296,7 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
 
 
 def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
-    """Check that decisions fit a model in normal form; returns its layers by name."""
+    """Check that decisions fit a model in normal form; returns the model's layers by name."""
     layers = {layer.name: layer for layer in layers_of(graph)}
     _check_layers(graph, layers, decisions)
     for each in decisions.placements:
@@ -305,7 +307,7 @@ def check_fits(graph: Graph, decisions: Decisions) -> dict[str, Layer]:
 
 
 def _check_layers(graph: Graph, layers: Mapping[str, Layer], decisions: Decisions) -> None:
-    """Reject decisions for layers that the model does not have, or that cannot be applied."""
+    """Reject unknown or missing layers in decisions, and layer decisions that cannot be applied."""
     names = {each.name for each in decisions.layers}
     if names != set(layers):
         unknown, missing = sorted(names - set(layers)), sorted(set(layers) - names)
@@ -334,12 +336,12 @@ def _layer_problem(
         if activation_problem(line.input):
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
-            return f"its input is quantized, but tensor {layer.data!r} has no placement for it"
+            return f"its input must be quantized, but no placement of tensor {layer.data!r} includes this layer"
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
     if (line.index_rank is not None) != is_grouped_table:
-        return "expected index_rank exactly for Gather layers with per-group scales"
+        return "index_rank must be set for Gather layers with per-group scales, and only for them"
     indices = graph.shape(layer.data)
     if line.index_rank is not None and indices is not None and line.index_rank != len(indices):
         return f"index_rank must be {len(indices)}, the rank of its indices, got {line.index_rank}"
@@ -347,14 +349,14 @@ def _layer_problem(
 
 
 def _bias_problem(graph: Graph, layer: Layer, bias: Array, params: QuantParams) -> str:
-    """Explain why a bias cannot replace a layer's own; "" if it can."""
+    """Explain why a corrected bias cannot replace the bias of a layer; "" if it can."""
     channels = (layer.shape[layer.axis],)
     if layer.node.op_type not in {"Conv", "Gemm"} or (layer.bias and layer.bias not in graph.constants):
         return "bias cannot be replaced: expected a Conv or Gemm with a constant bias"
     if bias.shape != channels:
         return f"bias must have shape {channels}, got {bias.shape}"
     if bias.dtype == np.int32 and params.scale.ndim and params.scale.shape != channels:
-        return f"bias must be float32, because the weight has scales of shape {params.scale.shape}"
+        return f"bias must be float32, because the weight scales of shape {params.scale.shape} are not one per channel"
     return ""
 
 
@@ -366,7 +368,7 @@ def readers_of(graph: Graph, placement: QuantizerPlacement) -> list[NodeProto]:
 
 
 def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
-    """Explain why a Q/DQ pair cannot be placed there; "" if it can."""
+    """Explain why a Q/DQ pair cannot follow the tensor of a placement; "" if it can."""
     if problem := activation_problem(placement.spec):
         return problem
     tensor, producer = placement.tensor, graph.producer(placement.tensor)
@@ -377,12 +379,12 @@ def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
     names = {graph.node_name(node) for node in graph.consumers(tensor)}
     wrong_readers = sorted(set(placement.readers) - names)
     if wrong_readers:
-        return f"nodes {wrong_readers} do not read it"
+        return f"nodes {wrong_readers} do not read this tensor"
     for name in placement.constants:
         if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
             return f"{name!r} is not a scalar constant"
         if _reader_of_scalar(graph, name, tensor) is None:
-            return f"the operator that computes it does not read {name!r}"
+            return f"the operator that computes this tensor does not read constant {name!r}"
     if placement.source_tensor:
         return _scaled_problem(graph, placement, producer)
     return ""
@@ -399,20 +401,20 @@ def _reader_of_scalar(graph: Graph, name: str, result: str) -> NodeProto | None:
 def _scaled_problem(graph: Graph, placement: QuantizerPlacement, producer: NodeProto | None) -> str:
     """Explain why a tensor cannot share the codes of its source tensor; "" if it can."""
     if producer is None or producer.op_type not in {"Mul", "Div"} or placement.source_tensor not in producer.input:
-        return f"it is not {placement.source_tensor!r} times a constant"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant"
     others = [name for name in producer.input if name != placement.source_tensor]
     if len(others) != 1 or others[0] not in graph.constants or int(np.prod(graph.constants[others[0]].dims)) != 1:
-        return f"it is not {placement.source_tensor!r} times a constant"
+        return f"this tensor is not {placement.source_tensor!r} times a scalar constant"
     value = float(graph.array(others[0]).item())
     if producer.op_type == "Div" and (producer.input[0] != placement.source_tensor or not value):
-        return f"it is not {placement.source_tensor!r} divided by a constant"
+        return f"this tensor is not {placement.source_tensor!r} divided by a nonzero constant"
     factor = value if producer.op_type == "Mul" else 1 / value
     return "" if placement.factor == factor else f"factor must be {factor!r}, got {placement.factor!r}"
 
 
 @dataclass
 class _StoredWeight:
-    """Constants of a quantized weight, and the name of its dequantized tensor."""
+    """Names of a quantized weight's constants and of its dequantized tensor."""
 
     names: tuple[str, str, str]
     qparams: QdqParams
@@ -429,7 +431,7 @@ class _Writer:
         self._tensor_params = decisions.tensor_params()
         self._input_params: dict[str, QuantParams] = {}  # parameters of a node's input, by node name
         self._group_constants: dict[str, tuple[str, str]] = {}  # names of scale and zero point, by group
-        self._codes: dict[str, str] = {}  # name of the codes, by the quantized tensor
+        self._codes: dict[str, str] = {}  # name of the codes, by tensor name
         self._stored: dict[tuple[str, QuantParams, Container], _StoredWeight] = {}
 
     def write_activation(self, placement: QuantizerPlacement) -> None:
@@ -446,13 +448,13 @@ class _Writer:
         self._codes[tensor] = pair.codes
         self.activation_names[pair.nodes[-2].name] = tensor
         for node in readers:
-            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # skip readers of a further input
+            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # it is the first input
                 self._input_params[node.name] = params
         for name in placement.constants:
             self._write_scalar(name, placement.tensor)
 
     def write_scaled(self, placement: QuantizerPlacement) -> None:
-        """Replace a product with a constant: dequantize the source tensor's codes with a scale of their own."""
+        """Replace a multiplication by a constant: dequantize the source tensor's codes with the product's scale."""
         graph, tensor = self.graph, placement.tensor
         params = self._tensor_params[tensor]
         qparams = QdqParams.of(params, self.target.activation_container(params.spec.format), 0)
@@ -467,7 +469,7 @@ class _Writer:
             self._input_params[node.name] = params
 
     def write_layer(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
-        """Store a layer's weight as codes, and its bias too if its input is quantized."""
+        """Store a layer's weight as codes; if the layer's input is quantized, store the bias as codes, too."""
         graph, params = self.graph, line.weight_params
         bias = graph.array(layer.bias) if layer.bias in graph.constants else None
         if line.bias is not None:
@@ -497,7 +499,7 @@ class _Writer:
         self.graph.set_input(node, 2, dequantized)
 
     def _write_scalar(self, name: str, result: str) -> None:
-        """Store a scalar constant of the node that computes ``result`` as a code, with its magnitude as the scale."""
+        """Store a scalar constant as a code, with its magnitude as the scale, for the node that computes ``result``."""
         graph, value = self.graph, np.float32(self.graph.array(name).item())
         scale, code, zero = (abs(value), value > 0, value < 0) if value else (np.float32(1), 0, 0)
         shape = tuple(graph.constants[name].dims)
@@ -511,7 +513,7 @@ class _Writer:
             graph.insert([self._writer.dequantized(names, dequantized, name, qparams)])
 
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
-        """Replace a Gather of float rows by one of codes."""
+        """Replace a Gather of float rows by a Gather of codes."""
         params, graph = line.weight_params, self.graph
         container = self.target.weight_container(params.spec.format, depthwise=True, least=MIN_WEIGHT_BITS)
         stored = self._store(layer, params, container)
@@ -521,7 +523,7 @@ class _Writer:
         graph.insert(nodes)
 
     def _store(self, layer: Layer, params: QuantParams, container: Container) -> _StoredWeight:
-        """Add the constants of a weight; layers that share the weight share them."""
+        """Add the constants of a weight to the graph; layers that share the weight share these constants."""
         key = layer.weight, params, container
         if key in self._stored:
             return self._stored[key]

@@ -3,12 +3,13 @@ r"""SmoothQuant: moves outliers from the input channels of a matmul into its wei
 .. math:: X W = (X \operatorname{diag}(s)^{-1}) (\operatorname{diag}(s) W), \qquad
           s_j = \max|X_j|^\alpha / \max|W_j|^{1 - \alpha}
 
-No strength alpha fits all layers, so each layer gets the strength with the smallest error at its own output, or none.
-Strengths are evaluated on rows that did not determine the factors: an outlier in a handful of rows is often chance, and
-factors from chance do more harm than good. The division is folded into the normalization before the layer if no other
-node reads it; otherwise it is a Mul node.
+No strength alpha fits all layers. So each tensor X gets the strength with the smallest error at the outputs of the
+layers that read it. If no strength helps enough, X is not smoothed. Strengths are evaluated on rows that did not
+determine the factors: an outlier in a few rows is often chance, and factors that fit chance increase the error.
 
-``choose`` compares strengths on sample data; ``apply`` writes chosen factors into a model and needs no data.
+The division is folded into the normalization before X if no other node reads X. Otherwise, a Mul node is inserted.
+
+``choose`` compares strengths on sample data. ``apply`` writes the chosen factors into a model and needs no data.
 """
 
 from collections import defaultdict
@@ -38,12 +39,12 @@ Feed = dict[str, Array]
 
 STRENGTHS = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 SAMPLED_ROWS = 256  # rows of each tensor on which strengths are compared
-MAX_REMAINING_NOISE_FOLDED = 0.95  # if folded, smoothing must remove at least 5 % of the noise
-MAX_REMAINING_NOISE = 0.7  # with a Mul node, at least 30 %
+MAX_REMAINING_NOISE_FOLDED = 0.95  # without a Mul node, smoothing must remove at least 5 % of the noise
+MAX_REMAINING_NOISE = 0.7  # with a Mul node, smoothing must remove at least 30 %
 
 
 def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[Smoothed, ...]:
-    """Choose factors for the inputs of matmuls whose output error they reduce."""
+    """Choose factors for the inputs of matmuls where they reduce the output error."""
     groups: dict[str, list[str]] = defaultdict(list)
     specs: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for line in plan.quantized:
@@ -69,7 +70,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed], *, seed: int = 0) -> tuple[
 
 
 def apply(model: ModelProto, smoothed: Sequence[Smoothed]) -> ModelProto:
-    """Write chosen factors into a model, in place."""
+    """Apply the chosen factors to the weights and activations of a model, in place."""
     if not smoothed:
         return model
     graph = Graph(model)
@@ -96,7 +97,7 @@ def _rows(
 
 
 def _matrix(graph: Graph, layer: Layer) -> Array:
-    """Return a layer's weight with its inputs along axis 0."""
+    """Return a layer's weight with the input channels along axis 0."""
     weight = graph.array(layer.weight)
     return weight.T if attribute_of(layer.node, "transB", 0) else weight
 
@@ -104,7 +105,7 @@ def _matrix(graph: Graph, layer: Layer) -> Array:
 def _best_strength(
     halves: tuple[Array, Array], weights: list[Array], specs: list[tuple[QuantSpec, QuantSpec]]
 ) -> tuple[float, Array, float] | None:
-    """Return the best strength, its factors, and the fraction of the noise that remains; None without candidates."""
+    """Return the best strength, its factors, and the fraction of the noise that remains."""
     whole = np.concatenate(halves)
     references = [[x @ weight for weight in weights] for x in halves]
     powers = [[max(noise(each, np.zeros_like(each)), 1e-30) for each in half] for half in references]
@@ -148,7 +149,7 @@ def _factors(x: Array, w: Array, strength: float) -> Array:
 
 
 def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:
-    """Find the constants of a normalization that can absorb the division; None if other nodes read its output."""
+    """Find the constants before a tensor that can absorb the division; None if the division cannot be folded."""
     readers = graph.consumers(tensor)
     if tensor in graph.outputs or tensor in graph.captured or {graph.node_name(each) for each in readers} != set(names):
         return None
@@ -186,7 +187,10 @@ def _apply(graph: Graph, decision: Smoothed) -> None:
     nodes = _checked_nodes(graph, decision)
     norm = _norm_before(graph, tensor, decision.layers) if decision.folded else None
     if decision.folded and norm is None:
-        raise SpecError(f"smoothed {tensor!r}: no normalization before it can absorb the factors: set folded=False")
+        raise SpecError(
+            f"smoothed {tensor!r}: got folded=True, but no normalization before this tensor can absorb the factors: "
+            "set folded=False"
+        )
     for node in nodes:
         weight = graph.array(node.input[1])
         column = factors if attribute_of(node, "transB", 0) else factors[:, None]
@@ -218,6 +222,8 @@ def _checked_nodes(graph: Graph, decision: Smoothed) -> list[NodeProto]:
             raise SpecError(f"{where}: the weight of layer {name!r} is not a constant matrix")
         inputs = weight.dims[1 if attribute_of(node, "transB", 0) else 0]
         if inputs != len(decision.factors):
-            raise SpecError(f"{where}: got {len(decision.factors)} factors, layer {name!r} has {inputs} inputs")
+            raise SpecError(
+                f"{where}: got {len(decision.factors)} factors, but layer {name!r} has {inputs} input channels"
+            )
         nodes.append(node)
     return nodes

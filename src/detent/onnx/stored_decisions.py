@@ -1,16 +1,16 @@
 """Decisions stored in the metadata of a quantized file.
 
-They are the JSON of ``Decisions`` with four differences, which shrink it to a few percent of the file:
+They are stored as the JSON of ``Decisions``, with four differences that shrink it to a few percent of the file:
 
 - Fields of the metadata entry ``detent`` (target, source, data, recipe, options, version of detent) are not repeated.
-- Fields with default values are left out, and so is the group of a placement if it is the tensor itself.
-- An array is one of
+- Fields with default values are left out, and so is a placement's ``group`` if it is the placement's own tensor.
+- An array is written in one of three forms:
   ``{"initializer": name, "shape": [...], "digest": ...}``  a constant of the file, with a digest of its bytes
   ``{"fill": number, "dtype": ..., "shape": [...]}``        one number repeated; dtype is left out for float32
-  ``{"base85": text, "dtype": ..., "shape": [...]}``        its bytes, little endian (Python's ``base64.b85decode``)
-- Zero points that are all 0 are left out; float32 numbers have as many digits as they need.
+  ``{"base85": text, "dtype": ..., "shape": [...]}``        its little-endian bytes (see ``base64.b85decode``)
+- Zero points are left out if all of them are 0. Float32 numbers have only as many digits as they need.
 
-Files are untrusted: sizes are bounded by the size of the file, and ``Decisions`` checks everything else.
+Files are untrusted: the size of the file limits the sizes of arrays, and ``Decisions`` checks all other values.
 """
 
 import base64
@@ -57,9 +57,9 @@ _PARTS = {
 }
 _KINDS = {TensorProto.FLOAT: "float32", TensorProto.INT32: "int32", TensorProto.DOUBLE: "float64"}
 _DTYPES = ("float32", "float64", "int32", "uint8")
-_FLOAT32 = ("scale", "observed_range", "input_range")  # numbers, or pairs of them, that are float32
+_FLOAT32 = ("scale", "observed_range", "input_range")  # fields with one or two float32 numbers
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-MIN_REFERRED = 12  # elements; below, the bytes are shorter than a reference
+MIN_REFERRED = 12  # elements; with fewer, the bytes are shorter than a reference
 ALWAYS_ALLOWED_ELEMENTS = 1 << 16  # array elements that decisions may hold in addition to twice the file's constants
 DIGITS = 8  # hexadecimal digits of a digest
 
@@ -81,15 +81,15 @@ def to_metadata(decisions: Decisions, model: ModelProto) -> dict[str, Any]:
 def why_unreadable(provenance: Provenance | None) -> str:
     """Explain why this version of detent cannot apply the decisions of a file; "" if it can."""
     if provenance is None or provenance.decisions is None:
-        return "the file carries no decisions, which qo.quantize writes into its metadata"
+        return "the file carries no decisions, which qo.quantize writes into the metadata of its files"
     for name, expected in (("version", VERSION), ("rewrite_version", REWRITE_VERSION)):
         version = provenance.decisions.get(name)
         if type(version) is not int:
             raise FileFormatError(f"{WHERE}: {name} must be an integer, got {version!r:.60}")
         if version != expected:
             return (
-                f"the file's decisions have {name} {version}, this version of detent applies {expected}: use detent "
-                f"{provenance.made_by or 'of that time'}, or quantize again"
+                f"the file's decisions have {name} {version}, but this version of detent applies {expected}: use the "
+                f"version of detent that wrote the file ({provenance.made_by or 'unknown'}), or quantize again"
             )
     return ""
 
@@ -105,7 +105,7 @@ class ChangedConstant(NamedTuple):
 class StoredDecisions(NamedTuple):
     """Decisions of a file, and the constants they refer to that were changed after the file was written.
 
-    ``decisions`` is None if such a change made them invalid.
+    ``decisions`` is None if such a change made the decisions invalid.
     """
 
     decisions: Decisions | None
@@ -116,7 +116,7 @@ def read_decisions(model: ModelProto, provenance: Provenance) -> StoredDecisions
     """Read the decisions from a file's metadata.
 
     Raises:
-        FileFormatError: they are malformed or contradictory, or refer to a constant that the file does not have.
+        FileFormatError: the decisions are malformed or contradictory, or refer to a constant that the file lacks.
     """
     reader = _Reader(model)
     try:
@@ -131,7 +131,7 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     entry: dict[str, Any] = {**_defaults(Decisions), **(provenance.decisions or {})}
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
-        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong to the metadata entry itself")
+        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong next to the decisions")
     for name, cls in _PARTS.items():
         entry[name] = _each(entry.get(name), _defaults(cls), _whole)
     entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})
@@ -140,7 +140,7 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
 
 
 def _unread(value: object) -> object:
-    raise TypeError(f"{type(value).__name__} is only written, or only read")
+    raise TypeError(f"internal error: {type(value).__name__} cannot be converted in this direction")
 
 
 def _defaults(cls: type) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 
 def _each(entries: Any, defaults: Mapping[str, Any], change: Any) -> Any:  # noqa: ANN401 - JSON
-    """Change each entry of a list or an object; other values are left for ``decode`` to reject."""
+    """Apply ``change`` to each entry of a list or an object; ``decode`` will reject other values."""
     if isinstance(entries, dict):
         return {name: change(each, defaults) if isinstance(each, dict) else each for name, each in entries.items()}
     if isinstance(entries, list):
@@ -237,7 +237,7 @@ def _arrays(decisions: Decisions) -> list[Array]:
 
 
 class _Reader:
-    """Reads arrays, with a limit on their total number of elements by the size of the file's constants."""
+    """Reads arrays; limits their total number of elements in proportion to the constants of the file."""
 
     def __init__(self, model: ModelProto) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -248,7 +248,7 @@ class _Reader:
         if isinstance(value, _ZerosLike):
             return np.zeros(self.read(value.entry).shape, np.int32)
         if not isinstance(value, dict):
-            raise FileFormatError(f"an array must be an object, got {value!r:.60}")
+            raise FileFormatError(f"an array must be a JSON object, got {value!r:.60}")
         if "initializer" in value:
             return self._referred(value)
         form = "fill" if "fill" in value else "base85"
@@ -265,7 +265,7 @@ class _Reader:
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise FileFormatError(f"fill must be a number, got {number!r:.60}")
             if dtype.kind in "iu" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
-                raise FileFormatError(f"{number!r:.60} does not fit {dtype.name}")
+                raise FileFormatError(f"fill is {number!r:.60}, which does not fit {dtype.name}")
             return np.full(shape, number, dtype.newbyteorder("="))
         if not isinstance(entry["base85"], str):
             raise FileFormatError(f"base85 must be text, got {entry['base85']!r:.60}")
@@ -281,7 +281,9 @@ class _Reader:
         shape = as_shape(value, error=FileFormatError)
         self._left -= prod(shape)
         if self._left < 0:
-            raise FileFormatError("arrays have more elements in total than twice the constants of the file")
+            raise FileFormatError(
+                "arrays have too many elements: expected in total at most twice as many as the file's constants have"
+            )
         return shape
 
     def _referred(self, value: dict[str, Any]) -> Array:
@@ -293,7 +295,7 @@ class _Reader:
         shape = self._shape(list(tensor.dims) if entry["shape"] is None else entry["shape"])
         values = array_of(tensor)
         if prod(shape) != values.size:
-            raise FileFormatError(f"got the shape {shape} for constant {name!r} of shape {tuple(tensor.dims)}")
+            raise FileFormatError(f"got shape {shape} for constant {name!r}, which has shape {tuple(tensor.dims)}")
         digest = _digest(_little_endian(values))
         if digest != entry["digest"]:
             self.changed.append(ChangedConstant(name, str(entry["digest"])[:DIGITS], digest))
