@@ -165,4 +165,4 @@ def test_outputs_that_cannot_be_compared_are_left_out():
     both.add([counts, y, y], [counts, y, y[:1]])
     assert both.sqnr_db == {"y": math.inf}
     assert both.agreement is None
-    assert list(both.notes) == ["output 'z' has shape (1, 3), expected the source's (2, 3): not compared"]
+    assert list(both.notes) == ["output 'z' has shape (1, 3), but (2, 3) in the source: not compared"]

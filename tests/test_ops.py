@@ -185,7 +185,7 @@ def test_a_spec_needs_a_range(name, x):
 
 @pytest.mark.parametrize("spec", ["int8", dt.QuantSpec("int8"), dt.int8], ids=["text", "spec", "format"])
 def test_codes_need_params(spec):
-    with pytest.raises(dt.DtypeError, match=r"spec '.*int8.*' for codes.*quantize\(x, spec\)\.params"):
+    with pytest.raises(dt.DtypeError, match=r"spec '.*int8.*' as params.*quantize\(x, spec\)\.params"):
         dt.dequantize(np.array([1, 2], np.int8), spec)
     for call in (
         lambda: dt.QuantizedTensor.from_codes([1, 2], spec),

@@ -1,7 +1,7 @@
 """detent: quantization of neural networks, with bit-exact verification of the exported file.
 
-A spec describes a quantization, params are its scales and zero points, operators compute codes and values, and
-``FakeQuantize`` has state::
+A spec describes a quantization, and params contain its scales and zero points. Operators compute codes and values
+from them; ``FakeQuantize`` is a quantizer with state, for training::
 
     spec (QuantSpec)  ->  params (QuantParams)  ->  codes (QuantizedTensor)  ->  values
 
@@ -62,4 +62,4 @@ __all__ = [
 ]
 # fmt: on
 
-__dir__ = __all__.copy  # completion lists the public names, without inner modules and rare bit widths
+__dir__ = __all__.copy  # completion lists only public names, without private modules and rare bit widths

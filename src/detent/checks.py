@@ -1,6 +1,6 @@
 """Checks shared by all public functions: integers, numbers, shapes, arrays, float types, NaN.
 
-This module alone defines the four float types of data and their compute types.
+Only this module defines the four float types that data can have, and the compute type for each.
 """
 
 import operator
@@ -18,8 +18,8 @@ from detent.errors import DetentError, DtypeError, NaNError, ShapeError, SpecErr
 
 __all__ = ["FLOATS", "compute_dtype", "float_array", "float_dtype"]
 
-SIZE_LIMIT = 1 << 62  # elements per axis: byte counts still fit int64
-RANK_LIMIT = 64  # the limit of NumPy
+SIZE_LIMIT = 1 << 62  # elements per axis; leaves room for sums in int64
+RANK_LIMIT = 64  # the largest number of axes in NumPy
 
 
 def as_integer(
@@ -82,7 +82,7 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
     """Convert to a NumPy array; ragged lists and masked arrays are rejected."""
     if isinstance(value, np.ma.MaskedArray):
         raise DtypeError(
-            f"{what} is a masked array, and its mask would be lost: fill it first, for example {what}.filled(0)"
+            f"{what} is a masked array, and its mask would be lost: fill it first, for example with filled(0)"
         )
     try:
         return np.asarray(value)
@@ -91,7 +91,7 @@ def as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any element
-    """Convert a NumPy scalar or 0-d array to its Python value: files load numbers and strings as such arrays."""
+    """Convert a NumPy scalar or 0-d array to a Python value; NumPy files store single values as such arrays."""
     is_scalar = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and not value.ndim)
     return value.item() if is_scalar else value  # type: ignore[attr-defined]  # as is_scalar says
 
@@ -110,15 +110,15 @@ def first_index(mask: NDArray[np.bool_]) -> tuple[int, ...]:
 
 def first_nonfinite(values: NDArray[Any]) -> tuple[int, ...]:
     """Return the index of the first NaN or infinity in C order."""
-    with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
+    with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         return first_index(~np.isfinite(values))
 
 
 def refuse_nan(
     name: str, x: NDArray[Any], repair: str = "clean the data, or pass nan='zero_point' or nan='qmin'"
 ) -> None:
-    """Raise if x contains NaN; the message has the count, the first index and ``repair``."""
-    with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
+    """Raise if x contains NaN; the message has the number of NaN, the first index and ``repair``."""
+    with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         missing = np.isnan(x)
     count = int(np.count_nonzero(missing))
     if count:
@@ -138,7 +138,7 @@ _DTYPES = frozenset(FLOATS.values())
 
 
 def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
-    """Check that the dtype is one of ``FLOATS``; the message calls its owner ``name``."""
+    """Check that the dtype is one of ``FLOATS``; ``name`` is the argument's name in the error message."""
     if isinstance(dtype, np.dtype) and dtype in _DTYPES:
         return dtype
     checked = FLOATS.get(dtype) if isinstance(dtype, str) else None
@@ -148,7 +148,7 @@ def float_dtype(dtype: DTypeLike, name: str = "x") -> np.dtype[Any]:
     if checked is None or checked not in _DTYPES:
         raise DtypeError(
             f"{name} has dtype {dtype if checked is None else checked}, expected float16, bfloat16, float32 or "
-            f"float64: convert it first, for example {name}.astype('float32')"
+            "float64: convert it first, for example with astype('float32')"
         )
     return checked
 
@@ -165,10 +165,10 @@ def float_array(value: ArrayLike, name: str = "x") -> NDArray[Any]:
 
 
 def compute_type(dtype: Any, xp: Any) -> Any:  # noqa: ANN401 - types of the array library xp
-    """Return the compute type of a dtype, used for scales too: float64 for float64, else float32."""
+    """Return the type of arithmetic and scales for data of this dtype: float64 for float64, else float32."""
     return xp.float64 if dtype == xp.float64 else xp.float32
 
 
 def compute_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return ``compute_type`` as a NumPy dtype; dtypes compare faster than the classes in ``np``."""
+    """Return ``compute_type`` as a NumPy dtype, because dtypes compare faster than NumPy's scalar classes."""
     return FLOATS["float64"] if dtype == FLOATS["float64"] else FLOATS["float32"]

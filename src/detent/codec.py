@@ -1,11 +1,12 @@
 """Codec: JSON and short texts from untrusted files.
 
-Reading any text either raises a DetentError or returns. The limits below (length, number of lists, objects and values)
-bound its time and memory. Values are checked before they become arrays, and messages quote only their beginning.
+Reading any text either succeeds or raises a DetentError. The limits below (length, number of lists, objects and values)
+bound the time and memory of reading. Values are checked before they become arrays. Messages quote only the beginning of
+a value.
 
-Frozen dataclasses are written field by field and read by their annotations; a ``Leaf`` adds a type. Arrays keep every
-bit. JSON has no infinities and NaN: they are written as "inf", "-inf" and "nan". Calls are short texts such as
-``name(1, k=2)``.
+Frozen dataclasses are written field by field, and read according to their type annotations; a ``Leaf`` adds support for
+another type. Arrays are stored exactly. JSON has neither infinities nor NaN, so they are written as "inf", "-inf" and
+"nan". Calls are short texts such as ``name(1, k=2)``.
 """
 
 import json
@@ -30,7 +31,7 @@ __all__ = []
 
 T = TypeVar("T")
 TEXT_LIMIT = 1 << 26  # characters
-CONTAINER_LIMIT = 1 << 19  # lists and objects: they take thirty times as much memory as their text
+CONTAINER_LIMIT = 1 << 19  # lists and objects, which need thirty times as much memory as their text
 VALUE_LIMIT = 1 << 23
 INTEGER_LIMIT = 1 << 62  # fits int64, with room for sums
 EXACT_LIMIT = 1 << 53  # float64 represents every integer up to here
@@ -43,7 +44,7 @@ _STORED_DTYPES = frozenset({"float32", "float64", "int32", "uint8"})
 def parse(
     text: str, what: str, *, error: type[DetentError] = FileFormatError, limit: int = TEXT_LIMIT
 ) -> dict[str, Any]:
-    """Parse the JSON text of an object."""
+    """Parse JSON text that must contain an object; ``what`` names it in messages."""
     if not isinstance(text, str):
         raise error(f"got {type(text).__name__} for {what}, expected JSON text")
     if len(text) > limit:
@@ -61,7 +62,7 @@ def parse(
 
 
 def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
-    """Return upper bounds of the numbers of containers and values: brackets and commas in strings count, too."""
+    """Return upper bounds for the number of containers and of values; they also count brackets inside strings."""
     return (
         ("lists and objects", text.count("[") + text.count("{"), CONTAINER_LIMIT),
         ("values", text.count(","), VALUE_LIMIT),
@@ -69,7 +70,7 @@ def _counts(text: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of JSON pairs; duplicate keys are errors."""
+    """Make a dict from JSON pairs; duplicate keys are errors."""
     if len(dict(pairs)) != len(pairs):
         duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"duplicate keys {brief(duplicates)}")
@@ -88,7 +89,7 @@ def table(
     error: type[DetentError] = FileFormatError,
     version: int | None = None,
 ) -> dict[str, Any]:
-    """Check that the value is an object with exactly these keys; ``version`` is checked and removed."""
+    """Return the value as a dict if it has exactly these keys; the key "version" is checked and removed."""
     expected = {*keys} if version is None else {"version", *keys}
     if not isinstance(value, Mapping):
         raise error(f"got {brief(value)} for {what}, expected an object with the keys {', '.join(sorted(expected))}")
@@ -121,7 +122,7 @@ _FAULTS = (
 def reading(
     complaint: str, *, error: type[DetentError] = FileFormatError, keep: type[DetentError] | tuple[()] = ()
 ) -> Iterator[None]:
-    """Convert exceptions that untrusted data cause inside the block to one error; ``keep`` passes unchanged."""
+    """Convert exceptions that untrusted data cause inside the block to ``error``, except those of type ``keep``."""
     try:
         yield
     except _FAULTS as fault:
@@ -131,7 +132,10 @@ def reading(
 
 
 class Leaf(NamedTuple):
-    """Functions that write values of a type as JSON and read them; ``read`` may raise any DetentError."""
+    """Two functions for values of a type: ``write`` converts a value to JSON-ready data, ``read`` converts it back.
+
+    ``read`` may raise any DetentError.
+    """
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -159,7 +163,7 @@ def encode(value: object, leaves: Leaves = _NO_LEAVES) -> Any:  # noqa: ANN401 -
 
 
 def decode(cls: type[T], value: object, where: str, leaves: Leaves = _NO_LEAVES) -> T:
-    """Read a dataclass from the data of ``encode``."""
+    """Make a dataclass from the data that ``encode`` returned; ``where`` names it in messages."""
     hints = _hints(cls)  # type: ignore[arg-type]  # a class is hashable
     entries = table(value, where, hints)
     decoded = {name: _decoded(kind, entries[name], f"{where}.{name}", leaves) for name, kind in hints.items()}
@@ -208,7 +212,7 @@ def _sequence(kinds: tuple[Any, ...], value: object, where: str, leaves: Leaves)
     if kinds[-1] is Ellipsis:
         return tuple(_decoded(kinds[0], each, f"{where}[{i}]", leaves) for i, each in enumerate(value))
     if len(value) != len(kinds):
-        raise _wrong(where, f"a list of {len(kinds)}", value)
+        raise _wrong(where, f"a list of {len(kinds)} values", value)
     pairs = enumerate(zip(kinds, value, strict=True))
     return tuple(_decoded(kind, each, f"{where}[{i}]", leaves) for i, (kind, each) in pairs)
 
@@ -230,7 +234,7 @@ def _plain(kind: Any, value: object, where: str) -> object:  # noqa: ANN401 - an
 
 
 def _text(value: str, where: str) -> str:
-    """Check that the text can be encoded: JSON strings may contain lone surrogates."""
+    """Check that the text has no lone surrogates, which JSON allows but UTF-8 cannot encode."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -243,19 +247,19 @@ def _wrong(where: str, expected: str, value: object) -> FileFormatError:
 
 
 def encode_array(values: NDArray[Any]) -> dict[str, object]:
-    """Convert an array of floats or integers to JSON-ready data; every float is kept exactly."""
+    """Convert an array of floats or integers to JSON-ready data; every float is stored exactly."""
     return {"dtype": str(values.dtype), "shape": list(values.shape), "values": encode(values.ravel().tolist())}
 
 
 def decode_array(value: object, what: str, *, error: type[DetentError] = FileFormatError) -> NDArray[Any]:
-    """Read an array from the data of ``encode_array``; shape and dtype must match the values."""
+    """Make an array from the data that ``encode_array`` returned; shape and dtype must match the values."""
     entry = table(value, what, ("dtype", "shape", "values"), error=error)
     dtype, listed = entry["dtype"], entry["values"]
     if not isinstance(dtype, str) or dtype not in _STORED_DTYPES or not isinstance(listed, list):
         raise error(f"got {brief(entry)} for {what}, expected numbers of dtype {', '.join(sorted(_STORED_DTYPES))}")
     shape = entry["shape"]
     if not are_sizes(shape) or len(listed) != prod(shape):
-        raise error(f"{what} has {len(listed)} numbers, which does not match its shape {brief(shape)}")
+        raise error(f"{what} has {len(listed)} numbers, which does not match the shape {brief(shape)}")
     if not all(_is_exact(each) for each in listed):
         raise error(f"got {brief(listed)} for {what}, expected numbers in the range of float64, 'inf', '-inf' or 'nan'")
     values = np.array([_SPECIAL.get(each, each) for each in listed], np.float64)
@@ -267,7 +271,7 @@ def decode_array(value: object, what: str, *, error: type[DetentError] = FileFor
 
 
 def _is_exact(value: object) -> bool:
-    """Return whether float64 represents the value exactly: also "inf", "-inf" and "nan", but not 1e999."""
+    """Return whether float64 represents the value exactly; True for "inf", "-inf" and "nan", False for 1e999."""
     if type(value) is int:
         return abs(value) <= EXACT_LIMIT
     return isfinite(value) if type(value) is float else isinstance(value, str) and value in _SPECIAL
@@ -283,7 +287,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def parse_call(what: str, text: str, signatures: Mapping[str, tuple[str, ...]]) -> tuple[str, Settings]:
-    """Parse the name and the settings of a call; ``signatures`` lists the settings of each name, in order."""
+    """Parse a call such as ``name(1, k=2)``; ``signatures`` maps each valid name to its settings, in order."""
     match = _CALL.fullmatch(text) if len(text) <= CALL_LIMIT else None
     if match is None or match[1] not in signatures:
         name = text[:CALL_LIMIT].partition("(")[0]
@@ -315,7 +319,7 @@ def _value(text: str) -> Setting:
 
 
 def write_call(name: str, settings: Mapping[str, Setting], defaults: Mapping[str, Setting]) -> str:
-    """Format a call without default settings; settings after the first default are keywords."""
+    """Format a call; default settings are left out, and settings after the first default are keywords."""
     parts, by_keyword = [], False
     for key, value in settings.items():
         if value == defaults[key]:

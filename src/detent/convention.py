@@ -2,11 +2,11 @@
 
 Systems with the formula ``q = round(x / s) + z`` differ in eight rules: division or multiplication by the reciprocal,
 rounding, zero point added before or after rounding, the symmetric scale of a range, whether the lowest code is used,
-whether the range must include zero, the scale of a zero range, and where gradients pass. A Convention is one row of that
-table.
+whether the range must include zero, the scale of a zero range, and where gradients pass. A Convention has one value for
+each of these rules.
 
-Presets follow the documented formula of a system; a comment says where its code differs. A scale may differ from that of
-the system by one ulp, because detent computes it in float64.
+Presets follow the documented formula of a system; a comment says where the system's code differs from it. A scale may
+differ by one ulp from that of the system, because detent computes scales in float64.
 """
 
 import sys
@@ -45,11 +45,11 @@ class ZeroRange:
     """Rule for ranges of width zero.
 
     ============ ==========================================================================
-    unit         scale 1, zero point the code nearest 0 (a symmetric spec keeps its own)
+    unit         scale 1; zero point: the code nearest 0, in symmetric specs their only one
     unit_at_qmin scale 1, zero point qmin
-    eps          the scale is never below ``value``
-    width        the range's width (symmetric: its largest magnitude) is never below ``value``
-    error        a RangeError
+    eps          the scale is raised to at least ``value``
+    width        the width (symmetric: largest magnitude) is raised to at least ``value``
+    error        a RangeError is raised
     ============ ==========================================================================
     """
 
@@ -77,13 +77,13 @@ class Convention:
 
     Attributes:
         division: "divide" (``fl(x / s)``) or "reciprocal" (``fl(x * fl(1 / s))``).
-        rounding: rounding of codes; with half_away, also of zero points.
-        zero_point: added "after_round" or "before_round".
-        symmetric_scale: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
+        rounding: rounding of codes; half_away also applies to zero points.
+        zero_point: whether the zero point is added "after_round" or "before_round".
+        symmetric_scale: scale of a symmetric range: "qmax", "half_span" or "tight" (docs/numerics.md, section 4).
         narrow: whether signed symmetric integers leave out the lowest code.
         include_zero: whether an affine range is widened to include zero.
         zero_range: rule for ranges of width zero.
-        mask: default straight-through estimator: where the gradient passes.
+        mask: where the gradient passes: the default straight-through estimator.
 
     >>> import detent as dt
     >>> dt.Convention.torch.division, dt.Convention.onnx.division
@@ -100,7 +100,7 @@ class Convention:
     zero_range: ZeroRange
     mask: Mask
 
-    if TYPE_CHECKING:  # set below; annotations at run time would make some tools list them as fields
+    if TYPE_CHECKING:  # presets, set below; some tools would list run-time annotations as fields
         onnx: ClassVar["Convention"]
         torch: ClassVar["Convention"]
         torch_fused: ClassVar["Convention"]
@@ -149,7 +149,7 @@ class Convention:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "Convention":
-        """Read the data of ``to_dict``; missing and unknown keys are errors."""
+        """Make a convention from the data of ``to_dict``; missing and unknown keys are errors."""
         entries = table(data, "a convention", [field.name for field in fields(cls)], error=SpecError)
         zero_range = table(entries["zero_range"], "a convention's zero_range", ("kind", "value"), error=SpecError)
         return cls(**{**entries, "zero_range": ZeroRange(**zero_range)})
@@ -163,23 +163,24 @@ _TORCH_EPS = ZeroRange("eps", 2.0**-23)
 _ROWS = (
     Convention("onnx",               "divide",     half_even, "after_round",  "qmax",      True,  True,  _UNIT,      "code_inclusive"),
     Convention("torch",              "reciprocal", half_even, "after_round",  "half_span", False, True,  _TORCH_EPS, "code_inclusive"),
-    # Its operator switches to affine for one-sided ranges and raises scales below 6.1e-5; this preset uses the rule for
-    # two-sided ranges, and the floor of 2^-23 of torch's observers.
+    # torch's fused operator switches to affine for one-sided ranges and raises scales below 6.1e-5. This preset uses the
+    # rule for two-sided ranges, and raises scales below 2^-23, as torch's observers do.
     Convention("torch_fused",        "reciprocal", half_even, "after_round",  "tight",     False, True,  _TORCH_EPS, "code_inclusive"),
     Convention("compressed_tensors", "divide",     half_even, "before_round", "half_span", False, True,  _TORCH_EPS, "identity"),
-    # Its GPU source rounds half to even, has no zero point and uses +-127 for int8; this preset is the documented CPU rule.
+    # oxicuda's GPU code rounds half to even, has no zero point and uses +-127 for int8. This preset is its CPU rule.
     Convention("oxicuda",            "divide",     half_away, "before_round", "qmax",      False, False, ZeroRange("width", 1e-8), "value_inclusive"),
-    # Its clamped backward ignores the zero point; Clipped(on="value") here includes it. It computes the zero point from
-    # scale 0 before it raises the scale to its floor; here the floor is applied first.
+    # entrenar's clamped backward ignores the zero point; detent's Clipped(on="value") includes it. entrenar computes the
+    # zero point from scale 0 before it raises the scale to 1e-10; detent raises the scale first.
     Convention("entrenar",           "divide",     half_away, "before_round", "qmax",      True,  False, ZeroRange("eps", 1e-10), "identity"),
     Convention("torsh",              "divide",     half_away, "after_round",  "half_span", False, False, ZeroRange("unit_at_qmin"), "identity"),
-    # Its backward recomputes a per-batch scale even in EMA and fixed mode; here backward uses the scale of forward.
+    # rlx's backward recomputes a per-batch scale even in EMA and fixed mode; detent's backward uses the scale of
+    # forward.
     Convention("rlx",                "divide",     half_away, "after_round",  "qmax",      True,  True,  ZeroRange("eps", 1e-12), "identity"),
     Convention("baracuda",           "reciprocal", half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
-    # Its forward divides, its mask multiplies by the reciprocal; here both divide.
+    # In baracuda, the forward pass divides, and the mask multiplies by the reciprocal. In detent both divide.
     Convention("baracuda_channel",   "divide",     half_even, "after_round",  "qmax",      False, True,  _UNIT,      "code_inclusive"),
-    # Its documented mask is inclusive; its code has exclusive bounds and rounds before it adds the zero point. This preset
-    # has exclusive bounds, on the codes of forward.
+    # baracuda documents an inclusive mask, but its code has exclusive bounds and rounds before it adds the zero point.
+    # This preset has exclusive bounds, and applies them to the codes of the forward pass.
     Convention("baracuda_token",     "divide",     half_even, "before_round", "qmax",      False, True,  _UNIT,      "code_exclusive"),
 )
 # fmt: on
@@ -191,7 +192,7 @@ for _preset in _ROWS:
 
 
 def get_convention(value: Convention | str) -> Convention:
-    """Look up a preset by name; a Convention passes through.
+    """Look up a preset by name; return a Convention unchanged.
 
     >>> get_convention("torch")
     dt.Convention.torch

@@ -40,7 +40,7 @@ __all__ = [
     "VerificationError",
 ]
 
-# The library logs under "detent" and prints nothing by default. This module is part of every import of detent.
+# The library logs to the logger "detent", which prints nothing by default. Every import of detent imports this module.
 logging.getLogger("detent").addHandler(logging.NullHandler())
 
 
@@ -66,7 +66,7 @@ class ParamsError(DetentError, ValueError):
 
 
 class RangeError(DetentError, ValueError):
-    """A range that gives no parameters: lo > hi, NaN, infinite or empty."""
+    """A range from which no parameters can be derived: lo > hi, NaN, infinite or empty."""
 
 
 class ShapeError(DetentError, ValueError):
@@ -82,7 +82,7 @@ class OutError(DetentError, ValueError):
 
 
 class NaNError(DetentError, ValueError):
-    """NaN in data that must not contain any: ``count`` elements, the first (in C order) at ``first_index``.
+    """NaN in data that must not contain NaN: ``count`` NaN, the first of them (in C order) at ``first_index``.
 
     >>> import detent as dt, numpy as np
     >>> dt.quantize(np.array([1.0, np.nan], np.float32), dt.QuantParams.int8_symmetric())
@@ -130,11 +130,11 @@ class VerificationError(DetentError, AssertionError):
 
 def closest(given: str, names: Iterable[str]) -> str:
     """Format ``: did you mean 'x'?`` for the closest valid name, or a colon if none is close."""
-    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # no name is longer, and difflib is slow
+    matches = get_close_matches(given[:200], list(names), n=1, cutoff=0.5)  # valid names are shorter; difflib is slow
     return f": did you mean {matches[0]!r}?" if matches else ":"
 
 
-# Optional packages, and the extra of detent that installs each.
+# Optional packages, and for each the extra of detent that installs it.
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
         "typer": "cli",
@@ -147,9 +147,9 @@ EXTRAS: Mapping[str, str] = MappingProxyType(
     }
 )
 INSTALL = "pip install 'detent["
-NOTHING_QUANTIZED = "no layer was quantized"  # the message begins with this; commands have an exit code for it
+NOTHING_QUANTIZED = "no layer was quantized"  # the beginning of a message; commands have an exit code for it
 
 
 def install_hint(package: str) -> str:
-    """Format the command that installs the extra of a package."""
+    """Format the pip command that installs the extra which contains a package."""
     return f"{INSTALL}{EXTRAS.get(package, package)}]'"

@@ -1,7 +1,8 @@
 """Formats: the types of codes, and the value of each code at scale 1. One table, one row per format.
 
-Integer formats range from ``qmin`` to ``qmax``; small floats and codebooks are tables of ``levels``. Names follow
-ml_dtypes (``float8_e4m3fn``). Not included: ``fnuz`` variants and 6-bit floats, which no CPU runtime supports today.
+An integer format is a range from ``qmin`` to ``qmax``. Float formats (of at most 8 bits) and codebooks are tables of
+``levels``. Names follow ml_dtypes (``float8_e4m3fn``). Not included: ``fnuz`` variants and 6-bit floats, which no CPU
+runtime supports today.
 """
 
 from dataclasses import dataclass, field
@@ -22,14 +23,15 @@ BYTE = 8
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """Type of a code.
+    """Number format of a code.
 
     Attributes:
         kind: "integer", "float" (sign, exponent, mantissa) or "codebook" (an index into levels).
-        qmin, qmax: lowest and highest value at scale 1.
+        qmin: lowest finite value at scale 1.
+        qmax: highest finite value at scale 1.
         storage: NumPy or ml_dtypes dtype of an unpacked code.
         onnx: TensorProto name, or None if ONNX has no such type.
-        magnitudes: for floats, the value of each code without its sign bit; for codebooks, the value of each code.
+        magnitudes: for floats, the value of each code whose sign bit is 0; for codebooks, the value of each code.
         mantissa: for floats, the number of mantissa bits.
 
     >>> import detent as dt
@@ -90,7 +92,7 @@ def _integer(bits: int, *, signed: bool) -> Format:
 def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
     """Make a float format: a sign bit, ``exponent`` bits with bias 2^(exponent-1)-1, ``mantissa`` bits.
 
-    ``specials`` are the values of the last codes.
+    ``specials`` are the values (infinity and NaN) of the last codes whose sign bit is 0.
     """
     bias = (1 << (exponent - 1)) - 1
     finite = (1 << (exponent + mantissa)) - len(specials)
@@ -115,7 +117,7 @@ float8_e4m3fn = _small_float("float8_e4m3fn", exponent=4, mantissa=3, specials=(
 float8_e5m2 = _small_float("float8_e5m2", exponent=5, mantissa=2, specials=(inf, nan, nan, nan), onnx="FLOAT8E5M2")
 float4_e2m1fn = _small_float("float4_e2m1fn", exponent=2, mantissa=1, specials=(), onnx="FLOAT4E2M1")
 
-# The 16 quantiles of QLoRA (Dettmers et al. 2023, appendix E), each the nearest float32.
+# The 16 quantiles of QLoRA (Dettmers et al. 2023, appendix E), each rounded to float32.
 # fmt: off
 _NF4_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -132,10 +134,10 @@ FORMAT_NAMES = f"int1..int{MAX_BITS}, uint1..uint{MAX_BITS}, {', '.join(row.name
 
 
 def get_format(value: Format | str) -> Format:
-    """Look up a format by name; a Format passes through.
+    """Look up a format by name; return a Format unchanged.
 
     Raises:
-        SpecError: unknown name; the message suggests the closest one.
+        SpecError: unknown name; the message suggests the closest name.
 
     >>> get_format("uint4")
     dt.uint4

@@ -1,7 +1,8 @@
 """Granularity: which elements of an array share one (scale, zero point) pair, called a parameter set.
 
 Every granularity tiles the array with equal blocks: a block spans ``block[i]`` indices of axis ``i``, and the last
-block of an axis may be shorter. ``axis`` always names the axis that is *kept*: scales differ along it.
+block of an axis may be shorter. In ``PerAxis``, ``axis`` is the channel axis: each of its indices has a scale. In
+``PerGroup``, ``axis`` is the axis that is divided into groups.
 
 ============================ ====================================== ================================================
 value                        scale shape for x of shape (d0..dn)    string
@@ -9,7 +10,7 @@ value                        scale shape for x of shape (d0..dn)    string
 PerTensor()                  ()                                     tensor
 PerAxis(a), PerChannel(a)    (d_a,)                                 axis0, axis-1; in rules also channel
 PerToken()                   (d0, ..., d(n-1)); 1-D gives ()        token
-PerGroup(g, axis=-1)         x's with d_axis -> ceil(d_axis / g)    group128, group32@0 (along axis 0)
+PerGroup(g, axis=-1)         x.shape, but ceil(d_axis / g) on axis  group128, group32@0 (along axis 0)
 PerBlock(b0, ..., bk)        ceil(d_i / b_i) on the trailing axes   block128x128
 ============================ ====================================== ================================================
 """
@@ -41,7 +42,7 @@ __all__ = [
     "granularity_from_dict",
 ]
 
-MAX_AXES = 64  # the limit of NumPy and PyTorch
+MAX_AXES = 64  # the largest number of axes in NumPy and PyTorch
 
 Shape = tuple[int, ...]
 
@@ -51,8 +52,8 @@ class Tiling:
     """Division of an array of one shape into parameter sets.
 
     Attributes:
-        block: number of indices of each axis that a set spans, at least 1.
-        grid: number of sets along each axis.
+        block: for each axis, the number of indices that a parameter set spans, at least 1.
+        grid: number of parameter sets along each axis.
         scale_shape: shape of scales and zero points; ``prod(grid) == prod(scale_shape)``.
 
     >>> PerGroup(4).tiling((2, 10))
@@ -65,7 +66,7 @@ class Tiling:
     scale_shape: Shape
 
     def __hash__(self) -> int:
-        """Computed once: kernels are looked up by the tiling of their data on every call."""
+        """Return a cached hash, because every call looks up its kernel with the tiling as a key."""
         return self._hash
 
     @cached_property
@@ -78,7 +79,9 @@ class Tiling:
         return prod(self.grid)
 
     def spread(self, values: Any, xp: Any = np) -> Any:  # noqa: ANN401 - arrays of any library
-        """Expand one value per set to an array of values per element, broadcastable to the data; ``xp`` is the library.
+        """Expand one value per parameter set to one value per element, in an array that broadcasts to the data.
+
+        ``xp`` is the array library, such as NumPy.
 
         >>> PerGroup(2).tiling((3,)).spread(np.array([1, 2]))
         array([1, 1, 2])
@@ -91,9 +94,9 @@ class Tiling:
         return values
 
     def merged(self) -> "Tiling":
-        """Merge adjacent axes, without changing which element (in C order) belongs to which set.
+        """Merge adjacent axes, without changing which element (in C order) belongs to which parameter set.
 
-        Two adjacent axes become one if a set spans both entirely, or if each pair of indices has its own set.
+        Two adjacent axes are merged if a parameter set spans both entirely, or if each pair of indices has its own.
 
         >>> PerAxis(1).tiling((2, 3, 4, 5)).merged().shape
         (2, 3, 20)
@@ -124,14 +127,14 @@ class Granularity(ABC):
 
     @property
     def set_size(self) -> int | None:
-        """The number of elements in a full set; None if it depends on the data's shape."""
+        """The number of elements in a full parameter set; None if it depends on the data's shape."""
         return None
 
     def tiling(self, shape: Shape) -> Tiling:
-        """Divide an array of that shape into parameter sets.
+        """Divide an array of this shape into parameter sets.
 
         Raises:
-            ShapeError: not a shape, or an array with too few axes.
+            ShapeError: the argument is not a shape, or has too few axes.
         """
         return _tiling(self, as_shape(shape))
 
@@ -143,7 +146,7 @@ class Granularity(ABC):
         return self.kind
 
     def to_dict(self) -> dict[str, object]:
-        """Kind and fields as JSON-ready data."""
+        """Return kind and fields as JSON-ready data."""
         return {"kind": self.kind, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
@@ -168,7 +171,7 @@ class PerTensor(Granularity):
 
 @dataclass(frozen=True)
 class PerAxis(Granularity):
-    """Per-channel granularity: one parameter set per index of ``axis``, which may count from the end.
+    """Per-channel granularity: one parameter set per index of ``axis``; negative axes count from the end.
 
     >>> PerAxis(-1).tiling((2, 3)).scale_shape
     (3,)
@@ -210,7 +213,7 @@ class PerToken(Granularity):
 
 @dataclass(frozen=True)
 class PerGroup(Granularity):
-    """Per-group granularity: one parameter set per ``size`` consecutive elements of ``axis``; the last may be shorter.
+    """Per-group granularity: one parameter set per ``size`` elements along ``axis``; the last group may be shorter.
 
     >>> PerGroup(128).tiling((4, 300)).scale_shape
     (4, 3)
@@ -277,7 +280,7 @@ class PerBlock(Granularity):
         return f"PerBlock({', '.join(map(str, self.sizes))})"
 
     def to_dict(self) -> dict[str, object]:
-        """Kind and sizes as JSON-ready data."""
+        """Return kind and sizes as JSON-ready data."""
         return {"kind": self.kind, "sizes": list(self.sizes)}
 
 
@@ -295,10 +298,10 @@ CHANNEL = "channel"
 
 
 def get_granularity(value: Granularity | str) -> Granularity:
-    """Parse a granularity from its string; a Granularity passes through.
+    """Parse a granularity from its string; return a Granularity unchanged.
 
     Raises:
-        SpecError: not a granularity; the message suggests the closest valid form.
+        SpecError: the string is not a granularity; the message suggests the closest valid form.
 
     >>> get_granularity("block8x16"), get_granularity("group32@0")
     (PerBlock(8, 16), PerGroup(size=32, axis=0))
@@ -326,7 +329,7 @@ _KINDS: Mapping[str, type[Granularity]] = {cls.kind: cls for cls in (PerTensor, 
 
 
 def granularity_from_dict(data: Mapping[str, object]) -> Granularity:
-    """Read the data of ``to_dict``; missing and unknown keys are errors.
+    """Make a granularity from the data of ``to_dict``; missing and unknown keys are errors.
 
     >>> granularity_from_dict({"kind": "block", "sizes": [8, 16]})
     PerBlock(8, 16)

@@ -1,8 +1,8 @@
-"""Metrics: quantization error, and the use of the codes.
+"""Metrics: quantization error, and how many of the codes are used.
 
 Sums have a fixed accumulation order in float64 (docs/numerics.md, section 5), so a metric is equal on every machine.
-Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` add up batches
-in the order they get them.
+Empty data have no error: sums are 0, ``sqnr_db`` is infinite. ``SignalNoise`` and ``OutputComparison`` sum over batches
+in the order in which the batches are added.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from detent.tensor import QuantizedTensor
 __all__ = ["clip_fraction", "code_usage", "cosine", "entropy_bits", "mae", "max_error", "mse", "sqnr_db"]
 
 Array = NDArray[Any]
-MAX_CLASSES = 10_000  # columns; an output with more of them is not treated as class scores
+MAX_CLASSES = 10_000  # an output with more columns is not treated as class scores
 
 
 def mse(x: ArrayLike, y: ArrayLike) -> float:
@@ -58,8 +58,8 @@ def max_error(x: ArrayLike, y: ArrayLike) -> float:
 def sqnr_db(x: ArrayLike, y: ArrayLike) -> float:
     """Return the SQNR (signal-to-quantization-noise ratio) in dB, ``10 log10(sum x^2 / sum (x - y)^2)``.
 
-    It is inf without noise, -inf without signal or with infinite noise, and NaN if x or y contains NaN, or if both
-    signal and noise are infinite.
+    It is inf if there is no noise, and -inf if there is no signal or the noise is infinite. It is NaN if x or y
+    contains NaN, or if signal and noise are both infinite.
 
     >>> round(sqnr_db([10.0, 0.0], [9.0, 0.0]), 6)
     20.0
@@ -79,7 +79,7 @@ def _decibels(signal: float, noise: float) -> float:
 
 
 def sqnr_of(noise: float) -> float:
-    """Return the SQNR in dB of a noise power, relative to the signal power."""
+    """Return the SQNR in dB for a noise power that is given relative to the signal power."""
     return -10 * log10(noise) if noise > 0 else inf
 
 
@@ -111,12 +111,12 @@ class OutputComparison:
         self.notes: dict[str, None] = {}
 
     def add(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
-        """Add a batch; outputs that are not float, or whose shapes differ, are not compared."""
+        """Add a batch; outputs that are not float arrays, or whose shapes differ, are not compared."""
         for i, (name, x, y) in enumerate(zip(self._names, expected, got, strict=True)):
             if not all(isinstance(each, np.ndarray) and each.dtype.kind == "f" for each in (x, y)):
                 continue  # for example a sequence of tensors
             if x.shape != y.shape:
-                self.notes[f"output {name!r} has shape {y.shape}, expected the source's {x.shape}: not compared"] = None
+                self.notes[f"output {name!r} has shape {y.shape}, but {x.shape} in the source: not compared"] = None
                 continue
             self._powers.setdefault(name, SignalNoise()).add(x.astype(np.float32), y.astype(np.float32))
             if i == 0 and x.ndim == 2 and 2 <= x.shape[1] <= MAX_CLASSES:
@@ -129,17 +129,17 @@ class OutputComparison:
 
     @property
     def agreement(self) -> float | None:
-        """The top-1 agreement, a share of samples; None if the first output has no class scores."""
+        """The top-1 agreement as a share of samples; None if the first output has no class scores."""
         return self._agreeing / self._samples if self._samples else None
 
 
 def worst_output(sqnr_db: Mapping[str, float]) -> str:
-    """Return the output with the lowest SQNR (NaN is lowest); "" without outputs."""
+    """Return the name of the output with the lowest SQNR (NaN is lowest); "" if there are no outputs."""
     return min(sqnr_db, key=lambda name: -inf if isnan(sqnr_db[name]) else sqnr_db[name], default="")
 
 
 def cosine(x: ArrayLike, y: ArrayLike) -> float:
-    """Return the cosine similarity of x and y; 1 if both are zero, 0 if one is.
+    """Return the cosine similarity of x and y; 1 if both are all zeros, 0 if only one of them is.
 
     >>> round(cosine([1.0, 1.0], [2.0, 2.0]), 6)
     1.0
@@ -179,7 +179,7 @@ def code_usage(q: QuantizedTensor) -> float:
 
 
 def entropy_bits(q: QuantizedTensor) -> float:
-    """Return the entropy of the codes in bits per element, the limit of any entropy coder.
+    """Return the entropy of the codes in bits per element: the lower bound for any entropy coder.
 
     >>> import detent as dt, numpy as np
     >>> entropy_bits(dt.quantize(np.array([0.0, 1.0, 2.0, 3.0]), dt.QuantParams.int4_symmetric()))
@@ -191,7 +191,7 @@ def entropy_bits(q: QuantizedTensor) -> float:
 
 
 def _histogram(q: QuantizedTensor) -> NDArray[np.int64]:
-    """Count the occurrences of each code, ordered by the codes' bits; NaN and infinite codes are left out."""
+    """Count how often each code that occurs in q is used, in the order of its bits; skip NaN and infinite codes."""
     if not isinstance(q, QuantizedTensor):
         raise DtypeError(f"got {type(q).__name__}, expected a QuantizedTensor: make one with dt.quantize")
     if q.spec.format.kind != "float":

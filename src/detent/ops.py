@@ -1,8 +1,9 @@
 """Operators: quantize, dequantize, fake-quantize and their gradients, on NumPy arrays.
 
 Each operator looks up a plan for its arguments, checks the arguments and runs the plan. Data are float16, bfloat16,
-float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Operators with the
-data x accept a spec instead of params, and then use the range of x. Formulas and guarantees: docs/numerics.md.
+float32 or float64 arrays of any shape and strides; ``out`` avoids the allocation of the result. Operators with an
+argument x accept a spec instead of params; they then derive params from the min-max range of x. For formulas and
+guarantees, see docs/numerics.md.
 """
 
 from typing import Any, cast
@@ -44,11 +45,11 @@ def quantize(
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
+        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x.
         out: array for the codes, of x's shape and the format's storage type, or a 1-D uint8 buffer of the packed size.
-            The returned tensor shares its memory and changes with it.
+            The returned tensor shares memory with ``out``.
         nan: "raise", or the code that replaces NaN: "zero_point" or "qmin". Infinities saturate.
-        step: counter of stochastic rounding.
+        step: counter for stochastic rounding; each step has its own random numbers.
 
     Raises:
         NaNError: x contains NaN; the contents of ``out`` are then undefined.
@@ -81,9 +82,10 @@ def dequantize(
     """Dequantize codes to the values ``(q - zero_point) * scale``.
 
     Args:
-        q: a QuantizedTensor, or codes together with ``params``.
-        params: the params the codes were made with. A spec is not enough: codes do not contain the range of the data.
-        dtype: the result's type; by default the type of the data the tensor was made from, float32 for codes.
+        q: a QuantizedTensor, or an array of codes if ``params`` is passed, too.
+        params: the params that the codes were made with. A spec is not enough, because it contains no scale.
+        dtype: dtype of the result. Default: the dtype of the data that the QuantizedTensor was made from; for an array
+            of codes, float32.
         out: array for the result.
 
     >>> import detent as dt
@@ -95,11 +97,11 @@ def dequantize(
             raise DtypeError("got params for a QuantizedTensor, which has its own params: leave params out")
         return q.dequantize(dtype, out)
     if params is None:
-        raise DtypeError(f"got {type(q).__name__} without params, and codes need them: use dequantize(codes, params)")
+        raise DtypeError(f"got {type(q).__name__} without params, but codes need params: use dequantize(codes, params)")
     if isinstance(params, QuantSpec | Format | str):
         raise DtypeError(
-            f"got the spec {str(params)!r} for codes, expected the QuantParams they were made with, as codes do not "
-            "contain the range of the data: pass quantize(x, spec).params, or dequantize the QuantizedTensor"
+            f"got the spec {str(params)!r} as params, expected the QuantParams that the codes were made with: pass "
+            "quantize(x, spec).params, or dequantize the QuantizedTensor"
         )
     tensor = QuantizedTensor.from_codes(q, params, "float32" if dtype is None else dtype)
     return tensor.dequantize(out=out)
@@ -108,14 +110,15 @@ def dequantize(
 def fake_quantize(
     x: ArrayLike, params: ParamsLike, *, out: Array | None = None, nan: NaNPolicy = "propagate", step: int = 0
 ) -> Array:
-    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, in x's dtype and with equal bits.
+    """Fake-quantize x: ``dequantize(quantize(x))`` in one call, with the same bits; the result has x's dtype.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
+        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x.
         out: array for the result; it must not overlap x.
-        nan: "propagate" keeps NaN, "raise" raises, "zero_point" and "qmin" replace NaN by the value of that code.
-        step: counter of stochastic rounding.
+        nan: "propagate" keeps NaN, and "raise" raises a NaNError. "zero_point" and "qmin" replace NaN by the value of
+            that code.
+        step: counter for stochastic rounding; each step has its own random numbers.
 
     Raises:
         RangeError: params is a spec, and x is empty or contains NaN or infinities.
@@ -145,8 +148,8 @@ def fake_quantize_backward(
 ) -> Array:
     """Return the gradient of x, given the gradient g of ``fake_quantize(x, params)``.
 
-    ``params`` and ``step`` must equal those of the forward pass; a spec uses the range of x. ``ste`` is the
-    straight-through estimator; None is the mask of the params' convention.
+    ``params`` and ``step`` must equal those of the forward pass; if ``params`` is a spec, params are derived from the
+    min-max range of x. ``ste`` is the straight-through estimator; None means the mask of the params' convention.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_backward(np.ones(3), np.array([1.0, 127.4, 127.6]), dt.QuantParams.int8_symmetric())
@@ -158,14 +161,14 @@ def fake_quantize_backward(
 def fake_quantize_masked(
     x: ArrayLike, params: ParamsLike, *, ste: EstimatorLike = None, out: Array | None = None, step: int = 0
 ) -> tuple[Array, Array]:
-    """Fake-quantize x, and return also the mask of elements whose gradient passes: one bit per element.
+    """Fake-quantize x, and also return a mask with one bit per element: 1 where the gradient passes.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, for params from the range of x.
-        ste: straight-through estimator, Identity or Clipped; None is the mask of the params' convention.
+        params: a QuantParams that fits x's shape; or a spec, to derive params from the min-max range of x.
+        ste: straight-through estimator, Identity or Clipped; None means the mask of the params' convention.
         out: array for the values.
-        step: counter of stochastic rounding.
+        step: counter for stochastic rounding; each step has its own random numbers.
 
     Returns:
         The values, and the mask as bytes: element 0 in the lowest bit of byte 0.
@@ -182,9 +185,10 @@ def fake_quantize_masked(
 
 
 def fake_quantize_masked_backward(g: ArrayLike, mask: Array, params: QuantParams, *, out: Array | None = None) -> Array:
-    """Return the gradient of x from the mask of ``fake_quantize_masked``, with the bits of ``fake_quantize_backward``.
+    """Return the gradient of x from the mask of ``fake_quantize_masked``.
 
-    ``params`` must be those of the forward pass: without x, a spec has no range.
+    It equals the result of ``fake_quantize_backward`` bit for bit. ``params`` must be those of the forward pass. A spec
+    is not enough, because there is no x to derive params from.
 
     >>> import detent as dt, numpy as np
     >>> dt.fake_quantize_masked_backward(np.ones(3), np.array([6], np.uint8), dt.QuantParams.int8_symmetric())
@@ -243,11 +247,11 @@ def fake_quantize_learned_backward(
     Args:
         g: gradient of the result, of x's shape and dtype.
         x: float data.
-        params: params of the forward pass; or a spec, for params from the range of x.
+        params: QuantParams of the forward pass; or a spec, to derive them from the min-max range of x.
         ste: straight-through estimator for the gradient of x; scale and zero point always use the code mask.
-        grad_scale: factor for the gradients of scale and zero point; None is ``1 / sqrt(N * max(|qmax|, 1))`` with N
+        grad_scale: factor for the gradients of scale and zero point; None means ``1 / sqrt(N * max(|qmax|, 1))`` with N
             elements per parameter set.
-        step: counter of stochastic rounding in the forward pass.
+        step: step of the forward pass, for stochastic rounding.
 
     >>> import detent as dt, numpy as np
     >>> params = dt.QuantParams.int8_symmetric()
@@ -268,8 +272,9 @@ def fake_quantize_dynamic(
 ) -> tuple[Array, QuantParams]:
     """Fake-quantize x with params from its own range (dynamic quantization), and return values and params.
 
-    Equals ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)`` bit for bit, except that the
-    range ignores NaN and infinities. x is read once if its parameter sets fit into the cache.
+    The result equals ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)`` bit for bit, except
+    that NaN and infinities do not count for the range. x is read from memory once if its parameter sets fit into the
+    CPU cache.
 
     Raises:
         RangeError: x is empty, or a parameter set has no finite value; the contents of ``out`` are then undefined.
@@ -295,8 +300,8 @@ def fake_quantize_dynamic(
     low, high, nonfinite = minmax(data, tiling)
     if (low > high).any():
         raise RangeError(
-            f"{int((low > high).sum())} of {low.size} parameter sets of x have no finite value ({nonfinite} non-finite "
-            f"values of {data.size} in all): clean the data"
+            f"{int((low > high).sum())} of {low.size} parameter sets of x have no finite value ({nonfinite} of "
+            f"{data.size} elements of x are not finite): clean the data"
         )
     params = QuantParams.from_range(spec, low, high, dtype=compute_dtype(data.dtype))
     plan = find_plan("fake_quantize", data.shape, data.dtype, spec)

@@ -3,8 +3,9 @@
 Element ``i`` of a ``b``-bit array occupies bits ``i*b .. i*b + b - 1`` of the byte string, the lowest bit of a byte
 first. Signed codes are two's complement, and the last byte is padded with zeros. ONNX uses this order for 2 and 4 bits.
 
-A layout permutes the elements inside fixed blocks before packing: ``high_first`` puts the first of two nibbles high,
-``split_half`` pairs element j with j + 16 of a block of 32 (GGUF). Incomplete blocks are padded with zeros.
+A layout permutes the elements inside blocks of fixed size before packing. ``high_first`` stores the first of two 4-bit
+codes in the high half of a byte. ``split_half`` stores elements j and j + 16 of a block of 32 in one byte (GGUF).
+Incomplete blocks are padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Layout:
-    """Order of elements in a block: position ``i`` of the packed block has element ``order[i]``."""
+    """Order of elements in a block: position ``i`` of the packed block contains element ``order[i]``."""
 
     name: str
     order: tuple[int, ...] = (0,)
-    bits: int | None = None  # None: any bit width
+    bits: int | None = None  # None means any bit width
 
 
 LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType(
@@ -46,7 +47,7 @@ LAYOUTS: MappingProxyType[str, Layout] = MappingProxyType(
 
 
 def packed_size(count: int, bits: int, layout: str | Layout = "low_first") -> int:
-    """Return the bytes that ``count`` codes take.
+    """Return the number of bytes of ``count`` packed codes.
 
     >>> packed_size(5, 3), packed_size(5, 4, "split_half")
     (2, 16)
@@ -60,7 +61,8 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
     """Pack codes into bytes, in C order.
 
     Args:
-        codes: integers that fit ``bits`` bits, signed or unsigned, or small floats (their bit patterns are packed).
+        codes: integers that fit ``bits`` bits, signed or unsigned; or floats of at most 8 bits, whose bit patterns are
+            packed.
         bits: bit width of a code, 1 to 16.
         layout: order of elements inside a block.
 
@@ -79,7 +81,7 @@ def pack(codes: ArrayLike, bits: int, layout: str | Layout = "low_first") -> Byt
 
 
 def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
-    """Convert codes to one- or two-byte integers in C order; every code must fit as signed or unsigned integer."""
+    """Convert codes to one- or two-byte integers in C order; all codes must fit, either as signed or as unsigned."""
     array = as_array("codes", codes)
     flat = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind not in "iu":
@@ -87,7 +89,7 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
             raise DtypeError(f"got codes of dtype {array.dtype}, expected integers or one-byte floats")
         flat = flat.view(np.uint8)
     if flat.size and not (-(1 << (bits - 1)) <= int(flat.min()) and int(flat.max()) < 1 << bits):
-        raise ParamsError(f"codes in [{flat.min()}, {flat.max()}] do not fit {bits} bits: use more bits, or clamp them")
+        raise ParamsError(f"got codes in [{flat.min()}, {flat.max()}], expected codes that fit {bits} bits: clamp them")
     itemsize = 1 if bits <= BYTE else 2
     return flat if flat.dtype.itemsize == itemsize else flat.astype(np.int64).astype(f"u{itemsize}")
 
@@ -95,10 +97,10 @@ def _checked(codes: ArrayLike, bits: int) -> NDArray[Any]:
 def unpack(
     packed: Bytes, bits: int, count: int, *, signed: bool = False, layout: str | Layout = "low_first"
 ) -> NDArray[Any]:
-    """Unpack ``count`` codes of a byte string: int8 or uint8 up to 8 bits, int16 or uint16 above.
+    """Unpack ``count`` codes from bytes. The result is int8 or uint8 for up to 8 bits, otherwise int16 or uint16.
 
     Raises:
-        FileFormatError: the byte string has the wrong size, or its padding is not zero.
+        FileFormatError: the data have the wrong size, or the padding is not zero.
 
     >>> import numpy as np
     >>> unpack(np.array([0xE1, 0x03], np.uint8), bits=4, count=3, signed=True)

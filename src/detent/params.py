@@ -43,7 +43,7 @@ __all__ = ["QuantParams"]
 
 JSON_VERSION = 1
 INT32_LIMIT = 1 << 31
-POWER_OF_TWO = 0.5  # np.frexp splits a power of two into this mantissa and an exponent
+POWER_OF_TWO = 0.5  # the mantissa that np.frexp returns for every power of two
 Array: TypeAlias = NDArray[Any]
 Pair: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -57,10 +57,12 @@ class QuantParams:
         spec: a QuantSpec or its short string.
         scale: positive, finite, normal numbers in the scale shape of the granularity. float64 arrays stay float64,
             all others become float32.
-        zero_point: integers in ``[qmin, qmax]``, broadcast to the scale's shape. None means the spec's zero point if it
-            is symmetric (no other is valid), else the code nearest to 0.
-        min_val, max_val: range that the parameters were derived from, or None; ``==`` ignores it.
-        block_scale, tensor_scale: two-level scales of NVFP4; their product is the scale.
+        zero_point: integers in ``[qmin, qmax]``, broadcast to the scale's shape. None means the only valid zero point
+            if the spec is symmetric, and the code nearest to 0 if it is affine.
+        min_val: lower bound of the range that the parameters were derived from, or None; ``==`` ignores it.
+        max_val: upper bound of that range, or None; ``==`` ignores it.
+        block_scale: float8 scale of each group (NVFP4 only); ``scale`` is ``block_scale * tensor_scale``.
+        tensor_scale: float32 scale of the whole tensor (NVFP4 only).
 
     >>> import detent as dt
     >>> dt.QuantParams(dt.QuantSpec(dt.uint8), scale=0.5, zero_point=3)
@@ -117,7 +119,8 @@ class QuantParams:
 
         Args:
             spec: a QuantSpec or its short string.
-            lo, hi: bounds in the scale's shape, or broadcastable to it.
+            lo: lower bound of each parameter set, in the scale's shape or broadcastable to it.
+            hi: upper bound of each parameter set, in the scale's shape or broadcastable to it.
             shape: shape of the data; needed only if lo and hi are scalars and the spec has several parameter sets.
             dtype: dtype of the scale.
 
@@ -143,7 +146,7 @@ class QuantParams:
 
     @classmethod
     def trusted(cls, spec: QuantSpec, derived: Parameters, low: Array, high: Array) -> "QuantParams":
-        """Wrap parameters that a scale rule has just derived, without checks or copies."""
+        """Make params from the result of a scale rule; it is not checked again."""
         params = cls.__new__(cls)
         bounds = low.astype(np.float64, "C"), high.astype(np.float64, "C")
         arrays = (derived.scale, derived.zero_point, *bounds, derived.block_scale, derived.tensor_scale)
@@ -180,7 +183,7 @@ class QuantParams:
         return cls.from_range(spec, lo, hi, dtype=compute_dtype(data.dtype))
 
     def from_statistics(self, lo: ArrayLike, hi: ArrayLike) -> "QuantParams":
-        """Derive parameters of this spec from new bounds, broadcast to the shape of this scale.
+        """Derive parameters with this spec from new bounds, which are broadcast to the shape of this scale.
 
         >>> import detent as dt
         >>> dt.QuantParams.int8_symmetric().from_statistics(-2.0, 2.0).max_val
@@ -191,7 +194,7 @@ class QuantParams:
             shape = np.broadcast_shapes(low.shape, self.scale.shape)
         except ValueError:
             raise ShapeError(
-                f"got bounds of shape {low.shape}, expected a shape that broadcasts with the scale's {self.scale.shape}"
+                f"got bounds of shape {low.shape}, which do not broadcast with the scale's shape {self.scale.shape}"
             ) from None
         low, high = np.broadcast_to(low, shape), np.broadcast_to(high, shape)
         return type(self).from_range(self.spec, low, high, dtype=self.scale.dtype)
@@ -213,13 +216,13 @@ class QuantParams:
 
     @classmethod
     def channel_wise(cls, channels: int, element: Format | str, axis: int = 0) -> "QuantParams":
-        """Make a placeholder: one parameter set per channel, scale 1."""
+        """Make a placeholder: one parameter set per channel, all with scale 1."""
         count = as_integer("the number of channels", channels, at_least=1, at_most=(1 << 31) - 1, error=ShapeError)
         return cls(QuantSpec(get_format(element), PerAxis(axis)), np.ones(count, np.float32))
 
     @classmethod
     def block_wise(cls, size: int, element: Format | str) -> "QuantParams":
-        """Make a placeholder: groups of ``size`` on the last axis, one parameter set until calibrated, scale 1."""
+        """Make a placeholder: groups of ``size`` elements on the last axis; a single parameter set with scale 1."""
         return cls(QuantSpec(get_format(element), PerGroup(size)), np.ones(1, np.float32))
 
     def validate(self) -> None:
@@ -249,9 +252,9 @@ class QuantParams:
     def quantization_error_bound(self) -> float:
         """Return the largest ``|x - dequantize(quantize(x))|`` for x inside the representable range.
 
-        For integers, this is half of the largest scale if codes round to the nearest, and the whole scale for floor and
-        stochastic rounding; for other formats, half of the widest gap between adjacent values. The float rounding of
-        ``x / scale`` and of the result is not included.
+        Integers: half of the largest scale if codes are rounded to nearest, the largest scale for floor and stochastic
+        rounding. Other formats: half of the widest gap between adjacent values. The bound does not include the float
+        rounding of ``x / scale`` and of the result.
 
         >>> import detent as dt
         >>> dt.QuantParams(dt.QuantSpec(dt.int8), scale=0.5).quantization_error_bound()
@@ -264,9 +267,9 @@ class QuantParams:
         """Return the size in float32 divided by the size of codes, scales and zero points.
 
         Args:
-            shape: shape of the data. Without it, the parameters of groups and blocks are counted; those of the other
-                granularities are not, as their share depends on the shape.
-            include_params: False counts only the codes.
+            shape: shape of the data. Without it, scales and zero points are counted only for groups and blocks: their
+                share of the size depends on the shape for all other granularities.
+            include_params: whether to count scales and zero points; if False, only codes are counted.
 
         >>> import detent as dt
         >>> dt.QuantParams.block_wise(32, dt.int4).compression_ratio()
@@ -286,14 +289,14 @@ class QuantParams:
         return parameter_bits(self.spec, count, 8 * self.scale.dtype.itemsize)
 
     def compute_arrays(self, dtype: str) -> Pair:
-        """Return scale and zero point in the compute type of kernels; cached."""
+        """Return scale and zero point as arrays of this dtype, the compute type of a kernel; the arrays are cached."""
         cache = self.__dict__.setdefault("_cache", {})
         if dtype not in cache:
             cache[dtype] = (read_only(self.scale.astype(dtype)), read_only(self.zero_point.astype(dtype)))
         return cast("Pair", cache[dtype])
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the arrays by field name; float8 block scales as their bits in uint8."""
+        """Return a dict of field names and arrays; float8 block scales are returned as their bits in uint8."""
         arrays = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "spec"}
         present = {name: value for name, value in arrays.items() if value is not None}
         if self.block_scale is not None:
@@ -319,7 +322,7 @@ class QuantParams:
         return cls(get_spec(spec), **values)
 
     def to_json(self) -> str:
-        """Write spec and parameters as one line of JSON; every float is kept exactly.
+        """Return spec and parameters as one line of JSON; every float is stored exactly.
 
         >>> p = QuantParams.uint8_asymmetric()
         >>> QuantParams.from_json(p.to_json()) == p
@@ -333,7 +336,7 @@ class QuantParams:
         """Read the JSON of ``to_json``.
 
         Raises:
-            ParamsError: not JSON of ``to_json``, or invalid parameters.
+            ParamsError: the text is not JSON of ``to_json``, or the parameters are invalid.
         """
         with reading("not the JSON of a QuantParams", error=ParamsError, keep=DetentError):
             data = parse(text, "a QuantParams", error=ParamsError)
@@ -349,7 +352,7 @@ class QuantParams:
         return (self.spec, *((str(part.dtype), part.shape, part.tobytes()) for part in parts if part is not None))
 
     def __reduce__(self) -> tuple[type["QuantParams"], tuple[object, ...]]:
-        """Construct and check copies and unpickled values again."""
+        """Make copies and unpickled values with the constructor, which checks them again."""
         return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     def __eq__(self, other: object) -> bool:
@@ -374,7 +377,7 @@ ParamsLike: TypeAlias = QuantParams | QuantSpec | Format | str
 
 
 def get_params(value: ParamsLike, data: NDArray[Any]) -> QuantParams:
-    """Return params as they are; for a spec, return the params of the data's range."""
+    """Return QuantParams unchanged; for a spec, derive params from the min-max range of the data."""
     if isinstance(value, QuantParams):
         return value
     if isinstance(value, QuantSpec | Format | str):
@@ -406,12 +409,12 @@ def as_zero_point(spec: QuantSpec, value: ArrayLike | None, shape: tuple[int, ..
         return np.full(shape, spec.symmetric_zero_point if spec.symmetric else affine, np.int32)
     array = numbers("zero_point", value)
     if not (array == np.trunc(array)).all() or not (np.abs(array.astype(np.float64)) < INT32_LIMIT).all():
-        raise ParamsError(f"got zero_point {brief(array)}, expected integers that fit int32: round it first")
+        raise ParamsError(f"got zero_point {brief(array)}, expected integers that fit int32: round the zero point")
     return broadcast("zero_point", array.astype(np.int32), shape)
 
 
 def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-    """Broadcast the values to that shape; a single value fits every shape."""
+    """Broadcast the values to this shape; a single value fits every shape."""
     if values.shape == shape:
         return values
     if values.size == 1:
@@ -423,7 +426,7 @@ def broadcast(name: str, values: NDArray[Any], shape: tuple[int, ...]) -> NDArra
 
 
 def bounds(lo: ArrayLike, hi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Convert lo and hi to float64 arrays of one shape, and check them."""
+    """Convert lo and hi to float64 arrays of the same shape, and check the bounds."""
     arrays = [numbers(name, value).astype(np.float64) for name, value in (("lo", lo), ("hi", hi))]
     try:
         low, high = np.broadcast_arrays(*arrays)
@@ -436,7 +439,7 @@ def bounds(lo: ArrayLike, hi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[n
 
 
 def check_bounds(low: NDArray[np.float64], high: NDArray[np.float64]) -> None:
-    """Raise unless all bounds are finite and in order."""
+    """Raise unless all bounds are finite and every lower bound is at most the upper bound."""
     bad = ~(np.isfinite(low) & np.isfinite(high))
     if bad.any():
         at = int(np.argmax(bad))
@@ -454,7 +457,7 @@ def _where(bad: NDArray[np.bool_]) -> str:
 
 
 def check_scale_shape(granularity: Granularity, shape: tuple[int, ...], name: str) -> None:
-    """Raise if the granularity cannot have scales of that shape."""
+    """Raise if the granularity cannot have scales of this shape."""
     fits, expected = True, ""
     if isinstance(granularity, PerTensor):
         fits, expected = shape == (), "()"
@@ -485,7 +488,7 @@ def check_scale_values(name: str, scale: NDArray[np.floating]) -> None:
 
 
 def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
-    """Raise unless every zero point is a code; symmetric specs have a single valid one."""
+    """Raise unless every zero point is a valid code; symmetric specs have a single valid zero point."""
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, 0)
     if spec.symmetric:
         low = high = spec.symmetric_zero_point
@@ -493,8 +496,8 @@ def check_zero_points(spec: QuantSpec, zero_point: NDArray[np.int32]) -> None:
     if outside.any():
         expected = f"{low} (the spec is symmetric)" if spec.symmetric else f"in [{low}, {high}]"
         raise ParamsError(
-            f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])} in "
-            f"{int(outside.sum())} of {outside.size} parameter sets"
+            f"zero points of {spec} must be {expected}, got {int(zero_point[outside].flat[0])}: "
+            f"{int(outside.sum())} of {outside.size} parameter sets have invalid zero points"
         )
 
 
@@ -520,8 +523,8 @@ def check_levels(
     given = block_scale is not None, tensor_scale is not None
     if given != (two_level, two_level):
         raise ParamsError(
-            f"block_scale and tensor_scale are {'missing' if two_level else 'set'} for scale_format "
-            f"{spec.scale_format!r}; 'e4m3' needs both, other scale formats have neither: use from_range or from_data"
+            f"scale_format {spec.scale_format!r} must have {'both' if two_level else 'neither'} block_scale "
+            f"{'and' if two_level else 'nor'} tensor_scale: use from_range or from_data"
         )
     if block_scale is not None and tensor_scale is not None:
         with np.errstate(all="ignore"):
@@ -540,7 +543,7 @@ def scale_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def forbid_writing(array: NDArray[Any] | None) -> None:
-    """Make an array read-only, together with the arrays it is a view of."""
+    """Make an array read-only, and if it is a view, also the arrays that it views."""
     part: object = array
     while isinstance(part, np.ndarray):
         part.setflags(write=False)

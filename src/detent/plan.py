@@ -3,8 +3,8 @@
 ::
 
     select(operation, shape, dtype, spec)  ->  Plan     cached, immutable, safe to share between threads
-    plan.can_implement(x, params, out)                  does check accept them?
-    plan.run(x, params, out=out)                        run; checks only for NaN, under the policy "raise"
+    plan.can_implement(x, params, out)                  whether check accepts these operands
+    plan.run(x, params, out=out)                        runs; the only check is for NaN, with nan="raise"
 
 The public operators of ``detent.ops`` call ``find_plan``, ``check`` and ``run``. ``check`` rejects arrays of a wrong
 shape or type, params of a different spec, and ``out`` arrays that cannot hold the result.
@@ -43,16 +43,16 @@ from detent.ste import Clipped, Custom, Estimator, EstimatorLike, Identity, Tanh
 __all__ = ["NaNPolicy", "Plan", "PrecisionGuarantee", "find_plan"]
 
 Array = NDArray[Any]
-STEP_LIMIT = 1 << 32  # the rounding counter is one word of Philox
+STEP_LIMIT = 1 << 32  # the step of stochastic rounding is one 32-bit word of the Philox counter
 MAX_FLOAT = sys.float_info.max
-MAX_PLANS = 4096  # cached; when there are more, the cache is emptied
+MAX_PLANS = 4096  # size of the cache; a full cache is emptied
 
 
 @dataclass(frozen=True)
 class PrecisionGuarantee:
-    """Guarantees of a plan: the type of its arithmetic, the type of sums, and equal bits in every run.
+    """Guarantees of a plan: the dtype of its arithmetic, the dtype of its sums, and equal bits in every run.
 
-    ``bit_stable`` means equal bits also on every machine, thread count and memory layout.
+    ``bit_stable`` means that the bits are equal on every machine, with any thread count and any memory layout.
 
     >>> Plan.select("quantize", shape=(4,), dtype="float16", spec="int8").precision_guarantee.math
     'float32'
@@ -68,7 +68,7 @@ class PrecisionGuarantee:
 class Plan:
     """Operation on arrays of one shape, dtype and spec; make it with ``select``.
 
-    ``dtype`` is the float type of the data (for "dequantize", of the result), ``nan`` is the policy for NaN.
+    ``dtype`` is the float type of the data (for "dequantize", of the result). ``nan`` is the policy for NaN.
 
     >>> import detent as dt, numpy as np
     >>> plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
@@ -112,16 +112,17 @@ class Plan:
         estimator = get_estimator(ste, spec.convention) if row.has_estimator else None
         if "mask" in row.outputs and not isinstance(estimator, Identity | Clipped):
             raise SpecError(
-                f"got {estimator!r}, but a mask expresses only Identity and Clipped: use fake_quantize_backward"
+                f"got {estimator!r}, but a mask can only represent the estimators Identity and Clipped, whose gradient "
+                "is 0 or 1: use fake_quantize_backward"
             )
         policy = row.nan[0] if nan is None else nan
         if policy not in row.nan:
             raise SpecError(
-                f"unknown NaN policy {nan!r} of {operation}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
+                f"unknown NaN policy {nan!r} for {operation}{closest(str(nan), row.nan)} expected {', '.join(row.nan)}"
             )
         name = float_dtype(dtype, "the data").name
         key = (operation, as_shape(shape), name, spec, estimator, policy, current_kernels())
-        if isinstance(estimator, Custom):  # a callable may reference large arrays: its plan is not cached
+        if isinstance(estimator, Custom):  # not cached: a callable may reference large arrays
             return _make_plan(*key)
         return _PLANS.get(key) or _remember(key, _make_plan(*key))
 
@@ -144,7 +145,10 @@ class Plan:
 
     @property
     def precision_guarantee(self) -> PrecisionGuarantee:
-        """The guarantees of the plan's arithmetic; Tanh uses the platform's tanh, which differs between machines."""
+        """The guarantees of the plan's arithmetic.
+
+        With the estimator Tanh it is not ``bit_stable``, because the platform's tanh differs between machines.
+        """
         return PrecisionGuarantee(self._compute, bit_stable=not isinstance(self.ste, Tanh))
 
     @cached_property
@@ -194,21 +198,21 @@ class Plan:
     def run(
         self, *operands: Array | QuantParams, out: Array | None = None, step: int = 0, grad_scale: float | None = None
     ) -> Result:
-        """Run on operands that ``check`` accepts: the inputs and the parameters.
+        """Run the operation on operands that ``check`` accepts.
 
         Other operands give undefined results or exceptions, but memory outside the arrays is never accessed.
 
         Args:
             *operands: the inputs and the parameters.
             out: array for the result; None allocates it.
-            step: counter of stochastic rounding.
+            step: counter for stochastic rounding; each step has its own random numbers.
             grad_scale: factor for the gradients of scale and zero point.
         """
         *inputs, params = operands
         if not isinstance(params, QuantParams):
             raise DtypeError(
-                f"got {type(params).__name__} as last operand of run, expected {', '.join(self._operands[:-1])}: pass "
-                "out as keyword"
+                f"got {type(params).__name__} as last operand of run, expected the operands "
+                f"{', '.join(self._operands[:-1])}: pass out as a keyword argument"
             )
         scale, zero_point = params.compute_arrays(self._compute)
         if isinstance(self.ste, Custom):
@@ -224,7 +228,7 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Return a callable's gradient of x, and the kernel's gradients of scale and zero point if there are any."""
+        """Return the callable's gradient of x; for a learned scale, also the kernel's gradients of its parameters."""
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
@@ -237,7 +241,7 @@ class Plan:
 
     @cached_property
     def _accepted_inputs(self) -> Mapping[str, list[tuple[np.dtype[Any], tuple[int, ...]]]]:
-        """The valid (dtype, shape) pairs of each input, the unpacked one first; packed ones are uint8 buffers."""
+        """The valid (dtype, shape) pairs of each input: first of an unpacked array, then of a packed uint8 buffer."""
         byte: np.dtype[Any] = np.dtype("uint8")
         count = prod(self.shape)
         usual = [(FLOATS[self.dtype], self.shape)]
@@ -264,12 +268,12 @@ class Plan:
         params = cast("QuantParams", params)
         if params.spec != self.spec:
             raise ParamsError(
-                f"got params of {params.spec!r}, but the plan is for {self.spec!r}: select a plan for the params' spec"
+                f"got params with {params.spec!r}, but the plan has {self.spec!r}: select a plan with the params' spec"
             )
         if params.scale.shape != self.tiling.scale_shape:
             raise ShapeError(
                 f"got params with scales of shape {params.scale.shape}, expected {self.tiling.scale_shape} for data of "
-                f"shape {self.shape} and granularity {self.spec.granularity}: make params from this data, or reshape it"
+                f"shape {self.shape} and granularity {self.spec.granularity}: make params from x, or reshape x"
             )
         if params.scale.dtype == np.float64 and self.dtype != "float64":
             check_narrowed(params.scale)
@@ -284,7 +288,8 @@ class Plan:
         return [(code_dtype(self.spec), self.shape), (np.dtype("uint8"), (packed,))]
 
 
-# Cached plans, by the arguments of ``find_plan`` as given and as ``select`` resolves them; without plans of callables.
+# Cached plans. A key has the arguments of ``find_plan``, either as given or as ``select`` resolves them. Plans with a
+# callable as estimator are not cached.
 _PLANS: dict[tuple[object, ...], Plan] = {}
 
 
@@ -296,7 +301,7 @@ def find_plan(
     ste: EstimatorLike = None,
     nan: NaNPolicy | None = None,
 ) -> Plan:
-    """Return ``Plan.select`` of the arguments, with a single cache lookup for arguments seen before."""
+    """Return the same plan as ``Plan.select``; arguments seen before need only one cache lookup."""
     key = (operation, shape, dtype, spec, ste, nan, current_kernels())
     try:
         plan = _PLANS.get(key)
@@ -320,7 +325,7 @@ def _make_plan(
 ) -> Plan:
     tiling = spec.granularity.tiling(shape)
     problem = Problem(operation, tiling, dtype, spec, ste, nan)
-    # The plan applies a callable itself, and uses the kernel of Identity.
+    # A callable estimator is applied by the plan. Its kernel is that of Identity.
     runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
     return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))
 
@@ -344,7 +349,7 @@ def check_is_params(params: object) -> None:
 
 
 def as_factor(grad_scale: object) -> float | None:
-    """Check the factor of the learned gradients; None passes through."""
+    """Check grad_scale, the factor on the gradients of learned scales and zero points; return None unchanged."""
     if grad_scale is None:
         return None
     if isinstance(grad_scale, bool) or not isinstance(grad_scale, int | float | np.floating | np.integer):
@@ -355,13 +360,13 @@ def as_factor(grad_scale: object) -> float | None:
 
 
 def check_narrowed(scale: NDArray[np.floating]) -> None:
-    """Raise unless float64 scales are positive normal numbers also in float32."""
+    """Raise unless float64 scales are still positive normal numbers after conversion to float32."""
     with np.errstate(over="ignore", under="ignore"):
         narrow = scale.astype(np.float32)
     if not (np.isfinite(narrow) & (narrow >= np.finfo(np.float32).smallest_normal)).all():
         raise ParamsError(
-            f"got float64 scales in [{scale.min()}, {scale.max()}], which do not fit float32, the compute type of data "
-            "other than float64: convert the data to float64, or rescale them"
+            f"got float64 scales in [{scale.min()}, {scale.max()}], expected scales that fit float32, because the data "
+            "are not float64: convert the data to float64, or rescale the data"
         )
 
 
@@ -384,7 +389,7 @@ def check_out(
 
 
 def _overlaps_itself(out: Array) -> bool:
-    """Return whether two elements may share memory; strides too complex for this check count as overlap."""
+    """Return whether two elements of the array may share memory; True if the strides are too complex to tell."""
     if out.flags.c_contiguous or not out.size:
         return False
     span = out.itemsize

@@ -1,6 +1,6 @@
 """Plots: Axes for horizontal bars, one row per layer or quantizer.
 
-Matplotlib is optional. It is imported only when a plot needs new Axes; Axes that a caller passes are used as they are.
+Matplotlib is optional. It is imported only if a plot needs new Axes; if the caller passes Axes, those are used.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MARGIN_INCHES = 1.0  # title and axis labels
 
 
 def bar_axes(ax: "Axes | None", names: Sequence[str]) -> "Axes":
-    """Axes with a labeled row for each name, the first on top: ``ax`` itself, or new Axes of fitting height.
+    """Return Axes with a labeled row for each name, the first on top: ``ax`` if given, or new Axes of suitable height.
 
     Raises:
         UnsupportedError: Axes are needed, and matplotlib is not installed.
@@ -29,7 +29,8 @@ def bar_axes(ax: "Axes | None", names: Sequence[str]) -> "Axes":
         try:
             from matplotlib import pyplot  # noqa: PLC0415 - optional
         except ImportError as error:
-            raise UnsupportedError(f"plot() needs Axes; install matplotlib: {install_hint('report')}") from error
+            hint = f"pass ax, or install matplotlib: {install_hint('report')}"
+            raise UnsupportedError(f"plot() needs Axes: {hint}") from error
         size = (WIDTH_INCHES, MARGIN_INCHES + ROW_INCHES * len(names))
         ax = pyplot.subplots(figsize=size, layout="constrained")[1]
     ax.set_yticks(range(len(names)), [short_name(name) for name in names])

@@ -4,14 +4,14 @@
 mode        training forward               evaluation forward             before any data
 =========== ============================== ============================== ======================
 PerBatch    parameters of this batch       parameters of this batch       works
-EMA         state updated, then used       state used                     first batch is copied
+EMA         average updated, then used     average used                   first batch is copied
 Fixed       parameters used                parameters used                NotCalibratedError
-Learned     parameters used                parameters used                first batch sets them
+Learned     parameters used                parameters used                set from first batch
 =========== ============================== ============================== ======================
 
-Backward uses the parameters of the last forward; it never recomputes a scale. The operator keeps a reference to the
-data of the last forward, not a copy. A state dict is flat: ``version``, ``spec`` as JSON, ``initialized`` and ``step``;
-the arrays of the parameters, if initialized; ``observer.*`` in mode EMA.
+Backward uses the parameters of the last forward; it never recomputes a scale. The quantizer keeps a reference to the
+data of the last forward, not a copy. A state dict is flat. It has the keys ``version``, ``spec`` (as JSON),
+``initialized`` and ``step``; if initialized, the arrays of the parameters; in mode EMA, ``observer.*``.
 """
 
 from collections.abc import Mapping
@@ -53,21 +53,22 @@ class _Forward:
 
 
 class FakeQuantize:
-    """Fake quantization with state; starts in training mode.
+    """Fake quantizer with state; starts in training mode.
 
-    Copies are independent. An operator is not thread-safe: each thread needs its own copy.
+    Copies are independent. A fake quantizer is not thread-safe: each thread needs its own copy.
 
     Args:
         spec: a QuantSpec, a format or a short string.
-        mode: scale mode, the source of the parameters.
-        ste: straight-through estimator of backward; None is the mask of the spec's convention.
+        mode: scale mode: where the parameters come from.
+        ste: straight-through estimator for backward; None means the mask of the spec's convention.
 
     Attributes:
         enabled: if False, forward returns a copy of x and backward a copy of g, and the state does not change.
-        training: set by ``train()`` and ``eval()``; only training changes the state, except in mode PerBatch.
-        step: counter of stochastic rounding, incremented by each training forward.
-        scale_grad, zero_point_grad: in mode Learned, the gradients of the last backward; symmetric specs have no
-            zero_point_grad.
+        training: set by ``train()`` and ``eval()``. In evaluation, forward changes the state only in mode PerBatch.
+        step: counter for stochastic rounding, incremented by each training forward with stochastic rounding.
+        scale_grad: in mode Learned, the gradient of the scale from the last backward.
+        zero_point_grad: in mode Learned, the gradient of the zero point from the last backward; None for symmetric
+            specs.
 
     >>> import detent as dt, numpy as np
     >>> fq = dt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -91,12 +92,12 @@ class FakeQuantize:
 
     @classmethod
     def q8(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Make a symmetric int8 per-tensor operator of mode Fixed, not yet calibrated."""
+        """Make an uncalibrated symmetric int8 per-tensor fake quantizer with mode Fixed."""
         return cls(QuantSpec(int8, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
     def q4(cls, convention: Convention | str = Convention.onnx) -> Self:
-        """Make a symmetric int4 per-tensor operator of mode Fixed, not yet calibrated."""
+        """Make an uncalibrated symmetric int4 per-tensor fake quantizer with mode Fixed."""
         return cls(QuantSpec(int4, convention=get_convention(convention)), mode=Fixed())
 
     @classmethod
@@ -110,7 +111,7 @@ class FakeQuantize:
         convention: Convention | str = Convention.onnx,
         ste: EstimatorLike = None,
     ) -> Self:
-        """Make an operator with fixed per-tensor parameters: signed codes if symmetric, else unsigned.
+        """Make a fake quantizer with fixed per-tensor parameters; codes are signed if symmetric, else unsigned.
 
         >>> FakeQuantize.from_bits(4, symmetric=False, scale=0.5, zero_point=3).float_range()
         (-1.5, 6.0)
@@ -124,7 +125,7 @@ class FakeQuantize:
 
     def __copy__(self) -> Self:
         copied = type(self).__new__(type(self))
-        # Everything except the gradients is replaced, never changed in place.
+        # Only the gradients are copied: all other attributes are replaced when they change, never modified in place.
         grads = {name: copy(getattr(self, name)) for name in ("scale_grad", "zero_point_grad")}
         copied.__dict__.update({**vars(self), **grads})
         return copied
@@ -137,7 +138,7 @@ class FakeQuantize:
         """Update the state according to the mode, then fake-quantize x.
 
         Raises:
-            NotCalibratedError: there are no parameters yet, in mode Fixed or in evaluation.
+            NotCalibratedError: there are no parameters yet, and the mode is Fixed, or EMA or Learned in evaluation.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8, scale=0.5).forward(np.array([0.3, 99.0]))
@@ -165,9 +166,10 @@ class FakeQuantize:
         return self.forward(x)
 
     def backward(self, g: ArrayLike, x: ArrayLike | None = None) -> Array:
-        """Return the gradient of x by the operator's estimator and the parameters of the last forward.
+        """Return the gradient of x, computed with the estimator ``ste`` and the parameters of the last forward.
 
-        x is the data; None means that of the last forward. Before any forward, the current parameters are used.
+        x is the data of forward; None means the data of the last forward. If there was no forward, x is required, and
+        the current parameters are used.
         """
         gradient = float_array(g, "g")
         if not self.enabled or not gradient.size:
@@ -182,7 +184,7 @@ class FakeQuantize:
         return gx
 
     def backward_clamped(self, g: ArrayLike, x: ArrayLike) -> Array:
-        """Return g where x lies in ``float_range()``, else 0, regardless of the operator's estimator.
+        """Return g where x lies in ``float_range()``, else 0; the estimator ``ste`` is not used.
 
         >>> import numpy as np
         >>> FakeQuantize.from_bits(8).backward_clamped(np.ones(2), np.array([127.0, 127.25]))
@@ -211,7 +213,7 @@ class FakeQuantize:
         if x is None:
             if self._last is None:
                 raise NotCalibratedError(
-                    "backward(g) was called before forward: call forward(x) first, or backward(g, x)"
+                    "backward(g) was called before forward: call forward(x) first, or pass x: backward(g, x)"
                 )
             return self._last
         if self._last is None:
@@ -219,7 +221,7 @@ class FakeQuantize:
         return _Forward(float_array(x), self._last.params, self._last.step)
 
     def calibrate(self, x: ArrayLike) -> Self:
-        """Set the parameters from the range of x, discarding earlier ones.
+        """Set the parameters from the min-max range of x, and discard earlier parameters.
 
         >>> import numpy as np
         >>> float(FakeQuantize.q8().calibrate(np.array([-2.0, 254.0], np.float32)).scale)
@@ -229,7 +231,7 @@ class FakeQuantize:
         return self
 
     def update_params(self, scale: ArrayLike, zero_point: ArrayLike | None = None) -> Self:
-        """Set the parameters. In mode Learned, a zero point may be fractional; forward rounds and clamps it."""
+        """Set scale and zero point. In mode Learned, the zero point may be fractional; forward rounds and clamps it."""
         self._scales = self._scales.updated(scale, zero_point)
         return self
 
@@ -255,7 +257,7 @@ class FakeQuantize:
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are parameters."""
+        """Whether the parameters have been set."""
         return self._scales.params is not None
 
     @property
@@ -265,7 +267,7 @@ class FakeQuantize:
 
     @property
     def symmetric(self) -> bool:
-        """Whether the zero point is fixed."""
+        """Whether the spec is symmetric, which fixes the zero point."""
         return self.spec.symmetric
 
     @property
@@ -275,12 +277,12 @@ class FakeQuantize:
 
     @property
     def zero_point(self) -> Array:
-        """The current zero point, read-only; in mode Learned the float before rounding."""
+        """The current zero point, read-only; in mode Learned, a float that is not rounded."""
         return self._scales.zero_point
 
     @property
     def num_levels(self) -> int:
-        """The number of different codes."""
+        """The number of different codes that the spec can produce."""
         return self.spec.num_levels
 
     def quant_range(self) -> tuple[int | float, int | float]:
@@ -310,7 +312,7 @@ class FakeQuantize:
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return version, spec, ``initialized`` and ``step``; if initialized, also the parameters and their range."""
+        """Return the state as a flat dict: see the module's description of its keys."""
         params, observer = self._scales.params, self._scales.observer
         flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
         flat |= {"initialized": self.is_initialized, "step": self.step}
@@ -319,17 +321,19 @@ class FakeQuantize:
         return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in flat.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Load the ``state_dict`` of an operator with an equal spec and mode.
+        """Load the ``state_dict`` of a fake quantizer with an equal spec and mode.
 
         Raises:
             StateError: missing or unknown keys, unsupported version, or values that are invalid for the spec.
         """
         parts = _split_state(state)
         if parts.spec != self.spec:
-            raise StateError(f"got the state of {parts.spec!r}, but this operator has {self.spec!r}: use the same spec")
+            raise StateError(
+                f"got a state with {parts.spec!r}, but this quantizer has {self.spec!r}: use the same spec"
+            )
         if bool(parts.observed) != (self._scales.observer is not None):
             has = "has an" if parts.observed else "has no"
-            raise StateError(f"the state {has} observer, unlike an operator of mode {self.mode}: use the same mode")
+            raise StateError(f"the state {has} observer, which does not fit mode {self.mode}: use the same mode")
         with reading(f"the state is invalid for {self.spec}", error=StateError):
             scales = ScaleState.empty(self.spec, self.mode).loaded(parts.arrays, parts.observed)
         self._scales, self.step, self._last = scales, parts.step, None
@@ -342,9 +346,9 @@ class FakeQuantize:
 
 @dataclass(frozen=True, eq=False)
 class ScaleState:
-    """Parameters of one spec in one scale mode; all differences between modes are implemented here.
+    """Parameters for one spec and one scale mode; all differences between modes are implemented here.
 
-    Methods return a new state, so an error leaves the old one unchanged.
+    Methods return a new state, so an error leaves the old state unchanged.
     """
 
     spec: QuantSpec
@@ -362,7 +366,7 @@ class ScaleState:
         return cls(spec, mode, observer=EMAMinMax(mode.decay, spec.granularity) if isinstance(mode, EMA) else None)
 
     def run(self, x: Array, *, training: bool, step: int) -> tuple[Array, "ScaleState"]:
-        """Fake-quantize x, and return also the state with the parameters that were used."""
+        """Fake-quantize x; return the values, and the state with the parameters that were used."""
         if isinstance(self.mode, PerBatch) and self.spec.rounding.kind != "stochastic":
             y, params = fake_quantize_dynamic(x, self.spec)
             return y, self.with_params(params)
@@ -370,7 +374,7 @@ class ScaleState:
         return fake_quantize(x, after.require(), step=step), after
 
     def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
-        """Return the state in which x is quantized; NaN and infinities do not count for ranges."""
+        """Return the state after x was observed, which quantizes x; ranges ignore NaN and infinities."""
         if isinstance(self.mode, PerBatch):
             return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
         if self.observer is not None and training:
@@ -388,7 +392,7 @@ class ScaleState:
         return self._with_observer(copy(self.observer).reset().observe(x))
 
     def updated(self, scale: ArrayLike, zero_point: ArrayLike | None) -> "ScaleState":
-        """Return the state with these parameters; a learned zero point may be fractional."""
+        """Return the state with these parameters; in mode Learned, the zero point may be fractional."""
         if not isinstance(self.mode, Learned) or zero_point is None:
             return self.with_params(QuantParams(self.spec, scale, zero_point))
         learned = numbers("zero_point", zero_point).astype(np.float32)
@@ -407,12 +411,12 @@ class ScaleState:
         lo = observer.state_dict().get("lo")
         if state.params is not None and lo is not None and lo.shape != state.params.scale.shape:
             raise ShapeError(
-                f"got observer ranges of shape {lo.shape}, expected the scale's {state.params.scale.shape}"
+                f"got observer ranges of shape {lo.shape}, expected the scale's shape {state.params.scale.shape}"
             )
         return replace(state, observer=observer)
 
     def with_params(self, params: QuantParams, learned: Array | None = None) -> "ScaleState":
-        """Return the state with these parameters; ``learned`` are the zero points of mode Learned before rounding."""
+        """Return the state with these parameters; ``learned`` are the zero points before rounding, in mode Learned."""
         if isinstance(self.mode, Learned):
             learned = read_only(params.zero_point.astype(np.float32) if learned is None else learned)
         return replace(self, params=params, learned=learned)
@@ -464,7 +468,10 @@ def _split_state(flat: Mapping[str, Any]) -> _SavedState:
     observed = {name.removeprefix(_OBSERVER): value for name, value in flat.items() if name.startswith(_OBSERVER)}
     arrays = {name: value for name, value in flat.items() if name not in _SCALARS and not name.startswith(_OBSERVER)}
     if scalars["initialized"] != bool(arrays):
-        raise StateError(f"initialized is {scalars['initialized']}, but the state has the arrays {sorted(arrays)}")
+        raise StateError(
+            f"inconsistent state: initialized is {scalars['initialized']}, and the arrays are "
+            f"{sorted(arrays) or 'missing'}: pass the result of state_dict()"
+        )
     with reading("cannot read the spec of the state", error=StateError):
         spec = QuantSpec.from_json(scalars["spec"])
     return _SavedState(spec, step, arrays, observed)

@@ -5,12 +5,13 @@ A rule with ``skip=True`` keeps the layer in float, unless a later rule sets a w
 no rule matches are kept in float. A rule that matches no layer is an error (``check_matched``); the message suggests
 similar names.
 
-Frontends choose the defaults: without a mode, activations use an EMA range (``EMA(0.99)``) and weights their current
-range.
+If no rule sets a mode, the frontends use their defaults: activations have an EMA range (``EMA(0.99)``), and weights the
+min-max range of their current values (``PerBatch``).
 
 Presets are ``w<bits>a<bits>[-g<group>]`` and ``fp8``. Weights are signed and symmetric, per-channel (axis 0) or
-per-group; inputs are unsigned and affine, per-tensor. ``a16`` is weight-only, below 8 bits in groups of 128. Below 8
-bits the first and the last layer keep 8 (DoReFa-Net, Zhou et al. 2016), except in weight-only presets.
+per-group; inputs are unsigned and affine, per-tensor. Presets with ``a16`` are weight-only; below 8 bits their default
+group size is 128. If a preset that is not weight-only has fewer than 8 bits, its first and last layers still have 8
+bits (DoReFa-Net, Zhou et al. 2016).
 """
 
 import glob
@@ -50,7 +51,7 @@ PRESETS: MappingProxyType[str, str] = MappingProxyType(
         "w4a16-g128": "4-bit weights only, in groups of 128",
     }
 )
-FLOAT_BITS, FULL_BITS = 16, 8  # a16 keeps activations in float; first and last layers have at least 8 bits
+FLOAT_BITS, FULL_BITS = 16, 8  # a16 means float activations; first and last layers have 8 bits
 COMMON_GROUP = 128  # the group size of most published 4-bit models
 _NAME = re.compile(r"w([2-8])a([2-8]|16)(?:-g([1-9][0-9]{0,8}))?", re.ASCII)
 _FULL = ("int8/axis0", "uint8/tensor/affine")
@@ -58,7 +59,7 @@ _FP8 = ("float8_e4m3fn/axis0", "float8_e4m3fn/tensor")
 _PresetRow = tuple[str, str, str | None]
 EXCLUDED, NO_RULE = "excluded", "no rule matches"  # why a plan keeps a layer in float
 MAX_NAMES_SHOWN = 3  # suggestions in a message
-MAX_REPR_CHARS = 100  # a line of a notebook; the repr of a longer recipe has a line per rule
+MAX_REPR_CHARS = 100  # width of a notebook line; a longer repr has one line per rule
 _WILD = re.compile(r"[*?]|\[.*?\]")
 LayerLike = Layer | tuple[str, Iterable[str]] | tuple[str, Iterable[str], bool, bool]
 
@@ -92,7 +93,10 @@ class Recipe:
 
     def __init__(self, rules: Iterable[Rule], name: str = "") -> None:
         if isinstance(rules, Rule | str) or not isinstance(rules, Iterable):
-            raise SpecError(f"got {rules!r} as rules of a recipe, expected a list: use [dt.Rule(...)], or get_recipe")
+            raise SpecError(
+                f"got {rules!r} as rules of a recipe, expected a list of rules: use [dt.Rule(...)], "
+                "dt.Recipe.preset(name) or dt.Recipe.load(path)"
+            )
         object.__setattr__(self, "rules", tuple(rules))
         for i, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
@@ -112,9 +116,9 @@ class Recipe:
     ) -> "Recipe":
         """Make a preset recipe; ``mode``, ``ste`` and ``observer`` are set in every rule.
 
-        Presets are ``fp8`` and ``w<bits>a<bits>[-g<group>]``, with 2 to 8 bits for weights, and 2 to 8 or 16
-        (weight-only) for activations. Below 8 bits, the first and the last layer keep 8 bits. Weight-only presets below
-        8 bits have group size 128 by default, for all layers.
+        Presets are ``fp8`` and ``w<bits>a<bits>[-g<group>]``, with 2 to 8 bits for weights and for activations;
+        ``a16`` leaves activations in float (weight-only). Weight-only presets below 8 bits have group size 128 by
+        default. In other presets below 8 bits, the first and the last layer have 8 bits.
 
         Raises:
             SpecError: unknown preset; the message suggests the closest.
@@ -136,8 +140,9 @@ class Recipe:
 
         Args:
             name: full dotted name of the layer.
-            types: names of its classes (the whole MRO), or of its operation.
-            first, last: whether it is the first or the last layer with weights.
+            types: names of the layer's class and its base classes, or the name of its operation.
+            first: whether the layer is the first one with weights.
+            last: whether the layer is the last one with weights.
 
         >>> Recipe.preset("w4a8").resolve("conv1", ["Conv2d"], first=True).weight.bits
         8
@@ -153,10 +158,11 @@ class Recipe:
         return Decision(**settings, skip=skip, rules=matched)  # type: ignore[arg-type]  # the fields of rules
 
     def check_matched(self, layers: Iterable[LayerLike]) -> None:
-        """Raise if a rule matches none of the layers, which are ``(name, types, first, last)``.
+        """Raise if a rule matches none of the layers; each layer is a tuple ``(name, types, first, last)``.
 
         Raises:
-            SpecError: lists every such rule, whether its pattern or its types failed, and the closest names.
+            SpecError: some rules match no layer. The message says for each of them whether the pattern or the types
+                failed to match, and suggests the closest names.
 
         >>> Recipe([Rule("haed*", skip=True)]).check_matched([("body.0", ["Linear"]), ("head", ["Linear"])])
         Traceback (most recent call last):
@@ -172,7 +178,7 @@ class Recipe:
             raise SpecError("\n".join([f"{rules} none of the {len(checked)} layers:", *lines]))
 
     def to_json(self) -> str:
-        """Write the recipe as JSON, with a version.
+        """Return the recipe as JSON text, with a version number.
 
         Raises:
             SpecError: a rule has a callable as estimator.
@@ -190,7 +196,7 @@ class Recipe:
         return cls(rules, name)
 
     def to_toml(self) -> str:
-        """Write the recipe as TOML, with a version.
+        """Return the recipe as TOML text, with a version number.
 
         Raises:
             SpecError: a rule has a callable as estimator.
@@ -225,7 +231,7 @@ class Recipe:
         """Read a recipe from a .toml or .json file of at most 1 MiB.
 
         Raises:
-            FileFormatError: the file does not exist, is too large or not UTF-8, or has a different suffix.
+            FileFormatError: the file does not exist, is too large or not UTF-8, or its suffix is not .toml or .json.
             SpecError: the text is not a recipe.
 
         >>> Recipe.load("w8a8.toml")
@@ -247,7 +253,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         """Write a .toml or .json file atomically: readers see the old file or the new one.
 
         Raises:
-            FileFormatError: a different suffix, or a recipe larger than ``load`` accepts.
+            FileFormatError: the suffix is not .toml or .json, or the recipe is larger than ``load`` accepts.
             SpecError: a rule has a callable as estimator.
 
         >>> Recipe([]).save("recipe.yaml")
@@ -258,7 +264,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
         storage.write_atomic(path, recipe_files.to_bytes(Path(path), self.name, self.rules))
 
     def diff(self, other: "Recipe | str | PathLike[str]") -> str:
-        """Return the changes from this recipe to the other, a line per rule; empty if they are equal.
+        """Return the changes from this recipe to the other, with one line per rule; "" if the recipes are equal.
 
         >>> print(Recipe.preset("w4a8").diff("w2a8"))
         - name 'w4a8'
@@ -296,7 +302,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
             return False
 
     def __str__(self) -> str:
-        """Format a table with a line per rule and a column per field that is set."""
+        """Format a table with one row per rule and one column per field that some rule sets."""
         return "\n".join([self._title, *(table_lines(self._rows) if self.rules else [])])
 
     def _repr_html_(self) -> str:
@@ -309,7 +315,7 @@ file, or a preset: w8a8, w4a8, w4a4, w2a8, fp8, w8a16, w4a16, w4a16-g32, w4a16-g
 
     @property
     def _rows(self) -> list[list[str]]:
-        """The cells of the table, its head first."""
+        """The rows of the table, the header first."""
         rows = [{"": str(i), **_cells(rule)} for i, rule in enumerate(self.rules)]
         used = [key for key in ("", "match", "types", *SETTINGS, "skip") if any(key in row for row in rows)]
         return [used, *([row.get(key, "-") for key in used] for row in rows)]
@@ -330,14 +336,14 @@ def _as_layer(value: LayerLike) -> Layer:
         first, last = map(bool, places or (False, False))
         layer = Layer(name, (types,) if isinstance(types, str) else tuple(types), first, last)
     except (TypeError, ValueError) as error:
-        raise SpecError(f"got {value!r} as layer, expected (name, types, first, last)") from error
+        raise SpecError(f"got {value!r} as layer, expected a tuple (name, types, first, last)") from error
     if not isinstance(name, str) or not all(isinstance(each, str) for each in layer.types):
         raise SpecError(f"got layer name {name!r} and types {types!r}, expected text")
     return layer
 
 
 def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
-    """Make a preset by name, or read a .toml or .json file by path; a Recipe passes through."""
+    """Make the preset of this name, or read the .toml or .json file at this path; return a Recipe unchanged."""
     if isinstance(value, Recipe):
         return value
     if isinstance(value, PathLike) or (isinstance(value, str) and value.lower().endswith(recipe_files.SUFFIXES)):
@@ -350,7 +356,7 @@ def get_recipe(value: Recipe | str | PathLike[str]) -> Recipe:
 
 
 def _rows(name: str) -> tuple[str, list[_PresetRow]]:
-    """Return the full name of a preset, and for each rule its pattern and its specs of weight and input."""
+    """Return a preset's full name and its rules, each as (pattern, weight spec, input spec)."""
     if name == "fp8":
         return name, [("*", *_FP8)]
     parts = _NAME.fullmatch(name) if isinstance(name, str) else None
@@ -358,7 +364,7 @@ def _rows(name: str) -> tuple[str, list[_PresetRow]]:
         hint = closest(str(name).lower(), PRESETS)
         raise SpecError(
             f"unknown preset {name!r}{hint} expected one of {', '.join(PRESETS)}, or w<bits>a<bits>[-g<group>] with 2 "
-            "to 8 bits for weights, and 2 to 8 or 16 for activations"
+            "to 8 bits for weights and for activations; a16 leaves activations in float"
         )
     weight_bits, input_bits = int(parts[1]), int(parts[2])
     group = int(parts[3]) if parts[3] else None
@@ -400,7 +406,7 @@ def _no_name(rule: Rule, layers: list[Layer]) -> str:
 
 
 def _wider(rule: Rule, layers: list[Layer]) -> str | None:
-    """Return the glob with a star before, after or around it, if one of these matches a layer."""
+    """Return the rule's glob with a ``*`` added before, after or around it, if such a glob matches a layer."""
     if rule.match.startswith("re:"):
         return None
     for match in (f"*.{rule.match}", f"{rule.match}.*", f"*{rule.match}", f"{rule.match}*", f"*{rule.match}*"):
@@ -413,7 +419,7 @@ def _wider(rule: Rule, layers: list[Layer]) -> str | None:
 
 
 def _meant(given: Iterable[str], existing: Iterable[str]) -> str:
-    """Format ``: did you mean 'a' or 'b'?`` for close matches, else the first of the existing names."""
+    """Format ``: did you mean 'a' or 'b'?`` from close matches; without close matches, list some existing names."""
     names = sorted(existing)
     by_lower = {name.lower(): name for name in names}
     close = dict.fromkeys(
@@ -438,7 +444,10 @@ def exact_pattern(name: str) -> str:
 
 
 def skipped_names(names: Sequence[str], patterns: str | Iterable[str], hint: str) -> set[str]:
-    """Return the layers that ``skip`` names, by names or patterns with ``*``; ``hint`` says what lists the names."""
+    """Return the layer names that match one of the patterns; a pattern is a name or a glob.
+
+    ``hint`` is part of the error message: it says where the user finds the layer names.
+    """
     skipped: set[str] = set()
     for pattern in (patterns,) if isinstance(patterns, str) else patterns:
         matched = {name for name in names if name == pattern or fnmatchcase(name, pattern)}
@@ -463,7 +472,7 @@ Line = TypeVar("Line", bound=PlanLine)
 
 
 class PlanTotals(Generic[Line]):
-    """Base class of the frontends' plans: a recipe, a line per layer, and their totals."""
+    """Base class of the frontends' plans: a recipe, one line per layer, and totals over all layers."""
 
     recipe: Recipe
     layers: tuple[Line, ...]
@@ -475,16 +484,16 @@ class PlanTotals(Generic[Line]):
 
     @property
     def nbytes_before(self) -> int:
-        """The bytes of all weights in the table."""
+        """The bytes of all weights in the plan before quantization."""
         return sum(layer.nbytes_before for layer in self.layers)
 
     @property
     def nbytes_after(self) -> int:
-        """The bytes of all weights after quantization, with their scales."""
+        """The bytes of all weights in the plan after quantization, including scales and zero points."""
         return sum(layer.nbytes_after for layer in self.layers)
 
     def _summary(self, target: str = "") -> str:
-        """Format the last line of the table."""
+        """Format the totals, the last line of the table."""
         recipe = self.recipe
         name = f"recipe {recipe.name!r}" if recipe.name else f"a recipe of {len(recipe.rules)} rules"
         return (

@@ -1,11 +1,12 @@
-"""Recipes as JSON and TOML text, with equal contents, read as untrusted.
+"""Recipes as JSON and TOML text, which have equal contents. Both are read as untrusted input.
 
 ::
 
     {version, name, rules: [{match, types, weight, input, output, mode, ste, observer, skip}, ...]}
 
-``version`` and ``rules`` are required, everything else has a default; unknown keys and wrong types are rejected. A spec
-is its short text, or a table of all fields if no text can express it; modes, estimators and observers are texts.
+``version`` and ``rules`` are required; all other keys have defaults. Unknown keys and wrong types are rejected. A spec
+is written as its short text, or as a table of all fields if no text can express it. Modes, estimators and observers are
+written as texts.
 """
 
 import json
@@ -24,11 +25,11 @@ __all__ = []
 
 VERSION = 1
 SIZE_LIMIT = 1 << 20  # bytes
-DOTS_LIMIT = 64  # dots outside of strings in a line of TOML; tomllib needs hours for keys of very many parts
+DOTS_LIMIT = 64  # dots per line of TOML, not counting strings; tomllib needs hours for keys with very many parts
 SUFFIXES = (".toml", ".json")
 _TOP = ("version", "name", "rules")
 _KEYS = ("match", "types", *SETTINGS, "skip")
-# The strings and comments of TOML, terminated or not.
+# Matches the strings and comments of TOML, whether terminated or not.
 _QUOTED = re.compile(
     r'"""(?:[^\\]|\\(?:.|\Z))*?(?:"{3,5}|\Z)'
     r"|'''.*?(?:'{3,5}|\Z)"
@@ -57,7 +58,9 @@ def to_bytes(path: Path, name: str, rules: tuple[Rule, ...]) -> bytes:
     write = to_toml if checked_suffix(path) == ".toml" else to_json
     data = write(name, rules).encode()
     if len(data) > SIZE_LIMIT:
-        raise FileFormatError(f"the recipe has {len(data)} bytes, but load reads at most {SIZE_LIMIT}: use fewer rules")
+        raise FileFormatError(
+            f"the recipe has {len(data)} bytes, expected at most {SIZE_LIMIT}, the limit of load: use fewer rules"
+        )
     return data
 
 
@@ -79,7 +82,7 @@ def _data(rule: Rule) -> dict[str, object]:
         if spec is not None and spec_text(spec) is None:
             data[name] = spec.to_dict()
     if rule.ste is not None:
-        data["ste"] = estimator_text(rule.ste)  # raises for a callable, which has no text
+        data["ste"] = estimator_text(rule.ste)  # raises an error for a callable, which has no text
     return {**data, "skip": True} if rule.skip else data
 
 
@@ -125,7 +128,9 @@ def checked_suffix(path: Path) -> str:
 
 def _parsed(text: str, kind: str, parse: Callable[[], object]) -> Contents:
     if not isinstance(text, str):
-        raise SpecError(f"got {type(text).__name__}, expected the {kind} of a recipe as text: use load for a path")
+        raise SpecError(
+            f"got {type(text).__name__}, expected the {kind} of a recipe as text: for a path, call load(path)"
+        )
     if len(text) > SIZE_LIMIT:
         raise SpecError(f"got {len(text)} characters, expected at most {SIZE_LIMIT} for a recipe")
     with reading(f"not the {kind} of a recipe", error=SpecError, keep=SpecError):
@@ -134,7 +139,7 @@ def _parsed(text: str, kind: str, parse: Callable[[], object]) -> Contents:
 
 
 def _toml_data(text: str) -> object:
-    """Parse TOML, after rejecting keys of very many parts."""
+    """Parse TOML; keys with very many parts are rejected first."""
     dots = max((line.count(".") for line in _QUOTED.sub("", text).split("\n")), default=0)
     if dots > DOTS_LIMIT:
         raise SpecError(
@@ -175,7 +180,7 @@ def _rule(i: int, data: object) -> Rule:
 
 
 def _field(key: str, value: object) -> object:
-    """Check the type of a field's value, and read a spec from its table."""
+    """Check the type of a field's value; if the value is a spec as a table, return the spec."""
     if key in SPECS and isinstance(value, dict):
         with reading(f"{key} is not a spec", error=SpecError, keep=SpecError):
             return QuantSpec.from_dict(value)

@@ -4,12 +4,12 @@
 half_even  to the nearest, ties to the even integer (IEEE, NumPy, torch, ONNX)
 half_away  to the nearest, ties away from zero (C's ``round``, Rust's ``f32::round``)
 floor      down
-stochastic up with the probability of the fractional part, by a counter-based random number
+stochastic up with a probability equal to the fractional part, by a counter-based random number
 ========== =====================================================================
 
 Stochastic rounding has no hidden random state: the random word of element ``i`` (C order) is the first output of
-Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0). Every backend and thread
-count gives equal bits. The arithmetic is in ``detent.kernels.reference``.
+Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (i low, i high, step, 0). So every backend gives equal
+bits with any number of threads. The arithmetic is in ``detent.kernels.reference``.
 """
 
 import re
@@ -30,7 +30,7 @@ SEED_LIMIT = (1 << 64) - 1
 class Rounding:
     """Rounding rule; only ``stochastic`` has a seed.
 
-    Invariants: ``kind`` is one of KINDS; ``0 <= seed < 2**64``; ``seed == 0`` unless stochastic.
+    Invariants: ``kind`` is one of KINDS. ``0 <= seed < 2**64``; if ``kind`` is not stochastic, ``seed == 0``.
 
     >>> import detent as dt
     >>> dt.rounding.half_even
@@ -50,7 +50,7 @@ class Rounding:
         object.__setattr__(self, "seed", as_integer("a rounding seed", self.seed, at_least=0, at_most=SEED_LIMIT))
         if self.seed and self.kind != "stochastic":
             raise SpecError(
-                f"got seed {self.seed} for rounding {self.kind!r}, but only stochastic rounding has one: leave it out"
+                f"got seed {self.seed} for rounding {self.kind!r}, but only 'stochastic' has a seed: leave it out"
             )
 
     def __str__(self) -> str:
@@ -66,12 +66,12 @@ floor = Rounding("floor")
 
 
 def stochastic(seed: int = 0) -> Rounding:
-    """Make stochastic rounding with that seed."""
+    """Make stochastic rounding with this seed."""
     return Rounding("stochastic", seed)
 
 
 def get_rounding(value: Rounding | str) -> Rounding:
-    """Parse a rounding ("half_even", "floor", "stochastic(7)", ...); a Rounding passes through."""
+    """Parse a rounding ("half_even", "floor", "stochastic(7)", ...); return a Rounding unchanged."""
     if isinstance(value, Rounding):
         return value
     match = re.fullmatch(r"(\w+?)(?:\(([0-9]{1,20})\))?", value) if isinstance(value, str) else None

@@ -4,20 +4,22 @@ A rule selects layers by full dotted name and type; a field that is None keeps t
 independent of frameworks: a layer is a name, the names of its types, and whether it is the first or the last layer with
 weights.
 
-Every field has a short text. The text of a spec is ``format/granularity/...``. Scale modes, estimators and observers
-are calls: ``name``, ``name(1)``, ``name(1, key=2)``, with the settings in the order of their class. A text leaves out
-defaults, so equal values have equal texts; a change of defaults needs a new version of the recipe files.
+Every field can be written as a short text. The text of a spec is ``format/granularity/...``. Scale modes, estimators
+and observers are written as calls: ``name``, ``name(1)``, ``name(1, key=2)``, with arguments in the order of the class.
+Texts leave out default values, so equal values have equal texts. Therefore, a changed default needs a new version
+number of recipe files.
 
-A rule describes an observer without data, and ``make`` creates one:
+A rule contains the description of an observer, an ``ObserverSpec``. Its method ``make`` creates the observer:
 
 ========================================= ====================================================
 ``minmax``                                min-max range
 ``percentile(lower, upper, precision)``   range between two percentiles
 ``mse(norm, precision)``                  MSE-optimal range: least mean ``|error|^norm``
-``entropy(precision)``                    range of least KL divergence
+``entropy(precision)``                    range with the least KL divergence
 ========================================= ====================================================
 
-The observer has the granularity of the spec. A moving average is not an observer here but the scale mode ``EMA``.
+``make`` receives the granularity of the quantized tensor's spec. For a moving average, use the scale mode ``EMA``
+instead of an observer.
 """
 
 import fnmatch
@@ -64,7 +66,7 @@ SETTINGS = (*SPECS, "mode", "ste", "observer")
 
 @dataclass(frozen=True, init=False, repr=False)
 class ObserverSpec:
-    """Description of an observer: kind and settings, without data."""
+    """Description of an observer: its kind and settings, but no observed data."""
 
     kind: str
     settings: tuple[tuple[str, float], ...]
@@ -84,7 +86,7 @@ class ObserverSpec:
 
     @classmethod
     def parse(cls, text: str) -> "ObserverSpec":
-        """Parse a text such as ``"mse(2.4)"``; ``str`` writes it."""
+        """Parse a text such as ``"mse(2.4)"``; the inverse of ``str``."""
         if not isinstance(text, str):
             raise SpecError(f"got {text!r} as observer, expected a text such as 'mse(2.4)'")
         if text.partition("(")[0].lower() in _AVERAGES:
@@ -94,7 +96,7 @@ class ObserverSpec:
 
     @classmethod
     def of(cls, observer: Observer) -> "ObserverSpec":
-        """Describe an observer without data and without a granularity of its own."""
+        """Make the description of an observer that has observed no data and has no granularity set."""
         for kind, cls_of_kind in _CLASSES.items():
             if type(observer) is cls_of_kind:
                 _check_bare(observer)
@@ -105,7 +107,7 @@ class ObserverSpec:
         raise SpecError(f"got {observer!r} as observer of a recipe, expected one of {names}")
 
     def make(self, granularity: Granularity | str = PerTensor()) -> Observer:
-        """Make an observer with that granularity and without data."""
+        """Make an observer with this granularity that has observed no data."""
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
 
     def _defaults(self) -> dict[str, Setting]:
@@ -125,7 +127,10 @@ ObserverLike = ObserverSpec | Observer | type[Observer] | str
 
 
 def get_observer_spec(value: ObserverLike) -> ObserverSpec:
-    """Describe a text, an observer class or an observer without data; an ObserverSpec passes through."""
+    """Make an ObserverSpec from a text, an observer class or an observer without data.
+
+    An ObserverSpec is returned unchanged.
+    """
     if isinstance(value, ObserverSpec):
         return value
     if isinstance(value, str):
@@ -137,18 +142,18 @@ def get_observer_spec(value: ObserverLike) -> ObserverSpec:
     if isinstance(value, Observer):
         return ObserverSpec.of(value)
     raise SpecError(
-        f"got {value!r} as observer, expected a text such as 'mse(2.4)', a class or an observer without data"
+        f"got {value!r} as observer, expected a text such as 'mse(2.4)', an observer class or an observer without data"
     )
 
 
 def _check_bare(observer: Observer) -> None:
     if observer.count or observer.nonfinite:
         raise SpecError(
-            f"got {observer!r} with {observer.count} observed values, expected one without data: reset() it"
+            f"got {observer!r} with {observer.count} observed values, expected an observer without data: call reset()"
         )
     if observer.granularity != PerTensor():
         raise SpecError(
-            f"got {observer!r} with a granularity, which a recipe takes from the spec: leave the granularity out"
+            f"got {observer!r} with a granularity, but in a recipe the spec sets it: leave the granularity out"
         )
 
 
@@ -160,7 +165,7 @@ def _no_average(value: object) -> SpecError:
 
 
 class Layer(NamedTuple):
-    """Layer as rules see it: name, types, and whether it is the first or last with weights."""
+    """Layer for the matching of rules: its name, its types, and whether it is the first or last one with weights."""
 
     name: str
     types: tuple[str, ...]
@@ -173,15 +178,17 @@ class Rule:
     """Selection of layers, and their specs, scale mode, estimator and observer.
 
     Args:
-        match: a glob over the full dotted name (``*`` also matches dots; case-sensitive), ``re:`` and a regular
-            expression for the whole name, or ``@first`` or ``@last``: the first or last layer with weights.
+        match: a glob over the full dotted name (``*`` also matches dots; case-sensitive). Or ``re:`` followed by a
+            regular expression for the whole name. Or ``@first`` or ``@last``, the first or last layer with weights.
         types: names of classes or operations; the rule selects layers of any of these types. Empty means all types.
-        weight, input, output: specs; None keeps the spec of earlier rules. A weight's text may have the granularity
-            "channel", as in "int8/channel": the output channels, on whichever axis the layer keeps them.
+        weight: the weight's spec; None keeps that of earlier rules. Its text may have the granularity "channel", as in
+            "int8/channel": one scale per output channel, whichever axis of the weight that is.
+        input: the input's spec; None keeps that of earlier rules.
+        output: the output's spec; None keeps that of earlier rules.
         mode: a scale mode or its text: "per_batch", "ema(0.9)", "fixed", "learned".
-        ste: a straight-through estimator, its text, such as "clipped(value)", or a callable.
-        observer: an observer's text, such as "mse(2.4)" or "percentile(0.1, 99.9)", its class, or one without data.
-        skip: keep the layer in float; such a rule has no specs.
+        ste: a straight-through estimator, a text such as "clipped(value)", or a callable.
+        observer: a text such as "mse(2.4)" or "percentile(0.1, 99.9)", an observer class, or an observer without data.
+        skip: whether to keep the layers in float; a rule with ``skip=True`` cannot have specs.
 
     Raises:
         SpecError: an invalid pattern or value.
@@ -241,18 +248,18 @@ class Rule:
         return self.matches_name(layer) and self.matches_types(layer)
 
     def matches_name(self, layer: Layer) -> bool:
-        """Return whether the layer's name matches, or its position for ``@first`` and ``@last``."""
+        """Return whether the layer's name matches; for ``@first`` and ``@last``, whether its position does."""
         pattern = _pattern(self.match)
         if pattern is None:
             return layer.first if self.match == "@first" else layer.last
         return pattern.fullmatch(layer.name) is not None
 
     def matches_types(self, layer: Layer) -> bool:
-        """Return whether the layer has one of the rule's types; a rule without types matches all."""
+        """Return whether the layer has one of the rule's types; a rule without types matches every layer."""
         return not self.types or not set(self.types).isdisjoint(layer.types)
 
     def texts(self) -> dict[str, str]:
-        """Return the settings as short texts by field; texts of callables and of some specs cannot be parsed again."""
+        """Return the settings as short texts by field name; texts of callables and some specs cannot be parsed."""
         specs = {name: getattr(self, name) for name in SPECS}
         texts = {name: spec_text(spec) or str(spec) for name, spec in specs.items() if spec is not None}
         if self.mode is not None:
@@ -275,9 +282,9 @@ class Rule:
 
 
 def get_weight_spec(value: SpecLike) -> QuantSpec:
-    """Return the spec of a weight, where the granularity "channel" means the layer's output channels.
+    """Return the spec of a weight; in a text, the granularity "channel" means one scale per output channel.
 
-    The spec has axis 0, which the frontends move to the axis that a layer keeps its output channels on.
+    For "channel", the returned spec has axis 0. The frontends replace it with the layer's output-channel axis.
 
     >>> get_weight_spec("int4/channel") == get_weight_spec("int4/axis0")
     True
@@ -306,7 +313,7 @@ def _as_types(types: Iterable[str] | str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _pattern(match: str) -> re.Pattern[str] | None:
-    """Compile the pattern for names; None for ``@first`` and ``@last``."""
+    """Compile ``match`` to a regular expression for names; return None for ``@first`` and ``@last``."""
     if match in PLACES:
         return None
     if match.startswith("@"):
@@ -322,7 +329,7 @@ def _pattern(match: str) -> re.Pattern[str] | None:
 
 
 def as_mode(value: ScaleMode | str) -> ScaleMode:
-    """Parse a scale mode from its text; a mode passes through."""
+    """Parse a scale mode from its text; return a mode unchanged."""
     if not isinstance(value, str):
         return _of_known_type("scale mode", get_scale_mode(value), _MODES)
     name, settings = parse_call("scale mode", value, {key: _names(cls) for key, cls in _MODES.items()})
@@ -334,7 +341,7 @@ def mode_text(mode: ScaleMode) -> str:
 
 
 def as_estimator(value: EstimatorLike | str) -> Estimator:
-    """Parse an estimator from its text; callables are wrapped, an estimator passes through."""
+    """Parse an estimator from its text; wrap a callable as an estimator, and return an estimator unchanged."""
     if not isinstance(value, str):
         estimator = get_estimator(value, Convention.onnx)
         return estimator if isinstance(estimator, Custom) else _of_known_type("estimator", estimator, _ESTIMATORS)
@@ -373,6 +380,6 @@ def check_axis(spec: QuantSpec, weight: str, shape: tuple[int, ...]) -> None:
     kind, rank = spec.granularity, len(shape)
     if isinstance(kind, PerAxis | PerGroup) and not -rank <= kind.axis < rank:
         raise SpecError(
-            f"the recipe sets the spec {spec} for {weight}, but its shape {shape} has no axis {kind.axis}: use channel "
-            "for output channels, or change the layers that the rule matches"
+            f"the recipe sets the spec {spec} for {weight}, but the weight's shape {shape} has no axis {kind.axis}: "
+            "use channel for output channels, or change which layers the rule matches"
         )

@@ -1,13 +1,13 @@
-"""Scale modes: the source of a stateful quantizer's parameters.
+"""Scale modes: where a stateful quantizer gets its parameters from.
 
 ============ =======================================================================================
 PerBatch()   the range of the current batch, in training and evaluation
 EMA(decay)   an exponential moving average of the batches' ranges; ``decay`` is the weight of the old average
-Fixed()      set once, by calibration or by hand
+Fixed()      parameters set once, by calibration or by hand
 Learned()    scale and zero point trained by gradients (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020)
 ============ =======================================================================================
 
-Modes are ordered as in the table: ``PerBatch() < EMA(d) < Fixed() < Learned()``; EMA modes by their decay.
+Modes can be compared and sorted: ``PerBatch() < EMA(d) < Fixed() < Learned()``, and EMA modes by their decay.
 """
 
 import json
@@ -40,11 +40,11 @@ class ScaleMode:
 
     @property
     def _key(self) -> tuple[float, ...]:
-        """The position of the kind in the order, then the settings."""
+        """The key for sorting: the position of the kind, then the settings."""
         return (*(place for place, kind in enumerate(_MODES.values()) if isinstance(self, kind)), *astuple(self))
 
     def to_json(self) -> str:
-        """Write the mode as one line of JSON."""
+        """Return the mode as one line of JSON."""
         return json.dumps({"kind": type(self).__name__, **asdict(self)})
 
     @staticmethod
@@ -52,7 +52,7 @@ class ScaleMode:
         """Read the JSON of ``to_json``.
 
         Raises:
-            SpecError: not the JSON of a mode.
+            SpecError: the text is not the JSON of a mode.
         """
         complaint = f"not the JSON of a scale mode, for example {EMA().to_json()!r}"
         with reading(complaint, error=SpecError):
@@ -69,8 +69,8 @@ class PerBatch(ScaleMode):
 class EMA(ScaleMode):
     """Parameters from an exponential moving average of the batches' ranges (EMA range).
 
-    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. The averaging constant or momentum of
-    other systems, which weights the *new* batch, is ``1 - decay``.
+    ``state = decay * state + (1 - decay) * batch``; the first batch is copied. The averaging constant (or momentum) of
+    other systems is the weight of the *new* batch, which is ``1 - decay``.
     """
 
     decay: float = 0.99
@@ -96,7 +96,7 @@ _NAMES: dict[str, ScaleMode] = {"per_batch": PerBatch(), "ema": EMA(), "fixed": 
 
 
 def get_scale_mode(value: ScaleMode | str) -> ScaleMode:
-    """Look up a mode by name ("per_batch", "ema", "fixed", "learned"); a mode passes through."""
+    """Look up a mode by name ("per_batch", "ema", "fixed", "learned"); return a mode unchanged."""
     if isinstance(value, ScaleMode):
         return value
     if isinstance(value, str) and value in _NAMES:

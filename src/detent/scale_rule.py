@@ -1,11 +1,11 @@
 """Scale rules: from a range ``[lo, hi]`` to a scale and zero point (docs/numerics.md, sections 4 and 7).
 
-All arithmetic is in float64 and rounded once to the scale's dtype; zero points use the *stored* scale::
+All arithmetic is in float64; the scale is rounded once, to its dtype. Zero points use the *rounded* scale::
 
     symmetric   a = max(|lo|, |hi|)
       "qmax"       s = a / (qmax - z)
       "half_span"  s = a / ((qmax - qmin) / 2)
-      "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), without terms of divisor 0
+      "tight"      s = max(lo / (qmin - z), hi / (qmax - z), 0), without terms whose divisor is 0
     affine      s = hi / n - lo / n,  n = qmax - qmin,  z = clamp(round(qmin - lo / s), qmin, qmax)
     e8m0        s = 2^(floor(log2 a) - emax)                                          OCP MX v1.0
     e4m3        s = e4m3(a / max / s_t) * s_t,  s_t = max over sets of a / (448 * max)   NVFP4
@@ -29,14 +29,14 @@ from detent.spec import QuantSpec
 __all__ = ["Parameters", "derive", "float_parameters", "whole_zero_point"]
 
 Float64 = NDArray[np.float64]
-Array: TypeAlias = Any  # an array of any library, whose namespace is xp
+Array: TypeAlias = Any  # an array of any library; xp is the library's namespace
 Namespace: TypeAlias = Any
-MX_EXPONENTS = (-126, 127)  # e8m0 scales that are normal float32 numbers
+MX_EXPONENTS = (-126, 127)  # exponents of e8m0 scales that are normal float32 numbers
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Scale and zero point in the shape of the bounds, and the two-level scales of NVFP4."""
+    """Scales and zero points in the shape of the bounds; for NVFP4, also its two-level scales."""
 
     scale: NDArray[np.floating]
     zero_point: NDArray[np.int32]
@@ -45,11 +45,11 @@ class Parameters:
 
 
 def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parameters:
-    """Derive scale and zero point of each range; lo and hi are finite float64 arrays of equal shape, lo <= hi."""
+    """Derive a scale and a zero point for each range. lo and hi must be finite, of equal shape, and lo <= hi."""
     derived = kernels.derive(spec, lo, hi, dtype)
     if derived is not None:
         return Parameters(derived[0], derived[1].astype(np.int32))
-    return _derive(spec, lo, hi, dtype)  # other scale formats, and ranges that raise
+    return _derive(spec, lo, hi, dtype)  # scale formats other than "float", and ranges that raise an error
 
 
 @np.errstate(all="ignore")
@@ -58,12 +58,12 @@ def _derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Param
         return _symmetric_parameters(spec, _power_of_two(spec, lo, hi))
     if spec.scale_format == "e4m3":
         return _two_level(spec, lo, hi)
-    # 0-d arrays run as 1-d: NumPy turns 0-d results into scalars.
+    # Reshape 0-d arrays to 1-d, because NumPy turns 0-d results into scalars.
     scale, zero_point, empty = float_parameters(numpy, spec, np.reshape(lo, -1), np.reshape(hi, -1), dtype)
     if spec.convention.zero_range.kind == "error" and empty.any():
         raise RangeError(
             f"{int(empty.sum())} of {empty.size} ranges have width zero, which convention {spec.convention.name!r} "
-            "rejects: leave them out, or use a convention with a different zero_range"
+            "rejects: remove constant data, or use a convention with a different zero_range"
         )
     if not np.isfinite(scale).all():
         raise RangeError(
@@ -83,8 +83,8 @@ def _largest(lo: Float64, hi: Float64) -> Float64:
 def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype: object) -> tuple[Array, Array, Array]:
     """Return float scales in ``dtype``, zero points in int32, and the mask of ranges of width zero.
 
-    Works with any array namespace ``xp``, without checks: a scale may be infinite, and a range of width zero gets scale
-    1 even if the convention rejects it.
+    Works with any array namespace ``xp``. Nothing is checked: a scale may be infinite, and a range of width zero gets
+    scale 1 even if the convention rejects such ranges.
     """
     exact, divisor = _symmetric(xp, spec, lo, hi) if spec.symmetric else _affine(xp, spec, lo, hi)
     exact, empty = _zero_range(xp, spec, exact, divisor)
@@ -95,7 +95,7 @@ def float_parameters(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array, dtype
 
 
 def _symmetric(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array, float]:
-    """Return the scale before rounding, and the divisor that converts a minimal width to a minimal scale."""
+    """Return the scale before rounding, and the divisor that converts the ``width`` of ZeroRange to a scale."""
     below, above = spec.qmin - spec.symmetric_zero_point, spec.qmax - spec.symmetric_zero_point
     if spec.convention.symmetric_scale == "tight":
         scale = _divide(xp, hi, above)
@@ -113,7 +113,7 @@ def _affine(xp: Namespace, spec: QuantSpec, lo: Array, hi: Array) -> tuple[Array
 
 
 def _zero_range(xp: Namespace, spec: QuantSpec, scale: Array, divisor: float) -> tuple[Array, Array]:
-    """Apply the convention's zero-range rule, and return also the mask where it sets the zero point."""
+    """Return the scale after the convention's zero-range rule, and a mask where the rule sets the zero point."""
     rule = spec.convention.zero_range
     if rule.kind in {"eps", "width"}:
         floor = rule.value if rule.kind == "eps" else rule.value / divisor
@@ -134,12 +134,12 @@ def _zero_point(xp: Namespace, spec: QuantSpec, lo: Array, scale: Array, empty: 
 
 
 def whole_zero_point(xp: Namespace, spec: QuantSpec, learned: Array) -> Array:
-    """Round learned zero points half to even and clamp them, as forward uses them, in int32."""
+    """Return learned zero points as int32, rounded half to even and clamped, as the forward pass uses them."""
     return xp.astype(xp.clip(xp.round(learned), spec.qmin, spec.qmax), xp.int32)
 
 
 def _divide(xp: Namespace, values: Array, divisor: float) -> Array:
-    """Divide by an array: some libraries replace division by a scalar with a multiplication."""
+    """Divide by an array, because some libraries replace division by a scalar with a multiplication."""
     return values / xp.full_like(values, divisor)
 
 
@@ -152,7 +152,7 @@ def _at_most(xp: Namespace, values: Array, bound: float) -> Array:
 
 
 def _power_of_two(spec: QuantSpec, lo: Float64, hi: Float64) -> NDArray[np.float32]:
-    """Return the OCP MX scales: the power of two that maps the largest magnitude to the format's top binade."""
+    """Return the OCP MX scales: powers of two that map each largest magnitude to the format's top binade."""
     largest = _largest(lo, hi)
     top = int(np.frexp(spec.qmax)[1]) - 1
     exponent = np.clip(np.frexp(largest)[1] - 1 - top, *MX_EXPONENTS)

@@ -3,7 +3,8 @@
 A spec has no scales; scales are in ``QuantParams``. Defaults are resolved on construction, so two specs with the same
 meaning are equal, and JSON contains every field.
 
-Short strings: ``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][/convention]``, in that order.
+A spec can be written as a short string, with its parts in this order:
+``format[/tensor|axisN|token|groupN|blockNxM][/symmetric|affine][/convention]``.
 """
 
 import json
@@ -36,18 +37,20 @@ class QuantSpec:
     """Description of a quantization, without scales.
 
     Args:
-        format: type of a code, or its name.
-        granularity: which elements share a scale, or its string.
+        format: number format of the codes, or the name of a format.
+        granularity: which elements share a scale, as a granularity or its string.
         symmetric: None means symmetric for signed integers and all non-integer formats, affine for unsigned integers.
-        convention: rules of rounding and scales, those of ONNX by default.
-        rounding: None means the convention's. Small floats and codebooks always round half to even.
-        qmin, qmax: range of codes of an integer format. None means the full range; if the convention is ``narrow``,
-            signed symmetric formats leave out the lowest code.
+        convention: rules for rounding and for scales; by default, the rules of ONNX.
+        rounding: rounding of integer formats; None means the convention's rounding. Floats of at most 8 bits and
+            codebooks always round half to even.
+        qmin: lowest code of an integer format; None means the format's lowest code. A ``narrow`` convention leaves out
+            the lowest code of signed symmetric specs.
+        qmax: highest code of an integer format; None means the format's highest code.
         scale_format: "float" (float32 or float64), "e8m0" (a power of two, OCP MX) or "e4m3" (a float8 per group
             times a float32 per tensor, NVFP4).
 
-    Invariants: ``format.qmin <= qmin < qmax <= format.qmax``; the zero point of a symmetric spec lies in the range, and
-    ``qmax - zero_point >= 1``; formats other than integers are symmetric.
+    Invariants: ``format.qmin <= qmin < qmax <= format.qmax``. The zero point of a symmetric spec is at least ``qmin``
+    and less than ``qmax``. Specs of formats other than integers are symmetric.
 
     >>> import detent as dt
     >>> spec = dt.QuantSpec(dt.int8, granularity=dt.PerAxis(0))
@@ -106,7 +109,7 @@ class QuantSpec:
         return -self.format.qmax if narrow else self.format.qmin
 
     def __hash__(self) -> int:
-        """Return a cached hash: every call looks up its plan by the spec."""
+        """Return a cached hash, because every operator call looks up its plan with the spec as a key."""
         return self._hash
 
     @cached_property
@@ -151,7 +154,7 @@ class QuantSpec:
         return (int(self.qmin) + int(self.qmax) + 1) // 2
 
     def replace(self, **changes: object) -> "QuantSpec":
-        """Return a changed copy; symmetry, rounding and range are resolved again if they had their defaults.
+        """Return a changed copy; symmetry, rounding, qmin and qmax are resolved again if they had default values.
 
         >>> import detent as dt
         >>> dt.QuantSpec(dt.int8).replace(convention=dt.Convention.torch).qmin
@@ -193,7 +196,10 @@ class QuantSpec:
         return f"dt.QuantSpec({', '.join([*parts, *(f'{name}={value!r}' for name, value in given.items())])})"
 
     def __str__(self) -> str:
-        """Format the short string; fields it cannot express follow in brackets, which ``parse`` rejects."""
+        """Return the short string; fields that it cannot express follow in brackets.
+
+        ``parse`` rejects texts with brackets.
+        """
         for name, spec in NAMED_SPECS.items():
             if spec == self:
                 return name
@@ -208,7 +214,7 @@ class QuantSpec:
         """Parse a short string.
 
         Raises:
-            SpecError: a part is unknown or out of order; the message suggests the closest valid one.
+            SpecError: a part is unknown or out of order; the message suggests the closest valid part.
 
         >>> QuantSpec.parse("int4/group128/symmetric/torch") == QuantSpec("int4", "group128", convention="torch")
         True
@@ -231,11 +237,11 @@ class QuantSpec:
         return cls(head, **changes)  # type: ignore[arg-type]  # values made by _parse_part
 
     def to_json(self) -> str:
-        """Write all fields and a version as one line of JSON."""
+        """Return all fields and a version number as one line of JSON."""
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields and a version as JSON-ready data."""
+        """Return all fields and a version number as JSON-ready data."""
         return {
             "version": JSON_VERSION,
             "format": self.format.name,
@@ -259,12 +265,12 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "QuantSpec":
-        """Read the data of ``to_dict``."""
+        """Make a spec from the data of ``to_dict``."""
         names = [field.name for field in fields(cls)]
         with reading("not a stored QuantSpec", error=SpecError):
             entries = table(data, "a QuantSpec", names, error=SpecError, version=JSON_VERSION)
             if None in entries.values() or not isinstance(entries["format"], str):
-                raise SpecError(f"got {data!r}, expected a value for every field and the name of the format")
+                raise SpecError(f"got {data!r}, expected a value for every field, and a format name")
             entries["granularity"] = granularity_from_dict(entries["granularity"])
             entries["convention"] = Convention.from_dict(entries["convention"])
             return cls(**entries)
@@ -291,7 +297,7 @@ def _parse_part(text: str, part: str) -> tuple[str, object]:
 
 def _get_element(value: Format | str) -> Format:
     if isinstance(value, str) and (value in NAMED_SPECS or "/" in value):
-        raise SpecError(f"{value!r} names a spec, expected a format: use dt.QuantSpec.parse({value!r})")
+        raise SpecError(f"got the spec {value!r}, expected a format: use dt.QuantSpec.parse({value!r})")
     return get_format(value)
 
 
@@ -329,8 +335,8 @@ def _check_symmetry(spec: QuantSpec) -> None:
     zero_point = spec.symmetric_zero_point
     if not spec.qmin <= zero_point <= spec.qmax or spec.qmax - zero_point < 1:
         raise SpecError(
-            f"symmetric {spec.format.name} with codes in [{spec.qmin}, {spec.qmax}] and zero point {zero_point} has no "
-            "positive code: use symmetric=False, more bits or a different range"
+            f"a symmetric {spec.format.name} spec with codes in [{spec.qmin}, {spec.qmax}] and zero point {zero_point} "
+            "cannot represent positive values: use symmetric=False, more bits or a different range"
         )
 
 
@@ -339,12 +345,12 @@ def _check_scale_format(spec: QuantSpec) -> None:
         raise SpecError(f"got scale_format={spec.scale_format!r}, expected one of {', '.join(get_args(ScaleFormat))}")
     if spec.scale_format != "float" and spec.format.kind != "float":
         raise SpecError(
-            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only small floats have it: use "
-            "scale_format='float'"
+            f"got scale_format={spec.scale_format!r} for {spec.format.name}, but only float formats support it: "
+            "use scale_format='float'"
         )
 
 
-# The block formats of OCP MX and NVFP4, by their usual names.
+# The block formats MXFP4 and MXFP8 (OCP MX) and NVFP4, by their usual names.
 NAMED_SPECS: Mapping[str, QuantSpec] = {}
 mxfp4 = QuantSpec(float4_e2m1fn, PerGroup(32), scale_format="e8m0")
 mxfp8 = QuantSpec(float8_e4m3fn, PerGroup(32), scale_format="e8m0")
@@ -354,7 +360,7 @@ NAMED_SPECS = {"mxfp4": mxfp4, "mxfp8": mxfp8, "mxfp8_e5m2": mxfp8_e5m2, "nvfp4"
 
 
 def get_spec(value: QuantSpec | Format | str) -> QuantSpec:
-    """Parse a short string, or make the spec of a format; a QuantSpec passes through."""
+    """Parse a short string, or make a spec with this format; return a QuantSpec unchanged."""
     if isinstance(value, QuantSpec):
         return value
     return QuantSpec(value) if isinstance(value, Format) else QuantSpec.parse(value)
@@ -369,17 +375,18 @@ def code_dtype(spec: QuantSpec) -> np.dtype[Any]:
 
 
 def parameter_bits(spec: QuantSpec, sets: int, float_bits: int = 32) -> int:
-    """Return the bits of ``sets`` scales, of the zero points of affine specs, and of the tensor scale of NVFP4."""
+    """Return the total bits of ``sets`` scales, plus zero points (affine specs) and a tensor scale (NVFP4)."""
     scale_bits = float_bits if spec.scale_format == "float" else 8
     tensor_bits = 32 if spec.scale_format == "e4m3" else 0
     return sets * (scale_bits + (0 if spec.symmetric else spec.bits)) + tensor_bits
 
 
 def stored_nbytes(spec: QuantSpec, shape: tuple[int, ...], widths: Sequence[int] = ()) -> int:
-    """Return the bytes of a tensor's codes, scales and zero points.
+    """Return the total bytes of a tensor's codes, scales and zero points.
 
-    ``widths`` are the bit widths that a file has for codes, in ascending order: codes and zero points, which are then
-    always stored, use the first width that fits. Without widths, they are packed at ``spec.bits`` each.
+    ``widths`` are the bit widths that a file format supports for codes, in ascending order. Codes and zero points use
+    the first width that is large enough, and zero points are counted even for symmetric specs. Without widths, codes
+    and zero points are packed at ``spec.bits`` each.
     """
     count, sets = prod(shape), spec.granularity.tiling(shape).sets
     if not widths:
@@ -398,13 +405,13 @@ def _whole_bytes(bits: int) -> int:
 
 
 def short_spec(spec: QuantSpec) -> str:
-    """Return a spec for reprs: its quoted text, or the call that makes it if there is no text."""
+    """Return a text for reprs: the spec's short string in quotes; without a short string, the constructor call."""
     text = spec_text(spec)
     return repr(spec) if text is None else repr(text)
 
 
 def spec_text(spec: QuantSpec) -> str | None:
-    """Return the text that ``QuantSpec.parse`` turns into this spec, or None if no text can express it."""
+    """Return the short string that ``QuantSpec.parse`` turns into this spec; None if there is no such string."""
     if str(spec) in NAMED_SPECS:
         return str(spec)
     parts = [f"{spec.format.name}/{spec.granularity}"]

@@ -2,11 +2,12 @@
 
 ==================================== ==================================================================================
 Identity()                           ``g``
-Clipped(on="code")                   ``g`` where ``qmin <= u <= qmax``, u the code before clamping; else 0
+Clipped(on="code")                   ``g`` where ``qmin <= u <= qmax``, else 0; u is the code before clamping
 Clipped(on="value")                  ``g`` where ``(qmin-z)*s <= x <= (qmax-z)*s``, else 0
-Clipped(bounds="exclusive")          ``<`` in place of ``<=``
-HardTanh()                           ``g * max(0, 1 - |v|)``, ``v = (x - c) / h`` with the range's middle and half width
-Tanh(unit="range"), Tanh("step")     ``g * (1 - tanh(v)**2)`` with that v, or with ``v = x / s``
+Clipped(bounds="exclusive")          as above, with ``<`` instead of ``<=``
+HardTanh()                           ``g * max(0, 1 - |v|)``, ``v = (x - c) / h``; c: range's middle, h: half width
+Tanh(unit="range")                   ``g * (1 - tanh(v)**2)``, v as in HardTanh
+Tanh(unit="step")                    ``g * (1 - tanh(v)**2)``, ``v = x / s``
 a callable                           the result of ``f(g, x, params)``
 ==================================== ==================================================================================
 
@@ -49,7 +50,7 @@ class Clipped:
 
 @dataclass(frozen=True)
 class HardTanh:
-    """STE whose gradient falls linearly from the middle of the range to its bounds."""
+    """STE whose gradient falls linearly from g in the middle of the range to 0 at its bounds."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Tanh:
 
 @dataclass(frozen=True)
 class Custom:
-    """STE by a callable ``f(g, x, params) -> gradient of x``, with g's shape and dtype.
+    """STE from a callable ``f(g, x, params)``, which returns the gradient of x in g's shape and dtype.
 
     >>> Custom(lambda g, x, params: 2 * g).function(1.5, None, None)
     3.0
@@ -89,7 +90,7 @@ _MASKS: dict[str, Estimator] = {
 
 
 def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
-    """Look up an estimator: None is the convention's mask, strings are names, callables are wrapped."""
+    """Return an estimator: for None the convention's mask, for a string the estimator of that name; wrap callables."""
     if value is None:
         return _MASKS[convention.mask]
     if isinstance(value, Estimator):

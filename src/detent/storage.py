@@ -1,14 +1,14 @@
-"""Storage: safetensors bytes and files, written atomically and read as untrusted.
+"""Storage: safetensors bytes and files, written atomically and read as untrusted input.
 
-The format is implemented here for two reasons. Equal input gives equal bytes, while the safetensors library orders
-metadata at random. And headers are checked before memory is allocated: no duplicate keys, holes, overlaps or trailing
-bytes.
+The format is implemented here for two reasons. First, equal input gives equal bytes; the safetensors library writes
+metadata in random order. Second, headers are checked before memory is allocated: duplicate keys, holes, overlaps and
+trailing bytes are rejected.
 
-A file is written under a temporary name, ``.<name>.<16 hex digits>``, and renamed. The writer holds a lock (``flock``)
-that the system releases when the process ends. The next writer of the same name removes temporary files without a
-lock, which killed writers left behind. Four of the digits identify the running system: on network file systems, locks
-of other machines may be invisible, so their files are removed only a day after their last change. Systems without
-``flock`` remove none.
+A file is written under a temporary name, ``.<name>.<16 hex digits>``, and then renamed. While writing, the writer holds
+a lock (``flock``) on the temporary file; if the process is killed, the system releases the lock. The next writer of the
+same name removes temporary files without a lock. The first four digits identify the machine, because on network file
+systems the locks of other machines may be invisible. Temporary files of other machines are removed only a day after
+their last change. Systems without ``flock`` remove no temporary files.
 """
 
 import json
@@ -47,15 +47,15 @@ _log = logging.getLogger(__name__)
 
 Arrays = dict[str, NDArray[Any]]
 HEADER_LIMIT = 1 << 24  # bytes
-FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses for that long
+FOREIGN_LIFETIME = 24 * 60 * 60  # seconds; no writer pauses longer
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_LENGTH = 8  # bytes of the length field, and the alignment of the header
+_LENGTH = 8  # bytes of the length field; also the alignment of the header
 _DTYPES = {"U8": "<u1", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8", "F32": "<f4", "F64": "<f8"}
 _NAMES = {np.dtype(code).name: name for name, code in _DTYPES.items()}
 
 
 def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Write arrays and metadata as safetensors bytes; equal input gives equal bytes."""
+    """Return arrays and metadata as the bytes of a safetensors file; equal input gives equal bytes."""
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     parts, position = [], 0
@@ -71,9 +71,11 @@ def dumps(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> by
 
 
 def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
-    """Read the arrays (read-only) and metadata of safetensors bytes."""
+    """Return the arrays, which are read-only, and the metadata from the bytes of a safetensors file."""
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise DtypeError(f"got {type(data).__name__}, expected the bytes of a safetensors file: use read for a path")
+        raise DtypeError(
+            f"got {type(data).__name__}, expected the bytes of a safetensors file: for a path, call storage.read(path)"
+        )
     header, body = _split(bytes(data))
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -95,7 +97,7 @@ def loads(data: bytes) -> tuple[Arrays, dict[str, str]]:
 
 
 def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
-    """Read the arrays and metadata of a safetensors file."""
+    """Return the arrays, which are read-only, and the metadata of a safetensors file."""
     try:
         return loads(Path(path).read_bytes())
     except FileFormatError as error:
@@ -103,7 +105,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Arrays, dict[str, str]]:
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) -> None:
-    """Write, sync and rename a temporary file in the same directory, so readers see the old file or the new one."""
+    """Write and sync a temporary file, then rename it to ``path``; readers see either the old file or the new one."""
     target = Path(path)
     _remove_leftovers(target)
     temporary = target.with_name(f".{target.name}.{_system()}{secrets.token_hex(6)}")
@@ -114,7 +116,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
             file.flush()
             os.fsync(file.fileno())
             if fcntl is None:
-                file.close()  # Windows renames only closed files; other systems hold the lock until the end
+                file.close()  # Windows renames only closed files; other systems keep the file open, and so locked
             temporary.replace(target)
     except BaseException:
         with suppress(OSError):
@@ -126,7 +128,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | Iterable[bytes]) ->
 
 @cache
 def _system() -> str:
-    """Return four hex digits that identify the running system; its processes see each other's locks."""
+    """Return four hex digits that identify this machine since its last boot; its processes see each other's locks."""
     try:
         identity = BOOT_ID.read_bytes()
     except OSError:
@@ -135,7 +137,7 @@ def _system() -> str:
 
 
 def _create_locked(temporary: Path) -> int:
-    """Create a file with default permissions, and lock it if the file system has locks."""
+    """Create a file with default permissions, and lock it if the file system supports locks."""
     while True:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         if fcntl is not None:
@@ -143,22 +145,22 @@ def _create_locked(temporary: Path) -> int:
                 fcntl.flock(handle, fcntl.LOCK_EX)
         if temporary.exists():
             return handle
-        os.close(handle)  # another writer removed it as a leftover before it was locked
+        os.close(handle)  # another writer removed the file before it was locked
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove temporary files of killed writers of this name, including those of ONNX external data."""
+    """Remove temporary files that killed writers of ``target`` left, including those of ONNX external data."""
     if fcntl is None:
         return
     ours = re.compile(rf"{re.escape(f'.{target.name}.')}(?:[0-9a-f]{{12}}\.data\.)?[0-9a-f]{{16}}")
-    with suppress(OSError):  # the write reports a missing directory
+    with suppress(OSError):  # a missing directory is reported by the write that follows
         for temporary in [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]:
             with suppress(OSError):
                 _remove_unlocked(temporary)
 
 
 def _remove_unlocked(temporary: Path) -> None:
-    """Remove a file that no process has locked; raise an OSError if it is locked."""
+    """Remove a temporary file if no process has locked it; raise an OSError if a process has."""
     handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,10 +175,10 @@ def _remove_unlocked(temporary: Path) -> None:
 def check_directory(
     path: str | os.PathLike[str], *, writable: bool = True, error: type[DetentError] = FileFormatError
 ) -> Path:
-    """Check that the directory exists and is writable, to fail before minutes of work."""
+    """Check that the directory exists and is writable, so that an error is raised before minutes of work."""
     directory = Path(path)
     if not directory.is_dir():
-        raise error(f"{directory} is not a directory: create it, or choose another one")
+        raise error(f"{directory} is not a directory: create it, or choose another directory")
     if writable:
         try:
             with tempfile.TemporaryFile(dir=directory):
@@ -200,13 +202,13 @@ def _sync_directory(directory: Path) -> None:
 def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
     if len(data) < _LENGTH:
         raise FileFormatError(
-            f"got {len(data)} bytes, expected at least the {_LENGTH} of a length field: not a safetensors file"
+            f"got {len(data)} bytes, expected at least {_LENGTH} for the header's length: not a safetensors file"
         )
     length = int.from_bytes(data[:_LENGTH], "little")
     if length > min(HEADER_LIMIT, len(data) - _LENGTH):
         raise FileFormatError(
-            f"the header should have {length} bytes, but {len(data) - _LENGTH} follow and at most {HEADER_LIMIT} are "
-            "read: the file is truncated or not a safetensors file"
+            f"got a header length of {length} bytes, expected at most {min(HEADER_LIMIT, len(data) - _LENGTH)}: the "
+            "file is truncated or not a safetensors file"
         )
     text = data[_LENGTH : _LENGTH + length]
     if not text.startswith(b"{"):
@@ -217,7 +219,7 @@ def _split(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def _checked_entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Return the NumPy dtype, shape, begin and end of one tensor, and check that its bytes match its shape."""
+    """Return a tensor's NumPy dtype, shape, first byte and end, and check that the bytes match the shape."""
     label = f"tensor {name[:MAX_CHARS_SHOWN]!r}"
     fields = table(entry, label, ("dtype", "shape", "data_offsets"))
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]

@@ -1,4 +1,4 @@
-"""Text for people: tables as text and HTML, short reprs, numbers of bytes, and short names."""
+"""Text for people: tables as text and HTML, short reprs, byte counts, and short names."""
 
 import html
 import re
@@ -23,13 +23,13 @@ __all__ = [
     "table_lines",
 ]
 
-MAX_NAME_CHARS = 60  # of a name in a table
-HISTOGRAM_SIZE = 256, 48  # pixels: as wide as a narrow notebook column, as high as two rows of a table
-HTML_HEIGHT = "32em"  # of a table in a notebook; longer ones scroll
+MAX_NAME_CHARS = 60  # longer names are shortened in tables
+HISTOGRAM_SIZE = 256, 48  # width and height in pixels: a narrow notebook column, and two table rows
+HTML_HEIGHT = "32em"  # a longer table in a notebook scrolls
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """Format the lines of a table; columns are left-aligned, except those in ``right``."""
+    """Format the lines of a table; columns are left-aligned, except the column indices in ``right``."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -41,9 +41,9 @@ def table_lines(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> li
 
 
 def html_table(rows: Sequence[Sequence[str]], right: Container[int] = (), *, notes: Sequence[str] = ()) -> str:
-    """Format a table for ``_repr_html_``; ``rows`` begin with the head, ``notes`` are lines below the table.
+    """Format a table for ``_repr_html_``; the first of ``rows`` is the header, ``notes`` are lines below the table.
 
-    All text is escaped, because names come from untrusted files; styles are inline, and nothing is loaded.
+    All text is escaped, because names come from untrusted files. Styles are inline, and no other file is loaded.
 
     >>> html_table([("layer",), ("<fc>",)])[-74:]
     '<tr><td style="text-align:left">&lt;fc&gt;</td></tr></tbody></table></div>'
@@ -110,7 +110,7 @@ def of_whole(text: str, whole: int) -> int:
 
 
 def bytes_text(count: float, *, is_padded: bool = False) -> str:
-    """Format a byte count with three digits and a unit; ``is_padded`` keeps trailing zeros of a fraction."""
+    """Format a byte count with three digits and a unit; ``is_padded`` keeps trailing zeros after the point."""
     unit = 0
     while abs(count) >= 999.5 and unit < len(_SI_UNITS) - 1:
         count, unit = count / 1000, unit + 1
@@ -119,7 +119,7 @@ def bytes_text(count: float, *, is_padded: bool = False) -> str:
 
 
 def counted(count: int, noun: str, form: str = "") -> str:
-    """Format a count with its noun in singular or plural; ``form`` is the number's format, such as ",".
+    """Format a count and a noun in singular or plural; ``form`` is a format spec for the number, such as ",".
 
     >>> counted(1, "batch"), counted(2, "batch"), counted(3000, "layer", ",")
     ('1 batch', '2 batches', '3,000 layers')
@@ -128,12 +128,12 @@ def counted(count: int, noun: str, form: str = "") -> str:
 
 
 def short_name(name: str) -> str:
-    """Shorten a long name to its beginning and end."""
+    """Shorten a long name to its beginning and its end."""
     return name if len(name) <= MAX_NAME_CHARS else f"{name[:20]}...{name[23 - MAX_NAME_CHARS :]}"
 
 
 def short_repr(value: "DataclassInstance") -> str:
-    """Format the call that makes a dataclass instance, without fields that have their default values."""
+    """Format the constructor call of a dataclass instance; fields with default values are left out."""
     parts = []
     for field in fields(value):
         default = field.default if field.default_factory is MISSING else field.default_factory()

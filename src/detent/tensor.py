@@ -1,18 +1,19 @@
 """QuantizedTensor: codes with their quantization parameters.
 
-``x ~ (codes - zero_point) * scale``. A tensor is a value: read-only and comparable. It is saved as a safetensors file
-with the spec in the metadata, and dequantizes to the float type of the data it was made from.
+A tensor approximates data ``x`` by ``(codes - zero_point) * scale``. It is read-only and can be compared with ``==``.
+It is saved as a safetensors file with the spec in the metadata. It is dequantized to the float type of the data that it
+was made from.
 
-Any slice of an axis is allowed if one parameter set spans the axis or each index has its own set. Along the axis of
-groups or blocks, a slice has step 1, and starts and ends at a group boundary.
+Any slice of an axis is allowed if one parameter set spans the axis, or if each index has its own parameter set. Along
+an axis with groups or blocks, a slice must have step 1, and start and end at a group boundary.
 
 A file contains the packed codes and the parameters:
 
 ============ ======================================================================
-scale        float32 or float64; for "e8m0" the biased exponents in uint8
-block_scale  only for "e4m3", instead of scale: the float8 bits in uint8
-tensor_scale only for "e4m3": float32
-zero_point   only for affine specs: packed at the bit width of the format
+scale        float32 or float64; with scale format "e8m0", biased exponents in uint8
+block_scale  with scale format "e4m3", instead of ``scale``: float8 bits in uint8
+tensor_scale with scale format "e4m3": float32
+zero_point   for affine specs: packed at the bit width of the format
 ============ ======================================================================
 
 The range that the parameters were derived from is not saved.
@@ -47,9 +48,9 @@ Slices = tuple[slice, ...]
 Index: TypeAlias = slice | EllipsisType | tuple[slice | EllipsisType, ...]
 Arrays = dict[str, NDArray[Any]]
 FILE_VERSION = 1
-MAX_BINS = 64  # of the histogram in notebooks, one to four pixels each
-MAX_CODES_COUNTED = 1 << 20  # the histogram of a larger tensor counts every n-th code, to stay below 0.1 s
-E8M0_BIAS = 127  # of the exponent, as in float32
+MAX_BINS = 64  # bins of the histogram in notebooks, each one to four pixels wide
+MAX_CODES_COUNTED = 1 << 20  # for a larger tensor, the histogram counts every n-th code, to take less than 0.1 s
+E8M0_BIAS = 127  # exponent bias, as in float32
 _METADATA = "detent.QuantizedTensor"
 _KEYS = frozenset({"spec", "shape", "dtype"})
 
@@ -70,7 +71,7 @@ class QuantizedTensor:
     __slots__ = ("_codes", "_dtype", "_packed", "_params", "_shape", "_shared")
 
     def __init__(self, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> None:
-        """Make a tensor of unpacked codes, as ``from_codes`` does."""
+        """Make a tensor from unpacked codes, as ``from_codes`` does."""
         array = as_array("codes", codes)
         self._dtype = float_dtype(dtype, "the tensor")
         _check_fit(params, array.shape, self._dtype)
@@ -89,9 +90,9 @@ class QuantizedTensor:
         packed: bool = False,
         shared: bool = False,
     ) -> "QuantizedTensor":
-        """Wrap codes (or packed codes) that a plan has just computed, without checks or copies.
+        """Make a tensor from codes (or packed codes) that a plan has just computed; they are not checked or copied.
 
-        If the memory is ``shared``, it may change: nothing derived from it is cached, and the tensor has no hash.
+        If ``shared``, the codes may change: nothing derived from them is cached, and the tensor has no hash.
         """
         tensor = cls.__new__(cls)
         view = _read_only_view(data)
@@ -101,7 +102,7 @@ class QuantizedTensor:
 
     @classmethod
     def from_codes(cls, codes: ArrayLike, params: QuantParams, dtype: DTypeLike = "float32") -> "QuantizedTensor":
-        """Make a tensor of unpacked codes: integers of any dtype, or small floats of the format's dtype.
+        """Make a tensor from unpacked codes: integers of any dtype, or floats of at most 8 bits in the format's dtype.
 
         Raises:
             ParamsError: a code is outside the spec's range.
@@ -117,7 +118,7 @@ class QuantizedTensor:
     def from_packed(
         cls, packed: ArrayLike, params: QuantParams, shape: tuple[int, ...], dtype: DTypeLike = "float32"
     ) -> "QuantizedTensor":
-        """Make a tensor of packed codes.
+        """Make a tensor from packed codes; ``shape`` is the shape of the unpacked codes.
 
         >>> import detent as dt, numpy as np
         >>> QuantizedTensor.from_packed(np.array([0xE1], np.uint8), dt.QuantParams.int4_symmetric(), (2,)).codes
@@ -139,7 +140,7 @@ class QuantizedTensor:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The codes at ``spec.bits`` each, read-only: element 0 in the lowest bits of byte 0."""
+        """The codes packed at ``spec.bits`` bits each, read-only: element 0 in the lowest bits of byte 0."""
         if self._packed is not None:
             return self._packed
         packed = _read_only_view(pack(self.codes, self.spec.bits))
@@ -164,7 +165,7 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The float type of the data the tensor was made from, and of ``dequantize()``."""
+        """The float type of the data that the tensor was made from; ``dequantize()`` returns it by default."""
         return self._dtype
 
     @property
@@ -178,7 +179,7 @@ class QuantizedTensor:
         return packed_size(self.size, self.spec.bits) + -(-self._params.parameter_bits() // 8)
 
     def dequantize(self, dtype: DTypeLike | None = None, out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return the values ``(codes - zero_point) * scale`` in ``dtype``, by default that of the original data.
+        """Return the values ``(codes - zero_point) * scale`` in ``dtype``, by default the original data's dtype.
 
         >>> import detent as dt, numpy as np
         >>> dt.quantize(np.array([0.4, 1.6]), dt.QuantParams.int8_symmetric()).dequantize()
@@ -194,7 +195,7 @@ class QuantizedTensor:
         """Slice the tensor; a slice may not cut a group or block."""
         slices = complete_slices(index, self._shape)
         params = slice_params(self._params, self._shape, slices)
-        full_index: tuple[slice | EllipsisType, ...] = (*slices, ...)  # the ellipsis keeps a 0-d array an array
+        full_index: tuple[slice | EllipsisType, ...] = (*slices, ...)  # with ..., a 0-d result is an array
         codes = self.codes[full_index].copy()
         return type(self).trusted(codes, params, codes.shape, self._dtype)
 
@@ -211,17 +212,17 @@ class QuantizedTensor:
     def __hash__(self) -> int:
         if self._shared:
             raise DtypeError(
-                "this tensor shares the memory of out, which may change, so it has no hash: quantize without out"
+                "this tensor shares memory with out, which may change, so it has no hash: quantize without out"
             )
         return hash((self._shape, self._dtype, self._params, self.codes.tobytes()))
 
     def __reduce__(self) -> tuple[type["QuantizedTensor"], tuple[object, ...]]:
         return type(self), (self.codes, self._params, self._dtype)
 
-    __iter__ = None  # not a sequence: rows are slices
+    __iter__ = None  # not iterable, because an index must be a slice
 
     def __array__(self, *args: object, **options: object) -> NDArray[Any]:
-        """Raise: codes and values are both arrays, and the choice must be explicit."""
+        """Raise an error, because the caller must choose between codes and values."""
         raise DtypeError(
             "a QuantizedTensor is not an array: use q.dequantize() for its values, or q.codes for its codes"
         )
@@ -239,7 +240,7 @@ class QuantizedTensor:
 
     @property
     def _compression(self) -> float:
-        """Size of the data in their float type, divided by ``nbytes``."""
+        """The size of the data in their float type, divided by ``nbytes``."""
         return self.size * self._dtype.itemsize / max(self.nbytes, 1)
 
     def _repr_html_(self) -> str:
@@ -256,7 +257,7 @@ class QuantizedTensor:
         return table_text + svg_histogram(counts, f"{lo:g}", f"{hi:g}", "histogram of the codes")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file atomically: ``nbytes`` of codes and parameters, and the spec in the header."""
+        """Write a safetensors file atomically; the spec is in the header, before ``nbytes`` of codes and parameters."""
         metadata = {
             "version": FILE_VERSION,
             "spec": self.spec.to_dict(),
@@ -268,7 +269,7 @@ class QuantizedTensor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "QuantizedTensor":
-        """Read a file of ``save``.
+        """Read a file that ``save`` wrote.
 
         Raises:
             FileFormatError: the file is truncated, oversized or inconsistent, or was not written by ``save``.
@@ -287,7 +288,7 @@ class QuantizedTensor:
             entries = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
             dtype, spec, shape = entries["dtype"], QuantSpec.from_dict(entries["spec"]), as_shape(entries["shape"])
             if not isinstance(dtype, str) or "packed" not in arrays:
-                raise FileFormatError(f"got dtype {dtype!r} and arrays {sorted(arrays)}, expected a name and 'packed'")
+                raise FileFormatError(f"got dtype {dtype!r} and arrays {sorted(arrays)}, expected text and 'packed'")
             packed = arrays.pop("packed")
             needed = packed_size(prod(shape), spec.bits)
             if packed.shape != (needed,):
@@ -315,7 +316,7 @@ def _unpacked(packed: NDArray[np.uint8], spec: QuantSpec, shape: tuple[int, ...]
 
 
 def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
-    """Copy codes to the format's storage type, and check that integers lie in the spec's range."""
+    """Copy codes to the format's storage type, and check that they are in the spec's range."""
     storage_type = code_dtype(spec)
     if spec.format.kind == "float":
         if codes.dtype != storage_type:
@@ -323,15 +324,15 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
                 f"got codes of dtype {codes.dtype}, expected {storage_type} for {spec.format.name}: use astype or view"
             )
         if codes.size and int(codes.view(np.uint8).max()) >> spec.bits:
-            raise ParamsError(f"got codes with bits above the {spec.bits} bits of {spec.format.name}: mask them")
+            raise ParamsError(f"got codes of more than {spec.bits} bits for {spec.format.name}: clear the higher bits")
         return codes.copy()
     if codes.dtype.kind not in "iu":
         raise DtypeError(f"got codes of dtype {codes.dtype}, expected integers for {spec.format.name}")
     low, high = (int(spec.qmin), int(spec.qmax)) if spec.format.is_integer else (0, len(spec.format.levels) - 1)
     if codes.size and not (low <= int(codes.min()) and int(codes.max()) <= high):
         raise ParamsError(
-            f"got codes in [{codes.min()}, {codes.max()}], expected [{low}, {high}] for {spec}: clamp them, or change "
-            "qmin and qmax of the spec"
+            f"got codes in [{codes.min()}, {codes.max()}], expected [{low}, {high}] for {spec}: clamp the codes, or "
+            "change qmin and qmax of the spec"
         )
     return codes.astype(storage_type)
 
@@ -339,7 +340,7 @@ def _checked_codes(codes: NDArray[Any], spec: QuantSpec) -> NDArray[Any]:
 def code_histogram(codes: NDArray[Any], spec: QuantSpec) -> tuple[list[int], float, float]:
     """Count the codes in bins over the spec's range, and return the counts and the range.
 
-    Integers and codebook indices are counted as such, in bins of equal integer width; small floats by their value.
+    Integers and codebook indices are counted in bins of equal integer width; float codes are counted by their values.
     """
     sample = codes.reshape(-1)[:: max(1, -(-codes.size // MAX_CODES_COUNTED))]
     lo, hi = (float(spec.qmin), float(spec.qmax))
@@ -374,7 +375,7 @@ def complete_slices(index: Index, shape: tuple[int, ...]) -> Slices:
 
 
 def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) -> QuantParams:
-    """Slice the parameters of data of that shape."""
+    """Return the parameters of a slice of data with this shape."""
     before = params.spec.granularity.tiling(shape)
     sizes = (len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
     after = params.spec.granularity.tiling(tuple(sizes))
@@ -388,7 +389,7 @@ def slice_params(params: QuantParams, shape: tuple[int, ...], slices: Slices) ->
 
 
 def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
-    """Return the slice of parameter sets along one axis for a slice of the data."""
+    """Return, for a slice of the data along one axis, the slice of its parameter sets."""
     block = before.block[axis]
     grouped = before.scale_shape == before.grid
     if after.grid[axis] == 0:
@@ -407,7 +408,7 @@ def _tile(axis: int, part: slice, before: Tiling, after: Tiling) -> slice:
 
 
 def compact(params: QuantParams) -> Arrays:
-    """Return the arrays of a file, ``parameter_bits()`` in whole bytes; ``expand`` restores the parameters."""
+    """Return the parameters as the arrays that a file contains; ``expand`` restores the parameters."""
     spec = params.spec
     arrays: Arrays = {"scale": params.scale}
     if params.block_scale is not None and params.tensor_scale is not None:

@@ -5,12 +5,12 @@
 ============================ ================================================================================
 arrays                       bugs they reveal
 ============================ ================================================================================
-ties, and one ulp off        rounding rules, ``x / s`` instead of ``x * (1 / s)``, zero point added too early
+ties, and one ulp off        wrong rounding, ``x * (1 / s)`` instead of ``x / s``, zero point added too early
 empty, 0-d, one, odd lengths shapes that loops and vectorized code mishandle
 NaN, infinities              undefined casts, ranges that never recover
-zeros of both signs          ``-0.0`` that becomes a code of its own; scales of 0
+zeros of both signs          ``-0.0`` with another code than ``0.0``; scales of 0
 subnormal, tiny, huge        scales that underflow, quotients that overflow
-constant, one-sided, outlier ranges of width zero, without zero, and stretched by one outlier
+constant, one-sided, outlier ranges that have width zero, exclude zero, or are stretched by one outlier
 memory                       wrong use of strides, order, offset, byte order and read-only memory
 ============================ ================================================================================
 
@@ -37,20 +37,22 @@ if TYPE_CHECKING:
 __all__ = ["assert_same_codes", "nasty_arrays"]
 
 Array = NDArray[Any]
-MAX_TIE, MAX_POWER = 300, 17  # all ties of 8-bit codes, and ties next to powers of two up to 16 bits
+MAX_TIE, MAX_POWER = 300, 17  # all ties of 8-bit codes, and the ties next to powers of two for up to 16 bits
 ODD_SHAPE = (3, 7, 5)
 
 
 def nasty_arrays(dtype: DTypeLike = "float32", *, scale: float = 0.1, finite_only: bool = False) -> dict[str, Array]:
-    """Return arrays that reveal bugs in quantizers, by name (for test ids); each call returns new, equal arrays.
+    """Return arrays that reveal bugs in quantizers, as a dict by name (for test ids).
+
+    Each call returns new arrays with the same values.
 
     Args:
         dtype: float16, bfloat16, float32 or float64.
         scale: scale of the quantizer under test; ties are at (k + 1/2) * scale.
-        finite_only: leave out arrays with NaN and infinities, which have no range.
+        finite_only: whether to leave out arrays that contain NaN or infinities.
 
     Raises:
-        DtypeError: an unsupported dtype.
+        DtypeError: the dtype is not supported.
         ParamsError: the scale is not finite and positive.
 
     >>> import detent as dt
@@ -168,17 +170,18 @@ def assert_same_codes(
 ) -> VerifyReport:
     """Raise unless a quantized ONNX file matches its source model and its recorded decisions bit for bit.
 
-    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``: it replays the decisions and
-    compares the files, and it feeds every quantizer its input from ONNX Runtime. The accumulation order has no effect,
-    so the assertion needs no tolerance and holds on every machine.
+    This is ``dt.verify(model, artifact, data, levels=(1,), raise_on_difference=True)``. It quantizes the source again
+    with the recorded decisions, and compares the result with the file. It also runs every quantizer on the input that
+    it has in ONNX Runtime, and compares the codes. The accumulation order has no effect, so the assertion needs no
+    tolerance and holds on every machine.
 
     Args:
         model: a prepared ``detent.torch`` model, or the source ONNX model.
-        artifact: the quantized model, or its path.
-        data: batches, or a file or directory of them, as for ``dt.verify``; a few are enough.
+        artifact: the quantized ONNX model, or its path.
+        data: batches, or a file or directory of batches, as for ``dt.verify``; a few batches are enough.
 
     Raises:
-        VerificationError: a mismatch; the message names the first one with node, index, value and scale. It is an
+        VerificationError: a mismatch; the message shows node, index, value and scale of the first mismatch. It is an
             AssertionError.
         DetentError: damaged files, files without quantizers, or data that do not match the model's inputs.
 
@@ -191,5 +194,5 @@ def assert_same_codes(
     >>> assert_same_codes(parser.parse_model(text), parser.parse_model(text), data).compared_codes
     100
     """
-    __tracebackhide__ = True  # pytest then shows the line of the test
+    __tracebackhide__ = True  # makes pytest show the line of the test
     return verify(model, artifact, data, levels=(1,), raise_on_difference=True)

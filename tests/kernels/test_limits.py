@@ -93,7 +93,7 @@ def test_widths_and_counts_of_any_integer_type(integer):
 def test_out_is_a_keyword_of_run():
     x = np.ones(3, np.float32)
     plan = dt.Plan.select("fake_quantize", shape=(3,), dtype="float32", spec="int8")
-    with pytest.raises(dt.DtypeError, match="pass out as keyword"):
+    with pytest.raises(dt.DtypeError, match="pass out as a keyword argument"):
         plan.run(x, P, np.empty_like(x))
 
 

@@ -194,7 +194,7 @@ def test_scales_that_depend_on_one_another_are_not_searched():
 
 @every_histogram
 def test_the_spec_has_the_granularity_of_the_observer(make):
-    with pytest.raises(dt.ShapeError, match="use the same for both"):
+    with pytest.raises(dt.ShapeError, match="use the same granularity for both"):
         make(granularity="axis0").observe(NORMAL.reshape(4, -1)).params("int8")
 
 

@@ -109,12 +109,12 @@ def test_nothing_finite_names_the_tensor():
 
 
 def test_the_error_for_a_missing_name_has_the_batch():
-    with pytest.raises(dt.ShapeError, match=r"batch 2 has no 'b', only \['a'\]"):
+    with pytest.raises(dt.ShapeError, match=r"batch 2 has no array 'b', only \['a'\]"):
         calibrate([NAMED[0], {"a": BATCHES[1]}], watching())
 
 
 def test_an_array_where_names_are_expected():
-    with pytest.raises(dt.ShapeError, match=r"batch 1 is of type ndarray, expected \{name: array\}"):
+    with pytest.raises(dt.ShapeError, match=r"batch 1 is of type ndarray, expected a dict \{name: array\}"):
         calibrate(BATCHES, watching())
 
 
@@ -305,7 +305,7 @@ def test_budget_adds_up():
 
 
 def test_budget_needs_every_shape():
-    with pytest.raises(dt.ShapeError, match=r"got shapes for \['a'\], but none for 'b'"):
+    with pytest.raises(dt.ShapeError, match=r"got shapes for \['a'\], expected a shape for 'b'"):
         budget({"a": MinMax(), "b": MinMax()}, {"a": (3,)})
 
 

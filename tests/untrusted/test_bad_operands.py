@@ -26,7 +26,7 @@ PLAN = dt.Plan.select("quantize", shape=(3, 4), dtype="float32", spec="int8")
     row("ragged", lambda: dt.quantize([[1.0], [1.0, 2.0]], P), dt.DtypeError, "x"),
     row("no params", lambda: dt.quantize(X, 0.1), dt.DtypeError, "QuantParams", "float", "from_data"),
     row("params and x swapped", lambda: dt.quantize(P, X), dt.DtypeError, "x", "QuantParams"),
-    row("shape", lambda: dt.quantize(X.T, AXIS), dt.ShapeError, "(3,)", "(4, 3)", "(4,)", "axis0", "from this data"),
+    row("shape", lambda: dt.quantize(X.T, AXIS), dt.ShapeError, "(3,)", "(4, 3)", "(4,)", "axis0", "from x"),
     row("rank", lambda: dt.fake_quantize(np.float32(1.0), AXIS), dt.ShapeError, "axis0", "0-d"),
     row(
         "group shape",

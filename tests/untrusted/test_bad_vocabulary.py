@@ -134,7 +134,13 @@ def test_estimator_and_mode(call, error, words):
 
 @table(
     row("symmetric int1", lambda: dt.QuantSpec("int1"), dt.SpecError, "int1", "symmetric=False", "more bits"),
-    row("symmetric uint1", lambda: dt.QuantSpec("uint1", symmetric=True), dt.SpecError, "uint1", "no positive code"),
+    row(
+        "symmetric uint1",
+        lambda: dt.QuantSpec("uint1", symmetric=True),
+        dt.SpecError,
+        "uint1",
+        "positive values",
+    ),
     row("parsed int1", lambda: dt.QuantSpec.parse("int1/axis0"), dt.SpecError, "int1", "symmetric=False"),
     row("range without zero", lambda: dt.QuantSpec("int8", qmin=5, qmax=9), dt.SpecError, "[5, 9]", "zero point 0"),
     row("range reversed", lambda: dt.QuantSpec("uint8", qmin=9, qmax=5), dt.SpecError, "qmin 9", "qmax 5", "<"),

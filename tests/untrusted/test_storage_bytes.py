@@ -22,7 +22,7 @@ def twice(key, value):
 
 
 INVALID = {
-    "nothing": (b"", "at least the 8"),
+    "nothing": (b"", "at least 8"),
     "half a length": (b"\x10\x00\x00", "3 bytes"),
     "length of zero": (file_of(b""), "does not start with '{'"),
     "length bomb": (file_of({}, length=2**63), "truncated", str(2**63)),

@@ -1,9 +1,9 @@
-"""The native backend: C++ kernels, compiled once per instruction set, behind ``detent._native``.
+"""The native backend: C++ kernels in the extension module ``detent._native``, compiled once per instruction set.
 
-A ``Runner`` of the extension has the kernels for one tiling and one dict of rules. Rules are numbers, named like the
-fields in ``native/.../call.hpp``. This module computes rules and layout once and caches runners, so a run only passes
-pointers. Arrays that are not C-contiguous are copied first; results equal the reference kernels bit for bit. Functions
-that reduce or pack return None if there is no native kernel for their arguments.
+A ``Runner`` of the extension module contains the kernels for one tiling and one dict of rules. Rules are numbers, named
+like the fields in ``native/.../call.hpp``. This module computes rules and layout once and caches runners, so a call
+only passes pointers. Arrays that are not C-contiguous are copied first. Results equal those of the reference kernels
+bit for bit. Functions that reduce or pack return None if there is no native kernel for their arguments.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -53,12 +53,12 @@ _NONE: Mapping[str, Any] = MappingProxyType(
 
 
 def plain_rules(dtype: str, bits: int = BYTE) -> dict[str, Any]:
-    """Return the rules of an operation without a format; a histogram has bins of ``bits`` mantissa bits."""
+    """Return the rules of an operation that needs no format; ``bits`` is for histograms, the mantissa bits of a bin."""
     return {**_NONE, "dtype": DTYPES[dtype], "bits": bits}
 
 
 def problem_rules(problem: Problem, codes: int = BYTES) -> dict[str, Any]:
-    """Return the rules of a problem, with codes as bytes, words or packed bits."""
+    """Return the rules of a problem; ``codes`` says how codes are stored: bytes, 16-bit words or packed bits."""
     spec, ste, form = problem.spec, problem.ste, problem.spec.format
     mask = _IDENTITY
     if isinstance(ste, Clipped):
@@ -104,7 +104,7 @@ def observe_rules(problem: Problem) -> dict[str, Any]:
 
 
 def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
-    """Return the rules that derive parameters from a range, for float scales."""
+    """Return the rules for deriving parameters with float scales from a range."""
     convention = spec.convention
     return {
         "symmetric": _SYMMETRIC[convention.symmetric_scale] if spec.symmetric else 0,
@@ -119,7 +119,7 @@ def _scale_rules(spec: QuantSpec) -> dict[str, Any]:
 
 
 def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int]:
-    """Return columns, their block, the other axes as (size, block, stride in sets), and the number of sets."""
+    """Return the last axis' size and block, other axes as (size, block, stride in sets), and the number of sets."""
     merged = tiling.merged()
     cols, block = (merged.shape[-1], merged.block[-1]) if merged.shape else (1, 1)
     lead = [
@@ -131,22 +131,22 @@ def layout_of(tiling: Tiling) -> tuple[int, int, list[tuple[int, int, int]], int
 
 _native: ModuleType | None
 try:
-    _native = import_module("detent._native")  # built if there is a compiler
-except ImportError as error:  # the reference kernels remain
+    _native = import_module("detent._native")  # exists if there was a compiler at installation
+except ImportError as error:  # only the reference kernels are available
     _native = None
-    WHY_NOT: str | None = f"the native kernels are not built ({error}): install with a C++ compiler on PATH"
+    WHY_NOT: str | None = f"the native kernels are not built ({error}): install detent with a C++ compiler on PATH"
 else:
     WHY_NOT = None
 
 Array = NDArray[Any]
-MAX_RUNNERS = 4096  # cached
-MAX_LEAD = 8  # axes: kMaxLead in layout.hpp
-MAX_LEVELS = 16  # of a codebook: a fixed array in codec.hpp
-MAX_SIZE = 1 << 57  # elements: their bits can be counted in int64
+MAX_RUNNERS = 4096  # size of the cache
+MAX_LEAD = 8  # largest number of axes, equal to kMaxLead in layout.hpp
+MAX_LEVELS = 16  # largest number of codebook levels, the size of an array in codec.hpp
+MAX_SIZE = 1 << 57  # number of elements whose bits can still be counted in int64
 
 
 def levels() -> dict[str, bool]:
-    """Return the compiled instruction sets, and whether this CPU supports each; the last supported one is used."""
+    """Return which of the compiled instruction sets this CPU supports; the last supported one is used."""
     return {} if _native is None else dict(_native.levels())
 
 
@@ -155,12 +155,12 @@ class _Level:
 
 
 def set_level(name: str) -> None:
-    """Set the instruction set of later plans; for tests, because results do not depend on it."""
+    """Set the instruction set of kernels that are made later. Only for tests: it does not change results."""
     _Level.index = list(levels()).index(name)
 
 
 def current_level() -> str:
-    """Return the instruction set of new kernels; "none" without native kernels."""
+    """Return the instruction set of new kernels; "none" if there are no native kernels."""
     return list(levels())[_Level.index] if levels() else "none"
 
 
@@ -170,9 +170,10 @@ def set_num_threads(count: int) -> None:
 
 
 def join_team(address: int, size: int = 0) -> None:
-    """Run kernels on the threads of an OpenMP runtime, whose ``GOMP_parallel`` is at ``address``; 0 undoes this.
+    """Run kernels on the threads of an OpenMP runtime; ``address`` is that of its function ``GOMP_parallel``.
 
-    ``size`` is the address of ``omp_get_max_threads``, which limits the threads; 0 means no limit.
+    ``size`` is the address of the runtime's function ``omp_get_max_threads``, which limits the number of threads; 0
+    means no limit. With ``address`` 0, kernels use their own threads again.
     """
     if _native is not None:
         _native.join_team(address, size)
@@ -195,7 +196,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _rounds(problem: Problem) -> bool:
-    """Return whether the operation computes integer codes; some gradients only need values."""
+    """Return whether the operation rounds to integer codes; some gradients do not need codes."""
     if not problem.spec.format.is_integer or problem.operation == "dequantize":
         return False
     if problem.operation in {"fake_quantize_backward", "quantize_backward"}:
@@ -209,31 +210,31 @@ def _fits(tiling: Tiling) -> bool:
 
 
 def make_runner(problem: Problem, codes: int) -> Any:
-    """Make the extension's kernels for the problem, with codes as bytes, words or packed bits."""
+    """Make the runner for a problem; ``codes`` says how codes are stored: bytes, 16-bit words or packed bits."""
     return _runner(_Level.index, problem.tiling, problem_rules, problem, codes)
 
 
 @lru_cache(maxsize=MAX_RUNNERS)
 def _runner(level: int, tiling: Tiling, rules: Callable[..., dict[str, Any]], *arguments: Hashable) -> Any:
-    """Make the extension's kernels of an instruction set for one tiling and the rules ``rules(*arguments)``."""
+    """Make the runner for an instruction set, a tiling and the rules ``rules(*arguments)``."""
     make = _native.Runner  # type: ignore[union-attr]  # callers exclude a missing extension
     return make(level, *layout_of(tiling), rules(*arguments))
 
 
 def ready(array: Array) -> Array:
-    """Convert an array for the extension: C-contiguous, aligned, and of a built-in dtype."""
+    """Convert an array for the extension module: C-contiguous, aligned, and of a built-in dtype."""
     plain = array if is_ready(array) else np.array(array, order="C")
     return plain if plain.dtype.isbuiltin == 1 else plain.view(f"u{plain.dtype.itemsize}")  # a dtype of ml_dtypes
 
 
 def is_ready(array: Array) -> bool:
-    """Return whether the extension can write into the array."""
+    """Return whether the extension module can use the array without a copy: C-contiguous and aligned."""
     flags = array.flags
     return bool(flags.c_contiguous and flags.aligned)
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
-    """Return the min-max range of each set's finite elements, and the number of non-finite elements."""
+    """Return the min-max range of each parameter set, without non-finite elements, and the number of these."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling):
         return None
@@ -258,7 +259,7 @@ def _empty_bounds(tiling: Tiling, dtype: np.dtype[Any]) -> tuple[Array, Array]:
 def histogram(
     x: Array, tiling: Tiling, bits: int, rows: NDArray[np.int16], weights: NDArray[np.int64] | None, counts: Array
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]] | None:
-    """Compute ``histogram`` of the reference kernels, and the result of ``minmax``."""
+    """Return what ``histogram`` of the reference kernels returns, and the result of ``minmax``."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling) or not (is_ready(counts) and is_ready(rows)):
         return None
@@ -285,7 +286,7 @@ def grid_errors(
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Derive scale and zero point, both in that dtype, of each range; None also if a range is invalid."""
+    """Derive scale and zero point, both in this dtype, for each range; return None if a range is invalid, too."""
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)
@@ -295,9 +296,10 @@ def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake-quantize x into ``out`` by its own range; return lo, hi, scale, zero point and the non-finite count.
+    """Fake-quantize x into ``out`` with params from its own range.
 
-    The result is None also if the range of a set is invalid.
+    Returns lo, hi, scale, zero point and the number of non-finite elements; None if the range of a parameter set is
+    invalid, or if there is no native kernel.
     """
     if refusal(problem) is not None or problem.spec.scale_format != "float" or not is_ready(out):
         return None
@@ -332,7 +334,7 @@ def checksum(x: Array) -> int | None:
 
 
 def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
-    """Pack one-byte codes at ``bits`` each."""
+    """Pack one-byte codes at ``bits`` bits each."""
     if _native is None or codes.dtype.itemsize != 1:
         return None
     packed = np.empty(-(-codes.size * bits // 8), np.uint8)
@@ -342,7 +344,7 @@ def pack(codes: Array, bits: int) -> NDArray[np.uint8] | None:
 
 def unpack(packed: NDArray[np.uint8], bits: int, count: int, *, signed: bool) -> Array | None:
     """Unpack codes of up to 8 bits."""
-    if _native is None or bits > 8:  # a byte
+    if _native is None or bits > 8:  # the codes would not fit bytes
         return None
     codes = np.empty(count, np.int8 if signed else np.uint8)
     _native.repack(False, _Level.index, count, bits, signed, ready(packed), codes)

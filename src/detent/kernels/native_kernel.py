@@ -1,6 +1,7 @@
-"""NativeKernel: the C++ kernel of a problem, with the ``Kernel`` protocol.
+"""NativeKernel: the C++ kernel for a problem; it has the ``Kernel`` protocol.
 
-Each method of the extension's ``Runner`` has a method of that name here, which allocates, packs and checks for NaN.
+For each method of the extension module's ``Runner``, a method of the same name here allocates the result, packs codes
+and checks for NaN.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ Array = NDArray[Any]
 
 
 class NativeKernel:
-    """C++ kernel of a problem."""
+    """C++ kernel for a problem."""
 
     backend = "native"
 
@@ -36,11 +37,11 @@ class NativeKernel:
         self._codes = code_dtype(problem.spec)
         self._result = self._codes if "codes" in operation.outputs else FLOATS[problem.dtype]
         self._runner = make_runner(problem, BYTES if bits <= BYTE else WORDS)
-        # Python packs codes of 9 to 15 bits, the kernel all others; codes of 8 and 16 bits need no packing.
+        # Codes of 8 and 16 bits need no packing. Codes of 9 to 15 bits are packed in Python, fewer bits in the kernel.
         self._packed = None
         if bits <= BYTE or bits == MAX_BITS:
             self._packed = self._runner if bits in {BYTE, MAX_BITS} else make_runner(problem, PACKED)
-        # unbound, so that there is no reference cycle
+        # an unbound method, because a bound method would make a reference cycle
         self._launch: Callable[..., Result] = getattr(NativeKernel, f"_{operation.native}")
         self._is_learned = operation.native == "learned"
 
@@ -53,7 +54,7 @@ class NativeKernel:
         step: int,  # noqa: ARG002 - no native kernel rounds stochastically
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays."""
+        """Run the kernel on arrays that were checked."""
         if self._is_learned:
             return self._learned(inputs, scale, zero_point, grad_scale)
         if out is None:
@@ -124,7 +125,7 @@ class NativeKernel:
 
     @cached_property
     def _default_factor(self) -> Array:
-        """The factor ``1 / sqrt(N * max(|qmax|, 1))`` of each parameter set, with N its number of elements."""
+        """The factor ``1 / sqrt(N * max(|qmax|, 1))`` for each parameter set; N is its number of elements."""
         weight, sizes = max(abs(self.problem.spec.qmax), 1), np.asarray(counts(self.problem.tiling))
         different, which = np.unique(sizes, return_inverse=True)
         factors = np.asarray([1.0 / sqrt(max(int(size), 1) * weight) for size in different])

@@ -1,7 +1,7 @@
 """Operations and problems: descriptions of what a kernel computes, without data.
 
-``OPERATIONS`` lists all operations. A new operation is a row here, a function in ``reference`` and, to be fast, a
-method of the extension's ``Runner``.
+``OPERATIONS`` lists all operations. A new operation needs a row here and a function in ``reference``. For a native
+kernel, it also needs a method of the extension module's ``Runner``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,19 +28,19 @@ NaNPolicy = Literal["raise", "propagate", "zero_point", "qmin"]
 
 @dataclass(frozen=True)
 class Operation:
-    """Operation of kernels: its inputs, outputs and implementations."""
+    """An operation that kernels implement: its inputs, outputs and implementations."""
 
-    inputs: tuple[str, ...]  # besides scale and zero point: "x" and "g" (data and gradient), "codes", "mask"
+    inputs: tuple[str, ...]  # except scale and zero point: "x" (data), "g" (gradient), "codes", "mask"
     outputs: tuple[str, ...]
-    reference: Callable[..., Any]  # its keyword arguments have the names of a problem's fields
-    native: str  # method of the extension's Runner, with arguments inputs, scale, zero point and outputs
+    reference: Callable[..., Any]  # its keyword arguments are named like the fields of a problem
+    native: str  # name of the Runner's method; its arguments are inputs, scale, zero point, outputs
     nan: tuple[NaNPolicy, ...] = ("propagate",)  # valid policies, the default first
     has_estimator: bool = False
     needs_format: bool = True
 
     @cached_property
     def keywords(self) -> frozenset[str]:
-        """The keyword arguments of the reference function."""
+        """The names of the reference function's keyword arguments."""
         return frozenset(signature(self.reference).parameters) - {*self.inputs, "xp"}
 
 
@@ -87,7 +87,7 @@ class Problem:
 
     operation: str
     tiling: Tiling
-    dtype: str  # of the data; for "dequantize", of the result
+    dtype: str  # dtype of the data; for "dequantize", of the result
     spec: QuantSpec
     ste: Estimator | None
     nan: NaNPolicy
@@ -107,5 +107,5 @@ class Kernel(Protocol):
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays; scale and zero point have the compute type. The result is ``out`` unless None."""
+        """Run the kernel on checked arrays, with scale and zero point in the compute type; if given, return ``out``."""
         ...

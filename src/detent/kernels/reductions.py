@@ -1,7 +1,7 @@
 """Reductions: ranges, sums and histograms of arrays, and packing of codes, without a plan.
 
-They run on a native kernel if there is one, else on the reference kernel, with equal bits. Packed codes have no gaps:
-element 0 is in the lowest bits of byte 0, and the last byte is padded with zeros.
+A reduction runs on a native kernel if there is one, else on the reference kernel; both give equal bits. Packed codes
+have no gaps: element 0 is in the lowest bits of byte 0, and the last byte is padded with zeros.
 """
 
 from hashlib import blake2b
@@ -35,11 +35,11 @@ __all__ = [
 
 Bytes = NDArray[np.uint8]
 Codes = NDArray[Any]
-CHUNK = 1 << 18  # codes at a time, to bound the scratch memory
+CHUNK = 1 << 18  # codes that are packed at a time; bounds the scratch memory
 
 
 def pack_bits(codes: Codes, bits: int) -> Bytes:
-    """Pack the low ``bits`` of each element of a 1-D array of one- or two-byte integers."""
+    """Pack the lowest ``bits`` bits of each element of a 1-D array; elements are one- or two-byte integers."""
     if codes.dtype.itemsize == 1 and current_kernels() != "reference":
         packed = native.pack(codes, bits)
         if packed is not None:
@@ -57,7 +57,7 @@ def _pack_part(words: NDArray[np.uint16], bits: int) -> Bytes:
 
 
 def unpack_bits(packed: Bytes, bits: int, count: int, *, signed: bool) -> Codes:
-    """Unpack ``count`` codes of a byte string: int8 or uint8 up to 8 bits, int16 or uint16 above."""
+    """Unpack ``count`` codes from bytes. The result is int8 or uint8 for up to 8 bits, otherwise int16 or uint16."""
     if bits <= BYTE and current_kernels() != "reference":
         result = native.unpack(packed, bits, count, signed=signed)
         if result is not None:
@@ -79,13 +79,13 @@ Array = NDArray[Any]
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int]:
-    """Return the min-max range of each set's finite elements, in the compute type, and the non-finite count."""
+    """Return the min-max range of each parameter set in the compute type, and the number of non-finite elements."""
     choice = current_kernels()
     result = None if choice == "reference" else native.minmax(x, tiling)
     if result is not None:
         return result
     _refuse_if(choice == "native", f"minmax of {x.dtype} data")
-    with np.errstate(all="ignore"):  # some small floats warn of signalling NaN
+    with np.errstate(all="ignore"):  # some dtypes of ml_dtypes warn about signaling NaN
         lo, hi = reference.minmax(x, tiling)
         return np.asarray(lo), np.asarray(hi), int(np.count_nonzero(~np.isfinite(x)))
 
@@ -95,9 +95,9 @@ def histogram(
 ) -> tuple[NDArray[np.uint8], bool, tuple[Array, Array, int]]:
     """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
-    A row is a sign and an exponent, and ``rows`` maps each of the 512 to its index in ``counts``, or to -1. A bin is
-    the leading ``bits`` of the mantissa. Returns the mask of rows without index that occur, whether all finite elements
-    are in the range of float32, and the result of ``minmax``.
+    A row is a sign and an exponent. ``rows`` maps each of the 512 rows to its index in ``counts``, or to -1 if the row
+    is not stored. A bin is the leading ``bits`` bits of the mantissa. Returns a mask of the rows that occur in x but
+    are not stored, whether all finite elements are in the range of float32, and the result of ``minmax``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.histogram(x, tiling, bits, rows, weights, counts)
@@ -111,9 +111,10 @@ def histogram(
 def grid_errors(
     norm: float, code_range: tuple[float, float], levels: Array, bins: tuple[Array, ...], scale: Array, zero: Array
 ) -> Array:
-    """Return the sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+    """Return the quantization error of each candidate: the sum over bins of the integral of ``|x - level|^norm``.
 
-    Norms 1 and 2 have native kernels; for other norms, math libraries differ in the last bits.
+    Norms 1 and 2 have native kernels. Other norms have no native kernel, because math libraries differ in the last
+    bits.
     """
     result = None
     if current_kernels() != "reference":
@@ -124,7 +125,8 @@ def grid_errors(
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:
     """Return the sum of ``x``, ``x^2``, ``(x - y)^2``, ``|x - y|`` or ``x y`` over all elements, in float64.
 
-    For squares and products, x or the error is first multiplied by ``factor``, and y by ``second_factor``.
+    Before squaring, x or the error is multiplied by ``factor``. In products, x is multiplied by ``factor``, and y by
+    ``second_factor``.
     """
     choice = current_kernels()
     result = None if choice == "reference" else native.error_sum(term, x, y, factor, second_factor)
@@ -136,7 +138,7 @@ def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_facto
 
 
 def largest_error(term: Term, x: Array, y: Array) -> float:
-    """Return the largest magnitude of x ("value") or of the error; NaN if any is NaN, 0 for empty data."""
+    """Return the largest magnitude of x ("value") or of the error x - y; NaN if any is NaN, 0 if x is empty."""
     choice = current_kernels()
     result = None if choice == "reference" else native.largest_error(term, x, y)
     if result is not None:
@@ -152,20 +154,21 @@ def tree_sum(terms: NDArray[np.float64]) -> float:
 
 
 def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array, Array, int] | None:
-    """Fake-quantize x into ``out`` by its own range; return lo, hi, scale, zero point and the non-finite count.
+    """Fake-quantize x into ``out`` with params from its own range, by a native kernel.
 
-    The result is None for the reference kernels, for scale formats other than float, and if a range is invalid.
+    Returns lo, hi, scale, zero point and the number of non-finite elements. Returns None if there is no native kernel,
+    the scale format is not "float", or a range is invalid.
     """
     return None if current_kernels() == "reference" else native.observe(problem, x, out)
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Derive scale and zero point of each range of float64 bounds by a native kernel; None without such a kernel."""
+    """Derive scale and zero point from float64 bounds by a native kernel; return None if no native kernel can."""
     return None if current_kernels() == "reference" else native.derive(spec, lo, hi, dtype)
 
 
 def checksum(x: Array) -> int:
-    """Return a checksum of the bits of x, comparable only in this process."""
+    """Return a checksum of the bits of x, which can be compared only within this process."""
     result = None if current_kernels() == "reference" else native.checksum(x)
     if result is not None:
         return result

@@ -1,4 +1,4 @@
-"""The reference backend: runs every problem by the reference functions on NumPy arrays."""
+"""The reference backend: runs every problem on NumPy arrays with the reference functions."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,14 +18,14 @@ Array = NDArray[Any]
 
 
 class ReferenceKernel:
-    """Reference function of a problem, with the ``Kernel`` protocol."""
+    """Kernel that runs a problem with its reference function."""
 
     backend = "reference"
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.operation = OPERATIONS[problem.operation]
-        # 0-d arrays run as 1-d, because NumPy turns 0-d results into scalars.
+        # Treat 0-d arrays as 1-d, because NumPy turns 0-d results into scalars.
         self._shape = problem.tiling.shape or (1,)
         self._tiling = problem.tiling if problem.tiling.shape else problem.spec.granularity.tiling((1,))
 
@@ -38,7 +38,7 @@ class ReferenceKernel:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Run on checked arrays."""
+        """Run the kernel on arrays that were checked."""
         problem, operation = self.problem, self.operation
         if problem.nan == "raise":
             refuse_nan("x", inputs[0])
@@ -65,7 +65,7 @@ class ReferenceKernel:
         return gx.reshape(problem.tiling.shape), np.asarray(gs), np.asarray(gz)
 
     def _operand(self, array: Array) -> Array:
-        """Convert an input to the data's shape: unpack packed codes, and packed masks to booleans."""
+        """Convert an input to the data's shape: unpack codes that are packed, and masks to booleans."""
         spec, shape = self.problem.spec, self.problem.tiling.shape
         if "codes" in self.operation.inputs:
             if array.shape != shape or array.dtype != code_dtype(spec):
@@ -73,12 +73,12 @@ class ReferenceKernel:
                 array = unpack_bits(array, spec.bits, prod(shape), signed=signed)
         elif "mask" in self.operation.inputs and array.dtype == np.uint8:
             array = np.unpackbits(array, count=prod(shape), bitorder="little").astype(np.bool_)
-        # One-byte floats are codes, and are passed as their bits.
+        # Floats of one byte are codes, and are passed as their bits.
         bits = array.view(np.uint8) if array.dtype.itemsize == 1 and array.dtype.kind not in "iub" else array
         return bits.reshape(self._shape)
 
     def _deliver(self, result: Array, out: Array | None) -> Array:
-        """Convert the result to the format's storage type, and copy it to ``out``, packed if ``out`` is."""
+        """Convert the result to the format's storage type, and copy it to ``out``; pack it if ``out`` is packed."""
         values = np.asarray(result).reshape(self.problem.tiling.shape)
         spec = self.problem.spec
         if "codes" in self.operation.outputs and spec.format.kind == "float":

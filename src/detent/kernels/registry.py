@@ -24,7 +24,7 @@ from detent.ste import Clipped, HardTanh, Identity, Tanh
 
 __all__ = ["Capabilities", "capabilities", "find_kernel"]
 
-# Reductions and packing: not operations of a plan, and independent of conventions.
+# Reductions and packing. They are not operations of a plan, and do not depend on conventions.
 PARTS = ("error_sum", "minmax", "observe", "pack_bits", "unpack_bits")
 NATIVE_NAME, REFERENCE_NAME = "native", "reference"
 
@@ -53,10 +53,10 @@ class Capabilities:
     """Kernels of this installation, with CPU and threads.
 
     Attributes:
-        level: instruction set of the native kernels, "none" without them.
-        kernels: backend of each operation on float32 data, for int8 codes and the onnx convention.
-        table: for (operation, dtype, convention) "native", or the reason for the reference kernel.
-        limits: formats, rounding and estimators without native kernels, and the reasons.
+        level: instruction set of the native kernels; "none" if there are no native kernels.
+        kernels: "native" or "reference" for each operation, with float32 data, int8 codes and the onnx convention.
+        table: for each (operation, dtype, convention), "native", or the reason why the reference kernel is used.
+        limits: formats, rounding and estimators without native kernels; for each of them the reason.
 
     >>> print(capabilities())  # doctest: +ELLIPSIS
     machine  ...
@@ -94,7 +94,7 @@ def _columns(name: str, *cells: str) -> str:
 
 
 def capabilities() -> Capabilities:
-    """Return CPU, threads, and the kernel of each operation, data type and convention.
+    """Return the CPU, the number of threads, and the kernel for each operation, data type and convention.
 
     >>> capabilities().kernels["quantize"] in ("native", "reference")
     True
@@ -115,7 +115,7 @@ def capabilities() -> Capabilities:
         **{
             name: _sample("quantize", "float32", QuantSpec(form, symmetric=None if form.signed else False))
             for name, form in FORMATS.items()
-            if name != "int1"  # has no symmetric spec
+            if name != "int1"  # int1 cannot be symmetric
         },
         "stochastic rounding": _sample("quantize", "float32", QuantSpec("int8", rounding="stochastic")),
         **{
@@ -124,7 +124,7 @@ def capabilities() -> Capabilities:
         },
     }
     limits = {}
-    if kernels["quantize"] == NATIVE_NAME:  # else the table has the reason
+    if kernels["quantize"] == NATIVE_NAME:  # otherwise the table contains the reason
         limits = {name: why for name, problem in samples.items() if (why := _why_not(problem, choice)) is not None}
     return Capabilities(platform.machine(), native.current_level(), get_num_threads(), kernels, table, limits)
 

@@ -1,11 +1,11 @@
 """Settings: the choice of kernels and the number of threads. Neither changes a result.
 
-``use_kernels`` selects kernels in a ``with`` block; outside of it, an environment variable does. detent reads no other
-environment variables:
+``use_kernels`` selects kernels in a ``with`` block; outside of such a block, an environment variable selects them.
+detent reads only these environment variables of its own:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference"
-DETENT_NUM_THREADS   threads that kernels may use; default OMP_NUM_THREADS, else every core of the affinity mask
+DETENT_NUM_THREADS   number of threads; default: OMP_NUM_THREADS, or all cores that this process may use
 ==================== ===============================================================================================
 """
 
@@ -22,12 +22,12 @@ from detent.kernels import native
 __all__ = ["current_kernels", "get_num_threads", "set_num_threads", "use_kernels"]
 
 KERNEL_CHOICES = ("auto", "native", "reference")
-MAX_THREADS = 1024  # far above the cores of any CPU; catches typing errors
+MAX_THREADS = 1024  # more than the cores of any CPU; catches typing errors
 
 
 @cache
 def default_kernels() -> str:
-    """Return the choice of DETENT_KERNELS, read once."""
+    """Return the value of DETENT_KERNELS, which is read only once."""
     value = os.environ.get("DETENT_KERNELS") or "auto"
     if value not in KERNEL_CHOICES:
         hint = closest(value, KERNEL_CHOICES)
@@ -36,7 +36,7 @@ def default_kernels() -> str:
 
 
 def default_threads() -> int:
-    """Return the number of threads from the environment, or the number of cores this process may use."""
+    """Return the number of threads from the environment, or else the number of cores that this process may use."""
     for name in ("DETENT_NUM_THREADS", "OMP_NUM_THREADS"):
         text = os.environ.get(name, "").split(",")[0].strip()
         number = int(text) if text.isascii() and text.isdigit() else 0
@@ -58,7 +58,7 @@ def current_kernels() -> str:
 
 @contextmanager
 def use_kernels(kernels: str) -> Iterator[None]:
-    """Select the kernels of operators in a ``with`` block; "native" raises if there is no native kernel.
+    """Select the kernels of operators in a ``with`` block; with "native", an operator without native kernel raises.
 
     >>> import detent as dt, numpy as np
     >>> with use_kernels("reference"):
@@ -76,7 +76,7 @@ def use_kernels(kernels: str) -> Iterator[None]:
 
 
 class _Threads:
-    """Number of threads that kernels may use."""
+    """The number of threads that kernels may use."""
 
     count = 0
 

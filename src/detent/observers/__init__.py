@@ -1,6 +1,6 @@
-"""Observers: ranges from data.
+"""Observers: they compute ranges from data.
 
-Pass batches to ``observe``, combine observers with ``merge``, read the result with ``range`` or ``params``. Three
+Pass batches to ``observe``, combine observers with ``merge``, and get the result from ``range`` or ``params``. Three
 observers also have the names that PyTorch uses: ``MinMaxObserver`` is ``MinMax``, ``MovingAverageMinMaxObserver`` is
 ``EMAMinMax``, and ``HistogramObserver`` is ``MSE``.
 """

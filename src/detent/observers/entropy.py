@@ -1,13 +1,14 @@
 """Entropy: the range whose quantized distribution is closest to that of the data (Kullback-Leibler divergence).
 
-The histogram is resampled to 2048 equal bins. Each window of bins around zero is a candidate range. Its distribution p
-is the mass inside the window, with the mass outside added to the two end bins. Its distribution q is the mass inside,
-quantized: merged into as many parts as the spec has codes, and spread again over the non-empty bins of each part. The
-range is the window with the least ``KL(p || q)``. Running sums of counts and of ``c log c`` cover all windows at once.
+The histogram is resampled to 2048 equal bins. Each window of bins around zero is a candidate range, with two
+distributions. Distribution p is the mass inside the window; the mass outside is added to the first and last bin.
+Distribution q is the quantized mass inside the window: it is merged into as many parts as the spec has codes, and then
+spread evenly over the non-empty bins of each part. The result is the window with the least ``KL(p || q)``. Cumulative
+sums of counts ``c`` and of ``c log c`` give the divergence of all windows at once.
 
-A window has at least nine tenths of the mass. Zeros are left out: they are quantized without error, and the spike of
-zeros after a ReLU would count as spread over a whole part. Windows are symmetric for symmetric specs, and have the
-proportions of the data's range for affine specs.
+A window must contain at least nine tenths of the mass. Zeros are left out, because they are quantized without error,
+and q would spread the many zeros after a ReLU over a whole part. For symmetric specs, windows are symmetric. For affine
+specs, they have the proportions of the data's range.
 """
 
 import numpy as np
@@ -20,10 +21,10 @@ __all__ = ["Entropy"]
 
 Float64 = NDArray[np.float64]
 BINS = 2048
-EMPTY_BIN_MASS = 1e-4  # keeps KL finite where q is empty
-ZERO_BIN_END = 2.0**-126  # smallest normal float32; bins inside count as zeros
-MIN_WINDOW_MASS = 0.9  # share of the mass; windows with less mass resemble themselves too easily
-NEGLIGIBLE_MASS = 1e-9  # share of the mass; a bin with less counts as empty
+EMPTY_BIN_MASS = 1e-4  # mass of an empty bin of q, which keeps KL finite
+ZERO_BIN_END = 2.0**-126  # smallest normal float32; smaller magnitudes count as zeros
+MIN_WINDOW_MASS = 0.9  # share of the mass; with less mass inside, any window has a small KL
+NEGLIGIBLE_MASS = 1e-9  # share of the mass; a bin with a smaller share counts as empty
 
 
 class Entropy(SearchObserver):
@@ -54,7 +55,7 @@ def _best_range(spec: QuantSpec, bins: Bins) -> tuple[float, float]:
         if below and above:
             below, above = -max(-below, above), max(-below, above)
         else:
-            codes = (codes + 1) // 2  # data of one sign use half of the codes
+            codes = (codes + 1) // 2  # data of one sign use only half of the codes
     if not bins.mass.size:
         return lo, hi
     zero = min(max(round(BINS * -below / (above - below)), int(below < 0)), BINS - int(above > 0))
@@ -71,7 +72,7 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
     points = np.stack((lower, np.maximum(upper, np.nextafter(lower, np.inf))), axis=1).ravel()
     sums = np.stack((after - mass, after), axis=1).ravel()
     at = np.interp(edges, points, sums)
-    at[-1] = after[-1]  # include a bin of no width at the upper end
+    at[-1] = after[-1]  # include a bin of width zero at the upper end
     even = np.diff(at)
     return np.where(even < NEGLIGIBLE_MASS * after[-1], 0.0, even)
 
@@ -79,7 +80,7 @@ def _spread(lower: Float64, upper: Float64, mass: Float64, edges: Float64) -> Fl
 def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> float:
     """Return the window with the least divergence, as a share of the bins on each side of zero.
 
-    ``zero`` is the number of bins below zero; None for half of them.
+    ``zero`` is the number of bins below zero; None means half of all bins.
     """
     bins = counts.size
     left = bins // 2 if zero is None else zero
@@ -102,7 +103,7 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
     cuts = first[:, None] + np.arange(codes + 1) * size[:, None] // codes
     parts = np.diff(mass[cuts], axis=1)
     held = np.diff(filled[cuts], axis=1).astype(np.float64)
-    # The mass outside is added to an end bin that may have been empty.
+    # The mass outside is added to the first or last bin, which may have been empty.
     held[:, 0] += (counts[first] == 0) & (low_mass > 0)
     held[:, -1] += (counts[last - 1] == 0) & (high_mass > 0)
     with np.errstate(all="ignore"):
@@ -114,6 +115,6 @@ def least_divergence(counts: Float64, codes: int, zero: int | None = None) -> fl
             whole = counts[end] + outside
             p_log_p += np.where(whole > 0, whole * np.log(whole), 0.0) - logs[end]
         divergence = (p_log_p - p_log_q) / total + np.log(inside / total)
-    # With little mass inside, p and q are close for no good reason: only windows with most of the mass count.
+    # With little mass inside the window, p and q are always close, so only windows with most of the mass are valid.
     valid = np.isfinite(divergence) & (inside >= MIN_WINDOW_MASS * total)
     return float(shares[int(np.argmin(np.where(valid, divergence, np.inf)))])

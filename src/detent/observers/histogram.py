@@ -1,12 +1,12 @@
 """BinnedObserver: the base class of observers that keep a histogram.
 
-The bin of a value is the leading bits of its float32: sign, exponent and some bits of the mantissa. Bins do not depend
-on the data, so nothing is rescaled when a range grows. Counts are integers, and merging is addition: neither the order
-of batches nor their size nor the number of processes changes a bit of the result.
+The bin of a value is given by the leading bits of the value as float32: sign, exponent and some bits of the mantissa.
+Bins do not depend on the data, so nothing is rescaled when a range grows. Counts are integers, and merging is addition.
+So the result has the same bits for any order and size of batches, and any number of processes.
 
-A row is the bins of one sign and exponent; only rows that occur are stored. Below the smallest normal float32, bins are
-equally wide and the same for every dtype; values beyond float32 are rejected. The outermost bins end at the exact
-smallest and largest value. The mass of a bin counts as evenly spread over the bin.
+A row consists of the bins of one sign and exponent; only rows that occur are stored. Below the smallest normal float32,
+bins are equally wide. Bins are the same for every dtype; values beyond the range of float32 are rejected. The outermost
+bins end at the exact smallest and largest value. The mass of a bin is treated as evenly spread over the bin.
 """
 
 from abc import abstractmethod
@@ -29,20 +29,22 @@ __all__ = ["BinnedObserver", "Bins", "SearchObserver"]
 
 Counts = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-ROWS, FINITE_ROWS = 512, 510  # signs times exponents; the two rows of inf and NaN stay empty
-MAX_PRECISION = 10  # mantissa bits; a parameter set then takes up to 4 MiB
-WEIGHT_BITS = 24  # fractional bits of a weight in fixed point, as many as a float32 mantissa has
+ROWS, FINITE_ROWS = 512, 510  # one row per sign and exponent; the two rows of infinity and NaN stay empty
+MAX_PRECISION = 10  # mantissa bits; with 10, the histogram of a parameter set needs up to 4 MiB
+WEIGHT_BITS = 24  # fractional bits of a fixed-point weight, as many as a float32 mantissa has
 FLOAT32_LIMIT = 2.0**128
-MASS_LIMIT = 2.0**62  # for the sum of all bins, so that sums fit in 64-bit integers
+MASS_LIMIT = 2.0**62  # largest sum of all bins, so that sums fit in 64-bit integers
 
 
 class Bins(NamedTuple):
     """Histograms of all parameter sets.
 
     Attributes:
-        lower, upper: edges of the bins, in ascending order, shared by all parameter sets.
-        mass: count or weight, by parameter set and bin.
-        lo, hi: smallest and largest value of each parameter set.
+        lower: lower edges of the bins, in ascending order; the same for all parameter sets.
+        upper: upper edges of the bins, in ascending order; the same for all parameter sets.
+        mass: number of elements or sum of their weights, for each parameter set and bin.
+        lo: smallest value of each parameter set.
+        hi: largest value of each parameter set.
     """
 
     lower: Float64
@@ -56,8 +58,8 @@ class BinnedObserver(Observer):
     """Base class of observers that keep a histogram of each parameter set: ``Percentile``, ``MSE`` and ``Entropy``.
 
     Attributes:
-        precision: mantissa bits per bin. With 5, a bin is 1.6 to 3.1 % wide. A parameter set takes about 10 KiB, and
-            128 KiB if every exponent of float32 occurs.
+        precision: mantissa bits that select a bin. With 5 bits, the width of a bin is 1.6 to 3.1 % of its values. A
+            parameter set needs about 10 KiB; 128 KiB if every exponent of float32 occurs.
         weighted: whether any batch was observed with weights.
     """
 
@@ -80,8 +82,8 @@ class BinnedObserver(Observer):
             low, high, _ = minmax(data, tiling)
             if (((np.abs(low) >= FLOAT32_LIMIT) | (np.abs(high) >= FLOAT32_LIMIT)) & (low <= high)).any():
                 raise RangeError(
-                    f"values from {low.min()} to {high.max()} exceed float32, the limit of {self!r}: rescale the data "
-                    "or use MinMax"
+                    f"got values from {low.min()} to {high.max()}, expected values in the range of float32 for "
+                    f"{self!r}: rescale the data or use MinMax"
                 )
         units = None if weight is None else _fixed_point(weight, data)
         if self._counts.shape[1] != tiling.sets:
@@ -101,18 +103,18 @@ class BinnedObserver(Observer):
         return bounds
 
     def _with_room_for(self, added: Counts) -> Counts:
-        """Return the counts in units of weights, after a check that their sum with ``added`` fits in 64 bits."""
+        """Return the counts as fixed-point weights; raise if their sum with ``added`` does not fit 64-bit integers."""
         counts = self._counts if self.weighted else _as_units(self._counts)
         total = float(counts.sum(dtype=np.float64)) + float(added.sum(dtype=np.float64))
         if total >= MASS_LIMIT:
             raise RangeError(
-                f"the sum of weights is {total / 2**WEIGHT_BITS:.3g}, too large for 64-bit integers at a resolution of "
-                f"2^-{WEIGHT_BITS}: divide the weights by their mean"
+                f"the sum of weights is {total / 2**WEIGHT_BITS:.3g}, too large for 64-bit fixed point with "
+                f"{WEIGHT_BITS} fractional bits: divide the weights by their mean"
             )
         return counts
 
     def _add_rows(self, rows: NDArray[np.int64], counts: Counts) -> None:
-        """Add rows of counts to existing or new rows; rows stay sorted."""
+        """Add counts to the stored rows, and store rows that are new; rows stay sorted."""
         if not self._rows.size:
             self._rows, self._counts = rows.copy(), counts
             return
@@ -126,7 +128,7 @@ class BinnedObserver(Observer):
         self._rows, self._counts = union, merged
 
     def merge(self, other: Self) -> Self:
-        """Merge another observer of the same class and settings into this one; commutative and associative."""
+        """Merge another observer of the same class and settings. Merging is commutative and associative."""
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
                 counts = other._counts
@@ -143,7 +145,7 @@ class BinnedObserver(Observer):
         """Return the histogram of each parameter set.
 
         Raises:
-            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
+            NotCalibratedError: nothing was observed, or some parameter set has no finite value.
 
         >>> from detent.observers import Percentile
         >>> Percentile().observe([1.0, 1.0, -2.0]).bins().mass
@@ -156,7 +158,7 @@ class BinnedObserver(Observer):
         if massless.any():
             raise NotCalibratedError(
                 f"{self!r} has observed only weights below 2^-{WEIGHT_BITS} in {int(massless.sum())} of "
-                f"{massless.size} parameter sets: scale the weights up or leave them out"
+                f"{massless.size} parameter sets: multiply all weights by a constant, or observe without weights"
             )
         occur = mass.any(axis=0)
         order = np.argsort(lower[occur], kind="stable")
@@ -202,21 +204,22 @@ class BinnedObserver(Observer):
             raise StateError(f"got counts of {counts.dtype} {counts.shape}, expected int64 {shape}")
         if (rows % 256 == ROWS // 2 - 1).any() or (counts < 0).any() or counts.sum(dtype=np.float64) >= MASS_LIMIT:
             raise StateError(
-                "got rows of non-finite values, or invalid counts: expected counts >= 0 with a sum below 2^62"
+                "damaged histogram state: it has bins for non-finite values, or counts that are negative or sum to "
+                "2^62 or more: pass the result of state_dict()"
             )
         total = int(counts.sum(dtype=object))
         if not counters["weighted"] and total != counters["count"]:
-            raise StateError(f"got counts with a sum of {total}, expected {counters['count']}, the state's count")
+            raise StateError(f"got counts with a sum of {total}, expected the state's count, {counters['count']}")
         self._lo, self._hi = bounds
         self._rows, self._counts = rows, counts.copy()
 
 
 class SearchObserver(BinnedObserver):
-    """Base class of observers that search their histogram for the best range for a spec: ``MSE`` and ``Entropy``."""
+    """Base class of observers that search the best range for a spec in their histogram: ``MSE`` and ``Entropy``."""
 
     @exclusive
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:
-        """Return the best range for the spec, per parameter set; the spec's granularity is ignored."""
+        """Return the best range for the spec in each parameter set; the spec's granularity is ignored."""
         return self._range_for(replace(get_spec(spec), granularity=self.granularity))
 
     def _range_for(self, spec: QuantSpec) -> Range:
@@ -225,11 +228,11 @@ class SearchObserver(BinnedObserver):
 
     @abstractmethod
     def _search(self, spec: QuantSpec, bins: Bins) -> tuple[Float64, Float64]:
-        """Return the bounds of the best range, per parameter set."""
+        """Return the lower and upper bound of the best range for each parameter set."""
 
 
 def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
-    """Map each of the 512 possible rows to its index in ``rows``, or to -1."""
+    """Map each of the 512 possible rows to its index in ``rows``, or to -1 if it does not occur."""
     indices = np.full(ROWS, -1, np.int16)
     indices[rows] = np.arange(rows.size)
     return indices
@@ -238,8 +241,8 @@ def _row_indices(rows: NDArray[np.int64]) -> NDArray[np.int16]:
 def _as_units(counts: Counts) -> Counts:
     if counts.size and int(counts.max()) >= 1 << (62 - WEIGHT_BITS):
         raise RangeError(
-            f"{int(counts.max()):,} elements in one bin were observed without weights, too many to continue with "
-            "weights: use a new observer"
+            f"{int(counts.max()):,} elements in one bin were observed without weights, too many to observe weights "
+            "now: use a new observer"
         )
     units: Counts = np.left_shift(counts, WEIGHT_BITS)
     return units
@@ -256,7 +259,7 @@ def _fixed_point(weight: ArrayLike, data: Array) -> Counts:
     except ValueError as error:
         raise ShapeError(f"weights of shape {weights.shape} do not broadcast to x of shape {data.shape}") from error
     if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise RangeError("got infinite, NaN or negative weights, expected finite ones >= 0: pass absolute values")
+        raise RangeError("got infinite, NaN or negative weights, expected finite weights >= 0: pass absolute values")
     if weights.size and float(weights.max()) >= 2.0 ** (62 - WEIGHT_BITS):
         raise RangeError(f"a weight of {weights.max()} is too large for fixed point: divide the weights by their mean")
     fixed: Counts = np.rint(np.ldexp(broadcast, WEIGHT_BITS)).astype(np.int64)

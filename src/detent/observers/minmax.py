@@ -1,4 +1,4 @@
-"""MinMax and EMAMinMax: the smallest and largest finite value per parameter set, overall or as a moving average.
+"""MinMax and EMAMinMax: the min-max range of each parameter set, over all data or as a moving average.
 
 The result of ``MinMax`` is exact and does not depend on the order and the size of batches. ``EMAMinMax`` averages the
 ranges of batches in float32, ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d, starting from the range of the first
@@ -18,7 +18,7 @@ from detent.scale_mode import EMA
 
 __all__ = ["EMAMinMax", "MinMax", "MinMaxObserver", "MovingAverageMinMaxObserver"]
 
-AnyArray: TypeAlias = Any  # an array, or the namespace, of any array library
+AnyArray: TypeAlias = Any  # an array of any library, or the namespace of the library
 Pair: TypeAlias = tuple[AnyArray, AnyArray]
 
 
@@ -33,7 +33,7 @@ class MinMax(Observer):
     """
 
     def merge(self, other: Self) -> Self:
-        """Merge another ``MinMax`` into this one; commutative and associative."""
+        """Merge another ``MinMax`` into this one. Merging is commutative and associative."""
         with self._merging(other):
             if other._lo is not None and other._hi is not None:
                 self._lo, self._hi = self._updated_bounds(other._lo, other._hi)
@@ -83,9 +83,9 @@ class EMAMinMax(Observer):
         return mix_ranges((self._lo, self._hi), (lo, hi), decay)
 
     def merge(self, other: Self) -> Self:
-        """Merge another ``EMAMinMax``, whose ``n`` batches count as observed after those of this one.
+        """Merge another ``EMAMinMax``; its ``n`` batches count as observed after those of this one.
 
-        The weight of this average becomes ``decay**n``. Merging is neither commutative nor associative.
+        The weight of this observer's average becomes ``decay**n``. Merging is neither commutative nor associative.
 
         >>> import numpy as np
         >>> one = EMAMinMax(0.5).observe(np.array([2.0]))
@@ -115,19 +115,19 @@ MovingAverageMinMaxObserver = EMAMinMax
 
 
 def mix_ranges(old: tuple[Bounds, Bounds], new: tuple[Bounds, Bounds], decay: float) -> tuple[Bounds, Bounds]:
-    """Average two ranges; where only one of them is known, the result is that one."""
+    """Return the weighted average of two ranges; if only one of them has values, return that range."""
     seen = old[0] <= old[1]
-    if seen.all() and (new[0] <= new[1]).all():  # the usual case, without selections
+    if seen.all() and (new[0] <= new[1]).all():  # the usual case, in which every range has values
         kept, added = np.float32(decay), np.float32(1.0 - decay)
         lo, hi = (kept * before + added * after.astype(np.float32) for before, after in zip(old, new, strict=True))
         return np.asarray(lo), np.asarray(hi)
-    with np.errstate(all="ignore"):  # inf - inf where no value was seen; not selected
+    with np.errstate(all="ignore"):  # inf - inf where no value was observed; these results are not used
         lo, hi = mix_seen_ranges(numpy, old, new, decay, seen)
     return np.asarray(lo), np.asarray(hi)
 
 
 def mix_seen_ranges(xp: AnyArray, old: Pair, new: Pair, decay: float, seen: AnyArray) -> Pair:
-    """Run ``mix_ranges`` on arrays of any library, traced ones too; ``seen`` marks where an old range exists."""
+    """Run ``mix_ranges`` on arrays of any library, also while tracing; ``seen`` marks where an old range exists."""
     empty = new[0] > new[1]
 
     def mix(before: AnyArray, after: AnyArray) -> AnyArray:

@@ -1,14 +1,15 @@
 """MSE: the range with the least quantization error, searched on a histogram of the data.
 
-The error is exactly that of the spec: its format and its convention's scale rule, with the scale as it is stored. It
-includes clipping and rounding, integrated over the bins. The search varies the scale, and the zero point if affine::
+The error is computed with the spec's format and its convention's scale rule, and with the scale rounded as it is
+stored. It includes clipping and rounding, integrated over the bins. The search varies the scale and, for affine specs,
+the zero point::
 
-    1. a coarse search from the min-max range downward, in half octaves; it stops where clipping alone costs more than
-       the best error so far, because every smaller scale clips more
-    2. a fine search over the remaining scales, 32 per octave, finer than the resolution of the bins
-    3. two more searches around the lowest local minima, each at an eighth of the previous distance
+    1. a coarse search from the scale of the min-max range downward, in half octaves; it stops where the clipping error
+       exceeds the least error so far, because every smaller scale clips more
+    2. a fine search over the remaining scales, 32 per octave, which is finer than the bins
+    3. two more searches around the lowest local minima, each with an eighth of the previous step
 
-All parameter sets are searched at once, and the work does not depend on the number of observed elements.
+All parameter sets are searched at once. The work does not depend on the number of observed elements.
 """
 
 from collections.abc import Callable
@@ -29,18 +30,18 @@ from detent.spec import QuantSpec
 __all__ = ["MSE", "HistogramObserver"]
 
 Float64 = NDArray[np.float64]
-COARSE_SCALES, COARSE_STEP = 41, 0.5  # number of scales, and octaves between them: 20 octaves below the min-max range
-FINE_PER_OCTAVE, AFFINE_PER_OCTAVE = 32, 16  # scales; fewer for affine specs, which also search the zero point
-MAX_MINIMA = 4  # local minima that are refined; the error may have several of similar depth
-NEIGHBORS = 9  # scales on each side of a minimum, itself included
-ZERO_POINTS = 33  # of the first affine search: every eighth of 256
-SETS_AT_ONCE = 256  # parameter sets per search, which bounds the memory
+COARSE_SCALES, COARSE_STEP = 41, 0.5  # number of scales, and octaves between them; down to 20 octaves below min-max
+FINE_PER_OCTAVE, AFFINE_PER_OCTAVE = 32, 16  # scales per octave; affine specs also search the zero point
+MAX_MINIMA = 4  # number of local minima that are refined, because several may be similarly low
+NEIGHBORS = 9  # scales on each side of a minimum, including the minimum itself
+ZERO_POINTS = 33  # zero points in the first affine search: for 256 codes, every eighth
+SETS_AT_ONCE = 256  # parameter sets searched at a time, which bounds the memory
 CLIPPING_LEVELS = 2.0**15  # levels on each side of zero, so many that rounding errors are negligible
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The values that a spec represents at scale 1, and the error of rounding to them."""
+    """The values that a spec represents at scale 1, and the error of quantizing to these values."""
 
     spec: QuantSpec
     norm: float
@@ -51,7 +52,7 @@ class Grid:
         return float(self.spec.qmin), float(self.spec.qmax)
 
     def errors(self, bins: Bins, scale: Float64, zero: Float64) -> Float64:
-        """Return the error of each candidate scale and zero point, per parameter set."""
+        """Return the error of each candidate (scale and zero point) for each parameter set."""
         levels = np.empty(0)
         if not self.spec.format.is_integer:
             low, high = self.bounds
@@ -65,13 +66,13 @@ class Grid:
         return self.errors(bins, scale, zero), scale, zero
 
     def clipping_errors(self, bins: Bins, limit: Float64) -> Float64:
-        """Return the error of clipping at ``-limit`` and ``limit`` alone, without rounding."""
+        """Return the error of clipping to [-limit, limit], without rounding."""
         zero, bounds = np.zeros_like(limit), (-CLIPPING_LEVELS, CLIPPING_LEVELS)
         return grid_errors(self.norm, bounds, np.empty(0), tuple(bins), limit / CLIPPING_LEVELS, zero)
 
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
-    """Search the range with the least error, per parameter set."""
+    """Search the range with the least error for each parameter set."""
     if spec.scale_format == "e4m3":
         raise UnsupportedError(f"MSE cannot search the two-level scales of {spec}: use MinMax")
     grid = Grid(spec, norm, np.dtype(dtype))
@@ -107,15 +108,15 @@ def _symmetric(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
 
 
 def _depth(clipping: Float64, errors: Float64) -> Float64:
-    """Return the number of octaves below the min-max range that the fine search has to cover."""
+    """Return, for each parameter set, how many octaves below the min-max scale the fine search has to cover."""
     possible = clipping <= errors.min(axis=1, keepdims=True)
     last = errors.shape[1] - 1 - np.argmax(possible[:, ::-1], axis=1)
     return np.asarray((last + 1) * COARSE_STEP)
 
 
 def _descend(errors_at: Callable[[Float64], Float64], depth: Float64, per_octave: int) -> Float64:
-    """Return the octaves below the min-max range at which the error is least."""
-    # All parameter sets use the same step, so that a result does not depend on the sets searched with it.
+    """Return, for each parameter set, how many octaves below the min-max scale the error is smallest."""
+    # All parameter sets have the same step, so the result of one does not depend on those searched with it.
     step = np.full((len(depth), 1), 1 / per_octave)
     octaves: Float64 = step * np.arange(np.ceil(depth.max() * per_octave) + 1.0)
     errors = errors_at(octaves)
@@ -135,7 +136,7 @@ def _descend(errors_at: Callable[[Float64], Float64], depth: Float64, per_octave
 
 
 def _least(errors: Float64, *candidates: Float64) -> list[Float64]:
-    """Return the least error and its candidates, per parameter set; of equal errors the first, the largest scale."""
+    """Return each parameter set's least error and its candidate; if errors are equal, the first (largest scale)."""
     index = np.argmin(errors, axis=1)[:, None]
     return [np.take_along_axis(each, index, axis=1)[:, 0] for each in (errors, *candidates)]
 
@@ -151,7 +152,8 @@ def _minima(errors: Float64) -> NDArray[np.intp]:
 def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
     """Search scale and zero point of an affine spec.
 
-    All zero points are tried if there are few, or else 33 of them; the distance is then halved around the best ones.
+    At most 33 evenly spaced zero points are tried; the search then repeats around the best ones, halving the spacing
+    each time.
     """
     low, high = grid.bounds
     lo, hi = np.minimum(bins.lo, 0.0)[:, None], np.maximum(bins.hi, 0.0)[:, None]
@@ -200,11 +202,11 @@ def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
 
 
 class MSE(SearchObserver):
-    """Range with the least mean ``|x - quantized x|^norm``, clipping and rounding included; also ``HistogramObserver``.
+    """Range with the least mean ``|x - quantized x|^norm``; also named ``HistogramObserver``.
 
-    The result depends on the spec. Use it for parameter sets of some hundred values or more; with fewer, use a higher
-    ``precision`` or ``MinMax``. Weights multiply the errors of elements; they are rounded to multiples of 2^-24, so
-    weighted observers merge exactly too.
+    The error includes clipping and rounding, so the range depends on the spec. Use ``MSE`` for parameter sets of some
+    hundred values or more; for fewer values, use a higher ``precision`` or ``MinMax``. Weights multiply the errors of
+    elements. Weights are rounded to multiples of 2^-24, so that observers with weights merge exactly.
 
     >>> import detent as dt, numpy as np
     >>> x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)

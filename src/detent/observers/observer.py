@@ -1,4 +1,4 @@
-"""Observer: the base class of all observers, which keep one range per parameter set.
+"""Observer: the base class of all observers. An observer keeps one range per parameter set.
 
 Non-finite values are skipped and counted. Threads may share an observer: every method that reads or changes its state
 holds the observer's lock.
@@ -62,10 +62,10 @@ class Range(NamedTuple):
 
 
 class Observer(ABC):
-    """Base class: observes batches and keeps one range per parameter set.
+    """Base class of observers, which observe batches and keep one range per parameter set.
 
-    Threads may share an observer: batches that they observe at the same time count as if observed one after the other.
-    Copies share no state with the original. ``repr`` is the call that creates the observer, ``str`` adds what it has
+    Threads may share an observer: batches observed at the same time count as if observed one after the other. Copies
+    share no state with the original. ``repr`` is the call that creates the observer; ``str`` also shows what it has
     observed.
 
     Attributes:
@@ -84,7 +84,7 @@ class Observer(ABC):
 
     @exclusive
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, with copied arrays: ``observe`` adds to them in place."""
+        """Return the state for copies and pickles; arrays are copied, because ``observe`` changes them in place."""
         state = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
         del state["_lock"]
         return state
@@ -104,14 +104,14 @@ class Observer(ABC):
 
     @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Observe one batch, of any float type, and of any shape that has as many parameter sets as the first batch.
+        """Observe one batch; its scale shape must be the same for all batches, its dtype and shape may differ.
 
         Args:
             x: float data.
-            weight: importance of each element, broadcast to x; only for observers that keep a histogram.
+            weight: importance weight of each element, broadcast to x; only for observers that keep a histogram.
 
         Raises:
-            ShapeError: the shape of the ranges differs from that of the first batch.
+            ShapeError: the scale shape differs from that of the first batch.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -122,8 +122,8 @@ class Observer(ABC):
         tiling = self.granularity.tiling(data.shape)
         if self._lo is not None and self._lo.shape != tiling.scale_shape:
             raise ShapeError(
-                f"a batch of shape {data.shape} has ranges of shape {tiling.scale_shape} with granularity "
-                f"{self.granularity}, earlier batches had {self._lo.shape}: use one observer per shape"
+                f"a batch of shape {data.shape} gives ranges of shape {tiling.scale_shape} with granularity "
+                f"{self.granularity}, but earlier batches gave {self._lo.shape}: use one observer per shape"
             )
         low, high, nonfinite = self._batch_bounds(data, tiling, weight)
         self._lo, self._hi = self._updated_bounds(*self._as_state(low, high))
@@ -133,26 +133,26 @@ class Observer(ABC):
         return self
 
     def _batch_bounds(self, data: Array, tiling: Tiling, weight: ArrayLike | None) -> tuple[Bounds, Bounds, int]:
-        """Return the batch's bounds and its number of non-finite elements; subclasses update histograms here."""
+        """Return the batch's bounds and number of non-finite elements; subclasses update their histograms here."""
         if weight is not None:
             raise UnsupportedError(f"{self!r} does not support weights: use MSE, Percentile or Entropy")
         return minmax(data, tiling)
 
     def _as_state(self, low: Bounds, high: Bounds) -> tuple[Bounds, Bounds]:
-        """Convert bounds to ``state_type`` and check that they fit; (inf, -inf) means no finite values so far."""
+        """Convert bounds to ``state_type``; raise if they overflow. (inf, -inf) means no finite values so far."""
         if self.state_type == "float64":
             return low.astype(np.float64), high.astype(np.float64)
         with np.errstate(all="ignore"):
             lo, hi = low.astype(self.state_type), high.astype(self.state_type)
         if ((np.isinf(lo) | np.isinf(hi)) & ~(lo > hi)).any():
             raise RangeError(
-                f"the range [{np.min(low)}, {np.max(high)}] exceeds {self.state_type}, in which {self!r} keeps ranges: "
-                "rescale the data or use MinMax"
+                f"got the range [{np.min(low)}, {np.max(high)}], expected a range that fits {self.state_type} for "
+                f"{self!r}: rescale the data or use MinMax"
             )
         return lo, hi
 
     def _updated_bounds(self, lo: Bounds, hi: Bounds) -> tuple[Bounds, Bounds]:
-        """Return the bounds after a batch with these bounds, here the union; the observer does not change."""
+        """Return the observer's bounds after a batch with these bounds, here the union; do not change the observer."""
         if self._lo is None or self._hi is None:
             return lo, hi
         return np.asarray(np.minimum(self._lo, lo)), np.asarray(np.maximum(self._hi, hi))
@@ -162,14 +162,14 @@ class Observer(ABC):
         """Merge another observer of the same class and settings into this one."""
 
     def is_like(self, other: object) -> bool:
-        """Return whether ``other`` has the same class and settings, so that the two can merge."""
+        """Return whether ``other`` has the same class and settings, so that it can be merged with this observer."""
         return isinstance(other, Observer) and type(other) is type(self) and self._settings() == other._settings()
 
     @contextmanager
     def _merging(self, other: Self) -> Iterator[None]:
-        """Check that two observers can merge, and hold both locks.
+        """Check that two observers can be merged, and hold both locks.
 
-        The order of locking is the same for ``a.merge(b)`` and ``b.merge(a)``, so that they cannot deadlock.
+        Locks are taken in the same order for ``a.merge(b)`` and ``b.merge(a)``, so the two calls cannot deadlock.
         """
         if type(other) is not type(self):
             raise DtypeError(f"cannot merge {type(other).__name__} into {type(self).__name__}: use the same class")
@@ -179,7 +179,9 @@ class Observer(ABC):
         with first._lock, second._lock:
             mine, theirs = self._lo, other._lo
             if mine is not None and theirs is not None and mine.shape != theirs.shape:
-                raise ShapeError(f"cannot merge ranges of shapes {mine.shape} and {theirs.shape}: expected one shape")
+                raise ShapeError(
+                    f"cannot merge ranges of shapes {mine.shape} and {theirs.shape}: expected equal shapes"
+                )
             yield
 
     def _absorb_counts(self, other: Self) -> None:
@@ -192,7 +194,7 @@ class Observer(ABC):
         """Return the range of each parameter set, as read-only arrays.
 
         Raises:
-            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
+            NotCalibratedError: nothing was observed, or some parameter set has no finite value.
 
         >>> from detent.observers import MinMax
         >>> MinMax().observe([1.0, -2.0]).range()
@@ -220,7 +222,8 @@ class Observer(ABC):
         spec = get_spec(spec)
         if spec.granularity != self.granularity:
             raise ShapeError(
-                f"the spec has granularity {spec.granularity}, the observer {self.granularity}: use the same for both"
+                f"the spec has granularity {spec.granularity}, but the observer has {self.granularity}: use the same "
+                "granularity for both"
             )
         lo, hi = self._range_for(spec)
         return QuantParams.from_range(spec, lo, hi, dtype=self._scale_dtype)
@@ -235,11 +238,11 @@ class Observer(ABC):
     @property
     @exclusive
     def nbytes(self) -> int:
-        """Size of the state in bytes."""
+        """The size of the state in bytes."""
         return sum(array.nbytes for array in self._arrays().values())
 
     def max_nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the largest size of the state, in bytes, for data of that shape."""
+        """Return the largest size that the state can have for data of this shape, in bytes."""
         return 2 * self.granularity.tiling(shape).sets * np.dtype(self.state_type).itemsize
 
     def _settings(self) -> dict[str, object]:
@@ -251,7 +254,7 @@ class Observer(ABC):
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Return everything observed: counters as integers, ranges as arrays (absent if nothing was observed)."""
+        """Return everything observed: counters as integers, and ranges as arrays if anything was observed."""
         return {"version": STATE_VERSION, **self._counters(), **self._arrays()}
 
     def _arrays(self) -> dict[str, Array]:
@@ -261,7 +264,7 @@ class Observer(ABC):
 
     @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
-        """Replace everything observed with a state that ``state_dict`` returned.
+        """Discard everything observed, and load a state that ``state_dict`` returned.
 
         Raises:
             StateError: unexpected keys, an unsupported version, or values that no observer can have.
@@ -270,26 +273,27 @@ class Observer(ABC):
         if not isinstance(state, Mapping) or set(state) not in (keys, keys | set(self.array_names)):
             given = sorted(state) if isinstance(state, Mapping) else state
             raise StateError(
-                f"got state keys {given!r}, a {type(self).__name__} needs {sorted(keys)}, and {self.array_names} "
-                "if anything was observed"
+                f"got a state with the keys {given!r}, expected {sorted(keys)} for {type(self).__name__}, and "
+                f"{self.array_names} if anything was observed: pass the result of state_dict()"
             )
         version = plain(state["version"])
         if type(version) is not int or version != STATE_VERSION:
             raise StateError(
-                f"got observer state version {state['version']!r}, this version of detent reads {STATE_VERSION}"
+                f"got observer state of version {state['version']!r}, but this release of detent reads version "
+                f"{STATE_VERSION}: update detent"
             )
         counters = {
             name: as_integer(f"the state's {name}", plain(state[name]), at_least=0, error=StateError)
             for name in self._counters()
         }
         if "lo" not in state and any(counters.values()):
-            raise StateError(f"got a state without arrays and counters {counters!r}, expected counters of zero")
+            raise StateError(f"got a state without arrays, with the counters {counters!r}, expected counters of 0")
         self._load_arrays({name: state[name] for name in self.array_names} if "lo" in state else {}, counters)
         self._load_counters(counters)
         return self
 
     def _load_arrays(self, arrays: Mapping[str, ArrayLike], counters: Mapping[str, int]) -> None:  # noqa: ARG002
-        """Replace the arrays with those of a state; on a StateError nothing changes."""
+        """Replace the arrays with those of a state; if this raises a StateError, nothing has changed."""
         self._lo, self._hi = self._checked_bounds(arrays["lo"], arrays["hi"]) if arrays else (None, None)
 
     def _checked_bounds(self, lo: ArrayLike, hi: ArrayLike) -> tuple[Bounds, Bounds]:
@@ -297,7 +301,7 @@ class Observer(ABC):
         if low.dtype != self.state_type or high.dtype != self.state_type or low.shape != high.shape:
             raise StateError(
                 f"got lo of {low.dtype} {low.shape} and hi of {high.dtype} {high.shape}, expected {self.state_type} "
-                "and the same shape"
+                "and equal shapes"
             )
         try:
             check_scale_shape(self.granularity, low.shape, "lo")
@@ -315,7 +319,7 @@ class Observer(ABC):
         self.count, self.nonfinite, self._double = state["count"], state["nonfinite"], bool(state["double"])
 
     def to_bytes(self) -> bytes:
-        """Serialize settings and state to versioned bytes, without pickle; equal observations give equal bytes.
+        """Serialize settings and state to bytes with a version, without pickle; equal observations give equal bytes.
 
         >>> import numpy as np
         >>> from detent.observers import MinMax
@@ -333,7 +337,7 @@ class Observer(ABC):
         """Create an observer from bytes that ``to_bytes`` returned.
 
         Raises:
-            FileFormatError: the bytes are malformed or belong to a different class.
+            FileFormatError: the bytes are malformed, or from an observer of another class.
         """
         arrays, metadata = storage.loads(data)
         with reading(f"not the bytes of a {cls.__name__}"):

@@ -1,4 +1,4 @@
-"""Calibrate: pass batches to observers, with a progress bar, a resume file and an estimate of memory."""
+"""Calibrate: pass batches to observers, with a progress bar and a resume file; and estimate the memory of observers."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ Progress = bool | Callable[[int, int | None], object]
 Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
 VERSION = 1
 METADATA = "detent.calibration"
-UNNAMED = "x"  # the name in a resume file of an observer without one
-RESERVED = ("__metadata__", "total")  # keys of a safetensors header, and of ``budget``
+UNNAMED = "x"  # the name of an unnamed observer in a resume file
+RESERVED = ("__metadata__", "total")  # names with a meaning in a safetensors header and in the result of ``budget``
 BAR_CHARS, SECONDS_BETWEEN_UPDATES = 24, 0.1
 
 
@@ -41,21 +41,22 @@ def calibrate(
     resume_file: str | PathLike[str] | None = None,
     every: int = 100,
 ) -> Watching:
-    """Pass every batch to the observers, in place, and return them.
+    """Update the observers in place with every batch, and return the observers.
 
-    The state is saved in ``resume_file`` after ``every`` batches, at the end, and on an interrupt. The next run with
-    that file, fresh observers and the same batches resumes there and gives the same bits as an uninterrupted run.
+    The observers' state is saved in ``resume_file`` after every ``every`` batches, at the end, and on an interrupt. The
+    next run with this file, new observers and the same batches resumes after the last saved batch. It gives the same
+    bits as an uninterrupted run.
 
     Args:
-        batches: arrays for one observer, ``{name: array}`` for several.
-        observers: one observer, or ``{name: observer}``; arrays of other names are ignored.
-        progress: whether to show a bar on a terminal, or a function of the batches done and their total or None.
-        resume_file: the file to save state in, and to resume from if it exists.
+        batches: for one observer, arrays; for several observers, dicts ``{name: array}``.
+        observers: one observer, or a dict ``{name: observer}``; arrays with other names are ignored.
+        progress: whether to show a progress bar on a terminal, or a callback f(done, total); total is None if unknown.
+        resume_file: file in which the state is saved, and from which the run resumes if the file exists.
         every: number of batches between two saves.
 
     Raises:
-        NotCalibratedError: no batches, or an observer without any finite value.
-        ShapeError: a batch lacks a name, or an array does not fit the ranges of earlier batches.
+        NotCalibratedError: there are no batches, or an observer has no finite value.
+        ShapeError: a batch has no array for an observer, or an array has another scale shape than earlier batches.
         FileFormatError: the resume file was saved for different observers or batches.
 
     >>> import numpy as np
@@ -89,17 +90,18 @@ def calibrate(
                     _save(path, named, _ResumeHeader(count, mark))
             report(count, total)
     finally:
-        # If only some observers have seen the last batch, keep the old file: no batch may be observed twice.
+        # If only some observers have observed the last batch, do not save: after resuming, they would observe it twice.
         if path is not None and is_complete and count > saved.batches:
             _save(path, named, _ResumeHeader(count, mark))
     if isinstance(report, ProgressBar):
         report.close()
     if count < saved.batches:
         raise FileFormatError(
-            f"got {count} batches, {path} was saved after {saved.batches}: pass the same batches, or delete the file"
+            f"got {count} batches, but {path} was saved after {saved.batches}: pass the same batches, or delete the "
+            "file"
         )
     if not count:
-        raise NotCalibratedError("there are no calibration batches: pass at least one")
+        raise NotCalibratedError("there are no calibration batches: pass at least one batch")
     _log.info("calibrated %d observers with %d batches", len(named), count)
     for name, observer in named.items():
         try:
@@ -113,7 +115,7 @@ def _named(observers: object) -> Mapping[str, Observer]:
     if isinstance(observers, Observer):
         return {UNNAMED: observers}
     if not isinstance(observers, Mapping) or not all(isinstance(each, Observer) for each in observers.values()):
-        raise DtypeError(f"got {observers!r}, expected an observer or {{name: observer}}")
+        raise DtypeError(f"got {observers!r}, expected an observer or a dict {{name: observer}}")
     for name in observers:
         if not isinstance(name, str) or not name or name in RESERVED:
             raise DtypeError(f"got {name!r} as an observer's name, expected text other than {', '.join(RESERVED)}")
@@ -124,11 +126,12 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
     if not is_single:
         if not isinstance(batch, Mapping):
             raise ShapeError(
-                f"batch {number} is of type {type(batch).__name__}, expected {{name: array}} for {list(observers)!r}"
+                f"batch {number} is of type {type(batch).__name__}, expected a dict {{name: array}} for "
+                f"{list(observers)!r}"
             )
         missing = [name for name in observers if name not in batch]
         if missing:
-            raise ShapeError(f"batch {number} has no {missing[0]!r}, only {list(batch)!r}")
+            raise ShapeError(f"batch {number} has no array {missing[0]!r}, only {list(batch)!r}")
     for name, observer in observers.items():
         try:
             observer.observe(batch if is_single else batch[name])  # type: ignore[arg-type, call-overload, index]
@@ -137,7 +140,7 @@ def _feed(number: int, batch: Batch, observers: Mapping[str, Observer], *, is_si
 
 
 def _mark(batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -> int:
-    """Return a checksum of the arrays in a batch that are observed."""
+    """Return a checksum of those arrays in a batch that are observed."""
     checksum = 0
     for name in observers:
         array = np.ascontiguousarray(batch if is_single else batch[name])  # type: ignore[call-overload, index]
@@ -146,7 +149,7 @@ def _mark(batch: Batch, observers: Mapping[str, Observer], *, is_single: bool) -
 
 
 def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return the largest size of each observer's state in bytes, by name, and their ``"total"``.
+    """Return the largest size in bytes of each observer's state, by name, and the sum as ``"total"``.
 
     >>> from detent.observers import MinMax, Percentile
     >>> budget({"a": MinMax(), "b": Percentile()}, {"a": (8, 16), "b": (8, 16)})
@@ -155,7 +158,7 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
     named = _named(observers)
     missing = [name for name in named if name not in shapes]
     if missing:
-        raise ShapeError(f"got shapes for {list(shapes)!r}, but none for {missing[0]!r}")
+        raise ShapeError(f"got shapes for {list(shapes)!r}, expected a shape for {missing[0]!r}, too")
     sizes = {name: observer.max_nbytes(shapes[name]) for name, observer in named.items()}
     return {**sizes, "total": sum(sizes.values())}
 
@@ -163,10 +166,10 @@ def budget(observers: Mapping[str, Observer], shapes: Mapping[str, tuple[int, ..
 def reporter(
     progress: Callable[[int, int], object] | Progress | None, verb: str, unit: str, done: int = 0
 ) -> Callable[[int, int | None], object]:
-    """Return the function to call with the number done and the total.
+    """Return the callback f(done, total) that reports progress.
 
-    It is ``progress`` itself if callable, a bar if ``progress`` is True or None and stderr is a terminal, or else a
-    function that does nothing.
+    This is ``progress`` itself if it is callable. If ``progress`` is True or None and stderr is a terminal, it is a
+    progress bar. Otherwise it is a function that does nothing.
     """
     if callable(progress):
         return progress  # type: ignore[return-value]  # callers that know the total always pass it
@@ -194,7 +197,7 @@ class ProgressBar:
             self.close()
 
     def close(self) -> None:
-        """End the line; later calls do nothing."""
+        """End the line of the terminal; later calls do nothing."""
         if self.is_open:
             self.stream.write("\n")
             self.stream.flush()
@@ -215,7 +218,7 @@ def _save(path: Path, observers: Mapping[str, Observer], header: _ResumeHeader) 
 
 
 def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
-    """Load the observers' state from the file."""
+    """Load the observers' state from the file, and return its header."""
     arrays, metadata = storage.read(path)
     with reading(f"{path} is not a calibration resume file"):
         data = parse(metadata[METADATA], f"the entry {METADATA!r} of {path}")
@@ -228,11 +231,12 @@ def _load(path: Path, observers: Mapping[str, Observer]) -> _ResumeHeader:
     for name, observer in observers.items():
         if not observer.is_like(saved[name]):
             raise FileFormatError(
-                f"{path} has {saved[name]!r} for {name!r}, expected {observer!r}: pass the same observers or a new file"
+                f"{path} has {saved[name]!r} for {name!r}, expected {observer!r}: pass the same observers, or a new "
+                "file"
             )
         if observer.count or observer.nonfinite:
             raise StateError(
-                f"{name!r} has observed {observer.count} values: pass a new observer to resume from {path}"
+                f"observer {name!r} has observed {observer.count} values: pass a new observer to resume from {path}"
             )
     for name, observer in observers.items():
         observer.load_state_dict(saved[name].state_dict())

@@ -17,11 +17,12 @@ WHOLE = 100.0
 class Percentile(BinnedObserver):
     """Range from the ``lower`` to the ``upper`` percentile of each parameter set.
 
-    The result equals ``numpy.percentile`` to within the width of a bin. With weights, a percentile is the value with
-    that share of the weight below it.
+    The result differs from ``numpy.percentile`` by at most the width of a bin. With weights, the p-th percentile is the
+    value with p percent of the weight below it.
 
     Attributes:
-        lower, upper: percentiles, from 0 to 100.
+        lower: percentile of the lower bound, from 0 to 100.
+        upper: percentile of the upper bound, from 0 to 100.
 
     >>> import detent as dt, numpy as np
     >>> lo, hi = dt.observers.Percentile(1, 99).observe(np.linspace(-1, 1, 100_001)).range()
@@ -42,7 +43,7 @@ class Percentile(BinnedObserver):
         """Return both percentiles of each parameter set.
 
         Raises:
-            NotCalibratedError: nothing was observed, or no finite value in some parameter set.
+            NotCalibratedError: nothing was observed, or some parameter set has no finite value.
         """
         bins, shape = self.bins(), Observer.range(self).lo.shape
         find = _weighted_percentiles if self.weighted else _percentiles
@@ -64,7 +65,7 @@ def _percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
 
 
 def _weighted_percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
-    """Return the value that has ``percent`` of the weight below it, per parameter set."""
+    """Return, for each parameter set, the value that has ``percent`` percent of the weight below it."""
     values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)
@@ -76,7 +77,7 @@ def _weighted_percentiles(bins: Bins, percent: float) -> NDArray[np.float64]:
 
 
 def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the element at a rank, per parameter set; elements count as evenly spread over their bin."""
+    """Return each parameter set's element at a rank; elements are treated as evenly spread over their bin."""
     values = np.empty(len(bins.mass))
     for i, mass in enumerate(bins.mass):
         after = np.cumsum(mass)
@@ -88,6 +89,6 @@ def _elements(bins: Bins, rank: NDArray[np.float64], total: NDArray[np.float64])
 
 
 def _inside_bin(bins: Bins, i: int, bin_index: int, fraction: float) -> float:
-    """Return the value at a fraction of a bin's width; the bin ends at the bounds of parameter set ``i``."""
+    """Return the value at a fraction of a bin's width; the bin is cut at the bounds of parameter set ``i``."""
     low, high = max(bins.lower[bin_index], bins.lo[i]), min(bins.upper[bin_index], bins.hi[i])
     return float(low + (high - low) * fraction)

@@ -253,7 +253,7 @@ def test_stochastic_rounding_runs_on_the_reference():
     ids=lambda ste: str(getattr(ste, "__name__", ste)),
 )
 def test_estimators_that_weigh_are_refused(ste):
-    with pytest.raises(SpecError, match="only Identity and Clipped: use fake_quantize_backward"):
+    with pytest.raises(SpecError, match="Identity and Clipped, whose gradient is 0 or 1: use fake_quantize_backward"):
         dt.fake_quantize_masked(np.zeros(3, np.float32), dt.QuantParams.int8_symmetric(), ste=ste)
 
 

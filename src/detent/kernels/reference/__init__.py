@@ -1,11 +1,12 @@
 """Reference kernels over the array API; every other kernel must equal them bit for bit.
 
-They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports, without checks: plans
-check shapes, dtypes and NaN. They guarantee one rounding per operation in the compute type, no fused multiply-add, and
-no dependence on memory layout.
+They run unchanged on NumPy, torch and any other array library that ``array_api_compat`` supports. They check nothing:
+plans check shapes, dtypes and NaN. They guarantee one rounding per operation in the compute type, no fused
+multiply-add, and no dependence on memory layout.
 
-Functions that torch.compile traces have the argument ``xp``, the namespace of their arrays, because its lookup cannot
-be traced; None looks it up. For the same reason, none of these functions uses a caching decorator.
+Functions that torch.compile traces have the argument ``xp``, the namespace of the array library, because torch.compile
+cannot trace the lookup of a namespace. If ``xp`` is None, the function looks it up. These functions have no caching
+decorators, because torch.compile cannot trace those either.
 """
 
 from detent.kernels.reference.bins import bin_edges, grid_errors, histogram

@@ -1,11 +1,12 @@
-"""Histograms with bins by the bits of a float, and the quantization error of a grid of levels on a histogram.
+"""Histograms whose bins are the leading bits of a float, and quantization errors computed on such histograms.
 
 A bin is a sign, an exponent and the leading bits of a mantissa::
 
     key = sign | exponent (8 bits, as in float32) | mantissa (bits)          row = key >> bits
 
-Exponent 0 contains zero and all magnitudes below the smallest normal float32, in bins of equal width; 255 contains
-infinities and NaN. A row is the 2^bits bins of one sign and exponent. All dtypes have equal bins.
+Exponent 0 contains zero and all magnitudes below the smallest normal float32, in bins of equal width. Exponent 255
+contains infinities and NaN. A row consists of the 2^bits bins of one sign and exponent. The bins are the same for all
+dtypes.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ __all__ = ["bin_edges", "grid_errors", "histogram"]
 Array = NDArray[Any]
 Float64 = NDArray[np.float64]
 ROWS, NONFINITE, LANES = 512, 255, 8
-NARROW = 2.0**-900  # a bin of at most this width counts as a point: its density could overflow float64
+NARROW = 2.0**-900  # a bin of at most this width is treated as a point, because its density could overflow float64
 _BIAS, _SMALLEST = 127, -126
 
 
@@ -46,8 +47,8 @@ def histogram(
 ) -> tuple[NDArray[np.uint8], bool]:
     """Count elements, or add up their weights, in ``counts[row, set, bin]``.
 
-    ``rows`` maps each sign and exponent to its index in ``counts``, or to -1. Returns the mask of rows without index
-    that occur, and whether all finite elements are in the range of float32.
+    ``rows`` maps each sign and exponent to its index in ``counts``, or to -1 if the row is not stored. Returns a mask
+    of the rows that occur in x but are not stored, and whether all finite elements are in the range of float32.
     """
     keys, good = find_keys(x, bits)
     sets = np.broadcast_to(tiling.spread(np.arange(counts.shape[1])), tiling.shape)
@@ -62,7 +63,7 @@ def histogram(
 
 
 def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
-    """Return the lower and upper edges of the bins of each row, ordered by their keys."""
+    """Return the lower and upper edges of the bins in each row, in the order of the bins' keys."""
     exponent = (rows % 256)[:, None]
     steps = np.arange(2**bits + 1) / 2**bits
     unit = np.ldexp(1.0, np.maximum(exponent - _BIAS, _SMALLEST))
@@ -72,7 +73,7 @@ def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 
-@np.errstate(all="ignore")  # subnormal widths and scales
+@np.errstate(all="ignore")  # subnormal widths and scales overflow
 def grid_errors(
     norm: float,
     code_range: tuple[float, float],
@@ -81,11 +82,12 @@ def grid_errors(
     scale: Float64,
     zero: Float64,
 ) -> Float64:
-    """Return the sum over bins of the integral of ``|x - nearest level|^norm``, for each set and candidate.
+    """Return the quantization error of each candidate: the sum over bins of the integral of ``|x - level|^norm``.
 
-    ``bins`` are lower edges, upper edges, the mass of each set and bin, and the lower and upper bounds of each set,
-    which cut its outermost bins. scale and zero have a row of candidates per set. If ``levels`` is empty, the levels
-    are the integers from ``code_range[0] - zero`` to ``code_range[1] - zero``.
+    ``bins`` are five arrays: lower edges, upper edges, the mass of each parameter set and bin, and the lower and upper
+    bounds of each parameter set. The bounds cut the outermost bins. ``scale`` and ``zero`` have a row of candidates for
+    each parameter set. If ``levels`` is empty, the levels are the integers from ``code_range[0] - zero`` to
+    ``code_range[1] - zero``.
     """
     lower, upper, mass, lo, hi = bins
     errors = np.empty(scale.shape)
@@ -112,7 +114,7 @@ def _raised(step: float, norm: float) -> float:
 
 
 def _nearest(code_range: tuple[float, float], levels: Float64, zero: float) -> Any:
-    """Make a function that returns the nearest level of t, and its index in ``levels``, if there are any."""
+    """Make a function that returns the level nearest to t, and its index in ``levels`` (None for integers)."""
     if not levels.size:
         return lambda t: (np.clip(np.rint(t), code_range[0] - zero, code_range[1] - zero), None)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -125,7 +127,7 @@ def _nearest(code_range: tuple[float, float], levels: Float64, zero: float) -> A
 
 
 def whole_cells(levels: Float64, norm: float) -> Float64:
-    """Return the integral of the error from the first level to each level; empty without levels."""
+    """Return the integral of the error from the first level to each level; empty if ``levels`` is empty."""
     halves = np.diff(levels) / 2
     return np.concatenate(([0.0], np.cumsum(2 * _beyond(halves, norm)))) if levels.size else levels
 
@@ -147,7 +149,7 @@ def _integral(t: Float64, nearest: Any, whole: Float64, norm: float) -> Any:
 
 
 def _lane_sum(terms: Float64) -> float:
-    """Sum in the order of the native kernel: every eighth term to one of eight sums, which are added up by halves."""
+    """Sum as the native kernel does: term i goes to partial sum i % 8, and the eight sums are added by halves."""
     padded = np.concatenate((terms, np.zeros(-terms.size % LANES))).reshape(-1, LANES)
     sums = np.zeros(LANES)
     for row in padded:

@@ -1,6 +1,7 @@
 """Elements: the elementwise arithmetic of quantization (docs/numerics.md, sections 2, 3 and 7).
 
-Arguments are arrays of the compute type: ``x``, and broadcast against it ``s`` (scale) and ``z`` (float zero point).
+Arguments are arrays of the compute type: ``x``, ``s`` (scale) and ``z`` (zero point as a float). ``s`` and ``z`` are
+broadcast to the shape of ``x``.
 
 ::
 
@@ -8,11 +9,11 @@ Arguments are arrays of the compute type: ``x``, and broadcast against it ``s`` 
     u = round(t) + z  or  round(fl(t + z))      unclamped
     q = min(max(u, qmin), qmax)                 as a float, exactly an integer
 
-Small floats and codebooks use tables: a code is the number of boundaries below ``t``, a value is ``levels[code]``.
+Float formats and codebooks use tables: a code is the number of rounding boundaries below ``t``, and its value is
+``levels[code]``.
 
-Stochastic rounding uses counter-based random words of Philox4x32-10 (Salmon et al., SC 2011), computed in int64
-arrays with values below 2**49, because not every array library has uint64: products of 32-bit words are split at 16
-bits.
+Stochastic rounding uses counter-based random words of Philox4x32-10 (Salmon et al., SC 2011). Not every array library
+has uint64, so they are computed in int64: products of 32-bit words are split at 16 bits, and stay below 2**49.
 """
 
 from itertools import pairwise
@@ -55,21 +56,21 @@ def _multiply(word: Any, factor: int) -> tuple[Any, Any]:
 
 
 def ratio(spec: QuantSpec, x: Any, s: Any) -> Any:
-    """Return ``t``: x in units of the scale. Only integer formats may use the reciprocal."""
+    """Return ``t``: x divided by the scale. Only integer formats may multiply by the reciprocal instead."""
     if spec.format.is_integer and spec.convention.division == "reciprocal":
         return x * (1.0 / s)
     return x / s
 
 
 def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
-    """Round to integers, as floats; infinities and NaN are unchanged."""
+    """Round to integers, which are returned as floats; infinities and NaN stay unchanged."""
     if rounding.kind == "half_even":
         return xp.round(t)
     if rounding.kind == "floor":
         return xp.floor(t)
     magnitude = xp.abs(t)
     whole = xp.floor(magnitude)
-    fraction = magnitude - whole  # exact: both are multiples of the magnitude's ulp
+    fraction = magnitude - whole  # exact, because both are multiples of the magnitude's ulp
     if rounding.kind == "half_away":
         nearest = whole + xp.astype(fraction >= 0.5, t.dtype)
         return xp.where(t < 0, -nearest, nearest)
@@ -81,7 +82,7 @@ def round_with(xp: Any, rounding: Rounding, t: Any, step: int) -> Any:
 
 
 def _thresholds(xp: Any, t: Any, seed: int, step: int) -> Any:
-    """Return a 24-bit random fraction in [0, 1) for each element, by its position in C order."""
+    """Return a 24-bit random fraction in [0, 1) for each element, from the element's position in C order."""
     index = xp.arange(prod(t.shape), dtype=xp.int64, device=t.device)
     words = random_words(xp, index, seed, step) >> 8
     return xp.astype(words, t.dtype) * 2.0**-24
@@ -96,17 +97,17 @@ def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> An
 
 
 def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
-    """Return the mask of unclamped codes (integers) or ratios (other formats) inside the range; NaN is outside."""
+    """Return a mask: whether each unclamped code, or for other formats than integers each ratio, is in range."""
     if exclusive:
         return (value > spec.qmin) & (value < spec.qmax)
     return (value >= spec.qmin) & (value <= spec.qmax)
 
 
 def boundaries(form: Format, dtype: str) -> tuple[float, ...]:
-    """Return the rounding boundaries b: a number t of that dtype encodes to the count of ``b < t``.
+    """Return the rounding boundaries; the code of a number t of this dtype is the number of boundaries below t.
 
-    A codebook rounds a midpoint down. A float rounds it to the even code, so above an odd code the boundary is the
-    number just below the midpoint. A midpoint that the dtype cannot represent is replaced by the next number below.
+    Codebooks round a midpoint down. Float formats round it to the even code, so above an odd code the boundary is the
+    number just below the midpoint. A midpoint that the dtype cannot represent is replaced by the next lower number.
     """
     cached = _BOUNDARIES.get((form.name, dtype))
     return _find_boundaries(form, dtype) if cached is None else cached
@@ -123,7 +124,7 @@ def _find_boundaries(form: Format, dtype: str) -> tuple[float, ...]:
     return tuple(bounds)
 
 
-# Tables of encoding and decoding, computed once.
+# Tables for encoding and decoding, computed once.
 _TABULATED = tuple(form for form in FORMATS.values() if not form.is_integer)
 _BOUNDARIES = {
     (form.name, dtype): _find_boundaries(form, dtype) for form in _TABULATED for dtype in ("float32", "float64")
@@ -132,7 +133,7 @@ _LEVELS = {form.name: form.levels for form in _TABULATED}
 
 
 def encode(xp: Any, form: Format, t: Any) -> Any:
-    """Return the int64 code of each ratio, including its sign bit; the ends saturate, NaN gives any code."""
+    """Return the int64 code of each ratio, including a sign bit; large ratios saturate, NaN gives an arbitrary code."""
     is_float = form.kind == "float"
     bounds = boundaries(form, "float64" if t.dtype == xp.float64 else "float32")
     flat = xp.reshape(xp.abs(t) if is_float else t, (-1,))
@@ -151,7 +152,7 @@ def level_values(xp: Any, form: Format, code: Any, dtype: Any) -> Any:
 
 
 def code_values(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> Any:
-    """Return the quantized value of each element at scale 1, minus the zero point; NaN stays NaN."""
+    """Return each element's quantized value at scale 1 (for integers, code minus zero point); NaN stays NaN."""
     if spec.format.is_integer:
         u = unclamped(xp, spec, x, s, z, step)
         return xp.minimum(xp.maximum(u, xp.full_like(u, spec.qmin)), xp.full_like(u, spec.qmax)) - z

@@ -1,7 +1,7 @@
 """Operators: quantize, dequantize, fake-quantize and their gradients (docs/numerics.md, sections 2 to 5).
 
-``scale`` and ``zero_point`` have the tiling's scale shape; codes of small floats are their bit patterns in uint8.
-``fill`` is the code that replaces NaN; None means that there is no NaN (quantize) or NaN stays NaN (fake_quantize).
+``scale`` and ``zero_point`` have the tiling's scale shape. Codes of float formats are their bit patterns in uint8.
+``fill`` is the code that replaces NaN. If it is None, quantize requires data without NaN, and fake_quantize keeps NaN.
 
 Masks select gradients instead of multiplying them, because a gradient may be infinite. The gradient of a NaN in x is 0
 for every estimator except Identity.
@@ -45,7 +45,7 @@ def _spread_params(xp: Any, x: Any, scale: Any, zero_point: Any, tiling: Tiling)
 def quantize(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, fill: NaNFill | None = None, step: int = 0
 ) -> Any:
-    """Return the code of each element in the format's storage type (uint8 bit patterns for small floats)."""
+    """Return the code of each element in the format's storage type (for float formats, bit patterns in uint8)."""
     xp = array_namespace(x)
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
     x = xp.astype(x, s.dtype)
@@ -83,7 +83,7 @@ def fake_quantize(
     step: int = 0,
     xp: Any = None,
 ) -> Any:
-    """Return ``dequantize(quantize(x))`` in x's dtype, with equal bits; NaN stays NaN if ``fill`` is None."""
+    """Return ``dequantize(quantize(x))`` in x's dtype, with the same bits; if ``fill`` is None, NaN stays NaN."""
     xp = array_namespace(x) if xp is None else xp
     s, z = _spread_params(xp, x, scale, zero_point, tiling)
     value = code_values(xp, spec, xp.astype(x, s.dtype), s, z, step)
@@ -94,7 +94,7 @@ def fake_quantize(
 
 
 def _finish(xp: Any, spec: QuantSpec, y: Any, dtype: Any) -> Any:
-    """Round to the output type. -0.0, for example from a tiny negative value, becomes +0.0 except for small floats."""
+    """Round to the output type. -0.0, for example from a tiny negative value, becomes +0.0, except in float formats."""
     y = xp.astype(y, dtype)
     return y if spec.format.kind == "float" else xp.where(y == 0, xp.zeros_like(y), y)
 
@@ -120,14 +120,14 @@ def fake_quantize_backward(
     if isinstance(ste, Clipped):
         return xp.where(_clip_mask(xp, spec, ste, wide, s, z, step), g, xp.zeros_like(g))
     slope = _slope(xp, spec, ste, wide, scale, zero_point, tiling)
-    # A slope of 0 gives 0 even if g is infinite.
+    # Where the slope is 0, the gradient is 0 even if g is infinite.
     return xp.astype(xp.where(slope == 0, xp.zeros_like(slope), xp.astype(g, slope.dtype) * slope), x.dtype)
 
 
 def fake_quantize_masked(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> tuple[Any, Any]:
-    """Return fake-quantized x, and the boolean mask of Identity or Clipped: where the gradient passes."""
+    """Return fake-quantized x, and a boolean mask: where Identity or Clipped pass the gradient."""
     xp = array_namespace(x)
     y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
     if not isinstance(ste, Clipped):
@@ -137,7 +137,7 @@ def fake_quantize_masked(
 
 
 def masked_backward(g: Any, mask: Any) -> Any:
-    """Return the gradient of x by the mask of the forward pass."""
+    """Return the gradient of x: g where the mask of the forward pass is set, else 0."""
     xp = array_namespace(g)
     return xp.where(mask, g, xp.zeros_like(g))
 
@@ -194,11 +194,11 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
 
 
 def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
-    """Return ``grad_scale``, or ``1 / sqrt(N * max(|qmax|, 1))`` of each set, with N its number of elements."""
+    """Return ``grad_scale``; if None, ``1 / sqrt(N * max(|qmax|, 1))`` for each parameter set of N elements."""
     if grad_scale is not None:
         return xp.asarray(grad_scale, dtype=xp.float64, device=like.device)
     weight = max(abs(spec.qmax), 1)
-    # Python's square root, because that of some array libraries is off by one ulp.
+    # Use Python's square root, because that of some array libraries is off by one ulp.
     factors = [1.0 / sqrt(max(count, 1) * weight) for count in counts(tiling)]
     return xp.reshape(xp.asarray(factors, dtype=xp.float64, device=like.device), tiling.scale_shape)
 
@@ -214,7 +214,7 @@ def _clip_mask(xp: Any, spec: QuantSpec, ste: Clipped, x: Any, s: Any, z: Any, s
 
 
 def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero_point: Any, tiling: Tiling) -> Any:
-    """Return the factor of a smooth estimator; 0 where x is NaN or the range overflows the compute type."""
+    """Return the factor by which a smooth estimator multiplies g; 0 where x is NaN or the range overflows."""
     if isinstance(ste, Tanh) and ste.unit == "step":
         v = wide / tiling.spread(xp.astype(scale, wide.dtype), xp)
     else:
@@ -229,5 +229,7 @@ def _slope(xp: Any, spec: QuantSpec, ste: Estimator, wide: Any, scale: Any, zero
         curve = xp.tanh(v)
         slope = 1.0 - curve * curve
     else:
-        raise UnsupportedError(f"estimator {ste!r} has no kernel: the plan applies callables")
+        raise UnsupportedError(
+            f"estimator {ste!r} has no kernel: pass a built-in estimator; callables are applied by Plan, not by kernels"
+        )
     return xp.where(xp.isnan(slope), xp.zeros_like(slope), slope)

@@ -1,8 +1,9 @@
 """Sets: reductions of each parameter set to one value.
 
-Sums have the same accumulation order on every backend. Terms are in float64; the elements of a set are in C order,
-padded with +0.0 to a multiple of 1024. In each block of 1024, the upper half is added to the lower half until one value
-is left. The block sums are padded to a power of two and added up by halves, too. Metrics are such sums over arrays.
+Sums have the same accumulation order on every backend. Terms are in float64. The elements of a parameter set are in C
+order, padded with +0.0 to a multiple of 1024. In each block of 1024, the upper half is added to the lower half, until
+one value is left. The block sums are padded to a power of two and added in the same way. Metrics are sums of this kind
+over whole arrays.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ BLOCK = 1024  # elements; part of the accumulation order, so it never changes
 
 
 def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], Any]) -> Any:
-    """Reduce each set to one value, in the scale's shape; ``reduce`` maps (sets..., elements) to (sets...)."""
+    """Reduce each parameter set to one value, in the scale's shape; ``reduce`` reduces the last axis of an array."""
     if 0 in tiling.shape:
         empty = xp.zeros((*tiling.grid, 0), dtype=values.dtype, device=values.device)
         return xp.reshape(reduce(empty), tiling.scale_shape)
@@ -29,7 +30,7 @@ def reduce_sets(xp: Any, values: Any, tiling: Tiling, reduce: Callable[[Any], An
 
 
 def _reduce_from(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable[[Any], Any]) -> Any:
-    """Reduce the incomplete last block of an axis separately, so that all other blocks are equal."""
+    """Reduce the incomplete last block of an axis separately, so that all other blocks have equal sizes."""
     for axis, (size, step) in enumerate(zip(values.shape, block, strict=True)):
         even = size - size % step
         if even and even != size:
@@ -49,7 +50,7 @@ def _reduce_equal(xp: Any, values: Any, block: tuple[int, ...], reduce: Callable
 
 
 def counts(tiling: Tiling) -> list[int]:
-    """Return the number of elements of each set, in C order of the sets."""
+    """Return the number of elements of each parameter set; the parameter sets are in C order."""
     sizes = [1]
     for size, block, grid in zip(tiling.shape, tiling.block, tiling.grid, strict=True):
         along = [min(block, size - index * block) for index in range(grid)]
@@ -70,12 +71,12 @@ def tree_sum(terms: Any, xp: Any = None) -> Any:
 
 
 def sum_sets(xp: Any, terms: Any, tiling: Tiling) -> Any:
-    """Sum the float64 terms of each set in the fixed accumulation order."""
+    """Sum the float64 terms of each parameter set in the fixed accumulation order."""
     return reduce_sets(xp, terms, tiling, lambda part: tree_sum(part, xp))
 
 
 def minmax(x: Any, tiling: Tiling, xp: Any = None) -> tuple[Any, Any]:
-    """Return the min-max range of each set's finite elements, with zeros as +0.0; (inf, -inf) without any."""
+    """Return the range of each parameter set's finite elements, (inf, -inf) without such elements; -0.0 becomes 0.0."""
     xp = array_namespace(x) if xp is None else xp
     x = xp.astype(x, compute_type(x.dtype, xp))
 
@@ -108,13 +109,13 @@ def _fold(xp: Any, terms: Any, width: int) -> Any:
 
 
 Term = Literal["value", "square", "squared_error", "absolute_error", "product"]
-Factor = tuple[float, float]  # two factors of a power of two, which may itself overflow a float
+Factor = tuple[float, float]  # a power of two as two factors, because it may overflow a float
 ONE: Factor = (1.0, 1.0)
 SAFE_EXPONENT = 1000  # below the largest exponent of float64, 1023
 
 
 def power_of_two(exponent: int) -> Factor:
-    """Return ``2**exponent`` as two factors; multiplying by both rounds at most once."""
+    """Return ``2**exponent`` as two factors; multiplying by one after the other rounds at most once."""
     first = min(exponent, SAFE_EXPONENT)
     return ldexp(1.0, first), ldexp(1.0, exponent - first)
 
@@ -136,7 +137,7 @@ def error_sum(term: Term, x: Any, y: Any, factor: Factor = ONE, second_factor: F
 
 
 def largest_error(term: Term, x: Any, y: Any) -> Any:
-    """Return the largest magnitude of x ("value") or of the error; NaN if any is NaN, 0 for empty data."""
+    """Return the largest magnitude of x ("value") or of the error x - y; NaN if any is NaN, 0 if x is empty."""
     xp = array_namespace(x, y)
     a, b = xp.astype(x, xp.float64), xp.astype(y, xp.float64)
     sizes = xp.reshape(xp.abs(a if term == "value" else a - b), (-1,))
