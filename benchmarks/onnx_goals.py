@@ -92,7 +92,7 @@ def _not_below(rows: Rows, what: str, field: str, limit: float, unit: str, facto
 
 def _above(rows: Rows) -> GoalResult:
     wins = [row["mean_sqnr_db"] > max(other["mean_sqnr_db"] for other in others) for _, row, others in rows.compared()]
-    name = "mean SQNR above every other tool's on most models"
+    name = "mean SQNR of the outputs: higher than with every other tool on most models"
     return (
         GoalResult(name, 2 * sum(wins) > len(wins), f"{sum(wins)} of {len(wins)}")
         if wins
@@ -101,7 +101,7 @@ def _above(rows: Rows) -> GoalResult:
 
 
 def _sizes(rows: Rows) -> GoalResult:
-    name = f"size ratio within {MAX_SIZE_EXCESS:g} of the smallest file of another tool with no lower SQNR"
+    name = f"size ratio: at most {MAX_SIZE_EXCESS:g} above the smallest file of a tool whose SQNR is at least as high"
     excess = {}
     for model, row, others in rows.compared():
         sizes = [other["size_ratio"] for other in others if other["mean_sqnr_db"] >= row["mean_sqnr_db"]]
@@ -119,7 +119,7 @@ def _sizes(rows: Rows) -> GoalResult:
 
 
 def _geometric(rows: Rows) -> GoalResult:
-    name = f"faster than float in geometric mean over the CNNs with {FAST}"
+    name = f"run time of {FAST} on the CNNs: below float in the geometric mean"
     ratios = [
         row["ratio"]
         for model, facts in rows.models.items()
@@ -128,12 +128,12 @@ def _geometric(rows: Rows) -> GoalResult:
     if not ratios:
         return GoalResult(name, None, "")
     ratio = geometric_mean(ratios)
-    return GoalResult(name, ratio < 1, f"{ratio:.2f} of float's time over {len(ratios)} models")
+    return GoalResult(name, ratio < 1, f"{ratio:.2f} of the float time, mean of {len(ratios)} models")
 
 
 def _run_time(rows: Rows) -> GoalResult:
     ratios = {model: row["ratio"] for model in rows.models if (row := rows.get(model, OURS))}
-    return _at_most(f"run time at most {MAX_TIME_RATIO:g} times float's on every model", ratios, MAX_TIME_RATIO)
+    return _at_most(f"run time: at most {MAX_TIME_RATIO:g} times that of float on every model", ratios, MAX_TIME_RATIO)
 
 
 def _memory(rows: Rows, tool: str, limit: float) -> GoalResult:
@@ -143,7 +143,7 @@ def _memory(rows: Rows, tool: str, limit: float) -> GoalResult:
         row, other = rows.get(model, OURS), rows.get(model, tool)
         if row and other and other["growth"]:
             ratios[model] = row["growth"] / other["growth"]
-    return _at_most(f"memory to quantize at most {limit:g} times {tool}'s", ratios, limit)
+    return _at_most(f"memory while quantizing: at most {limit:g} times that of {tool}", ratios, limit)
 
 
 def _at_most(goal: str, values: dict[str, float], limit: float) -> GoalResult:
@@ -154,11 +154,13 @@ def _at_most(goal: str, values: dict[str, float], limit: float) -> GoalResult:
     if over:
         return GoalResult(goal, False, ", ".join(f"{model} {value:.2f}" for model, value in over.items()))
     worst = max(values, key=values.__getitem__)
-    return GoalResult(goal, True, f"at most {values[worst]:.2f}, {worst}")
+    return GoalResult(goal, True, f"largest: {values[worst]:.2f} ({worst})")
 
 
 def _entropy_time(rows: Rows) -> GoalResult:
-    name = f"at least {MIN_SPEEDUP:g} times as fast as {ENTROPY} where that takes more than {SLOW_SECONDS:g} s"
+    name = (
+        f"quantizing: at least {MIN_SPEEDUP:g} times as fast as {ENTROPY}, if {ENTROPY} takes over {SLOW_SECONDS:g} s"
+    )
     speedups = {}
     for model in rows.models:
         row, other = rows.get(model, OURS), rows.get(model, ENTROPY)
@@ -171,7 +173,7 @@ def _entropy_time(rows: Rows) -> GoalResult:
 
 
 def _flat(memory: list[dict]) -> GoalResult:
-    name = f"memory grows by at most {MAX_GROWTH_RATIO - 1:.0%} from 16 to 256 batches"
+    name = f"memory while quantizing: grows by at most {MAX_GROWTH_RATIO - 1:.0%} from 16 to 256 batches"
     grown = sorted((row["batches"], row["growth"]) for row in memory if "failed" not in row)
     if len(grown) < 2:
         return GoalResult(name, None, "")
@@ -181,7 +183,7 @@ def _flat(memory: list[dict]) -> GoalResult:
 
 
 def _second_runtime(rows: Rows) -> GoalResult:
-    name = "OpenVINO runs the file of every model whose float file it runs"
+    name = "OpenVINO: runs the quantized file of every model whose float file it runs"
     able = [
         model for model, facts in rows.models.items() if "failed" not in facts["openvino"] and rows.get(model, OURS)
     ]

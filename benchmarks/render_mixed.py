@@ -57,7 +57,9 @@ def _reading(models: dict) -> str:
             gains = [row["mix_sqnr_db"] - row["sqnr_db"] for row in rows if "mix_bytes" in row]
             span = f" ({min(gains):+.1f} to {max(gains):+.1f} dB)" if gains else ""
             parts.append(f"{name} {sum(map(is_won, rows))} of {len(rows)}{span}")
-        lines.append(f"- {words}, bit widths at which the mix has the higher SQNR: {'; '.join(parts)}.")
+        lines.append(
+            f"- {words}, number of bit widths at which the mix has the higher SQNR, and its gain: {'; '.join(parts)}."
+        )
     return "\n".join(lines)
 
 

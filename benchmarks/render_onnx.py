@@ -31,10 +31,10 @@ def rendered(result: dict) -> dict[str, str]:
             result, "agreement with float (higher is better)", lambda row: f"{row['agreement']:.1%}"
         ),
         "onnx-speed": _table(
-            result, "run time / float's (lower is better)", lambda row: f"{row['ratio']:.2f}", _milliseconds
+            result, "run time / float run time (lower is better)", lambda row: f"{row['ratio']:.2f}", _milliseconds
         ),
         "onnx-size": _table(
-            result, "file size / float's (lower is better)", lambda row: f"{row['size_ratio']:.3f}", _megabytes
+            result, "file size / float file size (lower is better)", lambda row: f"{row['size_ratio']:.3f}", _megabytes
         ),
         "onnx-making": _table(result, "seconds to quantize, MB of memory growth (lower is better)", _making),
         "onnx-memory": _memory(result["memory"]),
@@ -60,7 +60,7 @@ def rendered_helpers(result: dict) -> dict[str, str]:
     losses = [f"{setting} {means[settings[0]] - means[setting]:.1f} dB" for setting in settings[1:]]
     return {
         "onnx-helpers": "\n".join(
-            [*lines, "", f"SQNR lost without each step, mean of the models: {', '.join(losses)}."]
+            [*lines, "", f"SQNR lost compared with all on, mean of the models: {', '.join(losses)}."]
         )
     }
 
@@ -162,7 +162,7 @@ def _memory(rows: list[dict]) -> str:
         f"{row['batches']} batches: " + (row[FAILED] if FAILED in row else f"{row['growth'] / 1e6:.0f} MB")
         for row in rows
     ]
-    return f"{rows[0]['tool']} on {rows[0]['model']}, memory growth of the process: " + "; ".join(parts) + "."
+    return f"Memory growth of the process with {rows[0]['tool']} on {rows[0]['model']}: " + "; ".join(parts) + "."
 
 
 def _notes(result: dict) -> str:

@@ -67,13 +67,13 @@ def _memory(result: dict) -> str:
     rows_by_key = {(row["tool"], row["model"]): row for row in result["memory"]}
     models = list(dict.fromkeys(model for _, model in rows_by_key))
     heads = [f"{model}, {kind}" for model in models for kind in ("saved", "alive")]
-    lines = [_line("bytes / float's (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
+    lines = [_line("bytes / bytes of float (lower is better)", *heads), "|---|" + "--:|" * len(heads)]
     for tool in dict.fromkeys(name for name, _ in rows_by_key):
         cells = []
         for model in models:
             cells += _bytes(rows_by_key.get((tool, model)), tool)
         lines.append(_line(_bold(tool), *cells))
-    lines += ["", f"Goal for the bytes that detent saves: at most {QAT_SAVED:g}."]
+    lines += ["", f"Goal for *saved* of detent: at most {QAT_SAVED:g}."]
     return "\n".join(lines)
 
 

@@ -52,9 +52,10 @@ def _files(result: dict) -> str:
         wins += rows[model, OURS]["mean_sqnr_db"] > max(row["mean_sqnr_db"] for row in others)
     times = {tool: _span(rows[model, tool]["ratio"] for model in result["models"]) for tool in (OURS, FAST)}
     return (
-        f"**ONNX files**, {len(result['models'])} real models, w8a8 with default settings: higher SQNR than every "
-        f"quantizer of ONNX Runtime and NNCF on {wins}. Run time is {times[OURS]} of float's, with the target "
-        f"`onnxruntime-avx2` {times[FAST]} (below 1 is faster). [Table](../benchmarks.md#onnx-files)"
+        f"**ONNX files**: on {wins} of {len(result['models'])} real models, w8a8 with default settings has a higher "
+        "SQNR than every quantization method of ONNX Runtime and NNCF. A run takes "
+        f"{times[OURS]} times as long as in float, and {times[FAST]} times with the target `onnxruntime-avx2` "
+        "(lower is better). [Table](../benchmarks.md#onnx-files)"
     )
 
 
@@ -65,11 +66,11 @@ def _accuracy(result: dict) -> str:
         accuracies.setdefault((row["method"], row["bits"]), []).append(row["accuracy"])
     goal = mean(accuracies[CONTINUED, None])
     below = {key: goal - mean(values) for key, values in accuracies.items()}
-    ours = ", ".join(f"{below['QAT, learned', bits]:.2f} at {bits} bits" for bits in BITS)
+    ours = " and ".join(f"{below['QAT, learned', bits]:.2f} at {bits} bits" for bits in BITS)
     others = ", ".join(f"{tool} {' and '.join(f'{below[tool, bits]:.2f}' for bits in BITS)}" for tool in TOOLS)
     return (
-        f"**QAT accuracy**, a small CNN on Fashion-MNIST, points below float (lower is better, mean of "
-        f"{len(result['seeds'])} seeds): {ours}; {others}. [Table](../benchmarks.md#qat-accuracy)"
+        f"**QAT accuracy** of a small CNN on Fashion-MNIST, in percentage points below float (lower is better, mean of "
+        f"{len(result['seeds'])} seeds): detent {ours}, {others}. [Table](../benchmarks.md#qat-accuracy)"
     )
 
 
@@ -78,9 +79,9 @@ def _cost(result: dict) -> str:
     times = {tool: _span(row["ratio"] for row in result["rows"] if row["tool"] == tool) for tool in (OURS, LEARNED)}
     saved = _span(row["saved_ratio"] for row in result["memory"] if row["tool"] in times)
     return (
-        f"**QAT cost**, three models, 1 and 2 threads: a step takes {times[OURS]} times the float step with EMA "
-        f"scales, {times[LEARNED]} times with learned scales, and saves {saved} times as many bytes for backward "
-        "(lower is better). [Table](../benchmarks.md#qat-cost)"
+        "**QAT cost** of three models, with 1 and 2 threads, compared with float: a training step takes "
+        f"{times[OURS]} times as long with EMA scales, and {times[LEARNED]} times as long with learned scales. "
+        f"It keeps {saved} times as many bytes for backward (lower is better). [Table](../benchmarks.md#qat-cost)"
     )
 
 
@@ -93,8 +94,8 @@ def _kernels(result: dict) -> str:
     }
     threads = result["machine"]["threads"]
     return (
-        f"**Kernels**, 2^24 float32 values, {threads} threads: `fake_quantize` takes {ratios['fake_quantize']:.2f} "
-        f"times as long as the fastest copy of the array on up to {threads} threads, `quantize` to int8 "
+        f"**Kernels** on 2^24 float32 values with {threads} threads: `fake_quantize` takes "
+        f"{ratios['fake_quantize']:.2f} times as long as a plain copy of the array, and `quantize` to int8 "
         f"{ratios['quantize int8']:.2f} times (lower is better). [Table](../benchmarks.md#kernels)"
     )
 
