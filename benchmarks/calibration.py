@@ -1,12 +1,12 @@
-"""Calibration benchmark: speed of observers compared with other tools, and quality of their ranges.
+"""Calibration benchmark: the speed of detent's observers compared with other tools, and the quality of their ranges.
 
 ::
 
     python benchmarks/calibration.py [--output FILE] [--seconds S]
 
-Tools are timed in turns in one process. Then the quality of ranges is measured: the mean squared error of 4-bit ranges
-on a million values of several distributions, and the SQNR of 8- and 4-bit ranges on activations of real models.
-``benchmarks/render_calibration.py`` renders the tables of docs/benchmarks.md from the file.
+Tools are timed in turns in one process. Then the quality of ranges is measured in two ways: the mean squared error of
+4-bit ranges on a million values of several distributions, and the SQNR of 8- and 4-bit ranges on activations of real
+models. ``benchmarks/render_calibration.py`` renders the tables of docs/benchmarks.md from FILE.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OBSERVERS: dict[str, Callable[[], Observer]] = {
 
 
 def distributions(size: int) -> dict[str, np.ndarray]:
-    """Random data of several distributions."""
+    """Draw random data from several distributions."""
     rng = np.random.default_rng(0)
     half = size // 2
     samples = {
@@ -57,7 +57,7 @@ def distributions(size: int) -> dict[str, np.ndarray]:
 
 
 def median_times(tools: list[Tool], seconds: float) -> dict[str, float]:
-    """Median microseconds per call, by tool."""
+    """Return the median time per call in microseconds, by tool."""
     timings = time_in_turns(tools, seconds, (5, 200))
     return {one.name: times.median * 1e6 for one, times in zip(tools, timings, strict=True)}
 
@@ -88,7 +88,7 @@ def speed(seconds: float) -> dict[str, dict[str, float]]:
 
 
 def torch_range(x: np.ndarray, *, symmetric: bool) -> tuple[float, float]:
-    """4-bit range of torch's HistogramObserver: the values of its smallest and largest code."""
+    """Return the 4-bit range of torch's HistogramObserver: the values of the smallest and the largest code."""
     scheme = torch.per_tensor_symmetric if symmetric else torch.per_tensor_affine
     qmin, qmax = (-8, 7) if symmetric else (0, 15)
     kind = torch.qint8 if symmetric else torch.quint8
@@ -99,7 +99,7 @@ def torch_range(x: np.ndarray, *, symmetric: bool) -> tuple[float, float]:
 
 
 def errors() -> dict[str, dict[str, float]]:
-    """Mean squared error of 4-bit ranges, divided by that of detent's MSE observer."""
+    """Return the mean squared error with 4-bit ranges, divided by the error with detent's MSE observer."""
     rows = {}
     for name, x in distributions(10**6).items():
         for symmetric in (True, False):
@@ -120,7 +120,7 @@ def errors() -> dict[str, dict[str, float]]:
 
 
 def activations() -> dict[str, dict[str, float]]:
-    """Median SQNR in dB over the activations of a model, by observer and bit width."""
+    """Return the median SQNR in dB over the activations of each model, by observer and bit width."""
     rows = {}
     for name, model in MODELS.items():
         observers_by_tensor: dict[str, dict[str, Observer]] = {}

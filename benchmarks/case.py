@@ -1,7 +1,7 @@
-"""Case: one operation on one array, equal for all tools. Tool: one implementation of it.
+"""A case is one operation on one array, equal for all tools. A tool is one implementation of a case.
 
-Data are normally distributed, ranges clip a little, zero points are not zero and all codes occur, so no tool can skip
-a step. For ``observe + fake_quantize`` the scale is a power of two, because tools round the last bit of a scale
+Data are normally distributed, ranges clip some values, zero points are not zero, and all codes occur. So no tool can
+skip a step. For ``observe + fake_quantize`` the scale is a power of two, because tools round the last bit of a scale
 differently.
 """
 
@@ -26,7 +26,7 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype("float64"),
 }
-PERIOD = 2**16  # elements that are drawn; larger arrays repeat them, which saves time
+PERIOD = 2**16  # number of random elements; larger arrays repeat these elements, to save time
 Q8_0 = "dequantize Q8_0"
 
 
@@ -35,7 +35,7 @@ class SkippedError(Exception):
 
 
 class DifferentError(Exception):
-    """A tool's result differs from detent's."""
+    """The result of a tool differs from the result of detent."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Bytes that the operation reads and writes, without parameters."""
+        """Bytes that the operation reads and writes, without scales and zero points."""
         item, code = self.real.itemsize, self.bits / 8
         per_element = {
             "fake_quantize": 2 * item,
@@ -128,7 +128,7 @@ class Case:
 
 
 def _normal(seed: int, shape: tuple[int, ...]) -> Array:
-    """Normally distributed numbers, repeated after PERIOD elements."""
+    """Return normally distributed numbers, which repeat after PERIOD elements."""
     numbers = np.random.default_rng(seed).normal(size=min(prod(shape), PERIOD))
     return np.resize(numbers, shape)
 
@@ -139,10 +139,10 @@ class Tool:
 
     Attributes:
         name: name in the tables.
-        run: computes the result, into preallocated memory if the tool supports that.
-        answer: returns the result of the last run as arrays.
+        run: function that computes the result, in preallocated memory if the tool supports that.
+        answer: function that returns the result of the last run as arrays.
         convention: the convention that the result follows.
-        prepare: called before every sample, not timed.
+        prepare: function that is called before every sample and not timed.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Goals for detent's speed and for QAT, mostly as ratios of values from one run.
+"""Goals for the speed of detent's kernels and for QAT, mostly as ratios of two values from the same run.
 
-Goals relative to the copy hold for float32 at 2^20 and 2^24 elements with a preallocated output, the goal relative to
-torch's eager operator at 2^20. Calls are timed on 1,000 elements. QAT is compared with the float model: step time,
-bytes saved for backward, and accuracy.
+Most kernel goals are relative to the time of a copy of the array; they hold for float32 at 2^20 and 2^24 elements with
+a preallocated output. The goal relative to torch's eager operator holds at 2^20 elements. The time of a call is
+measured on 1,000 elements. QAT is compared with the float model in step time, bytes kept for backward, and accuracy.
 """
 
 GOAL_SIZES = (2**20, 2**24)
@@ -24,19 +24,19 @@ TORCH_OPERATIONS = ("fake_quantize",)
 # Largest time of a call on 1,000 elements, in microseconds.
 CALL_MICROSECONDS = {"plan.run": 5.0, "dt.fake_quantize": 20.0}
 
-# QAT at 8 bits: largest step time and bytes saved for backward, as multiples of the float model's.
+# QAT at 8 bits: largest step time, and largest number of bytes kept for backward, as multiples of the float model.
 QAT_STEP, QAT_SAVED = 1.15, 1.05
 
-# QAT: most points of accuracy below the float model trained for as many epochs, by method and bits.
+# QAT: largest loss of accuracy in percentage points, by method and bits. The float model trains for as many epochs.
 QAT_POINTS = {("QAT, EMA", 4): 0.5, ("QAT, learned", 4): 0.5, ("QAT, learned", 2): 1.5}
 
 
 def copy_goal(operation: str, size: int, dtype: str) -> float | None:
-    """Goal relative to the copy, or None."""
+    """Return the goal relative to the copy, or None if there is no goal."""
     return TIMES_COPY.get(operation) if dtype == "float32" and size in GOAL_SIZES else None
 
 
 def torch_goal(operation: str, size: int, dtype: str) -> float | None:
-    """Goal relative to torch's eager operator, or None."""
+    """Return the goal relative to torch's eager operator, or None if there is no goal."""
     has_goal = operation in TORCH_OPERATIONS and dtype == "float32" and size == TORCH_SIZE
     return TORCH_FACTOR if has_goal else None

@@ -4,9 +4,9 @@
 
     python benchmarks/mixed_precision.py [--models A B] [--output FILE]
 
-For every uniform width from 3 to 8 bits a file is written, and then the best mixed-precision assignment of
-``detent.sensitivity`` whose file is not larger. Both are evaluated on held-out samples in ONNX Runtime, which computes
-in float with the weights of the file. There are two kinds of file:
+For every uniform width from 3 to 8 bits, a file is written. Then a second file is written, with the best
+mixed-precision allocation of ``detent.sensitivity`` whose file is not larger. Both files are evaluated on held-out
+samples in ONNX Runtime, which computes in float with the weights of the file. There are two kinds of file:
 
 packed  one safetensors file with the packed codes and scales of all weights, written and read by ``detent.storage``
 onnx    the weight-only file that ``detent.onnx.quantize`` writes
@@ -49,7 +49,7 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16)
 FEWER_WIDTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, "int8/tensor")
 FILES = Path(__file__).parent / ".cache" / "onnx"
 EXACT = {"session.qdq_matmulnbits_accuracy_level": "0"}  # weight-only matmuls in float
-SEARCH_RUNS = 24  # per search, as ``qs.refine`` counts runs
+SEARCH_RUNS = 24  # per search: the argument ``runs`` of ``qs.refine``
 Feed = dict[str, np.ndarray]
 
 
@@ -63,7 +63,7 @@ class Subject:
     crop: tuple[int, int] | None = None
 
     def feeds(self, name: str) -> list[Feed]:
-        """All batches, cropped."""
+        """Return all batches; images are cropped."""
         batches = list(ZOO[name].feeds(self.search_batches + self.held_out_batches))
         if self.crop is None:
             return batches
@@ -90,7 +90,10 @@ class Evaluator:
         self.expected = [self.session.run(self.names, feed) for feed in feeds]
 
     def sqnr_db(self, model: ModelProto | Path) -> float:
-        """SQNR of the mean over outputs of noise / signal, as in ``detent.sensitivity`` but computed independently."""
+        """Return the SQNR of the mean of noise / signal over all outputs.
+
+        This is the definition in ``detent.sensitivity``, computed without its code.
+        """
         session = make_session(model, config=EXACT)
         outputs = [session.run(self.names, feed) for feed in self.feeds]
         ratios = []
@@ -107,7 +110,7 @@ ParamsCache = dict[tuple[str, dt.QuantSpec], dt.QuantParams]
 
 
 def write_packed(prepared: ModelProto, recipe: dt.Recipe, target: Path, cache: ParamsCache) -> None:
-    """Write the quantized weights of a recipe to a safetensors file: packed codes, scales, and specs in the header."""
+    """Write the weights that a recipe quantizes to a safetensors file, with packed codes, scales and specs."""
     plan = qo.plan(prepared, recipe)
     arrays, specs = {}, {}
     for line in plan.quantized:
@@ -123,7 +126,7 @@ def write_packed(prepared: ModelProto, recipe: dt.Recipe, target: Path, cache: P
 
 
 def read_packed(prepared: ModelProto, source: Path) -> ModelProto:
-    """Read such a file; return the float model with its dequantized weights."""
+    """Read a file of ``write_packed``, and return the float model with the dequantized weights of the file."""
     model = ModelProto()
     model.CopyFrom(prepared)
     graph = Graph(model)
@@ -140,7 +143,7 @@ def read_packed(prepared: ModelProto, source: Path) -> ModelProto:
 
 
 class CachedRunner:
-    """A layer runner that caches outputs: searches whose budgets differ by a few bytes try the same assignments."""
+    """A layer runner that caches outputs, because searches with similar budgets try the same allocations."""
 
     def __init__(self, runner: LayerRunner) -> None:
         self.runner, self.cache = runner, dict[tuple[tuple[str, str], ...], list]()
@@ -149,7 +152,7 @@ class CachedRunner:
         return getattr(self.runner, name)
 
     def outputs(self, options: Mapping[str, str]) -> Iterator[Sequence[np.ndarray]]:
-        """Outputs of the runner, from the cache if possible."""
+        """Return the outputs of the runner, from the cache if possible."""
         key = tuple(options.items())
         if key not in self.cache:
             self.cache[key] = list(self.runner.outputs(options))
@@ -157,7 +160,7 @@ class CachedRunner:
 
 
 class Comparison:
-    """Uniform bit widths and mixed-precision assignments of one model, in one kind of file."""
+    """Uniform bit widths and mixed-precision allocations of one model, in one kind of file."""
 
     def __init__(
         self, kind: str, path: Path, sensitivity: qs.Sensitivity, runner: LayerRunner, evaluator: Evaluator
@@ -169,7 +172,7 @@ class Comparison:
         self.sensitivity = sensitivity if kind == "packed" else self._in_containers(sensitivity)
 
     def _in_containers(self, sensitivity: qs.Sensitivity) -> qs.Sensitivity:
-        """The sensitivity with sizes of ONNX files, taken from the plan of each candidate."""
+        """Replace the sizes in the sensitivity by those of an ONNX file, from the plan of each candidate."""
         plans = {
             candidate: qo.plan(self.prepared, dt.Recipe([dt.Rule(weight=candidate)]))
             for candidate in sensitivity.options
@@ -182,7 +185,7 @@ class Comparison:
         return replace(sensitivity, layers=layers, storage="onnx")
 
     def write(self, recipe: dt.Recipe, directory: Path) -> Path:
-        """Write the file of a recipe; return its path."""
+        """Write the file of a recipe, and return the path of the file."""
         target = directory / ("weights.safetensors" if self.kind == "packed" else "model.onnx")
         if self.kind == "packed":
             write_packed(self.prepared, recipe, target, self.cache)
@@ -191,11 +194,14 @@ class Comparison:
         return target
 
     def sqnr_db(self, file: Path) -> float:
-        """Output SQNR of a file."""
+        """Return the output SQNR of a file."""
         return self.evaluator.sqnr_db(read_packed(self.prepared, file) if self.kind == "packed" else file)
 
     def fitting(self, size: int, budget: int, directory: Path) -> qs.Mix | None:
-        """Best mix whose file is not larger than ``size``, or None; names and rules in the file take bytes, too."""
+        """Return the best allocation whose file has at most ``size`` bytes; None if no allocation fits.
+
+        The weights may take at most ``budget`` bytes. Names and rules in the file take bytes, too.
+        """
         smallest = self.sensitivity.curve()[0][0]
         mix = self.sensitivity.choose(budget)
         while (more := self.write(mix.recipe, directory).stat().st_size - size) > 0:
@@ -205,7 +211,7 @@ class Comparison:
             mix = self.sensitivity.choose(budget)
         chosen = dict(mix.options)
         while (more := self.write((mix := self.refine(budget)).recipe, directory).stat().st_size - size) > 0:
-            if budget <= smallest:  # no refined mix fits, but the chosen one does
+            if budget <= smallest:  # no allocation of ``refine`` fits, but the allocation of ``choose`` does
                 mix = search(self.runner, self.sensitivity, [chosen], budget, 1, None, progress=False)
                 self.write(mix.recipe, directory)
                 return mix
@@ -213,7 +219,7 @@ class Comparison:
         return mix
 
     def refine(self, budget: int) -> qs.Mix:
-        """Refine as ``qs.refine`` does, with one session for all budgets."""
+        """Search for the best allocation like ``qs.refine``, but with one session for all budgets."""
         if budget not in self.refined:
             starts = starting_points(self.sensitivity, budget)
             self.refined[budget] = search(
@@ -222,7 +228,7 @@ class Comparison:
         return self.refined[budget]
 
     def rows(self) -> Iterator[dict]:
-        """Yield a row per uniform bit width, with the mix whose file is not larger."""
+        """Yield a row per uniform bit width, with the mixed-precision allocation whose file is not larger."""
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             for bits in UNIFORM_BITS:
@@ -231,7 +237,7 @@ class Comparison:
                 file = self.write(dt.Recipe([dt.Rule(weight=f"int{bits}/axis0")]), directory)
                 size, sqnr_db = file.stat().st_size, self.sqnr_db(file)
                 mix = self.fitting(size, uniform.nbytes, directory)
-                self.runner.cache.clear()  # free memory: other bit widths try other mixes
+                self.runner.cache.clear()  # free memory: other bit widths try other allocations
                 uniform_row = {"bits": bits, "bytes": size, "sqnr_db": sqnr_db}
                 if mix is None:
                     yield uniform_row | {"seconds": time.perf_counter() - start}
@@ -247,12 +253,12 @@ class Comparison:
 
 
 def count_samples(feeds: list[Feed]) -> int:
-    """Number of samples: the sizes of the first axis."""
+    """Return the number of samples: the sum of the sizes of the first axis."""
     return sum(next(each.shape[0] for each in feed.values() if each.ndim) for feed in feeds)
 
 
 def measure(name: str) -> dict:
-    """Measure a model; return its settings and rows."""
+    """Measure a model, and return its settings and the rows of its table."""
     subject, path = SUBJECTS[name], ZOO[name].write(FILES)
     feeds = subject.feeds(name)
     split = subject.search_batches

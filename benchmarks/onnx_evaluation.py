@@ -1,8 +1,9 @@
 """Evaluate quantized files against the float model: SQNR, agreement, run time, and results in OpenVINO.
 
-Outputs come from ONNX Runtime's default session, so its integer kernels are included. For run time, the float model and
-all files take turns in one process with one thread, and a float sample precedes and follows each sample of a file. A
-ratio is the time of the file divided by the mean of these two. A sample has as many calls as fill some milliseconds.
+Outputs come from ONNX Runtime with default settings, so integer kernels are used. To measure run time, the float model
+and all files take turns in one process with one thread. A sample of the float model is taken before and after each
+sample of a file. A ratio is the time of the file divided by the mean of these two. A sample has as many calls as fit
+into some milliseconds.
 """
 
 import os
@@ -25,10 +26,10 @@ from zoo import ZooModel, agreement
 
 Feed = dict[str, NDArray[Any]]
 Outputs = list[NDArray[Any]]
-MAX_DB = 200.0  # JSON has no infinity
+MAX_DB = 200.0  # stands for infinity, which JSON does not have
 SAMPLE_SECONDS = 5e-3  # well above the resolution of the clock
 SLEEP_SECONDS = 2e-3  # enough for idle threads to stop spinning
-MAX_CALLS = 200  # per sample
+MAX_CALLS = 200  # calls per sample
 LOG_FATAL = 4  # severity level of ONNX Runtime
 MIN_PEAK = 1e-30  # avoids division by zero
 ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"
@@ -36,7 +37,7 @@ PROCESS_DIED = "process ended"  # part of the error if OpenVINO's process died
 
 
 def make_session(path: Path, threads: int = 0) -> ort.InferenceSession:
-    """ONNX Runtime session with default settings and that many threads; 0 for its default."""
+    """Create an ONNX Runtime session with default settings and ``threads`` threads; 0 means ONNX Runtime's default."""
     options = ort.SessionOptions()
     options.log_severity_level = LOG_FATAL
     options.intra_op_num_threads = threads
@@ -44,13 +45,13 @@ def make_session(path: Path, threads: int = 0) -> ort.InferenceSession:
 
 
 def outputs(path: Path, feeds: Sequence[Feed]) -> list[Outputs]:
-    """Outputs of a file for every batch."""
+    """Return the outputs of a file for every batch."""
     session = make_session(path)
     return [session.run(None, feed) for feed in feeds]
 
 
 def noise(expected: list[Outputs], quantized: list[Outputs]) -> list[float]:
-    """SQNR of every float output in dB over all batches, clipped to [-MAX_DB, MAX_DB]."""
+    """Return the SQNR of every float output over all batches, in dB and clipped to [-MAX_DB, MAX_DB]."""
     decibels = []
     for i, first in enumerate(expected[0]):
         if np.asarray(first).dtype == np.float32:
@@ -61,7 +62,7 @@ def noise(expected: list[Outputs], quantized: list[Outputs]) -> list[float]:
 
 
 def evaluate(model: ZooModel, expected: list[Outputs], quantized: list[Outputs]) -> dict:
-    """SQNR of the first output and mean SQNR of all outputs, and agreement with the float model."""
+    """Return the SQNR of the first output, the mean SQNR of all outputs, and the agreement with the float model."""
     decibels = noise(expected, quantized)
     decisions = (np.concatenate([np.ravel(model.task(run)) for run in runs]) for runs in (expected, quantized))
     return {
@@ -73,7 +74,7 @@ def evaluate(model: ZooModel, expected: list[Outputs], quantized: list[Outputs])
 
 
 def time_in_turns(plain: Path, files: Mapping[str, Path], feeds: Sequence[Feed], rounds: int) -> dict[str, dict]:
-    """Time files in turns with the float model; return milliseconds and the median ratio of each."""
+    """Time files in turns with the float model; return the milliseconds and the median ratio of each file."""
     sessions = {name: make_session(path, 1) for name, path in files.items()}
     base = make_session(plain, 1)
     for session in (base, *sessions.values()):
@@ -117,10 +118,10 @@ def _times(pairs: list[tuple[float, float]]) -> dict:
 
 
 def in_openvino(path: Path, feeds: Sequence[Feed], plain: list[Outputs], quantized: list[Outputs]) -> dict:
-    """Run a file in OpenVINO; return its SQNR and the largest difference from ONNX Runtime's outputs, or the error.
+    """Run a file in OpenVINO; return the SQNR and the largest difference from ONNX Runtime, or the error.
 
-    The difference is relative to the largest magnitude of the output. If OpenVINO's process dies, it runs again without
-    AMX: some virtual machines report AMX but do not support it.
+    The difference is relative to the largest magnitude of the output. If the process of OpenVINO crashes, the file runs
+    again without AMX, because some virtual machines report AMX but do not support it.
     """
     try:
         return _compare_openvino(path, feeds, plain, quantized, "")

@@ -1,6 +1,6 @@
-"""Goals for quantized ONNX files compared with those of other tools from the same run, and whether a result meets them.
+"""Goals for detent's quantized ONNX files, and whether a result meets them. Other tools are measured in the same run.
 
-SQNR is that of the first output and the mean over all float outputs; failed files are left out.
+SQNR is measured for the first output, and as the mean over all float outputs. Failed files are left out.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from statistics import geometric_mean
 
 OURS, FAST = "detent", "detent, avx2"
 MINMAX, ENTROPY = "ORT MinMax", "ORT Entropy"
-MAX_DB_BELOW, MAX_POINTS_BELOW = 1.0, 1.0  # the best other tool
-MAX_SIZE_EXCESS = 0.02  # of the size ratio
+MAX_DB_BELOW, MAX_POINTS_BELOW = 1.0, 1.0  # how far detent may be below the best other tool
+MAX_SIZE_EXCESS = 0.02  # difference of two size ratios
 MAX_TIME_RATIO = 1.05  # run time relative to float
-SLOW_SECONDS, MIN_SPEEDUP = 10.0, 5.0  # over ENTROPY, if it takes longer than SLOW_SECONDS
-MAX_GROWTH_RATIO = 1.05  # memory with many batches relative to few
+SLOW_SECONDS, MIN_SPEEDUP = 10.0, 5.0  # speedup over ENTROPY, if ENTROPY takes over SLOW_SECONDS
+MAX_GROWTH_RATIO = 1.05  # memory with many batches / memory with few batches
 MAX_ENTROPY_RATIO, MAX_MINMAX_RATIO = 0.5, 1.1  # memory relative to these tools
 
 
@@ -23,8 +23,8 @@ class GoalResult:
 
     Attributes:
         goal: the goal in words.
-        met: whether it is met; None if nothing was measured.
-        values: the values that decide.
+        met: whether the goal is met; None if nothing was measured.
+        values: the measured values, as text.
     """
 
     goal: str
@@ -52,7 +52,7 @@ def evaluate_goals(result: dict) -> list[GoalResult]:
 
 
 class Rows:
-    """Rows of a result whose files run, by model and tool."""
+    """Rows of a result, by model and tool, without those whose file failed."""
 
     def __init__(self, result: dict) -> None:
         self.models: dict[str, dict] = result["models"]
@@ -61,15 +61,15 @@ class Rows:
         }
 
     def get(self, model: str, tool: str) -> dict | None:
-        """Row of a model and a tool, or None."""
+        """Return the row of a model and a tool; None if there is no such row."""
         return self._rows.get((model, tool))
 
     def others(self, model: str) -> list[dict]:
-        """Rows of the other tools."""
+        """Return the rows of all tools except detent for a model."""
         return [row for (name, tool), row in self._rows.items() if name == model and not tool.startswith(OURS)]
 
     def compared(self) -> Iterable[tuple[str, dict, list[dict]]]:
-        """Models that detent and at least one other tool can quantize."""
+        """Yield the models that detent and at least one other tool can quantize, with their rows."""
         for model in self.models:
             row, others = self.get(model, OURS), self.others(model)
             if row is not None and others:
@@ -137,7 +137,7 @@ def _run_time(rows: Rows) -> GoalResult:
 
 
 def _memory(rows: Rows, tool: str, limit: float) -> GoalResult:
-    """Memory growth relative to another tool's, on every model that both can quantize."""
+    """Compare the memory growth with that of another tool, on every model that both can quantize."""
     ratios = {}
     for model in rows.models:
         row, other = rows.get(model, OURS), rows.get(model, tool)

@@ -1,10 +1,12 @@
-"""Effect of each accuracy step of ``detent.onnx.quantize`` on the zoo: all steps on, and one step off at a time.
+"""Effect of each accuracy step of ``detent.onnx.quantize`` on the models of the zoo.
+
+Models are quantized with all steps, and with all steps except one.
 
 ::
 
     python benchmarks/onnx_helpers.py [--models A B] [--output FILE]
 
-The default settings follow from this table. Progress goes to stderr.
+The default settings of ``detent.onnx.quantize`` were chosen from this table. Progress goes to stderr.
 """
 
 import argparse
@@ -42,7 +44,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 def evaluate(model: ZooModel, path: Path, options: dict[str, object]) -> dict[str, object]:
-    """Quantize a model; return the SQNR of its outputs, agreement with float, and the seconds it took."""
+    """Quantize a model; return the SQNR of its outputs, the agreement with float, and the seconds for quantizing."""
     feeds = list(model.feeds(CALIBRATION_BATCHES + HELD_OUT_BATCHES))
     held_out = feeds[CALIBRATION_BATCHES:]
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Post-training quantization of ONNX files with detent and other tools: quality of the files, and cost of quantizing.
+"""Post-training quantization of ONNX files with detent and other tools: quality of the files, and time and memory.
 
 ::
 
@@ -48,7 +48,7 @@ def log(start: float, text: str) -> None:
 
 
 def quantize(model: str, tool: str, output: Path, limit: float, batches: int = CALIBRATION_BATCHES) -> dict:
-    """Quantize with the first attempt that works, each in a separate process; return its cost, or the first error."""
+    """Run the attempts of a tool until one works, each in a separate process; return its cost, or the first error."""
     reasons = []
     for attempt in range(len(TOOLS[tool].attempts)):
         result = _attempt(
@@ -77,7 +77,7 @@ def _attempt(arguments: list[str], output: Path, limit: float) -> dict:
 
 
 def evaluate_model(name: str, rows: dict[str, dict], files: dict[str, Path], rounds: int) -> dict:
-    """Add the evaluation of its file to every row; return OpenVINO's result for the float model."""
+    """Add to every row the evaluation of its file; return the result of OpenVINO for the float model."""
     model = ZOO[name]
     source, feeds = model.write(ZOO_FILES), held_out_feeds(name, model)
     plain = outputs(source, feeds)
@@ -100,14 +100,14 @@ def evaluate_model(name: str, rows: dict[str, dict], files: dict[str, Path], rou
 
 
 def held_out_feeds(name: str, model: ZooModel) -> list[Feed]:
-    """Batches that calibration does not use."""
+    """Return batches that calibration does not use."""
     return list(model.feeds(CALIBRATION_BATCHES + HELD_OUT_BATCHES.get(name, DEFAULT_HELD_OUT_BATCHES)))[
         CALIBRATION_BATCHES:
     ]
 
 
 def memory_rows(limit: float, start: float) -> list[dict]:
-    """Memory growth of detent's process with few batches and with many."""
+    """Measure the memory growth of a process that runs detent, with few batches and with many."""
     rows = []
     for batches in (CALIBRATION_BATCHES, MANY_BATCHES):
         log(start, f"{MEMORY_MODEL}, detent, memory with {batches} batches")
@@ -117,7 +117,7 @@ def memory_rows(limit: float, start: float) -> list[dict]:
 
 
 def tools_for(model: str, chosen: Sequence[str]) -> list[str]:
-    """Tools for models of this kind."""
+    """Return the tools for models of a kind."""
     kinds = {name: TOOLS[name].kinds for name in chosen}
     return [name for name in chosen if not kinds[name] or ZOO[model].kind in kinds[name]]
 
@@ -156,7 +156,7 @@ def measure(arguments: argparse.Namespace) -> dict:
 
 
 def installed(package: str) -> str | None:
-    """Version of a package, or None if it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -164,7 +164,7 @@ def installed(package: str) -> str | None:
 
 
 def instructions() -> list[str]:
-    """Instruction sets of this CPU that int8 matmuls use; speed and saturation depend on them."""
+    """Return the instruction sets of this CPU that int8 matmuls use. Speed and saturation depend on them."""
     info = Path("/proc/cpuinfo")
     words = set(info.read_text(encoding="utf-8").split()) if info.exists() else set()
     return [word for word in INSTRUCTIONS if word in words]

@@ -1,12 +1,12 @@
-"""Quantize one model of the zoo with one tool in a separate process; the last line printed is JSON.
+"""Quantize one model of the zoo with one tool, in this process. The last printed line is the result as JSON.
 
 ::
 
     python benchmarks/onnx_worker.py MODEL TOOL OUTPUT [--attempt N] [--batches N]
 
-Seconds and memory cover everything from the model's path to the written file. Batches are generated and libraries
-imported before. ``growth`` is the largest resident size during the work (Linux's VmHWM, reset through
-/proc/self/clear_refs) minus the size before it, in bytes.
+Seconds and memory include everything from loading the model to writing the file. Generating batches and importing
+libraries is not included. ``growth`` is in bytes: the largest resident size while quantizing (Linux's VmHWM, reset
+through /proc/self/clear_refs) minus the resident size before.
 """
 
 import argparse
@@ -29,20 +29,20 @@ from zoo import ZOO
 
 ZOO_FILES = Path(__file__).parent / ".cache" / "zoo"
 CALIBRATION_BATCHES = 16
-MAX_MEMORY_SHARE = 0.9  # of the free memory; beyond it the tool fails instead of the machine
+MAX_MEMORY_SHARE = 0.9  # share of the free memory; a tool that needs more fails, and the machine keeps running
 OUT_OF_MEMORY = "needs more than"
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MEMORY = Path("/proc/meminfo")
 
 
 def resident(field: str) -> int:
-    """Memory size of this process in bytes, by its name in /proc/self/status."""
+    """Return a memory size of this process in bytes; ``field`` is its name in /proc/self/status."""
     line = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def limit_memory() -> str:
-    """Limit this process to most of the free memory; return a message with the limit."""
+    """Limit this process to most of the free memory; return the error message for a tool that needs more."""
     line = next(line for line in _MEMORY.read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable"))
     limit = int(int(line.split()[1]) * 1024 * MAX_MEMORY_SHARE)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -50,7 +50,7 @@ def limit_memory() -> str:
 
 
 def work(one: FileQuantizer, attempt: Attempt, source: Path, output: Path, feeds: Sequence[Feed]) -> dict:
-    """Quantize and measure; return seconds and memory growth, or the error."""
+    """Quantize a model; return the seconds and the memory growth, or the error."""
     notes = [attempt.note] if attempt.note else []
     if not one.is_ours:
         converted = with_new_opset(source, output.with_suffix(".converted.onnx"))

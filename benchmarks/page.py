@@ -1,4 +1,4 @@
-"""Replace the rendered sections of a page, each between two markers with its name."""
+"""Replace the rendered sections of a page. Each section is between two markers with its name."""
 
 
 def placed(page: str, sections: dict[str, str]) -> str:

@@ -4,13 +4,14 @@
 
     python benchmarks/qat_accuracy.py [--quick] [--data mnist|fashion] [--other-tools] [--output FILE]
 
-For each seed a float network is trained. From its weights start: more float training, post-training quantization, and
-QAT with EMA ranges and with learned scales. All of them train for the same number of epochs on the same batches in the
-same order, with Adam and a cosine schedule from 1e-3 to zero. With ``--other-tools``, tools that support convolutions
-train in the same way at 4 and 2 bits. On the trained network, the distinct values that enter every convolution and
-matmul are counted, to check that no tool uses more bits than it claims.
+For each seed, a float network is trained. Four methods start from its weights: more float training, post-training
+quantization, QAT with EMA ranges, and QAT with learned scales. Methods that train use the same number of epochs, the
+same batches in the same order, Adam, and a cosine schedule from 1e-3 to zero. With ``--other-tools``, tools that
+support convolutions train in the same way at 4 and 2 bits. In the trained network, the distinct values that enter every
+convolution and matmul are counted, to check that no tool uses more bits than it claims.
 
-Each seed has a separate process with one thread: faster than two threads for a small network, and reproducible.
+Each seed runs in a separate process with one thread. This is reproducible, and for a small network faster than two
+threads.
 """
 
 import argparse
@@ -58,7 +59,7 @@ QUICK = Budget(epochs=1, more_epochs=1, seeds=(0,), images=6400, bit_widths=(8, 
 
 
 def batches(data: Pair, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one epoch in an order that depends only on the seed; the incomplete batch is dropped."""
+    """Yield the batches of one epoch, in an order that depends only on the seed. An incomplete batch is dropped."""
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
     for chosen in order[: len(data) - len(data) % BATCH_SIZE].split(BATCH_SIZE):
         yield data.images[chosen], data.labels[chosen]
@@ -79,7 +80,7 @@ def train(model: nn.Module, data: Pair, epochs: int, seed: int) -> nn.Module:
 
 
 def accuracy(model: nn.Module, data: Pair) -> float:
-    """Percentage of images that are classified correctly."""
+    """Return the percentage of images that are classified correctly."""
     model.eval()
     with torch.no_grad():
         right = sum(
@@ -124,25 +125,25 @@ class Methods:
                 yield tool, bits, lambda bits=bits, tool=tool: self.by_tool(bits, tool)
 
     def start(self) -> nn.Module:
-        """Copy of the float checkpoint."""
+        """Return a copy of the float checkpoint."""
         return copy.deepcopy(self.checkpoint)
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """Train a model for the epochs that all methods get."""
+        """Train a model for the number of epochs that all methods use."""
         return train(model, self.data, self.epochs, self.seed + 100)
 
     def quantized(self, bits: int) -> nn.Module:
-        """Post-training quantization."""
+        """Quantize the checkpoint after training, with detent."""
         recipe = dt.Recipe.preset(f"w{bits}a{bits}")
         return _frozen(calibrate(self.start(), recipe, self.data, self.seed))
 
     def aware(self, bits: int, mode: str) -> nn.Module:
-        """QAT with detent."""
+        """Train with detent's QAT."""
         recipe = dt.Recipe.preset(f"w{bits}a{bits}", mode=MODES[mode])
         return _frozen(self.trained(calibrate(self.start(), recipe, self.data, self.seed)))
 
     def by_tool(self, bits: int, tool: str) -> nn.Module:
-        """QAT with another tool."""
+        """Train with the QAT of another tool."""
         example, _ = next(batches(self.data, 1000 * self.seed))
         model = self.trained(PREPARERS[tool](self.start().train(), example, bits))
         if tool == "torch.ao FX":
@@ -156,7 +157,7 @@ def _frozen(model: nn.Module) -> nn.Module:
 
 
 def measure(name: str, seed: int, budget: Budget, other_tools: bool) -> tuple[list[dict], list[str]]:
-    """Measure one seed; return its rows, and the reasons of skipped methods."""
+    """Measure one seed; return its rows, and the reasons why methods were skipped."""
     silence_warnings()
     torch.set_num_threads(1)
     dt.set_num_threads(1)

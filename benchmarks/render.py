@@ -4,7 +4,8 @@
 
     python benchmarks/render.py [--check]
 
-Rewrites the text between the markers on that page; with ``--check`` it only says whether the table is up to date.
+The script rewrites the text between the markers on that page. With ``--check``, it only prints whether the table is up
+to date.
 """
 
 import json
@@ -52,7 +53,7 @@ def rendered(result: dict) -> str:
 
 
 def _line(operation: str, granularity: str, rows: dict) -> str:
-    """Render one row: ratios to the fastest copy at both sizes, and times of other tools over detent's at 2^20."""
+    """Render one row: time / fastest copy at both sizes, and time of other tools / time of detent at 2^20."""
     ours = {size: rows.get((operation, granularity, size, "detent")) for size in SIZES}
     goal = TIMES_COPY.get(operation)
     ratios = [_marked(ours[size]["times_copy"], goal) if ours[size] else "" for size in SIZES]
@@ -69,7 +70,7 @@ def _line(operation: str, granularity: str, rows: dict) -> str:
 
 
 def _marked(value: float, goal: float | None) -> str:
-    """Format a number, and mark it where it does not meet its goal."""
+    """Format a number, and mark it if it does not meet its goal."""
     return f"{value:.2f}" + (" (not met)" if goal is not None and value > goal else "")
 
 
@@ -79,7 +80,7 @@ def placed(text: str, section: str) -> str:
 
 
 def main() -> int:
-    """Update the page, or say whether it is up to date."""
+    """Update the page, or print whether it is up to date."""
     old = PAGE.read_text(encoding="utf-8")
     new = placed(old, rendered(json.loads(RESULT.read_text(encoding="utf-8"))))
     if "--check" in sys.argv[1:]:

@@ -25,12 +25,12 @@ def rendered(result: dict) -> dict[str, str]:
 
 
 def is_won(row: dict) -> bool:
-    """Whether the mix has the higher SQNR in a file that is not larger."""
+    """Return whether the mixed-precision file has the higher SQNR and is not larger."""
     return "mix_bytes" in row and row["mix_bytes"] <= row["bytes"] and row["mix_sqnr_db"] > row["sqnr_db"]
 
 
 def _table(models: dict, kind: str) -> str:
-    """Render a row per uniform bit width and a column per model: SQNR and bytes of the uniform file and of the mix."""
+    """Render a row per uniform bit width and a column per model: SQNR and bytes of the uniform and the mixed file."""
     widths = [row["bits"] for row in next(iter(models.values()))["files"][kind]]
     lines = [_line("uniform bits", *models), "|--:|" + "--:|" * len(models)]
     for place, bits in enumerate(widths):
@@ -48,7 +48,7 @@ def _cell(row: dict) -> str:
 
 
 def _reading(models: dict) -> str:
-    """Count the bit widths at which each model's mix has the higher SQNR, with the gains."""
+    """Count the bit widths at which each model's mixed-precision file has the higher SQNR, with the gains."""
     lines = []
     for kind, words in zip(KINDS, ("Packed files", "ONNX files"), strict=True):
         parts = []
@@ -64,7 +64,7 @@ def _reading(models: dict) -> str:
 
 
 def _models(models: dict) -> str:
-    """Render the settings of each model; old results without held-out samples were evaluated on as many samples."""
+    """Render the settings of each model. In old results, as many samples were held out as the search used."""
     head = ("model", "layers", "samples", "evaluated on", "candidates", "runs", "seconds", "runs per search")
     lines = [_line(*head), "|---|" + "--:|" * (len(head) - 1)]
     for name, facts in models.items():

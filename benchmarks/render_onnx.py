@@ -48,7 +48,7 @@ def rendered(result: dict) -> dict[str, str]:
 
 
 def rendered_helpers(result: dict) -> dict[str, str]:
-    """Render the table of the accuracy steps, by the name of its section."""
+    """Render the table of the accuracy steps as a section of the page."""
     models = result["models"]
     settings = list(next(iter(models.values())))
     lines = [_line("mean SQNR in dB, agreement with float (higher is better)", *models), "|---|" + "--:|" * len(models)]
@@ -66,7 +66,7 @@ def rendered_helpers(result: dict) -> dict[str, str]:
 
 
 def rendered_summary(result: dict) -> dict[str, str]:
-    """Render the summary table, a row per model, by the name of its section."""
+    """Render the summary table, with a row per model, as a section of the page."""
     rows = {(row["model"], row["tool"]): row for row in result["rows"] if FAILED not in row}
     heads = ("SQNR in dB", "best other tool", "agreement", "size", "time, default target", "time, avx2", "memory")
     lines = [_line("w8a8", *heads), "|---|" + "--:|" * len(heads)]
@@ -116,7 +116,7 @@ def _machine(result: dict) -> str:
 
 
 def _table(result: dict, head: str, cell: Callable[[dict], str], plain: Callable[[dict], str] | None = None) -> str:
-    """Render a row per tool and a column per model, after the float model's own values."""
+    """Render a row per tool and a column per model. With ``plain``, the first row has the float models' values."""
     rows_by_tool = {(row["tool"], row["model"]): row for row in result["rows"]}
     models = list(result["models"])
     lines = [_line(head, *models), "|---|" + "--:|" * len(models)]
@@ -166,7 +166,7 @@ def _memory(rows: list[dict]) -> str:
 
 
 def _notes(result: dict) -> str:
-    """List failures, workarounds and OpenVINO's errors; equal ones share a line."""
+    """List failures, workarounds and errors of OpenVINO; equal notes share a line."""
     notes: dict[str, list[str]] = {}
     for row in result["rows"]:
         file = f"{row['tool']} on {row['model']}"

@@ -4,7 +4,7 @@
 
     python benchmarks/render_qat.py
 
-Milliseconds of the float step are means over all tools; "alive" is measured by the C library's allocator.
+The time of the float step is the mean over the rounds of all tools. "alive" is measured with the C library's allocator.
 """
 
 import json
@@ -63,7 +63,7 @@ def _float(model: str, threads: int, rows_by_key: dict) -> str:
 
 
 def _memory(result: dict) -> str:
-    """Render bytes saved for backward, and bytes allocated by a step, relative to the float model."""
+    """Render bytes kept for backward ("saved") and bytes allocated by a step ("alive"), relative to the float model."""
     rows_by_key = {(row["tool"], row["model"]): row for row in result["memory"]}
     models = list(dict.fromkeys(model for _, model in rows_by_key))
     heads = [f"{model}, {kind}" for model in models for kind in ("saved", "alive")]
@@ -120,7 +120,7 @@ def _accuracy(result: dict) -> str:
 
 
 def _values(rows: list[dict]) -> tuple[str, str]:
-    """Largest number of distinct values in any inner layer, and in the first and the last layer, over all seeds."""
+    """Return the largest number of distinct values over all seeds: in inner layers, and in the first and last layer."""
     runs = [row["distinct_values"] for row in rows]
     inner = [layer for run in runs for layer in run[1:-1]]
     edges = [[run[place] for run in runs] for place in (0, -1)]

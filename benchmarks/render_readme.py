@@ -4,7 +4,7 @@
 
     python benchmarks/render_readme.py
 
-docs/benchmarks.md has all rows, and how they were measured.
+docs/benchmarks.md has all results, and says how they were measured.
 """
 
 import json
@@ -24,11 +24,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 LARGE_SIZE = 2**24
 LEARNED = "detent, learned scales"
 BITS = (4, 2)
-TOOLS = ("brevitas", "torch.ao FX")  # trained at these bits in the same benchmark
+TOOLS = ("brevitas", "torch.ao FX")  # the same benchmark trains with these tools at these bits
 
 
 def rendered(onnx: dict, accuracy: dict, cost: dict, speed: dict) -> dict[str, str]:
-    """Render the section of the README by its name, as Markdown."""
+    """Render the section of the README as Markdown, by the name of the section."""
     lines = [_files(onnx), _accuracy(accuracy), _cost(cost), _kernels(speed)]
     lines = [line.replace(HOWTO_LINK, README_LINK) for line in lines]
     machine = f"Measured on {speed['machine']['cpu']} ({speed['machine']['level']}), {onnx['date']}."
@@ -101,7 +101,7 @@ def _kernels(result: dict) -> str:
 
 
 def _span(values: Iterable[float]) -> str:
-    """Format the smallest and the largest value; one number if they print the same."""
+    """Format the smallest and the largest value; only one number if both look the same."""
     ordered = sorted(values)
     lowest, highest = (f"{value:.2f}" for value in (ordered[0], ordered[-1]))
     return lowest if lowest == highest else f"{lowest} to {highest}"

@@ -4,8 +4,8 @@
 
     python benchmarks/run.py [--quick] [--no-compile] [--only WORD] [--output FILE]
 
-Progress goes to stderr, a table with the ``goals`` to stdout, and all values to FILE as JSON. A wrong result fails the
-run; a goal that is not met does not.
+Progress goes to stderr, a table with the ``goals`` to stdout, and all values to FILE as JSON. The run fails if a result
+is wrong. It does not fail if a goal is not met.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def cases(quick: bool) -> Iterator[Case]:
 
 
 def all_tools(case: Case, compiling: bool) -> tuple[list[Tool], list[str]]:
-    """Tools that support a case, and the reasons of those that do not."""
+    """Return the tools that support a case, and the reasons why other tools do not."""
     modules = [
         ours,
         copies,
@@ -85,7 +85,10 @@ def all_tools(case: Case, compiling: bool) -> tuple[list[Tool], list[str]]:
 
 
 def check(case: Case, tools: Iterable[Tool]) -> None:
-    """Raise unless every tool's result equals detent's in the same convention, and detent's equals the reference."""
+    """Raise an error unless all results are equal.
+
+    The result of each tool must equal detent's in the same convention, and detent's must equal the reference kernels'.
+    """
     expected: dict[str, list[Array]] = {}
     for one in tools:
         if one.answer is None:
@@ -112,7 +115,7 @@ def _compare(case: Case, name: str, results: list[Array], expected: list[Array])
 
 
 def measure(case: Case, compiling: bool, seconds: float, rounds: tuple[int, int]) -> tuple[list[dict], list[str]]:
-    """Check and time one case; return its rows, and the reasons of skipped tools."""
+    """Check and time one case; return its rows, and the reasons why tools were skipped."""
     tools, skipped = all_tools(case, compiling)
     check(case, tools)
     times = time_in_turns(tools, seconds, rounds)
@@ -121,7 +124,7 @@ def measure(case: Case, compiling: bool, seconds: float, rounds: tuple[int, int]
 
 
 def _row(case: Case, name: str, taken: Times, by_name: dict[str, Times]) -> dict:
-    """Times of one tool, and their ratios to the fastest copy of the array on up to as many threads."""
+    """Return the times of one tool, also divided by the time of the fastest copy on at most as many threads."""
     copies_of_case = [by_name[one] for one in by_name if one.startswith("copy")]
     eager = by_name.get("torch eager")
     moved = 2 * case.x.nbytes if name.startswith("copy") else case.bytes
@@ -167,7 +170,7 @@ def measure_calls(seconds: float, rounds: tuple[int, int]) -> list[dict]:
 
 
 def environment() -> dict:
-    """Date, machine and versions, for the JSON."""
+    """Return date, machine and versions, for the JSON file."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": {

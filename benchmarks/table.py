@@ -4,7 +4,7 @@ from goals import CALL_MICROSECONDS, copy_goal, torch_goal
 
 
 def goal_cell(ratio: float, goal: float | None, at_least: bool = False) -> str:
-    """Format a goal and whether the ratio meets it; empty without a goal."""
+    """Format a goal and whether the ratio meets the goal; empty if there is no goal."""
     if goal is None:
         return ""
     met = ratio >= goal if at_least else ratio <= goal

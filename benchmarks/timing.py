@@ -3,8 +3,8 @@
 A sample is the mean of enough consecutive calls to exceed the clock's resolution. Before each sample the process sleeps
 briefly, so the threads of the previous tool go idle, and one untimed call warms the caches.
 
-Other processes disturb most where all cores are used. A sample in which another process took a core is discarded if
-enough samples remain. Results contain the number of undisturbed samples, and ``await_quiet`` waits for an idle machine.
+Other processes disturb tools that use all cores the most. A sample in which another process used a core is discarded if
+enough samples remain. Results contain the number of undisturbed samples. ``await_quiet`` waits for an idle machine.
 """
 
 import resource
@@ -19,14 +19,14 @@ from case import Tool
 SAMPLE_SECONDS = 4e-3  # well above the resolution of the clock
 SLEEP_SECONDS = 2e-3  # enough for idle threads to stop spinning
 MIN_UNDISTURBED = 5  # with fewer undisturbed samples, the quartiles use all samples
-MAX_BUSY_SHARE = 0.15  # of all cores; below it the machine counts as idle
-PROBE_SECONDS = 0.3  # how long the load is measured
+MAX_BUSY_SHARE = 0.15  # busy share of all cores; below this the machine counts as idle
+PROBE_SECONDS = 0.3  # seconds during which the load is measured
 _STAT = Path("/proc/stat")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Mean seconds of a few consecutive calls, and whether another process took a core meanwhile."""
+    """Mean seconds of a few consecutive calls, and whether another process used a core during these calls."""
 
     seconds: float
     disturbed: bool
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per call: median, quartiles, best; number of samples, of undisturbed ones, and of calls per sample."""
+    """Seconds per call (median, quartiles, best), and numbers of samples, undisturbed samples, and calls per sample."""
 
     median: float
     lower: float
@@ -48,8 +48,8 @@ class Times:
 def time_in_turns(tools: Sequence[Tool], seconds: float, rounds: tuple[int, int]) -> list[Times]:
     """Time tools in turns until each has used its share of the seconds.
 
-    ``rounds`` is the smallest and the largest number of samples per tool. Slow tools finish early, which leaves more
-    samples to fast tools, whose times vary more.
+    ``rounds`` is the smallest and the largest number of samples per tool. Slow tools finish after few samples, so there
+    is time for more samples of fast tools, whose times vary more.
     """
     calls = [_calls(one) for one in tools]
     samples: list[list[Sample]] = [[] for _ in tools]
@@ -63,7 +63,7 @@ def time_in_turns(tools: Sequence[Tool], seconds: float, rounds: tuple[int, int]
 
 
 def _calls(one: Tool) -> int:
-    """Number of calls per sample; also warms up."""
+    """Return the number of calls per sample; the calls also warm up the tool."""
     one.prepare()
     one.run()
     start = time.perf_counter()
@@ -93,7 +93,7 @@ def _summary(taken: list[Sample], calls: int) -> Times:
 
 
 def await_quiet(patience: float) -> float:
-    """Wait until other processes leave the cores idle, for at most ``patience`` seconds; return the seconds left."""
+    """Wait at most ``patience`` seconds until other processes leave the cores idle; return the seconds left."""
     end = time.monotonic() + patience
     while time.monotonic() < end and _busy_share() > MAX_BUSY_SHARE:
         pass
@@ -101,7 +101,7 @@ def await_quiet(patience: float) -> float:
 
 
 def _busy_share() -> float:
-    """Busy share of all cores while this process sleeps; 0 if the system does not report it."""
+    """Return the busy share of all cores while this process sleeps; 0 if the system does not report it."""
     if not _STAT.exists():
         return 0.0
     before = _ticks()

@@ -1,6 +1,7 @@
-"""Real ONNX models from Python packages, with inputs, for tests, benchmarks and examples; not in the wheel.
+"""Real ONNX models from Python packages, and inputs for them. The zoo is not part of the wheel.
 
-``make`` puts the root of the repository on the environment's path, so scripts can ``import zoo``.
+Tests, benchmarks and examples use it. ``make`` adds the root of the repository to the import path of its environment,
+so scripts can ``import zoo``.
 """
 
 from zoo.models import MODELS, ZOO, ZooModel, agreement, record

@@ -23,15 +23,15 @@ MIN_LETTERS, MAX_LETTERS = 40, 400
 
 
 def export_minilm(path: Path) -> None:
-    """Write all-MiniLM-L6-v2 as an ONNX file for any number of texts and tokens; takes about ten seconds.
+    """Write all-MiniLM-L6-v2 as an ONNX file for any number of texts and tokens; this takes about ten seconds.
 
     Raises:
-        UnsupportedError: its package is not installed.
+        UnsupportedError: the package of the model is not installed.
     """
     model, tokenizer = load_minilm()
     texts, tokens = (torch.export.Dim(name, min=least, max=MAX_TOKENS) for name, least in (("texts", 1), ("tokens", 2)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecations inside torch
+        warnings.simplefilter("ignore")  # deprecation warnings from inside torch
         program = torch.onnx.export(
             model,
             (tokenizer(["a sentence", "and a longer one"]),),
@@ -42,14 +42,14 @@ def export_minilm(path: Path) -> None:
             dynamic_shapes={"tokens": {0: texts, 1: tokens}},
             verbose=False,
         )
-    save(cast(torch.onnx.ONNXProgram, program).model_proto, path)  # the older exporter returns None
+    save(cast(torch.onnx.ONNXProgram, program).model_proto, path)  # None only without dynamo=True
 
 
 def read_sentences() -> list[list[str]]:
     """Read the sentences of 300 news articles (Lee et al. 2005), as one list per article.
 
     Raises:
-        UnsupportedError: gensim, whose test data hold the articles, is not installed.
+        UnsupportedError: gensim is not installed; its test data contain the articles.
 
     >>> len(read_sentences())
     300

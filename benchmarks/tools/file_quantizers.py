@@ -1,8 +1,8 @@
 """Tools for post-training quantization of ONNX files: detent, ONNX Runtime and NNCF, each with its default settings.
 
-A tool is a list of attempts, best first: if one fails on a model, the next is tried, and the table names the one that
-worked. So a tool has a result wherever a patient user would get one. Weights are int8 per channel and activations
-uint8, as ONNX Runtime recommends for CPUs; NNCF chooses its own formats.
+A tool is a list of attempts, best first. If an attempt fails on a model, the next is tried, and the table names the
+attempt that worked. So a tool has a result for every model on which a patient user would get one. Weights are int8 per
+channel and activations uint8, as ONNX Runtime recommends for CPUs; NNCF chooses its own formats.
 """
 
 import os
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 Feed = dict[str, NDArray[Any]]
 Quantizer = Callable[[Path, Path, Sequence[Feed]], None]
-MIN_OPSET = 13  # the first with per-channel QuantizeLinear
-NEW_OPSET = 17  # older models are converted to it
+MIN_OPSET = 13  # the first opset with per-channel QuantizeLinear
+NEW_OPSET = 17  # models with older opsets are converted to this opset
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One set of options to quantize a file with.
+    """One set of options for quantizing a file.
 
     Attributes:
         run: function of the source path, the output path and the calibration batches.
-        note: difference to the first attempt.
+        note: difference from the first attempt.
     """
 
     run: Quantizer
@@ -41,7 +41,7 @@ class FileQuantizer:
 
     Attributes:
         attempts: sets of options, tried in order.
-        load: imports the tool before time and memory are measured.
+        load: function that imports the tool, before time and memory are measured.
         is_ours: whether this is detent, which supports models with old opsets.
         kinds: kinds of models that the tool is for; all if empty.
     """
@@ -107,7 +107,10 @@ def _static(
 
 
 def _pre_processed(source: Path, target: Path) -> Path:
-    """Prepare a model as ONNX Runtime recommends (optimized, with shapes); return the source path if that fails."""
+    """Prepare a model as ONNX Runtime recommends (optimized, with shapes), and return its path.
+
+    If that fails, return the path of the source.
+    """
     from onnxruntime.quantization.shape_inference import quant_pre_process  # noqa: PLC0415
 
     for options in ({}, {"skip_symbolic_shape": True}):
@@ -120,7 +123,7 @@ def _pre_processed(source: Path, target: Path) -> Path:
 
 
 def _renamed(source: Path, target: Path) -> Path:
-    """Shorten tensor names: names that ONNX Runtime's tool derives from them collide in some models."""
+    """Shorten tensor names, because in some models ONNX Runtime's tool derives two equal names from them."""
     model = onnx.load(source)
     graph = model.graph
     names = {value.name: value.name for value in (*graph.input, *graph.output)} | {"": ""}

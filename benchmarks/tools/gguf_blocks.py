@@ -1,6 +1,6 @@
-"""gguf-py, if installed: dequantize Q8_0 blocks of 32 codes and a float16 scale to float32.
+"""gguf-py, if installed: dequantize Q8_0 blocks, each of 32 codes and a float16 scale, to float32.
 
-Its quantizers compute their own scales, so they are not compared.
+Quantizing with gguf-py is not compared, because it computes its own scales.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""NumPy: the formula as ufuncs with preallocated outputs."""
+"""NumPy: the formulas of quantization as ufuncs with preallocated outputs."""
 
 from collections.abc import Callable, Iterator
 
@@ -26,7 +26,7 @@ Work = tuple[Callable[[], object], Callable[[], list[Array]]]
 
 
 def grouped_shape(case: Case) -> tuple[int, ...]:
-    """Shape with an axis for the groups, so that scales broadcast."""
+    """Return the shape with an additional axis for the groups, so that scales broadcast."""
     if case.group is None:
         return case.shape
     if case.shape[-1] % case.group:
@@ -35,7 +35,7 @@ def grouped_shape(case: Case) -> tuple[int, ...]:
 
 
 def broadcast_params(case: Case) -> tuple[Array, Array]:
-    """Scale and zero point in the compute dtype, with shapes that broadcast."""
+    """Return scale and zero point in the compute dtype, with shapes that broadcast."""
     compute = np.float64 if case.dtype == "float64" else np.float32
     shape = {"tensor": (), "axis1": (1, -1)}.get(case.granularity, (*grouped_shape(case)[:-1], 1))
     params = case.params()
@@ -43,7 +43,7 @@ def broadcast_params(case: Case) -> tuple[Array, Array]:
 
 
 def _codes(case: Case) -> Callable[[], Array]:
-    """Function that computes the codes as floats, into a buffer."""
+    """Return a function that computes the codes as floats and writes them into a buffer."""
     scale, zero = broadcast_params(case)
     x = case.x.reshape(grouped_shape(case))
     buffer = np.empty(x.shape, scale.dtype)

@@ -1,6 +1,6 @@
 """ONNX Runtime: a session with one QuantizeLinear or DequantizeLinear node and preallocated input and output.
 
-Its threads must not spin between runs: they would take the cores of the tool that is timed next.
+The threads of the session must not spin between runs, because they would slow down the tool that is timed next.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def tools_for(case: Case) -> Iterator[Tool]:
 
 
 def _session(case: Case) -> ort.InferenceSession:
-    """Session of a model with one node, whose scale and zero point are constants."""
+    """Create a session for a model with one node, whose scale and zero point are constants."""
     params = case.params()
     attributes = {} if case.granularity == "tensor" else {"axis": int(case.granularity == "axis1" or bool(case.group))}
     attributes |= {"block_size": case.group} if case.group else {}

@@ -1,4 +1,4 @@
-"""detent: a plan with a preallocated output, on all threads and on one, and in torch's convention."""
+"""detent: a plan with a preallocated output, on all threads, on one thread, and in torch's convention."""
 
 from collections.abc import Callable, Iterator
 
@@ -25,7 +25,7 @@ def tools_for(case: Case) -> Iterator[Tool]:
 
 
 def work(case: Case, convention: str = "onnx") -> tuple[Callable[[], object], Callable[[], list[Array]]]:
-    """Function to time, and function that returns its result."""
+    """Return two functions: the function to time, and a function that returns its result."""
     if case.operation == "min-max":
         return _minmax(case)
     if case.operation == "observe + fake_quantize":

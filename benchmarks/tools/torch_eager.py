@@ -1,6 +1,6 @@
 """PyTorch's own operators and its fused observer module. They have no ``out`` and allocate their results.
 
-Its backward reads a mask that the forward pass stored; detent recomputes the mask, which is more work.
+The backward of PyTorch reads a mask that the forward pass stored. detent recomputes the mask, which is more work.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def array_of(value: torch.Tensor, case: Case) -> Array:
 
 
 def channels(case: Case) -> tuple[tuple[int, ...], int]:
-    """Shape and axis with which parameter sets become channels."""
+    """Return a shape and an axis: in this shape, each parameter set is a channel of the axis."""
     if case.group is None:
         return case.shape, int(case.granularity == "axis1")
     if case.shape[-1] % case.group:
@@ -51,7 +51,7 @@ def channels(case: Case) -> tuple[tuple[int, ...], int]:
 
 
 def _operands(case: Case) -> tuple[torch.Tensor, tuple]:
-    """Input tensor, and the other arguments of the operator."""
+    """Return the input tensor, and the other arguments of the operator."""
     params, spec = case.params(), case.spec()
     if case.granularity == "tensor":
         return tensor(case.x), (float(params.scale), int(params.zero_point), spec.qmin, spec.qmax)

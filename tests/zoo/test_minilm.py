@@ -101,7 +101,7 @@ def test_another_model_is_refused(monkeypatch, tmp_path):
     other = tmp_path / "model.safetensors"
     other.write_bytes(storage.dumps({"embeddings.word_embeddings.weight": np.zeros((2, 2), np.float32)}, {}))
     monkeypatch.setattr(minilm, "package_file", lambda *_: other)
-    with pytest.raises(FileFormatError, match="does not hold all-MiniLM-L6-v2"):
+    with pytest.raises(FileFormatError, match="does not contain all-MiniLM-L6-v2"):
         load_minilm()
 
 
