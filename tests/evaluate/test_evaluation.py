@@ -72,10 +72,10 @@ def test_the_worst_output_is_compared_with_the_limit(done):
 
 
 def test_notebooks_show_the_summary_as_a_table(done):
-    evaluation = replace(done[0], warnings=("not timed: <b>",))
+    evaluation = replace(done[0], warnings=("the models were not timed: <b>",))
     text = evaluation._repr_html_()
     assert text.count("<tr>") == 1 + len(evaluation.facts())
-    assert text.endswith("<div>warning: not timed: &lt;b&gt;</div>")
+    assert text.endswith("<div>warning: the models were not timed: &lt;b&gt;</div>")
     assert "<b>" not in text
     summary = repr(evaluation)
     assert summary.startswith(f"<Evaluation of {evaluation.result.output}: size ")
@@ -111,8 +111,8 @@ def test_a_check_that_fails_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation.qs, "measure", fail)
     result = quantize_and_evaluate(MODEL, tmp_path / "a.onnx", batches(3))
     assert [text.partition(":")[0] for text in result.warnings] == [
-        "not timed",
-        "not verified",
+        "the models were not timed",
+        "the quantized model was not verified",
         "sensitivity not measured",
     ]
     assert (tmp_path / "a.onnx").is_file()

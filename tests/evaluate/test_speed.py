@@ -17,10 +17,10 @@ MODEL = parser.parse_model(
     [
         (1.0, 1.6, "1.00 ms -> 1.60 ms (1.6x slower, 1 thread, 1,200 runs)"),
         (1.3, 1.0, "1.30 ms -> 1.00 ms (1.3x faster, 1 thread, 1,200 runs)"),
-        (1.0, 1.02, "1.00 ms -> 1.02 ms (as fast, 1 thread, 1,200 runs)"),
+        (1.0, 1.02, "1.00 ms -> 1.02 ms (equally fast, 1 thread, 1,200 runs)"),
         (0.08, 0.04, "80.0 µs -> 40.0 µs (2.0x faster, 1 thread, 1,200 runs)"),
     ],
-    ids=["slower", "faster", "as fast", "short"],
+    ids=["slower", "faster", "equally fast", "short"],
 )
 def test_times_as_text(first, second, text):
     assert str(Timing(first, second, 1200, 1)) == text

@@ -71,7 +71,7 @@ MALFORMED = {
     "half a character": (lambda about: about.update(title="\ud800"), "report.title must be text without lone"),
     "half a key": (lambda about: about["output_sqnr_db"].update({"\ud800": 1.0}), "must be text without lone"),
     "pair": (lambda about: about.update(facts=[["a"]]), "report.facts[0] must be a list of 2"),
-    "ragged table": (lambda about: about["tables"][0]["rows"].append(["one"]), "has 1 cells, expected 2"),
+    "ragged table": (lambda about: about["tables"][0]["rows"].append(["one"]), "has 1 cell, expected 2"),
 }
 
 
@@ -215,7 +215,7 @@ def test_the_page_has_its_parts(page):
 
 
 def test_tables_check_their_rows():
-    with pytest.raises(SpecError, match="row 1 of table 'A' has 1 cells"):
+    with pytest.raises(SpecError, match="row 1 of table 'A' has 1 cell,"):
         qr.Table("A", ("a", "b"), (("1", "2"), ("3",)))
 
 

@@ -160,5 +160,5 @@ def test_hostile_verification_and_sensitivity(path, value):
 
 def test_version_1_is_rejected():
     document = {**json.loads(qr.Report("a", 1, 1).to_json()), "version": 1}
-    with pytest.raises(FileFormatError, match="has version 1, this version of detent reads 4: build it again"):
+    with pytest.raises(FileFormatError, match="has version 1, but this detent reads version 4: build the report again"):
         qr.Report.from_json(json.dumps(document))

@@ -70,7 +70,7 @@ def test_a_weight_scale_follows_from_the_weight(decisions, factor):
     if decisions.layers[-1].weight.bits == 8 or factor > 1.5:
         assert not report.ok
         assert report.first_difference.tensor == "weight_scale"
-        assert "does not follow from the weight" in report.failure
+        assert "do not follow from the min-max range of the weight" in report.failure
 
 
 @pytest.mark.parametrize("factor", [0.1, 8.0])
@@ -102,7 +102,7 @@ def test_factors_have_to_fit_a_pair():
     changed = replace(decisions, equalized=halved)
     report = verdict(changed)  # the function is the same, but not these scales of weights
     assert not report.ok
-    assert "does not follow from the weight" in report.failure
+    assert "do not follow from the min-max range of the weight" in report.failure
 
 
 def test_tiny_scales_are_not_excused_by_a_bias():

@@ -1,6 +1,6 @@
 """Evaluation of a quantized model: accuracy on held-out batches, speed, verification, sensitive layers, and a dry run.
 
-These are the steps that ``detent quantize`` adds to ``qo.quantize``, as functions for scripts. They need ONNX Runtime.
+The command ``detent quantize`` consists of these functions and ``qo.quantize``. They need ONNX Runtime.
 """
 
 from detent.evaluate.accuracy import Accuracy, Split, check_supports_agreement, measure_accuracy, split_batches

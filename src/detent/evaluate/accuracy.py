@@ -1,11 +1,13 @@
 """Accuracy of a quantized model relative to its float model, on held-out batches.
 
 With 20 or more batches, every tenth is held out from calibration; the choice depends only on the number of batches.
-With fewer, the first calibration batches are used again, and ``Split.is_held_out`` is False.
+With fewer, nothing is held out: evaluation uses the first eight calibration batches, and ``Split.is_held_out`` is
+False.
 
-For each float output x and the quantized model's output y, over all batches: SQNR = 10 log10(sum x^2 / sum (x - y)^2)
-in dB. Top-1 agreement is the share of samples for which both models predict the same class; it needs a first output
-with one row of class scores per sample. Labels are not used: both metrics compare with the float model.
+SQNR = 10 log10(sum x^2 / sum (x - y)^2) in dB, over all batches. x is an output of the float model, and y is the same
+output of the quantized model. Only outputs of a float type have an SQNR. Top-1 agreement is the share of samples for
+which both models predict the same class. For this, the first output must have one row of class scores per sample.
+Labels are not used: both metrics compare with the float model.
 """
 
 from collections.abc import Mapping
@@ -19,9 +21,9 @@ from detent.onnx_model.sessions import array_outputs, make_session, ort_errors
 
 __all__ = ["Accuracy", "Split", "check_supports_agreement", "measure_accuracy", "split_batches"]
 
-MIN_BATCHES_TO_HOLD_OUT = 20  # with fewer, calibration needs all of them
+MIN_BATCHES_TO_HOLD_OUT = 20  # with fewer batches, calibration needs all of them
 HELD_OUT_EVERY = 10
-EVALUATION_BATCHES = 8  # if nothing is held out
+EVALUATION_BATCHES = 8  # calibration batches to evaluate on if nothing is held out
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,14 @@ def split_batches(model: ModelSource, data: BatchSource, batch_size: int | None 
     """Split data into calibration and held-out batches, without reading them.
 
     Args:
-        model: the model that the data are inputs of.
-        data: batches, an .npz or .npy file, or a directory of them; see ``qo.quantize``. An iterator cannot be split.
-        batch_size: samples per batch of an .npz or .npy file; None for the model's fixed batch size, or 1.
+        model: the model that will run on the data.
+        data: batches, an .npz or .npy file, or a directory of such files; see ``qo.quantize``. An iterator cannot be
+            split.
+        batch_size: samples per batch of an .npz or .npy file; None uses the model's fixed batch size, or 1 if the batch
+            axis is dynamic.
 
     Raises:
-        SpecError: the number of batches is unknown, or they can be read only once.
+        SpecError: the number of batches is unknown, or the data can be read only once.
         FileFormatError, ShapeError, DtypeError: the data are malformed, or do not fit the model.
 
     >>> import numpy as np
@@ -77,8 +81,8 @@ class Accuracy:
     """Accuracy of a quantized model relative to its float model.
 
     Attributes:
-        outputs_sqnr_db: SQNR of each float output, over all batches.
-        agreement: top-1 agreement, 0 to 1; None if the first output does not have class scores.
+        outputs_sqnr_db: SQNR by output name, over all batches, for outputs of a float type.
+        agreement: top-1 agreement, from 0 to 1; None if the first output does not have class scores.
         batches: number of batches that were compared.
 
     >>> accuracy = Accuracy({"y": 41.0, "z": 30.5}, 1.0, 3)
@@ -92,12 +96,12 @@ class Accuracy:
 
     @property
     def worst_output(self) -> str:
-        """Name of the float output with the lowest SQNR; "" without float outputs."""
+        """Name of the output with the lowest SQNR; "" if no output has a float type."""
         return worst_output(self.outputs_sqnr_db)
 
     @property
     def sqnr_db(self) -> float | None:
-        """Lowest SQNR of all float outputs; None without float outputs."""
+        """Lowest SQNR of all outputs; None if no output has a float type."""
         return self.outputs_sqnr_db.get(self.worst_output)
 
 
@@ -129,7 +133,9 @@ def measure_accuracy(source: ModelSource, artifact: ModelSource, data: BatchSour
 
 
 def check_supports_agreement(source: ModelSource, feed: Feed) -> None:
-    """Check that top-1 agreement can be measured, so that a limit for it fails before quantization.
+    """Run the float model on one batch, and check that top-1 agreement can be computed from its outputs.
+
+    Called before quantization, so that an impossible limit fails early.
 
     Raises:
         SpecError: the first output is not one row of class scores per sample.

@@ -1,16 +1,17 @@
 """Dry run: estimates of the quantized file's size, and of the memory and time that quantization takes.
 
-A dry run quantizes with the first eight batches in another process, and discards the result. Apart from ranges, no
-decision of ``qo.quantize`` uses more than eight batches, and memory does not grow with the number of batches. So the
-file of the dry run has the final size, and the dry run needs as much memory as the full run:
+A dry run quantizes with the first eight batches in another process, and discards the result. ``qo.quantize`` uses all
+batches for ranges, but at most eight for any other decision, and memory does not grow with the number of batches. So
+the file of the dry run has the final size, and the dry run needs as much memory as the full run:
 
     size    = size of the dry run's file
     memory <= 1.4 g + 4 MiB,  g: growth of the dry run's resident memory
     time    = t + (n - 8) b,  t: wall time of the dry run, b: time per batch, n: number of batches
 
-The factor covers differences of up to a fifth between two runs, from allocators and the start of threads. A formula
-from sizes would be less accurate: the memory of ONNX Runtime depends on its version, on threads and on the CPU. Another
-process starts without allocated memory that it could reuse, and if memory runs out, only that process is killed.
+The factor 1.4 covers differences of up to a fifth between two runs, caused by allocators and the start of threads. A
+formula based on tensor sizes would be less accurate: the memory of ONNX Runtime depends on its version, on threads and
+on the CPU. In this process, quantization might reuse memory that is already allocated, so the measured growth would be
+too small. And if memory runs out, only the other process is killed.
 """
 
 import json
@@ -29,9 +30,9 @@ from detent.errors import DetentError, SpecError, UnsupportedError
 
 __all__ = ["MARGIN", "SLACK_BYTES", "DryRun", "dry_run"]
 
-MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant of the memory bound, see above
-MAX_BATCHES = 8  # as many as the decisions of qo.quantize use
-MAX_ERROR_CHARS = 500  # stderr of the other process in a message
+MARGIN, SLACK_BYTES = 1.4, 4 << 20  # factor and constant of the memory bound in the module docstring
+MAX_BATCHES = 8  # qo.quantize uses more batches only for ranges
+MAX_ERROR_CHARS = 500  # a message quotes at most this much of the other process's stderr
 _STATUS = Path("/proc/self/status")
 _CODE = "from detent.evaluate.dry_run_estimate import _worker_main; _worker_main()"
 
@@ -41,14 +42,15 @@ class DryRun:
     """Estimates of size, memory and time, from quantizing with the first batches.
 
     Attributes:
-        nbytes_before, nbytes_after: size of the float model and of the quantized model, in bytes.
-        memory_growth: growth of resident memory in bytes; None if the system does not report it.
+        nbytes_before: size of the float model in bytes.
+        nbytes_after: size of the quantized model in bytes.
+        memory_growth: growth of the dry run's resident memory in bytes; None if the system does not report it.
         seconds: wall time of the dry run.
         batches: calibration batches that the dry run used.
         total_batches: calibration batches of the full run.
-        seconds_per_batch: time of each further batch.
-        layers: name, type, weight, input, reason, note, nbytes_before and nbytes_after of each layer.
-        steps: accuracy passes that changed the model.
+        seconds_per_batch: estimated seconds for each further batch.
+        layers: one dict per layer: the fields of ``qo.LayerReport``, and its nbytes_before and nbytes_after.
+        steps: what the accuracy passes changed.
 
     >>> run = DryRun(8, 2, 100 << 20, 3.0, 8, 18, 0.5, (), ())
     >>> run.memory_bound == 144 << 20, run.total_seconds
@@ -67,12 +69,12 @@ class DryRun:
 
     @property
     def memory_bound(self) -> int | None:
-        """Upper bound of the memory that quantization adds to a started program, in bytes."""
+        """Upper bound in bytes on how much memory quantization adds to this process; None if unknown."""
         return None if self.memory_growth is None else int(MARGIN * self.memory_growth) + SLACK_BYTES
 
     @property
     def total_seconds(self) -> float:
-        """Estimated wall time of quantization."""
+        """Estimated wall time of quantization with all batches."""
         return self.seconds + (self.total_batches - self.batches) * self.seconds_per_batch
 
 
@@ -84,14 +86,14 @@ def dry_run(
     numbers: Sequence[int] | None = None,
     **options: Any,
 ) -> DryRun:
-    """Quantize with a few batches in another process, to estimate size, memory and time; nothing is written.
+    """Estimate size, memory and time: quantize with a few batches in another process, and discard the result.
 
     Args:
-        model: the file of the float model.
+        model: path of the float model.
         data: a file or directory of batches; None for weight-only recipes.
         batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
-        numbers: indices of the calibration batches, such as ``Split.calibration.numbers``; None for all.
-        options: arguments of ``qo.quantize``, such as ``recipe``, as JSON-ready values.
+        numbers: indices of the calibration batches, such as ``Split.calibration.numbers``; None for all batches.
+        options: further arguments of ``qo.quantize``, such as ``recipe``; the values must be JSON-serializable.
 
     Raises:
         SpecError: quantization would fail; the message says why.
@@ -114,7 +116,7 @@ def dry_run(
         "numbers": None if numbers is None else list(numbers[:MAX_BATCHES]),
         "options": options,
     }
-    # Created in this process: the other one may be killed before it can clean up.
+    # This process creates the directory, because the other one may be killed before it can remove it.
     with tempfile.TemporaryDirectory(prefix="detent-") as directory:
         code, stdout, stderr = _run_worker({**request, "directory": directory})
     try:
@@ -135,7 +137,10 @@ def dry_run(
 
 
 def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Run the other process, and return its exit code, stdout and stderr; an exception kills the process."""
+    """Run the other process, and return its exit code, stdout and stderr.
+
+    If an exception is raised here, such as KeyboardInterrupt, the other process is killed.
+    """
     # Without -P, Python would import modules such as tempfile.py from the current directory.
     command = [sys.executable, "-P", "-c", _CODE]
     pipe = subprocess.PIPE
@@ -150,7 +155,7 @@ def _run_worker(request: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def _worker_main() -> None:
-    """Run in the other process: read a request from stdin, write an answer to stdout."""
+    """Main function of the other process: read a request from stdin, and write an answer to stdout."""
     request = json.loads(sys.stdin.read())
     try:
         answer = _quantize(request)
@@ -199,7 +204,10 @@ def _quantize(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int | None:
-    """Read resident memory in bytes from Linux's /proc: current ("VmRSS") or peak ("VmHWM"); None elsewhere."""
+    """Return this process's resident memory in bytes: current ("VmRSS") or peak ("VmHWM").
+
+    Reads /proc, which only Linux has; None on other systems.
+    """
     try:
         lines = _STATUS.read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,8 +1,8 @@
 """Evaluation of a quantized file: accuracy, speed, verification and the most sensitive layers.
 
 ``quantize_and_evaluate`` does the work of ``detent quantize``: ``qo.quantize``, then ``evaluate_result``. Models and
-data are loaded once. A check that fails to run (a model that cannot be timed or verified) becomes a warning, because
-the file is already written.
+data are loaded once. If a check cannot run, such as timing, there is a warning and no exception, because the file is
+already written.
 """
 
 import logging
@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 VERIFY_BATCHES = TIMING_BATCHES = 2
 TIMING_SECONDS = 1.0
-RANKING_SAMPLES = 4  # with fewer, the ranking of layers depends too much on the samples
-MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity; quantization time if that is longer
+RANKING_SAMPLES = 4  # with fewer samples, the ranking of layers depends too much on the samples
+MIN_RANKING_SECONDS = 20.0  # time limit for measuring sensitivity, unless quantization took longer
 MAX_LAYERS_NAMED = 3
 MAX_OUTPUTS_SHOWN = 4
 StageProgress = Callable[[str, int, int | None], None]
@@ -43,13 +43,16 @@ StageProgress = Callable[[str, int, int | None], None]
 class Checks(NamedTuple):
     """Checks that ``evaluate_result`` runs besides accuracy."""
 
-    verify: bool = True  # codes and integer kernels
-    time: bool = True  # run time of both models
-    sensitivity: bool = True  # noise with one layer quantized at a time
+    verify: bool = True  # run levels 1 and 3 of ``dt.verify``
+    time: bool = True  # measure the run time of both models
+    sensitivity: bool = True  # measure the output noise with one layer quantized at a time
 
 
 class SensitiveLayer(NamedTuple):
-    """A layer and its noise share: its noise at the outputs, divided by the sum over all layers."""
+    """A layer, and its share of the sum of all layers' noise.
+
+    The noise of a layer is the noise at the outputs if only this layer is quantized.
+    """
 
     name: str
     noise_share: float
@@ -57,7 +60,7 @@ class SensitiveLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluation of a quantized model; ``str`` is a summary, and notebooks show a table.
+    """Evaluation of a quantized model; ``str()`` returns a summary, and notebooks show a table.
 
     Attributes:
         source: the float model.
@@ -65,11 +68,13 @@ class Evaluation:
         result: the report of ``qo.quantize``.
         split: calibration and evaluation batches; None without data.
         accuracy: accuracy on the evaluation batches; None without data.
-        timing: run times of both models; None if not requested or failed.
-        verification: verification on the first evaluation batches; None if not requested or failed.
-        sensitivity: noise with one layer quantized at a time; None if not requested, failed or too slow.
+        timing: run times of both models; None if timing was not requested or could not run.
+        verification: report of ``dt.verify`` on the first evaluation batches; None if it was not requested or could
+            not run.
+        sensitivity: output noise with one layer quantized at a time; None if it was not requested, could not run, or
+            would take too long.
         hints: suggestions for a faster model.
-        warnings: checks that failed to run, and why.
+        warnings: checks that could not run, and why.
     """
 
     source: LoadedModel
@@ -93,14 +98,14 @@ class Evaluation:
         return tuple(SensitiveLayer(layer.name, layer.worst / total) for layer in layers)
 
     def missed_limits(self, min_sqnr_db: float | None = None, min_agreement: float | None = None) -> list[str]:
-        """Return a text for each limit that is not met, and for a failed verification."""
+        """Return one message for each limit that is not met, and one if verification found a mismatch."""
         accuracy = Accuracy({}, None, 0) if self.accuracy is None else self.accuracy
         sqnr_db, agreement, missed = accuracy.sqnr_db, accuracy.agreement, list[str]()
         if min_sqnr_db is not None:
             limit = f"the limit of {min_sqnr_db:g} dB"
             if sqnr_db is None:
                 missed.append(f"the SQNR was not measured, so {limit} is not met")
-            elif not sqnr_db >= min_sqnr_db:  # also NaN
+            elif not sqnr_db >= min_sqnr_db:  # True for NaN
                 missed.append(f"the SQNR of output {accuracy.worst_output} is {sqnr_db:.1f} dB, below {limit}")
         if min_agreement is not None:
             limit = f"the limit of {min_agreement:g}"
@@ -113,7 +118,7 @@ class Evaluation:
         return missed
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the summary as labels and texts: size, accuracy, time, layers on integer kernels."""
+        """Return the summary as pairs of label and text: size, accuracy, time, layers on integer kernels."""
         before, after = self.result.nbytes_before, self.result.nbytes_after
         size = f"{bytes_text(before)} -> {bytes_text(after)} ({100 * after / max(1, before):.1f} %)"
         accuracy = [("outputs", "not compared: no data")] if self.accuracy is None else self._accuracy_facts()
@@ -162,14 +167,14 @@ class Evaluation:
         return [*verified, *sensitive, *(f"warning: {text}" for text in self.warnings)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report of ``qo.quantize`` and the evaluation as a dict; numbers may be infinite or NaN."""
+        """Return the report of ``qo.quantize`` and the evaluation as one dict; numbers may be infinite or NaN."""
         accuracy, timing, codes = self.accuracy, self.timing, self.verification
         provenance = Provenance.read(self.quantized.proto)
         document = self.result.to_dict()
         calibration_sqnr = document.pop("outputs_sqnr_db")
         if not calibration_sqnr and accuracy is not None and self.split is not None and not self.split.is_held_out:
-            calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # measured on the calibration batches
-        del document["output_sqnr_db"]  # measured on calibration batches; sqnr_db replaces it
+            calibration_sqnr = dict(accuracy.outputs_sqnr_db)  # evaluation used calibration batches
+        del document["output_sqnr_db"]  # SQNR on calibration batches; the key sqnr_db replaces it
         return {
             **document,
             "hints": [*self.result.hints, *self.hints],
@@ -201,8 +206,8 @@ def _float_reason(layer: LayerReport) -> str:
     if layer.reason:
         return layer.reason
     if not layer.input:
-        return "its input is float"
-    return layer.note or f"ONNX Runtime runs it as {layer.kernel or layer.type} on this machine"
+        return "the layer's input is float"
+    return layer.note or f"ONNX Runtime runs this layer as {layer.kernel or layer.type} on this machine"
 
 
 def quantize_and_evaluate(
@@ -219,15 +224,18 @@ def quantize_and_evaluate(
     """Quantize a model with the calibration part of the data, and evaluate the file on the held-out part.
 
     Args:
-        model, output, recipe: as for ``qo.quantize``.
-        data: batches; None for weight-only recipes, which are then not compared with the float model.
+        model: the float model, as for ``qo.quantize``.
+        output: path of the quantized file, as for ``qo.quantize``.
+        data: batches. None is possible for weight-only recipes; the quantized model is then not compared with the float
+            model.
+        recipe: as for ``qo.quantize``.
         batch_size: samples per batch of an .npz or .npy file; see ``split_batches``.
-        checks: the checks to run.
-        progress: function called with the name of a stage, the steps done, and their total.
+        checks: the checks to run besides accuracy.
+        progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
         options: further arguments of ``qo.quantize``.
 
     Raises:
-        DetentError: an error of ``qo.quantize`` or ``split_batches``.
+        DetentError: ``qo.quantize`` or ``split_batches`` raised it.
 
     >>> import tempfile, numpy as np
     >>> from onnx import parser
@@ -243,7 +251,8 @@ def quantize_and_evaluate(
     split = None if data is None else split_batches(source, data, batch_size)
     calibration = None if split is None else split.calibration
     stage = None if progress is None else partial(progress, "calibrating")
-    options.setdefault("compare", split is not None and split.is_held_out)  # otherwise evaluation runs the same batches
+    # If nothing is held out, qo.quantize need not compare outputs: evaluation does so on the same batches.
+    options.setdefault("compare", split is not None and split.is_held_out)
     result = qo.quantize(source, output, calibration, recipe, progress=stage, **options)
     return evaluate_result(source, result, split, checks=checks, progress=progress)
 
@@ -256,14 +265,14 @@ def evaluate_result(
     checks: Checks = Checks(),  # noqa: B008 - a frozen value
     progress: StageProgress | None = None,
 ) -> Evaluation:
-    """Evaluate the file that ``qo.quantize`` wrote, compared with its float model.
+    """Compare the file that ``qo.quantize`` wrote with its float model.
 
     Args:
         source: the float model.
         result: the report of ``qo.quantize``.
-        split: calibration and evaluation batches, from ``split_batches``; without them only run time is measured.
-        checks: the checks to run.
-        progress: function called with the name of a stage, the steps done, and their total.
+        split: calibration and evaluation batches, from ``split_batches``; with None, only run time is measured.
+        checks: the checks to run besides accuracy.
+        progress: callback f(stage, done, total) with the name of the stage; total is None if unknown.
 
     Raises:
         FileFormatError: the file is missing or malformed.
@@ -273,7 +282,7 @@ def evaluate_result(
 
 
 class _TooLongError(Exception):
-    """Measuring sensitivity would take longer than quantization did."""
+    """Measuring sensitivity would take longer than its time limit."""
 
 
 class _Evaluator:
@@ -322,7 +331,7 @@ class _Evaluator:
             feeds = [random_inputs(self.source)] if split is None else list(split.evaluation.first(TIMING_BATCHES))
             return time_models(self.source, self.quantized, feeds, seconds=TIMING_SECONDS, progress=progress)
         except DetentError as error:
-            self._warn(f"not timed: {error}")
+            self._warn(f"the models were not timed: {error}")
             return None
 
     def _verify(self, split: Split) -> VerifyReport | None:
@@ -330,11 +339,11 @@ class _Evaluator:
         try:
             return verify(self.source, self.quantized, batches, levels=(1, 3))
         except DetentError as error:
-            self._warn(f"not verified: {error}")
+            self._warn(f"the quantized model was not verified: {error}")
             return None
 
     def _measure_sensitivity(self, split: Split) -> qs.Sensitivity | None:
-        """Measure the sensitivity of layers, with the parameters of the file."""
+        """Measure the sensitivity of each layer with the quantization parameters of the file."""
         decisions, error_text = self.result.decisions, ""
         if decisions is None:
             return None
@@ -342,7 +351,7 @@ class _Evaluator:
 
         def check_cost(cost: qs.Cost) -> None:
             if cost.seconds_estimate > limit:
-                raise _TooLongError(f"{cost}; run detent sensitivity for it")
+                raise _TooLongError(f"it would take too long ({cost}): run detent sensitivity to measure it")
 
         for samples in (RANKING_SAMPLES, 1):
             try:
@@ -360,7 +369,7 @@ class _Evaluator:
         return None
 
     def _hints(self, timing: Timing | None) -> tuple[str, ...]:
-        """Return hints for more speed, if the model is not faster although inputs are quantized."""
+        """Return hints if layer inputs are quantized and the quantized model is still not faster than the float one."""
         if timing is None or timing.is_faster or not any(layer.input for layer in self.result.layers):
             return ()
         hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())

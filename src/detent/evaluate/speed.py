@@ -22,13 +22,13 @@ from detent.onnx_model.sessions import SPINNING, make_session, ort_errors
 
 __all__ = ["Timing", "duration_text", "parse_shapes", "random_inputs", "time_models"]
 
-MIN_RUNS, MAX_RUNS = 3, 50  # per model
-SAME_SPEED = 1.05  # ratios of run times up to this are noise
+MIN_RUNS, MAX_RUNS = 3, 50  # timed runs per model
+SAME_SPEED = 1.05  # two run times count as equal if their ratio is smaller
 MAX_MS_AS_MICROSECONDS = 0.1
-DEFAULT_SIZE = 1  # size of an axis that the model leaves open
-MAX_RANDOM_ELEMENTS = 1 << 28  # elements of a random input; drawing them takes 2 GiB
-MAX_CHARS_SHOWN = 80  # characters of an argument in a message
-RANDOM_INTEGERS = 2  # random integers are below this, so that they are valid indices of any table
+DEFAULT_SIZE = 1  # size of dynamic axes
+MAX_RANDOM_ELEMENTS = 1 << 28  # limit for each random input; generating so many elements takes 2 GiB
+MAX_CHARS_SHOWN = 80  # a message quotes at most this many characters of an argument
+RANDOM_INTEGERS = 2  # random integers are 0 or 1, because they may be indices of a small table
 _SIZE = re.compile("0*[1-9][0-9]{0,9}")
 
 
@@ -37,12 +37,13 @@ class Timing:
     """Run times of two models, usually float and quantized.
 
     Attributes:
-        first_ms, second_ms: median time of a run in milliseconds.
+        first_ms: median run time of the first model in milliseconds.
+        second_ms: median run time of the second model in milliseconds.
         runs: timed runs per model.
         threads: threads per model; 0 for all cores.
 
     >>> str(Timing(4.0, 2.0, 10, 1)), Timing(4.0, 3.9, 10, 1).speed_text
-    ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 'as fast')
+    ('4.00 ms -> 2.00 ms (2.0x faster, 1 thread, 10 runs)', 'equally fast')
     >>> str(Timing(0.05, 0.08, 1000, 2))
     '50.0 µs -> 80.0 µs (1.6x slower, 2 threads, 1,000 runs)'
     """
@@ -54,7 +55,7 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """Speed of the second model relative to the first."""
+        """Ratio of the run times, first to second: above 1, the second model is faster."""
         return self.first_ms / max(self.second_ms, 1e-9)
 
     @property
@@ -69,10 +70,10 @@ class Timing:
 
     @property
     def speed_text(self) -> str:
-        """Ratio of the run times as text."""
+        """The ratio as text, such as "2.0x faster"."""
         if self.is_faster:
             return f"{self.ratio:,.1f}x faster"
-        return "as fast" if self.ratio > 1 / SAME_SPEED else f"{1 / self.ratio:,.1f}x slower"
+        return "equally fast" if self.ratio > 1 / SAME_SPEED else f"{1 / self.ratio:,.1f}x slower"
 
     def __str__(self) -> str:
         times = f"{duration_text(self.first_ms)} -> {duration_text(self.second_ms)}"
@@ -80,7 +81,7 @@ class Timing:
 
 
 def duration_text(ms: float) -> str:
-    """Format milliseconds; below 0.1 ms as µs."""
+    """Format a duration in ms; below 0.1 ms, in µs."""
     return f"{1000 * ms:.1f} µs" if ms < MAX_MS_AS_MICROSECONDS else f"{ms:,.2f} ms"
 
 
@@ -97,12 +98,13 @@ def time_models(
     """Time two models on the same batches, with alternating runs.
 
     Args:
-        first, second: the models, usually float and quantized.
-        feeds: batches as dicts of arrays by input name, used in turn.
+        first: the first model, usually the float one.
+        second: the second model, usually the quantized one.
+        feeds: batches, each a dict of arrays by input name; the runs use them in turn.
         threads: threads per model; 0 uses all cores.
         repeat: runs per model; None for as many as fit into ``seconds``, between 3 and 50.
-        seconds: approximate time of all runs together.
-        progress: function called with the runs done and their total.
+        seconds: approximate time of all runs of both models; ignored if ``repeat`` is given.
+        progress: callback f(done, total) with the numbers of runs per model.
 
     Raises:
         UnsupportedError: ONNX Runtime cannot run one of the models.
@@ -125,7 +127,7 @@ def time_models(
     return Timing(median(times[0]), median(times[1]), count, threads)
 
 
-def _run_ms(session: Any, feed: Feed) -> float:  # noqa: ANN401 - ONNX Runtime has no types
+def _run_ms(session: Any, feed: Feed) -> float:  # noqa: ANN401 - ONNX Runtime has no type annotations
     with ort_errors():
         start = time.perf_counter()
         session.run(None, feed)
@@ -140,21 +142,24 @@ def parse_shapes(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
         parts = [part.strip() for part in sizes.replace("x", ",").split(",")]
         if not sign or not all(_SIZE.fullmatch(part) for part in parts):
             raise SpecError(
-                f"invalid --shape {text[:MAX_CHARS_SHOWN]!r}: expected NAME=1,3,224,224, sizes of up to 10 digits"
+                f"invalid --shape {text[:MAX_CHARS_SHOWN]!r}: expected NAME=1,3,224,224 with sizes of 1 to 10 digits"
             )
         shapes[name] = tuple(int(part) for part in parts)
     return shapes
 
 
 def random_inputs(model: ModelSource, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Feed:
-    """Return random inputs for a model, the same on every call: normal floats, and integers 0 or 1.
+    """Return random inputs for a model: normally distributed floats, and integers 0 or 1.
+
+    All calls return the same values.
 
     Args:
         model: the model.
-        shapes: shapes by input name; for other inputs, axes that the model leaves open have size 1.
+        shapes: shapes by input name. An input that is not listed has the model's shape, with size 1 for dynamic axes.
 
     Raises:
-        SpecError: an unknown input name, or an input of unknown rank, of a non-numeric type, or too large.
+        SpecError: a name in ``shapes`` is unknown, or an input has an unknown rank, a non-numeric type or too many
+            elements.
         ShapeError: a shape does not fit the model.
 
     >>> from onnx import parser

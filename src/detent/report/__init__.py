@@ -1,7 +1,8 @@
 """Reports on quantized models, layer by layer, as a single HTML file and as JSON. Import as ``qr``.
 
-``build`` reports on a quantized file, ``build_from_evaluation`` on one that ``detent.evaluate`` has evaluated, and
-``compare`` compares two reports. ``import detent.report`` is light: ``build`` imports ONNX, ``to_html`` imports Jinja.
+``build`` makes the report of a quantized file, ``build_from_evaluation`` the report of an evaluation from
+``detent.evaluate``, and ``compare`` compares two reports. ``import detent.report`` is fast: only ``build`` imports
+ONNX, and only ``to_html`` imports Jinja.
 """
 
 from detent.report.builder import build, build_from_evaluation

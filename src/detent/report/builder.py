@@ -1,4 +1,4 @@
-"""Builders of reports, from a quantized file or from its evaluation. ONNX is imported when one is called."""
+"""Builders of reports, from a quantized file or from its evaluation. ONNX is imported when a builder is called."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "build_from_evaluation"]
 
-EVALUATION_BATCHES = 4  # held-out batches on which activations are measured
+EVALUATION_BATCHES = 4  # evaluation batches on which activations are measured
 
 
 def build(  # noqa: PLR0913 - all optional inputs of a report
@@ -41,13 +41,13 @@ def build(  # noqa: PLR0913 - all optional inputs of a report
     Args:
         artifact: a quantized ONNX file, from ``qo.quantize``, ``qt.export_onnx`` or another tool.
         data: batches; activations are measured on the first eight. Without data there are no statistics of activations.
-        source: the float model; without it and without ``result`` nothing is compared with float.
-        result: the report of ``qo.quantize``, with specs, reasons, and the float model after accuracy passes.
+        source: the float model. Without ``source`` and ``result``, nothing is compared with a float model.
+        result: the report of ``qo.quantize``; it has specs, reasons, and the float model after accuracy passes.
         verification: the result of ``dt.verify``.
-        sensitivity: the result of ``qs.measure``; layers are then ranked by it.
-        mix: the mix that ``Sensitivity.choose`` returned.
+        sensitivity: the result of ``qs.measure``; if given, layers are ranked by sensitivity.
+        mix: the mixed-precision allocation that ``Sensitivity.choose`` returned.
         title: title of the report; the name of the file by default.
-        facts: further labels and texts for the summary.
+        facts: further lines for the summary, as texts by label.
         tables: further tables for the summary.
         command: command line that produced the file.
 

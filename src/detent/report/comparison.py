@@ -27,21 +27,24 @@ class ComparedLayer:
 
     @property
     def sqnr_change_db(self) -> float | None:
-        """SQNR of b minus that of a, in dB: of the layer's output, or else of its weight; None if unknown."""
+        """SQNR in b minus SQNR in a, in dB; None if unknown.
+
+        It is the SQNR of the layer's output or, if that is unknown, of the layer's weight.
+        """
         outputs = [None if layer is None else layer.output_sqnr_db for layer in (self.a, self.b)]
         change = _change(*outputs)
         return _change(_weight_sqnr_db(self.a), _weight_sqnr_db(self.b)) if None in outputs else change
 
     @property
     def nbytes_change(self) -> int | None:
-        """Bytes of b minus those of a; None if unknown."""
+        """Bytes in b minus bytes in a; None if unknown."""
         if self.a is None or self.b is None or self.a.nbytes is None or self.b.nbytes is None:
             return None
         return self.b.nbytes - self.a.nbytes
 
     @property
     def is_changed(self) -> bool:
-        """Whether specs, kernel or codes differ."""
+        """Whether the layer's status, kernel, specs or codes differ between the reports."""
         return _quantization(self.a) != _quantization(self.b) or _codes_differ(self.a, self.b)
 
 
@@ -65,14 +68,19 @@ def _quantization(layer: Layer | None) -> tuple[str, ...]:
 
 
 def _codes_differ(a: Layer | None, b: Layer | None) -> bool:
-    """Return whether both digests are known and differ; specs do not show it if one file stores 4 bits in bytes."""
+    """Return whether the digests of both weights are known and differ.
+
+    Specs may be equal although codes differ, for example if one file stores 4-bit codes in bytes.
+    """
     digests = {"" if layer is None or layer.weight is None else layer.weight.digest for layer in (a, b)}
     return len(digests - {""}) == len((a, b))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two reports compared; ``str`` is a table. Changes are the values of the second minus those of the first.
+    """Comparison of two reports; ``str()`` returns a table.
+
+    Changes are values of the second report minus values of the first.
 
     >>> a = Report("a", 100, 30, (Layer("fc", "Gemm", "integer", output_sqnr_db=30.0, nbytes=20),))
     >>> b = Report("b", 100, 25, (Layer("fc", "Gemm", "integer", output_sqnr_db=24.5, nbytes=15),))
@@ -92,12 +100,12 @@ class Comparison:
 
     @property
     def sqnr_change_db(self) -> float | None:
-        """SQNR of b's worst output minus that of a's, in dB; None if unknown."""
+        """Lowest output SQNR in b minus the lowest in a, in dB; None if unknown."""
         return _change(self.a.sqnr_db, self.b.sqnr_db)
 
     @property
     def has_common_layers(self) -> bool:
-        """Whether both reports have a layer of the same name; also True if one report has no layers."""
+        """Whether a layer name occurs in both reports; True, too, if one of the reports has no layers."""
         return any(each.a and each.b for each in self.layers) or not (self.a.layers and self.b.layers)
 
     def to_json(self) -> str:
@@ -130,7 +138,7 @@ class Comparison:
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
     def to_html(self) -> str:
-        """Render a single HTML file that loads nothing.
+        """Return the comparison as a single HTML file that makes no network requests.
 
         Raises:
             UnsupportedError: Jinja is not installed.
@@ -140,10 +148,10 @@ class Comparison:
         return render_comparison(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a .html or .json file, atomically.
+        """Write a .html or .json file, atomically: readers see the old file or the new one.
 
         Raises:
-            FileFormatError: unsupported suffix.
+            FileFormatError: the suffix is not .html or .json.
         """
         write_report(self, path)
 
@@ -167,7 +175,7 @@ class Comparison:
 def _headline(report: Report, other_nbytes: int | None) -> str:
     total, quantized, integer = report.counts
     change = "" if other_nbytes is None else f" ({report.nbytes_after - other_nbytes:+,})"
-    sqnr = "" if report.sqnr_db is None else f", {report.sqnr_db:.1f} dB"
+    sqnr = "" if report.sqnr_db is None else f", output SQNR {report.sqnr_db:.1f} dB"
     return (
         f"{report.title}: {report.nbytes_after:,} bytes{change}, {quantized} of {total} layers quantized, "
         f"{integer} on integer kernels{sqnr}"
@@ -196,14 +204,14 @@ def _cell(layer: Layer | None) -> str:
 
 
 def compare(a: Report, b: Report) -> Comparison:
-    """Compare two reports: layers of the same name, in the order of the second report.
+    """Compare two reports. Layers are matched by name, and listed in the order of the second report.
 
     Raises:
         DtypeError: ``a`` or ``b`` is not a report.
     """
     for each in (a, b):
         if not isinstance(each, Report):
-            raise DtypeError(f"got {type(each).__name__}, expected two reports: build one with qr.build")
+            raise DtypeError(f"got {type(each).__name__}, expected two reports: build each with qr.build")
     first, second = ({layer.name: layer for layer in each.layers} for each in (a, b))
     names = dict.fromkeys((*second, *first))
     return Comparison(a, b, tuple(ComparedLayer(name, first.get(name), second.get(name)) for name in names))

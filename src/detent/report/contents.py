@@ -51,13 +51,13 @@ from detent.verification.verify_report import VerifyReport
 
 __all__ = ["BATCHES", "ReportInputs", "measure_report"]
 
-BATCHES = 8  # for activation statistics
-PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # whose versions a report lists
+BATCHES = 8  # batches on which activations are measured
+PACKAGES = ("numpy", "onnx", "onnxruntime", "torch")  # a report lists their versions
 
 
 @dataclass(frozen=True)
 class ReportInputs:
-    """Optional inputs of a report: float model, quantize result, verification, sensitivity, texts."""
+    """Optional inputs of a report; see ``detent.report.build``."""
 
     source: ModelSource | None = None
     result: QuantizeReport | None = None
@@ -71,13 +71,13 @@ class ReportInputs:
 
 
 def measure_report(source: ModelSource, data: BatchSource | None, inputs: ReportInputs) -> Report:
-    """Build the report of a file."""
+    """Build the report of a quantized file."""
     model = load_model(source)
     artifact, size = open_quantized(model), model.nbytes
     sizes, batches = size_parts(artifact, size), None
     if data is not None:
         batches = open_batches(data, model.inputs)
-        batches.check_first()  # fail early
+        batches.check_first()  # fail early if the data do not fit
     file_layers = find_layers(artifact)
     reference = _reference(inputs)
     weights = _Weights(artifact, file_layers, reference, inputs.result)
@@ -127,7 +127,7 @@ def _kernels(
 
 
 def _reference(inputs: ReportInputs) -> ModelProto | None:
-    """Return the float model to compare with: after accuracy passes if there is a ``result``, or else the source."""
+    """Return the float model to compare with: the model of ``result`` after accuracy passes, otherwise the source."""
     if inputs.result is not None:
         return inputs.result.plan.model
     return None if inputs.source is None else load(inputs.source)
@@ -163,7 +163,10 @@ class _Weights:
                 self._unchanged.add(layer.name)
 
     def comparable(self) -> list[str]:
-        """Return the tensors that can be compared with float: outputs of layers whose weight was only rounded."""
+        """Return the names of the layer outputs that can be compared with the float model.
+
+        Without ``result``, these are the model's outputs, and outputs of layers whose weight was only rounded.
+        """
         return [
             layer.output
             for layer in self._layers
@@ -234,7 +237,10 @@ def _others(artifact: QuantizedGraph, file_layers: list[FileLayer], activations:
 
 
 def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[tuple[Layer, ...], Basis]:
-    """Sort layers by noise share, largest first, with the first basis that has any noise."""
+    """Sort layers by noise share, largest first; return them and the basis of the shares.
+
+    The basis is the first one with any noise: sensitivity, then layer outputs, weights and inputs.
+    """
     measures: dict[Basis, dict[str, float]] = {
         "sensitivity": sensitivity,
         "output": _noise({each.name: each.output_sqnr_db for each in layers}),
@@ -248,7 +254,7 @@ def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[t
         if total > 0:
             shares = {name: short(value / total) for name, value in finite.items()}
             ranked = [replace(each, noise_share=shares.get(each.name)) for each in layers]
-            # Quantized layers without a share come after those with one, layers in float come last.
+            # First quantized layers with a share, then quantized layers without a share, then layers in float.
             ranked.sort(
                 key=lambda each: (not each.is_quantized, -1.0 if each.noise_share is None else -each.noise_share - 2.0)
             )
@@ -257,18 +263,21 @@ def _ranked(layers: tuple[Layer, ...], sensitivity: dict[str, float]) -> tuple[t
 
 
 def _noise(sqnr_db: Mapping[str, float | None]) -> dict[str, float]:
-    """Convert SQNR in dB to relative noise power; None is left out."""
+    """Convert each SQNR in dB to relative noise power; entries that are None are left out."""
     return {name: float(10 ** (-db / 10)) for name, db in sqnr_db.items() if db is not None}
 
 
 def _sensitivity_noise(sensitivity: Sensitivity, mix: Mix | None, layers: tuple[Layer, ...]) -> dict[str, float]:
-    """Return the measured noise of each layer with the candidate of the mix, of the recipe, or of its spec."""
+    """Return the measured noise of each layer for the candidate that the layer uses.
+
+    That is the candidate chosen in ``mix``, the measured recipe, or the candidate that matches the spec of the weight.
+    """
     specs = {each.name: each.weight.spec for each in layers if each.weight is not None}
     noise = {}
     for each in sensitivity.layers:
         if mix is not None:
             option = mix.options.get(each.name, "")
-        elif sensitivity.recipe is not None:  # the recipe is the only candidate
+        elif sensitivity.recipe is not None:  # the recipe was the only candidate
             option = next(iter(each.noise), "")
         else:
             option = matching_candidate(specs.get(each.name, ""), tuple(each.noise))
@@ -284,7 +293,7 @@ def _output_sqnr(inputs: ReportInputs, activations: ActivationStats) -> tuple[di
         return dict(activations.outputs), "the float model"
     run = None if inputs.verification is None else inputs.verification.end_to_end.get("optimized")
     if run is not None and run.output_sqnr_db:
-        return {name: short(db) for name, db in run.output_sqnr_db.items()}, "the source of the verification"
+        return {name: short(db) for name, db in run.output_sqnr_db.items()}, "the source model of dt.verify"
     return {}, ""
 
 
@@ -311,7 +320,7 @@ def _reproduction(model: LoadedModel, artifact: QuantizedGraph, inputs: ReportIn
 
 
 def _recipe(text: str) -> tuple[str, str]:
-    """Return name and TOML of a recipe; if it cannot be read, "" and its text."""
+    """Return the name and the TOML of a recipe in JSON; if ``text`` cannot be parsed, return "" and ``text``."""
     if not text:
         return "", ""
     try:

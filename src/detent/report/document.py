@@ -1,7 +1,7 @@
-"""Report: all statistics and metrics of a quantized model, as a value that can be written as JSON and HTML.
+"""Report: all statistics and metrics of a quantized model. It can be written as JSON and as HTML.
 
-It contains the results of ``dt.verify`` and ``qs.measure``. Unknown values are None, never estimates: without data
-there is no clip fraction, without the float weight there is no SQNR of a weight.
+A report contains the results of ``dt.verify`` and ``qs.measure`` if they were given. Unknown values are None, never
+estimates: without data there is no clip fraction, and without the float weight a weight has no SQNR.
 """
 
 import json
@@ -20,7 +20,7 @@ from detent.metrics import worst_output
 from detent.recipe import RECIPE_LEAF, Recipe
 from detent.sensitivity.layer_noise import Mix, Sensitivity
 from detent.spec import QuantSpec
-from detent.tables import html_table, table_lines
+from detent.tables import counted, html_table, table_lines
 from detent.verification.verify_report import Difference, Kernel, VerifyReport
 
 __all__ = [
@@ -40,7 +40,7 @@ __all__ = [
 
 Status = Literal["integer", "quantized", "float"]
 Basis = Literal["sensitivity", "output", "weight", "input", "none"]
-BINS = 64  # of a histogram
+BINS = 64  # largest number of bins of a histogram
 DIGITS = 6  # significant digits of numbers in a report
 VERSION, KIND = 4, "detent-report"
 ISLAND = re.compile(r'<script type="application/json" id="report-data">(.*?)</script>', re.DOTALL)
@@ -48,7 +48,7 @@ MAX_LAYERS_SHOWN = MAX_CHARS_SHOWN = 20
 
 
 def short(value: float) -> float:
-    """Round a number to the significant digits of a report."""
+    """Round a number to six significant digits, as in reports."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -88,15 +88,21 @@ class Tensor:
     """Statistics of a weight or an activation, and its quantization.
 
     Attributes:
-        spec: how it is quantized.
+        name: name of the tensor in the file.
+        spec: how the tensor is quantized.
         shape: shape of a weight; () for activations, whose shapes vary.
         elements: number of elements measured.
-        minimum, maximum: smallest and largest value; for weights after dequantization.
-        clip_low, clip_high: clipping range in the units of the histogram; None if elements have different ranges.
+        minimum: smallest value; for weights, after dequantization.
+        maximum: largest value; for weights, after dequantization.
+        clip_low: lower bound of the clipping range, in the units of the histogram. None if it is unknown or not the
+            same for all elements.
+        clip_high: upper bound of the clipping range, like ``clip_low``.
         sqnr_db: SQNR of quantizing this tensor.
         clip_fraction: share of elements outside the clipping range.
-        codes_used, codes_available: number of different codes that occur, and that exist.
-        code_low, code_high: smallest and largest code that occurs, minus the zero point.
+        codes_used: number of different codes that occur.
+        codes_available: number of codes that the format has.
+        code_low: smallest code that occurs, minus the zero point.
+        code_high: largest code that occurs, minus the zero point.
         digest: SHA-256 of a weight's codes, scales and zero points.
         scales: number of scales.
         histogram: histogram of an activation's values, or of a weight's codes.
@@ -132,7 +138,7 @@ class Tensor:
 
     @property
     def codes_text(self) -> str:
-        """Smallest and largest code as text; "" if unknown."""
+        """Smallest and largest code that occur, as text; "" if unknown."""
         return "" if self.code_low is None or self.code_high is None else f"codes {self.code_low}..{self.code_high}"
 
 
@@ -141,17 +147,19 @@ class Layer:
     """Statistics of one layer.
 
     Attributes:
-        name, type: name and type of the node, or of the module if the file was exported from PyTorch.
-        status: "integer" if it runs on an integer kernel, "quantized" if it is dequantized and computed in float,
-            "float" if it was kept in float.
+        name: name of the node, or of the module if the file was exported from PyTorch.
+        type: operator of the node.
+        status: "integer" if the layer runs on an integer kernel, "quantized" if it is dequantized and computed in
+            float, "float" if it is kept in float.
         kernel: operator that runs the layer in ONNX Runtime on this machine.
-        reason: why it was kept in float.
+        reason: why the layer is kept in float.
         note: further information.
-        weight, input: statistics of its weight and of its input.
-        output_sqnr_db: SQNR of its output compared with the float model, with all earlier layers quantized.
-        noise_share: its share of the noise of all layers; ``Report.noise_share_basis`` says which noise.
-        nbytes_float: bytes of its weight in float32.
-        nbytes: bytes of its weight in the file, with scales and zero points.
+        weight: statistics of the layer's weight.
+        input: statistics of the layer's input.
+        output_sqnr_db: SQNR of the layer's output compared with the float model, with all earlier layers quantized.
+        noise_share: the layer's share of the noise of all layers; ``Report.noise_share_basis`` says which noise.
+        nbytes_float: bytes of the weight in float32.
+        nbytes: bytes of the weight in the file, including scales and zero points.
 
     >>> Layer("fc", "MatMul", "integer", kernel="QGemm").is_quantized
     True
@@ -178,7 +186,7 @@ class Layer:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weight or its input is quantized."""
+        """Whether the layer's weight or input is quantized."""
         return self.status != "float"
 
 
@@ -201,7 +209,7 @@ class Table:
     >>> Table("Accuracy", ("model", "top 1"), (("float",),))
     Traceback (most recent call last):
     ...
-    detent.errors.SpecError: row 0 of table 'Accuracy' has 1 cells, expected 2: model, top 1
+    detent.errors.SpecError: row 0 of table 'Accuracy' has 1 cell, expected 2: model, top 1
     """
 
     title: str
@@ -215,7 +223,7 @@ class Table:
         for i, row in enumerate(self.rows):
             if len(row) != len(self.columns):
                 raise SpecError(
-                    f"row {i} of table {self.title!r} has {len(row)} cells, expected {len(self.columns)}: "
+                    f"row {i} of table {self.title!r} has {counted(len(row), 'cell')}, expected {len(self.columns)}: "
                     f"{', '.join(self.columns)}"
                 )
 
@@ -225,15 +233,16 @@ class Reproduction:
     """Everything needed to produce the file again.
 
     Attributes:
-        written_by: version of detent that wrote the file; "" if another tool did.
-        target: target of the quantization.
-        recipe, recipe_toml: name and text of the recipe.
+        written_by: version of detent that wrote the file; "" if another tool wrote it.
+        target: runtime and CPU that the file was quantized for.
+        recipe: name of the recipe.
+        recipe_toml: the recipe as TOML.
         data: hash of the calibration data.
         sha256: hash of the file.
         command: command line that produced the file.
         versions: versions of the packages that built this report.
-        machine: processor family.
-        instruction_set: instruction set of detent's kernels.
+        machine: processor family of the machine that built this report.
+        instruction_set: instruction set of detent's kernels on that machine.
         origin: "onnx" for files from ``qo.quantize``, "torch" for files from ``qt.export_onnx``, or "other".
     """
 
@@ -251,16 +260,18 @@ class Reproduction:
 
 
 def matching_candidate(spec: str, options: Sequence[str]) -> str:
-    """Return the candidate that a weight with that spec was measured with; "" if none or several match.
+    """Return the candidate that was measured for a weight with this spec; "" if no candidate or several match.
 
-    The spec of a layer is complete and has the layer's own axis; candidates are short texts, as users write them.
+    Args:
+        spec: complete spec of a layer's weight, with the layer's own axis.
+        options: the candidates, as the short texts that users write.
     """
     layer_spec = _parsed(spec)
     if layer_spec is None:
         return ""
     parsed = {option: each for option in options if (each := _parsed(option)) is not None}
     matches = [option for option, each in parsed.items() if _key(each) == _key(layer_spec)]
-    if len(matches) > 1:  # e.g. symmetric and affine candidates
+    if len(matches) > 1:  # such as a symmetric and an affine candidate
         granularity = layer_spec.granularity
         matches = [option for option in matches if replace(parsed[option], granularity=granularity) == layer_spec]
     return matches[0] if len(matches) == 1 else ""
@@ -274,7 +285,7 @@ def _parsed(text: str) -> QuantSpec | None:
 
 
 def _key(spec: QuantSpec) -> tuple[object, ...]:
-    """Return the format and the kind and size of the granularity, without its axis."""
+    """Return the format, and the kind and size of the granularity, but not its axis."""
     granularity = spec.granularity.to_dict()
     return spec.format.name, granularity["kind"], granularity.get("size"), str(granularity.get("sizes"))
 
@@ -312,25 +323,28 @@ _LEAVES = {
 
 @dataclass(frozen=True)
 class Report:
-    """Report on a quantized model, from ``build``; ``str`` is a table of the most sensitive layers.
+    """Report on a quantized model, from ``build``; ``str()`` returns a table of the most sensitive layers.
 
     Attributes:
         title: title of the report.
         nbytes_before: size of the float model in bytes; None if unknown.
         nbytes_after: size of the quantized model in bytes.
-        layers: layers by noise share, largest first; layers in float come last.
+        layers: layers sorted by noise share, largest first; layers in float come last.
         others: quantized activations that no layer reads directly.
         sizes: sizes of the parts of the file.
-        noise_share_basis: the noise that noise shares are computed from, relative to the signal: at the model's outputs
-            with only that layer quantized ("sensitivity"), in the layer's output ("output"), weight or input.
-        output_sqnr_db: SQNR of each float output.
-        output_sqnr_against: the reference of that SQNR, as text.
-        agreement: top-1 agreement, 0 to 1.
+        noise_share_basis: where noise is measured, relative to the signal: "sensitivity" (model outputs, only that
+            layer quantized), "output", "weight" or "input" (of the layer), or "none".
+        output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
+        output_sqnr_against: the model that outputs were compared with, as text.
+        agreement: top-1 agreement, from 0 to 1.
         batches: number of batches on which activations were measured.
-        facts, tables: labels, texts and tables that a user added to the summary.
-        sensitivity, mix, verification: results of ``qs.measure``, ``Sensitivity.choose`` and ``dt.verify``.
+        facts: pairs of label and text that a user added to the summary.
+        tables: tables that a user added to the summary.
+        sensitivity: the result of ``qs.measure``.
+        mix: the result of ``Sensitivity.choose``.
+        verification: the result of ``dt.verify``.
         reproduction: everything needed to produce the file again.
-        steps: accuracy passes that changed the model.
+        steps: what the accuracy passes changed, and hints.
         notes: measurements that were not possible, and why.
 
     >>> report = Report("small", 100, 30, (Layer("fc", "Gemm", "integer", "QGemm", noise_share=1.0),))
@@ -368,7 +382,7 @@ class Report:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Number of layers, of quantized layers, and of layers on integer kernels."""
+        """Three numbers: all layers, quantized layers, and layers on integer kernels."""
         quantized = sum(layer.is_quantized for layer in self.layers)
         return len(self.layers), quantized, sum(layer.status == "integer" for layer in self.layers)
 
@@ -383,7 +397,7 @@ class Report:
         return self.output_sqnr_db.get(self.worst_output)
 
     def to_json(self) -> str:
-        """Serialize to JSON with a version; NaN and infinite numbers are written as text."""
+        """Return the report as JSON with a version; NaN and infinite numbers are written as strings."""
         document = {"kind": KIND, "version": VERSION, **encode(self, _LEAVES)}
         return json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -392,17 +406,17 @@ class Report:
         """Read a report that ``to_json`` wrote; the text is untrusted.
 
         Raises:
-            FileFormatError: not JSON, an unsupported version, or unexpected keys and values.
+            FileFormatError: the text is not JSON, has an unsupported version, or has unexpected keys or values.
         """
         document = parse(text, "the report")
         kind, version = (document.pop(key, None) for key in ("kind", "version"))
         if kind != KIND:
             shown = str(kind)[:MAX_CHARS_SHOWN]
             raise FileFormatError(f"the text is not a detent report: its kind is {shown!r}, expected {KIND!r}")
-        if type(version) is not int or version != VERSION:  # True and 1.0 equal 1
+        if type(version) is not int or version != VERSION:  # without the type check, 4.0 would pass as 4
             shown = str(version)[:MAX_CHARS_SHOWN]
             raise FileFormatError(
-                f"the report has version {shown}, this version of detent reads {VERSION}: build it again"
+                f"the report has version {shown}, but this detent reads version {VERSION}: build the report again"
             )
         try:
             return decode(cls, document, "report", _LEAVES)
@@ -434,7 +448,7 @@ class Report:
         return cls.from_json(island.group(1))
 
     def to_html(self) -> str:
-        """Render a single HTML file that loads nothing.
+        """Return the report as a single HTML file that makes no network requests.
 
         Raises:
             UnsupportedError: Jinja is not installed.
@@ -447,14 +461,14 @@ class Report:
         """Write a .html or .json file, atomically: readers see the old file or the new one.
 
         Raises:
-            FileFormatError: unsupported suffix.
+            FileFormatError: the suffix is not .html or .json.
         """
         write_report(self, path)
 
     def __str__(self) -> str:
         rows = [_row(layer) for layer in self.layers[:MAX_LAYERS_SHOWN]]
         more = len(self.layers) - len(rows)
-        lines = [*(table_lines([_HEAD, *rows]) if rows else []), *([f"and {more} more"] if more else [])]
+        lines = [*(table_lines([_HEAD, *rows]) if rows else []), *([f"and {more} more layers"] if more else [])]
         return "\n".join([self._headline(), *lines])
 
     def __repr__(self) -> str:
@@ -467,7 +481,7 @@ class Report:
         total, quantized, integer = self.counts
         before = "" if self.nbytes_before is None else f"{self.nbytes_before:,} -> "
         ratio = f" ({self.nbytes_after / self.nbytes_before:.3f})" if self.nbytes_before else ""
-        sqnr = "" if self.sqnr_db is None else f", {self.sqnr_db:.1f} dB"
+        sqnr = "" if self.sqnr_db is None else f", output SQNR {self.sqnr_db:.1f} dB"
         return (
             f"{self.title}: {before}{self.nbytes_after:,} bytes{ratio}, {quantized} of {total} layers quantized, "
             f"{integer} on integer kernels{sqnr}"
@@ -475,7 +489,7 @@ class Report:
 
 
 class Renderable(Protocol):
-    """A value that has a JSON and an HTML form."""
+    """An object that can be written as JSON and as HTML."""
 
     def to_json(self) -> str: ...
 
@@ -491,7 +505,7 @@ def write_report(report: Renderable, path: str | os.PathLike[str]) -> None:
 
 
 def check_suffix(path: Path) -> None:
-    """Reject files that are neither .html nor .json."""
+    """Raise FileFormatError for a path that ends with neither .html nor .json."""
     if path.suffix.lower() not in {".html", ".json"}:
         raise FileFormatError(f"got {os.fspath(path)!r}, expected a report with the suffix .html or .json")
 

@@ -1,7 +1,7 @@
 """Layers of a quantized file: each with the codes of its weight and the QuantizeLinear node of its input.
 
-Layers are nodes with weights, embedding lookups in quantized tables, and activation-activation matmuls, in files from
-any tool. Names come from the metadata if detent wrote the file, or else from the nodes.
+The file may come from any tool. Layers are nodes with weights, embedding lookups in quantized tables, and
+activation-activation matmuls. Their names come from the metadata if detent wrote the file, otherwise from the nodes.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ __all__ = ["FileLayer", "Origin", "find_layers", "kernels_by_layer", "origin_of"
 Origin = Literal["onnx", "torch", "other"]
 
 _PASSING = (*MOVING, "Identity", "MaxPool")  # operators that only move or select values
-SUFFIX = ".weight"  # of parameter names in PyTorch
+SUFFIX = ".weight"  # ends the names of weights in PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,18 +29,18 @@ class FileLayer:
     name: str
     node: NodeProto
     weight: WeightCodes | None = None
-    quantizer: QuantizeNode | None = None  # QuantizeLinear node of its input
+    quantizer: QuantizeNode | None = None  # QuantizeLinear node of the layer's input
     float_weight: str = ""
-    reason: str = ""  # why it is in float, if known
+    reason: str = ""  # why the layer is in float, if known
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weight is quantized, or the inputs of an activation-activation matmul."""
+        """Whether the layer's weight is quantized or, for an activation-activation matmul, its input."""
         return self.weight is not None or (self.quantizer is not None and not self.float_weight)
 
     @property
     def output(self) -> str:
-        """Name of its output tensor; "" without one."""
+        """Name of the layer's output tensor; "" if there is no output."""
         return self.node.output[0] if self.node.output else ""
 
 
@@ -52,7 +52,7 @@ def origin_of(artifact: QuantizedGraph) -> Origin:
     if provenance.data or provenance.source:  # qt.export_onnx writes neither
         return "onnx"
     nodes = {node_name(node) for node in artifact.graph.nodes}
-    if not nodes.isdisjoint(provenance.weights.values()):  # nodes of ONNX models may be named like fc.weight
+    if not nodes.isdisjoint(provenance.weights.values()):  # recorded by node name, even if it is fc.weight
         return "onnx"
     names = (*provenance.weights.values(), *provenance.activations.values())
     return "torch" if any(name.endswith((SUFFIX, "_quantizer")) for name in names) else "onnx"
@@ -105,7 +105,7 @@ class _Finder:
         return name
 
     def _table(self, node: NodeProto) -> WeightCodes | None:
-        """Return the codes of an embedding table; its rows may be gathered before or after DequantizeLinear."""
+        """Return the codes of the embedding table that a Gather node reads, before or after DequantizeLinear."""
         if node.op_type != "Gather":
             return None
         return self.by_name.get(node.input[0], self.by_output.get(node.input[0]))
@@ -130,5 +130,6 @@ class _Finder:
 def kernels_by_layer(artifact: QuantizedGraph, layers: list[FileLayer]) -> dict[str, str]:
     """Return the operator that runs each layer in ONNX Runtime on this machine."""
     nodes = {each.weight.name: node_name(each.node) for each in layers if each.weight is not None}
-    kernels = kernels_of(artifact.model, names=nodes)  # by node: metadata may lack layer names, or name modules
+    # Looked up by node name, because names in the metadata may be missing, or may be names of modules.
+    kernels = kernels_of(artifact.model, names=nodes)
     return {each.name: kernels[node_name(each.node)] for each in layers if node_name(each.node) in kernels}

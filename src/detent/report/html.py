@@ -1,8 +1,8 @@
-"""Reports as HTML: number formats, charts as SVG paths, and Jinja templates.
+"""HTML form of reports: number formats, charts as SVG paths, and Jinja templates.
 
-The file contains its styles, script and data, and loads nothing. Jinja escapes all text, because layer names come from
-untrusted files. A Content-Security-Policy allows only the report's own style and script, by their hashes, and forbids
-all connections.
+An HTML file contains its styles, script and data, and makes no network requests. Jinja escapes all text, because layer
+names come from untrusted files. A Content-Security-Policy allows only the report's own style and script, by their
+hashes, and forbids all connections.
 """
 
 import re
@@ -31,15 +31,15 @@ __all__ = ["render_comparison", "render_report", "skip_argument"]
 
 NONE = "\u2013"  # an en dash, for unknown values
 MINUS = "\u2212"
-WIDTH, HEIGHT = 320.0, 96.0  # of a histogram, in SVG units
+WIDTH, HEIGHT = 320.0, 96.0  # size of a histogram in SVG units
 CURVE_WIDTH, CURVE_HEIGHT = 640.0, 240.0
-CURVE_POINTS = 256  # largest number of points drawn
+CURVE_POINTS = 256  # about as many points of a curve are drawn at most
 MIN_SHARE_SHOWN = 1e-4  # smaller shares are shown as "< 0.01 %"
 Lines = tuple[float | None, float | None]
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with that many significant digits and a typographic minus sign."""
+    """Format a number with ``digits`` significant digits and a typographic minus sign."""
     if value is None or isnan(value):
         return NONE
     if not isfinite(value):
@@ -57,7 +57,7 @@ def db(value: float | None) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Format a share in percent, with a narrow space; small shares are never shown as 0."""
+    """Format a share in percent, with a narrow space before the sign; small shares are never shown as 0."""
     if value is None or not isfinite(value):
         return NONE
     if value == 0:
@@ -96,20 +96,20 @@ class Bars:
     path: str  # bars inside the clipping range
     clipped: str  # bars outside the clipping range
     thick: float
-    low: float | None  # positions of the clip lines; None if unknown or outside the drawing
-    high: float | None
-    first: float  # values at the left and right edge
-    last: float
+    low: float | None  # position of the lower clip line; None if unknown or outside the drawing
+    high: float | None  # position of the upper clip line; None if unknown or outside the drawing
+    first: float  # value at the left edge
+    last: float  # value at the right edge
     data: str  # data for tooltips
     text: str
 
 
 def bars(tensor: Tensor) -> Bars | None:
-    """Draw a tensor's histogram with its clip lines; None without a histogram."""
+    """Draw a tensor's histogram, with lines at the clipping range; None without a histogram."""
     histogram = tensor.histogram
     if histogram is None:
         return None
-    half = 0.5 if histogram.of == "codes" else 0.0  # the bins of codes are centered on them
+    half = 0.5 if histogram.of == "codes" else 0.0  # bins are centered on codes
     lines = (
         None if tensor.clip_low is None else tensor.clip_low - half,
         None if tensor.clip_high is None else tensor.clip_high + half,
@@ -128,14 +128,14 @@ def bars(tensor: Tensor) -> Bars | None:
 
 
 def _extent(histogram: Histogram, lines: Lines) -> tuple[float, float]:
-    """Return both ends of the x axis: it includes clip lines up to one width of the histogram away."""
+    """Return the range of the x axis. It includes clip lines that are at most one histogram width away."""
     low, high, width = histogram.low, histogram.high, histogram.high - histogram.low
     near = [line for line in lines if line is not None and low - width <= line <= high + width]
     return min([low, *near]), max([high, *near])
 
 
 def _strokes(histogram: Histogram, lines: Lines, low: float, width: float) -> tuple[str, str]:
-    """Draw the bars between the clip lines and those outside, each as a vertical stroke."""
+    """Draw bars as vertical strokes. Return the bars between the clip lines, and the bars outside."""
     highest = log1p(max(histogram.counts)) or 1.0
     parts: tuple[list[str], list[str]] = ([], [])
     for i, count in enumerate(histogram.counts):
@@ -162,7 +162,7 @@ def _description(tensor: Tensor, histogram: Histogram) -> str:
     half = 0.5 if histogram.of == "codes" else 0.0
     start = histogram.low + fullest * histogram.width + half
     stop = histogram.low + (fullest + 1) * histogram.width - half
-    noun = "codes minus their zero point" if histogram.of == "codes" else "values"
+    noun = "codes (zero point subtracted)" if histogram.of == "codes" else "values"
     low, high = (
         (tensor.minimum, tensor.maximum)
         if histogram.of == "values"
@@ -176,13 +176,13 @@ def _description(tensor: Tensor, histogram: Histogram) -> str:
     if tensor.clip_low is not None and tensor.clip_high is not None:
         parts.append(f"the clipping range is {number(tensor.clip_low)} to {number(tensor.clip_high)}")
     if tensor.clip_fraction is not None:
-        parts.append(f"{percent(tensor.clip_fraction)} are clipped")
+        parts.append(f"{percent(tensor.clip_fraction)} of the values are clipped")
     return "; ".join(parts) + "."
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of the bar of file sizes."""
+    """One part of the bar that shows file sizes."""
 
     name: str
     nbytes: int
@@ -193,7 +193,7 @@ class Slice:
 
 
 def slices(sizes: Sequence[Size]) -> list[Slice]:
-    """Return the parts of a bar of width 100."""
+    """Return the parts of the bar that shows file sizes; the whole bar has width 100."""
     total = sum(part.nbytes for part in sizes) or 1
     parts, at = [], 0.0
     for tone, part in enumerate(sizes):
@@ -205,7 +205,7 @@ def slices(sizes: Sequence[Size]) -> list[Slice]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line chart of bytes and SQNR as SVG, with ticks."""
+    """A line chart of SQNR against weight size as SVG, with ticks."""
 
     path: str
     dots: tuple[tuple[float, float, str], ...]
@@ -217,13 +217,13 @@ class Curve:
 
 
 def curve_points(points: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
-    """Thin a curve to about ``CURVE_POINTS`` points; the last point stays."""
+    """Return at most about ``CURVE_POINTS`` points of a curve, including the last point."""
     step = -(-len(points) // CURVE_POINTS) or 1
     return (*points[:-1:step], *points[-1:]) if step > 1 else points
 
 
 def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve | None:
-    """Draw the predicted SQNR over the bytes of all weights; None with fewer than two points."""
+    """Draw the predicted SQNR against the total size of the weights; None with fewer than two points."""
     points = [(size, value) for size, value in points if isfinite(value)]
     if len(points) < 2:
         return None
@@ -253,7 +253,7 @@ def curve(points: Sequence[tuple[int, float]], mix: Mix | None = None) -> Curve 
 NOISE_SHARE = "Noise share: {}, divided by the sum over all layers."
 BASES = {
     "sensitivity": NOISE_SHARE.format("noise at the model's outputs with only this layer quantized"),
-    "output": NOISE_SHARE.format("noise in this layer's output, including error of earlier layers"),
+    "output": NOISE_SHARE.format("noise in this layer's output, including errors from earlier layers"),
     "weight": NOISE_SHARE.format("relative quantization error of this layer's weight"),
     "input": NOISE_SHARE.format("relative quantization error of this layer's input"),
     "none": "Noise shares were not measured: build the report with data and the float model.",
@@ -262,7 +262,7 @@ _NUMERIC = re.compile(r"[\s<>=~±+\-\u2212\u2013.,\d]*\d[\d.,]*\s*(%|dB|ms|s|x|\
 
 
 def render_report(report: Report) -> str:
-    """Render a report."""
+    """Render a report as HTML."""
     total, quantized, integer = report.counts
     points = () if report.sensitivity is None else curve_points(report.sensitivity.curve())
     return _render(
@@ -282,13 +282,13 @@ def render_report(report: Report) -> str:
 
 
 def render_comparison(both: Comparison) -> str:
-    """Render a comparison of two reports."""
+    """Render a comparison of two reports as HTML."""
     title = f"{both.a.title} and {both.b.title}"
     return _render("comparison.html.j2", title, both=both, island=_island(both.to_json()))
 
 
 def skip_argument(name: str) -> str:
-    """Return the argument of --skip for exactly that layer, escaped for patterns and the shell."""
+    """Return the argument of --skip that selects exactly this layer, escaped for patterns and for the shell."""
     return shlex.quote(exact_pattern(name))
 
 
@@ -313,7 +313,7 @@ def _hash(text: str) -> str:
 
 
 def _island(text: str) -> str:
-    """Escape JSON for a script element, which would end at the first ``</``."""
+    """Escape JSON for use in a script element, which would otherwise end at the first ``</``."""
     escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
     return re.sub("[<>&\u2028\u2029]", lambda match: escaped[match.group()], text)
 
@@ -341,7 +341,7 @@ def _environment() -> "Environment":
 
 
 def _key(value: float | None) -> str:
-    """Return the sort key of a number; unknown values sort last."""
+    """Return the sort key of a number for the script; unknown values sort last."""
     if value is None or value != value:  # noqa: PLR0124 - only NaN differs from itself
         return ""
     return f"{value:.8g}" if isfinite(value) else ("1e308" if value > 0 else "-1e308")

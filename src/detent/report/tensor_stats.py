@@ -1,12 +1,12 @@
 """Statistics of weights and activations: ranges, clipping, SQNR, code usage, histograms.
 
-Weights are read from the file. Activations are measured in one pass over some batches: the quantized model runs
-unoptimized, so that each tensor is exactly the input of its quantizer, and the float model runs on the same batches.
+Weights are read from the file. Activations are measured in one pass over some batches. The quantized model runs without
+optimizations, so that each tensor is exactly the input of its quantizer. The float model runs on the same batches.
 Statistics of quantizers use all elements; the comparison of layer outputs uses an evenly spaced subset of each batch.
 
-The range of a histogram is unknown until all data were seen. Bins are ``[k w, (k + 1) w)`` for integers k and a width w
-that is a power of two. If data need more bins than available, w doubles and pairs of bins are merged: no count is lost,
-and the bins do not depend on the order of batches.
+The range of a histogram is known only after the last batch. Bins are ``[k w, (k + 1) w)`` for integers k and a width w
+that is a power of two. If the data need more bins than available, w doubles and pairs of bins are merged. So no count
+is lost, and the bins do not depend on the order of batches.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,13 +46,13 @@ __all__ = [
 
 Array = NDArray[Any]
 Feed = Mapping[str, Array]
-FINE_BINS = 2048  # bins while counting; the histogram of a report merges them
+FINE_BINS = 2048  # bins used while counting; they are merged into the few bins of a report
 FLOAT_NBYTES = 4
-MIN_ROUNDED_SHARE = 0.995  # share of elements that must be the rounded or clipped float weight
-ROUNDING_SLACK = 1e-3  # relative to the scale
+MIN_ROUNDED_SHARE = 0.995  # share of elements that must be rounded or clipped float weights
+ROUNDING_SLACK = 1e-3  # tolerance for a rounded float weight, relative to the scale
 WIDE_TYPE_RATIO = 4  # if a type has over 4 times the range of the codes, the codes have fewer bits than the type
 MAX_OUTPUT_ELEMENTS = 1 << 17  # elements of a layer's output that are compared per batch
-MAX_CODES_COUNTED = 1 << 16  # number of codes of 16-bit formats
+MAX_CODES_COUNTED = 1 << 16  # as many codes as 16-bit formats have
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
@@ -67,7 +67,7 @@ class Distribution:
         self._counts = np.zeros(0, np.int64)
 
     def add(self, values: Array) -> None:
-        """Add a batch; non-finite values are only counted."""
+        """Add a batch. NaN and infinite values are counted, but do not enter the histogram."""
         flat = np.asarray(values).ravel()
         finite = np.isfinite(flat)
         if not finite.all():
@@ -93,7 +93,7 @@ class Distribution:
         return float(2.0 ** (self._exponent or 0))
 
     def _widen(self) -> None:
-        """Double the width of bins until the range fits."""
+        """Double the width of the bins until ``FINE_BINS`` bins cover the range."""
         extent = max(self.maximum - self.minimum, abs(self.maximum) * 1e-6, abs(self.minimum) * 1e-6, 1e-30)
         needed = max(frexp(min(extent, 1e300) / (FINE_BINS - 2))[1], -100)
         if self._exponent is None:
@@ -118,7 +118,10 @@ class Distribution:
 
 
 def code_histogram(counts: Array, low: float) -> Histogram | None:
-    """Return a histogram of codes in at most 64 bins of whole codes; ``low`` is the first code."""
+    """Return a histogram of codes with at most 64 bins; ``low`` is the first code.
+
+    Every bin covers the same number of codes.
+    """
     if not counts.size:
         return None
     per_bin = max(1, ceil(counts.size / BINS))
@@ -135,18 +138,21 @@ class FloatWeights:
         self._nodes = {(graph.node_name(node), node.op_type): node for node in reversed(graph.nodes)}
 
     def of(self, name: str, op_type: str) -> Array | None:
-        """Return the weight of the first node with that name and type; None without one."""
+        """Return the weight of the first node with this name and type; None if there is no such float weight."""
         node, graph = self._nodes.get((name, op_type)), self._graph
         constants = [] if node is None else [each for each in node.input[:2] if each in graph.constants]
         return graph.array(constants[0]) if constants and graph.kind(constants[0]) == TensorProto.FLOAT else None
 
 
 def is_same_weight(expected: Array, codes: Array, decoded: Array, scale: Array) -> bool:
-    """Return whether codes are the rounded float weight, and not one that was scaled, folded or trained since."""
+    """Return whether the codes are the rounded float weight.
+
+    They are not if the weight was changed before quantization, such as by equalization, folding or training.
+    """
     if expected.shape != decoded.shape or not expected.size:
         return False
     is_rounded = np.abs(expected - decoded) <= (0.5 + ROUNDING_SLACK) * scale
-    if codes.dtype.kind in "iu":  # clipped elements have the smallest or largest code, and a larger magnitude
+    if codes.dtype.kind in "iu":  # a clipped element has an extreme code, and a larger float value
         is_extreme = (codes == codes.min()) | (codes == codes.max())
         is_rounded |= is_extreme & (np.abs(expected) > np.abs(decoded)) & (np.sign(expected) == np.sign(decoded))
     return float(np.mean(is_rounded)) >= MIN_ROUNDED_SHARE
@@ -157,7 +163,7 @@ def measure_weight(
 ) -> tuple[Tensor, bool]:
     """Return the statistics of a weight, and whether it is the rounded float weight ``expected``.
 
-    ``spec`` is the recipe's spec: the file has only the type of the codes.
+    ``spec`` is the spec from the recipe; None if unknown, because the file records only the type of the codes.
     """
     codes = weight.codes
     layout = layout_in_file(weight, codes.shape)
@@ -165,7 +171,7 @@ def measure_weight(
     name = _weight_spec_text(weight, codes.shape) if spec is None else str(spec)
     base = Tensor(weight.name, name, codes.shape, int(codes.size), scales=int(weight.qparams.scale.size))
     if scale is None or zero is None or not codes.size:
-        return replace(base, note="its scales do not fit its codes"), False
+        return replace(base, note="the scales do not fit the codes"), False
     decoded = ((codes.astype(np.float32) - zero.astype(np.float32)) * scale).astype(np.float32)
     lo, hi = short(float(decoded.min())), short(float(decoded.max()))
     base = replace(base, minimum=lo, maximum=hi, digest=_digest(codes, weight))
@@ -205,7 +211,7 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
     low, high = int(weight.qparams.low) - shift, int(weight.qparams.high) - shift
     if spec is not None and spec.format.is_integer and spec.qmin <= first - shift and last - shift <= spec.qmax:
         low, high = int(spec.qmin), int(spec.qmax)
-    elif high - low > WIDE_TYPE_RATIO * (last - first):  # few bits in a wide type: the clipping range is unknown
+    elif high - low > WIDE_TYPE_RATIO * (last - first):  # codes of few bits, unknown clipping range
         histogram = code_histogram(counts, first - shift)
         return replace(base, codes_used=used, codes_available=high - low + 1, histogram=histogram)
     padded = np.pad(counts, (first - shift - low, high - (last - shift)))
@@ -220,7 +226,10 @@ def _count(base: Tensor, codes: Array, zero: Array, weight: WeightCodes, spec: Q
 
 
 def stored_nbytes(artifact: QuantizedGraph, layer: FileLayer) -> tuple[int | None, int | None]:
-    """Return the bytes of a layer's weight in float32, and in the file with its scales; None without a weight."""
+    """Return two sizes of a layer's weight in bytes: in float32, and in the file including scales and zero points.
+
+    Both are None if the layer has no weight.
+    """
     graph = artifact.graph
     if layer.weight is not None:
         names = {name for name in (layer.weight.name, *layer.weight.constants) if name in graph.constants}
@@ -239,7 +248,7 @@ def _nbytes(graph: Graph, name: str) -> int:
 
 
 def size_parts(artifact: QuantizedGraph, total: int) -> tuple[Size, ...]:
-    """Return the sizes of the parts of a file; bytes that are not constants are graph and metadata."""
+    """Return the sizes of the parts of a file; all bytes that are not constants count as graph and metadata."""
     graph = artifact.graph
     names: dict[str, str] = {}
     for weight in artifact.weights:
@@ -276,7 +285,7 @@ class QuantizerStats:
         self._counts: Array | None = None
 
     def reading(self) -> Reading:
-        """Return the tensors to read from each run."""
+        """Return the reading of the quantizer's input and codes."""
         return Reading((self._x, self._quantizer.codes), self._take)
 
     def _take(self, arrays: Mapping[str, Array]) -> None:
@@ -289,7 +298,7 @@ class QuantizerStats:
             return
         self._seen.add(x)
         self._elements += x.size
-        if not self._qparams.scale.ndim:  # one number, not one per element
+        if not self._qparams.scale.ndim:  # scalars are faster than one value per element
             scale, zero = self._qparams.scale, self._qparams.zero_point
         decoded = (codes.astype(np.float32) - zero.astype(np.float32)) * scale
         self._noise.add(x.astype(np.float32), decoded.astype(np.float32))
@@ -310,7 +319,7 @@ class QuantizerStats:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def result(self) -> Tensor:
-        """Return the statistics; without data only what the file contains."""
+        """Return the statistics; without data, only those that follow from the file."""
         qparams, seen = self._qparams, self._seen
         base = Tensor(
             self._x, _activation_spec_text(self._quantizer), elements=self._elements, scales=int(qparams.scale.size)
@@ -335,7 +344,7 @@ class QuantizerStats:
 
 
 def _narrowed(artifact: QuantizedGraph, quantizer: QuantizeNode) -> QdqParams:
-    """Return the parameters with the code range that a Clip before the quantizer leaves."""
+    """Return the quantizer's parameters, with the range of codes reduced by the Clip before the quantizer."""
     node, graph = artifact.graph.producer(quantizer.x), artifact.graph
     names = [] if node is None else list(node.input[1:3])
     if len(names) != 2 or not all(name in graph.constants for name in names) or quantizer.qparams.scale.ndim:
@@ -367,7 +376,7 @@ def _activation_spec_text(quantizer: QuantizeNode) -> str:
 class ActivationStats:
     """Statistics of activations, over all batches."""
 
-    tensors: Mapping[str, Tensor]  # by name of the QuantizeLinear node
+    tensors: Mapping[str, Tensor]  # statistics by name of the QuantizeLinear node
     results: Mapping[str, float]  # SQNR in dB of layer outputs that both models have
     outputs: Mapping[str, float]  # SQNR in dB of the model's outputs
     agreement: float | None
@@ -378,7 +387,10 @@ class ActivationStats:
 def measure_activations(
     artifact: QuantizedGraph, feeds: Iterable[Feed], reference: ModelProto | None = None, results: Sequence[str] = ()
 ) -> ActivationStats:
-    """Run the quantized and the float model, and measure the SQNR of the tensors ``results`` that both have."""
+    """Run the quantized model and the float model ``reference``, and measure activations.
+
+    The SQNR is measured for outputs, and for the tensors in ``results`` that both models have.
+    """
     quantizers = {each.node: QuantizerStats(artifact, each) for each in artifact.quantize_nodes}
     readings = [each.reading() for each in quantizers.values()]
     floats = None if reference is None else _FloatModel(artifact, reference, results)
@@ -401,7 +413,7 @@ def measure_activations(
 
 
 class _FloatModel:
-    """The float model; keeps its tensors of a batch until the quantized model has run."""
+    """The float model. It keeps its tensors of a batch until the quantized model has run on the same batch."""
 
     def __init__(self, artifact: QuantizedGraph, reference: ModelProto, results: Sequence[str]) -> None:
         graph = Graph(reference)
@@ -415,10 +427,10 @@ class _FloatModel:
         self.fits = set(self.inputs) <= set(artifact.graph.inputs)
         self.has_outputs = set(self.outputs) <= computed
         if not self.fits:
-            self.notes["not compared with float: the inputs of the float model differ from the file's"] = None
+            self.notes["not compared with the float model: its inputs differ from those of the file"] = None
             self.results = []
         elif not self.has_outputs:
-            self.notes["outputs not compared: the outputs of the float model differ from the file's"] = None
+            self.notes["outputs not compared: the float model has other outputs than the file"] = None
         self._kept: dict[str, Array] = {}
         self._expected: list[Array] = []
         self._probe = Probe(reference, self._readings(self._keep, self._keep_outputs))
@@ -452,7 +464,10 @@ class _FloatModel:
 
 
 def _subset(values: Array) -> Array:
-    """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements; the odd step covers all channels."""
+    """Return at most ``MAX_OUTPUT_ELEMENTS`` evenly spaced elements.
+
+    The step is odd, so that in a channels-last tensor it does not always hit the same channels.
+    """
     flat = np.asarray(values).ravel()
     step = -(-flat.size // MAX_OUTPUT_ELEMENTS)
     return flat.copy() if step <= 1 else flat[:: step | 1].copy()

@@ -1,7 +1,7 @@
-"""Verification of a quantized file against its source: bits, results and integer kernels.
+"""Verification of a quantized file against its source: stored bits, computed results and integer kernels.
 
-``verify`` compares and returns a ``VerifyReport``. ``import detent.verification`` loads neither PyTorch nor ONNX; the
-first call does.
+``verify`` returns a ``VerifyReport``. ``import detent.verification`` loads neither PyTorch nor ONNX; the first call of
+``verify`` does.
 """
 
 from detent.verification.verify_call import verify

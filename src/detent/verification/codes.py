@@ -1,12 +1,17 @@
 """Level 1: codes, scales and zero points of a file, compared with its source and with ONNX Runtime.
 
-``WeightCheck`` needs no data. It compares the codes of each weight with the source's (which may be transposed), ONNX
-Runtime's dequantized values with detent's, bias scales with the product of input and weight scale, and codes with the
-limit of the target. ``ActivationCheck`` quantizes the input of each QuantizeLinear node with the *source's* parameters
-and compares the codes.
+``WeightCheck`` needs no data. It checks four things for each weight:
 
-A code counts as wrong if its integer, its scale or its zero point is wrong: with a wrong scale, all codes of a node
-are wrong. ``Tally`` counts the codes and keeps the first mismatch.
+- the codes are those of the source, as stored or transposed;
+- ONNX Runtime dequantizes them to the same values as detent;
+- the bias scale is the input scale times the weight scale;
+- no code exceeds the limit of the target.
+
+``ActivationCheck`` quantizes the input of each QuantizeLinear node with the *source's* parameters and compares the
+codes.
+
+A code counts as wrong if its integer, its scale or its zero point is wrong. So if a node has one wrong scale for all
+codes, all of them are wrong. ``Tally`` counts the codes and keeps the first mismatch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -44,11 +49,14 @@ __all__ = [
 
 Array = NDArray[Any]
 FLOAT_NBYTES = 4
-MAX_DECODED_NBYTES = 1 << 29  # dequantized weights in memory at once; more are decoded in several sessions
+MAX_DECODED_NBYTES = 1 << 29  # if dequantized weights take more memory, several sessions run in turn
 
 
 def code_distance(a: Array, b: Array) -> int:
-    """Return the largest difference between two codes; for float8 and float4, between their values."""
+    """Return the largest difference between a code in ``a`` and the code at the same index in ``b``.
+
+    For float8 and float4, the values of the codes are compared.
+    """
     nbytes = max(a.itemsize, b.itemsize)
     if a.dtype.kind in "iu" and b.dtype.kind in "iu" and nbytes < 8:
         distance = np.subtract(a, b, dtype=np.int16 if nbytes == 1 else np.int64)
@@ -61,7 +69,7 @@ def code_distance(a: Array, b: Array) -> int:
 
 
 def shift_of(params: QuantParams, kind: int) -> int:
-    """Return the offset that a file adds to signed codes stored as an unsigned type; otherwise 0."""
+    """Return the offset that a file adds to store signed codes in the unsigned type ``kind``; 0 without an offset."""
     format = params.spec.format
     if not format.is_integer or not format.signed:
         return 0
@@ -71,7 +79,7 @@ def shift_of(params: QuantParams, kind: int) -> int:
 
 @dataclass(frozen=True)
 class ScaleLayout:
-    """Layout of scales in a tensor: along which axis, and for groups of how many elements."""
+    """Layout of a tensor's scales: their axis (None if per-tensor), and the group size (0 without groups)."""
 
     axis: int | None
     block: int = 0
@@ -83,7 +91,7 @@ class ScaleLayout:
 
 
 def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
-    """Return the layout of a quantizer's scales for data of a rank."""
+    """Return the layout of the scales in ``params``, for data with ``rank`` axes."""
     if isinstance(params, QdqParams):
         return ScaleLayout(params.axis_in(rank), params.block) if params.scale.ndim else ScaleLayout(None)
     granularity = params.spec.granularity
@@ -93,7 +101,7 @@ def layout_of(params: QdqParams | QuantParams, rank: int) -> ScaleLayout:
 
 
 def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
-    """Return the layout of scales in the stored constant; the DequantizeLinear node may see only rows of it."""
+    """Return the layout of scales for the stored constant, even if DequantizeLinear reads only some of its rows."""
     layout = layout_of(weight.qparams, len(shape))
     if weight.direct or layout.axis is None or layout.block:
         return layout
@@ -101,7 +109,7 @@ def layout_in_file(weight: WeightCodes, shape: tuple[int, ...]) -> ScaleLayout:
 
 
 def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array | None:
-    """Broadcast values to one per element; None if they do not fit the shape."""
+    """Broadcast scales or zero points to one value per element; None if they do not fit the shape."""
     if layout.axis is None:
         return np.broadcast_to(values.reshape(()), shape) if values.size == 1 else None
     length = shape[layout.axis]
@@ -117,7 +125,7 @@ def spread(values: Array, layout: ScaleLayout, shape: tuple[int, ...]) -> Array 
 
 
 def _scale_index(index: tuple[int, ...], layout: ScaleLayout) -> tuple[int, ...]:
-    """Return the index of the scale of an element."""
+    """Return the index of the scale that belongs to the element at ``index``."""
     if layout.axis is None:
         return ()
     if not layout.block:
@@ -134,14 +142,15 @@ def _wrong_scale(expected: float, got: float) -> str:
 
 
 def _compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) -> bool:
-    """Count codes whose integer, scale or zero point is not the source's; return True if there are none."""
+    """Count codes whose integer, scale or zero point differs from the source; return True if none differs."""
     candidates = [_Comparison(weight, each) for each in _orientations(weight.codes.shape, source)]
     if not candidates:
         tally.count(source.size, source.size)
         shapes = str(source.shape), str(weight.codes.shape)
         tally.note("wrong shape", weight.node_name, weight.name, (), *shapes)
         return False
-    best = min(candidates, key=lambda each: each.wrong_codes)  # by codes: scales may be wrong in any orientation
+    # Choose the orientation by the integers, because scales may be wrong in both orientations.
+    best = min(candidates, key=lambda each: each.wrong_codes)
     tally.count(weight.codes.size, best.differing)
     if best.differing and tally.first is None:
         best.note(tally)
@@ -149,7 +158,7 @@ def _compare_weight(weight: WeightCodes, source: QuantizedTensor, tally: Tally) 
 
 
 class _Oriented(NamedTuple):
-    """The source's weight, as it is or transposed."""
+    """The source's weight, as stored or transposed."""
 
     codes: Array
     scale: Array
@@ -170,7 +179,7 @@ def _orientations(shape: tuple[int, ...], source: QuantizedTensor) -> list[_Orie
 
 
 class _Comparison:
-    """A weight of the file compared with one orientation of the source's."""
+    """Comparison of a weight in the file with the source's weight in one orientation: as stored, or transposed."""
 
     def __init__(self, weight: WeightCodes, expected: _Oriented) -> None:
         self.weight, self.expected = weight, expected
@@ -236,10 +245,10 @@ class ActivationCheck:
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
-        self.notes: dict[str, None] = {}  # quantizers that were not compared with the source
+        self.notes: dict[str, None] = {}  # names quantizers that were not compared with the source
 
     def readings(self) -> list[Reading]:
-        """List readings of the input and the codes of every QuantizeLinear node."""
+        """Return one reading per QuantizeLinear node: its input and its codes."""
         return [self._reading(quantizer) for quantizer in self._artifact.quantize_nodes]
 
     def _reading(self, quantizer: QuantizeNode) -> Reading:
@@ -248,7 +257,7 @@ class ActivationCheck:
             take = self._taker(quantizer, expected.x, expected.params, expected.shift)
             return Reading((expected.x, quantizer.codes), take)
         if self._source.can_match_weights:
-            note = f"{quantizer.node} is not a quantizer of the source: compared with the file's own parameters"
+            note = f"the source has no quantizer for {quantizer.node}: codes checked with the scales in the file"
             self.notes[note] = None
         return Reading((quantizer.x, quantizer.codes), self._taker(quantizer, quantizer.x, None, 0))
 
@@ -279,7 +288,10 @@ def compare_codes(
     shift: int,
     cause: Callable[[], str] = lambda: "wrong code",
 ) -> None:
-    """Quantize x with the parameters, add the shift, and count the codes of a node that differ from the result."""
+    """Quantize x with ``params``, add ``shift``, and count the codes in ``got`` that differ from the result.
+
+    ``quantizer`` is the node that computed ``got``. ``cause`` returns the text for a wrong code.
+    """
     try:
         codes = quantize(x, params, nan="qmin").codes
     except DetentError as error:
@@ -311,7 +323,7 @@ def compare_codes(
 def _wrong_params(
     tally: Tally, quantizer: QuantizeNode, params: QuantParams, shift: int, shape: tuple[int, ...]
 ) -> Array | None:
-    """Return a mask of elements with a wrong scale or zero point in the file; None if there are none."""
+    """Return a mask of the elements whose scale or zero point in the file is wrong; None if all are right."""
     rank, own = max(len(shape), 1), quantizer.qparams
     layout, expected = layout_of(own, rank), layout_of(params, rank)
     if layout != expected or own.scale.shape != params.scale.shape:
@@ -335,15 +347,15 @@ def _wrong_params(
     return spread(wrong, layout, shape)
 
 
-# Weights, biases and limits of the file, without the source
+# Checks of the file that do not need the source: dequantization, biases, limits of the target
 
 
 class _Decoded(NamedTuple):
     """A weight and its dequantized values.
 
     Attributes:
-        expected: detent's values, or the error if the parameters are invalid.
-        got: ONNX Runtime's values; None if the DequantizeLinear node reads moved or looked-up codes.
+        expected: values computed by detent, or the error if the parameters are invalid.
+        got: values computed by ONNX Runtime; None if DequantizeLinear does not read the constant directly.
     """
 
     weight: WeightCodes
@@ -352,7 +364,10 @@ class _Decoded(NamedTuple):
 
 
 def _decode_weights(artifact: QuantizedGraph) -> Iterator[_Decoded]:
-    """Dequantize all weights of a file, by detent and by ONNX Runtime, in one session unless they are very large."""
+    """Dequantize all weights of a file twice: by detent, and by ONNX Runtime.
+
+    ONNX Runtime uses one session, or several if the weights are very large.
+    """
     group: list[tuple[WeightCodes, Array | DetentError]] = []
     nbytes = 0
     for weight in artifact.weights:
@@ -389,7 +404,7 @@ def _decode_group(artifact: QuantizedGraph, group: list[tuple[WeightCodes, Array
 
 
 def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> dict[str, Array]:
-    """Run DequantizeLinear nodes in a model of their own, and return their outputs."""
+    """Run DequantizeLinear nodes in a separate model, and return their outputs by name."""
     graph, model = artifact.graph, artifact.model
     names = dict.fromkeys(name for node in nodes for name in node.input if name)
     tensors = [graph.constants[name] for name in names if name in graph.constants]
@@ -403,7 +418,7 @@ def _run_dequantize_nodes(artifact: QuantizedGraph, nodes: list[NodeProto]) -> d
 
 
 def _check_decoding(decoded: _Decoded, tally: Tally) -> None:
-    """Check that ONNX Runtime dequantizes a weight as detent does, and that its parameters are valid."""
+    """Check that a weight's parameters are valid, and that ONNX Runtime dequantizes the weight like detent."""
     weight, expected, got = decoded
     if isinstance(expected, DetentError):
         tally.count(0, weight.codes.size)
@@ -411,7 +426,7 @@ def _check_decoding(decoded: _Decoded, tally: Tally) -> None:
     elif got is not None and (wrong := got.view(np.uint32) != expected.view(np.uint32)).any():
         index = first_index(wrong)
         tally.count(0, np.count_nonzero(wrong))
-        cause = "ONNX Runtime dequantizes this code differently"
+        cause = "ONNX Runtime dequantizes this code to a different value than detent"
         values = float(expected[index]), float(got[index])
         tally.note(cause, weight.node_name, weight.node.output[0], index, *values)
 
@@ -419,9 +434,13 @@ def _check_decoding(decoded: _Decoded, tally: Tally) -> None:
 def _check_biases(
     artifact: QuantizedGraph, tally: Tally, biases: Mapping[str, Array], scales: Mapping[str, Array]
 ) -> None:
-    """Check that the scale of each bias is input scale times weight scale, and that its codes are the source's.
+    """Check that each bias scale is input scale times weight scale, and that bias codes match the source.
 
-    ``biases`` and ``scales`` of the source are keyed by the codes tensor of the layer's weight, or of its input.
+    Args:
+        artifact: the file.
+        tally: counts the codes.
+        biases: float biases of the source. The key is the file's tensor with the codes of the layer's weight.
+        scales: scales of the source's weights and activations. The key is the file's tensor with the codes.
     """
     graph = artifact.graph
     by_output = {weight.node.output[0]: weight for weight in artifact.weights}
@@ -444,7 +463,7 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
     wrong = scale != expected
     if wrong.any():
         index = first_index(wrong)
-        cause = "the bias scale is not input scale times weight scale: one of the three was changed"
+        cause = "wrong bias scale: not input scale times weight scale, so one of the three was changed"
         values = float(expected[index]), float(scale[index])
         tally.note(cause, bias.node_name, bias.constants[0], index, *values, None, values[0], 0)
     if source is None or source.shape != codes.shape:
@@ -460,7 +479,7 @@ def _check_bias(bias: WeightCodes, unit: Array, source: Array | None, tally: Tal
 
 
 def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) -> None:
-    """Check that codes are within the limit of the file's target."""
+    """Check that no code exceeds the limit of the file's target."""
     provenance = artifact.provenance
     target = "" if provenance is None else provenance.target
     if target and target not in TARGETS:
@@ -475,12 +494,15 @@ def _check_limit(artifact: QuantizedGraph, weight: WeightCodes, tally: Tally) ->
     if wrong.any():
         index = first_index(wrong)
         tally.count(0, np.count_nonzero(wrong))
-        cause = f"code beyond {limit}, the limit of target {target!r}"
+        cause = f"code beyond {limit}, the largest magnitude that target {target!r} allows"
         tally.note(cause, weight.node_name, weight.name, index, None, int(codes[index]))
 
 
 def _adds_products(artifact: QuantizedGraph, node: NodeProto) -> bool:
-    """Whether a node sums products over several channels of quantized data, so an int16 accumulator may saturate."""
+    """Whether a node sums products over several channels of quantized data.
+
+    If it does, an int16 accumulator may saturate.
+    """
     if node.op_type not in {"Conv", "Gemm", "MatMul"}:
         return False
     x, weight = (artifact.graph.producer(name) for name in node.input[:2])
@@ -491,15 +513,15 @@ def _adds_products(artifact: QuantizedGraph, node: NodeProto) -> bool:
 
 
 class WeightCheck:
-    """Level 1 for weights and biases, which needs no data."""
+    """Level 1 for weights and biases; it needs no data."""
 
     def __init__(self, artifact: QuantizedGraph, source: Source, tally: Tally) -> None:
         self._artifact, self._source, self._tally = artifact, source, tally
         self._missing: dict[str, QuantizedTensor] = {}
-        self.notes: dict[str, None] = {}  # weights that were not compared with the source
+        self.notes: dict[str, None] = {}  # names weights that were not compared with the source
 
     def run(self) -> None:
-        """Compare every weight with the source's and its decoding with ONNX Runtime's, then check biases."""
+        """Compare each weight with the source, and its dequantized values with ONNX Runtime; then check biases."""
         source, tally = self._source, self._tally
         source_weights = source.weights()
         self._missing = dict(source_weights)
@@ -519,14 +541,14 @@ class WeightCheck:
             elif not weight.is_bias:
                 tally.count(weight.codes.size, 0)
                 if source.can_match_weights:
-                    self.notes[f"{weight.name} is not a weight of the source: only its decoding was checked"] = None
+                    self.notes[f"the source has no weight {weight.name}: only its dequantization was checked"] = None
             _check_decoding(decoded, tally)
             _check_limit(self._artifact, weight, tally)
         if self._artifact.provenance is not None:
             _check_biases(self._artifact, tally, biases, scales)
 
     def count(self) -> None:
-        """Count the codes of all weights as compared, after another check has covered them."""
+        """Count the codes of all weights as compared and equal; call it if another check has compared them."""
         self._tally.count(sum(weight.codes.size for weight in self._artifact.weights if not weight.is_bias), 0)
 
     def _activation_scales(self) -> dict[str, Array]:
@@ -534,11 +556,14 @@ class WeightCheck:
         return {codes: quantizer.params.scale for codes, quantizer in expected if quantizer is not None}
 
     def count_absent(self) -> None:
-        """Count weights and quantizers that the source used and the file lacks; call it after the last batch."""
+        """Count a weight or quantizer as wrong if the source used it and the file lacks it.
+
+        Call this method after the last batch.
+        """
         for name, tensor in self._source.absent_weights(self._missing).items():
             self._tally.count(tensor.size, tensor.size)
             cause = "quantized weight of the source is missing in the file"
             self._tally.note(cause, name, name, (), str(tensor.shape))
         for name in self._source.absent_quantizers():
             self._tally.count(1, 1)
-            self._tally.note("the source quantizes this tensor, the file does not", name, name)
+            self._tally.note("the source quantizes this tensor, but the file does not", name, name)

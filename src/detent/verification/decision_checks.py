@@ -1,17 +1,19 @@
-"""Checks that the numbers in a file's decisions stay within bounds that follow from the source.
+"""Checks that the numbers in a file's decisions are within bounds that follow from the source.
 
 ``qo.rewrite`` rejects decisions that do not fit the model: unknown layers, tensors and readers, factors that are not on
 both sides of a pair of layers, wrong constants and opsets. The numbers are checked here:
 
 =============== =====================================================================================================
-weight scale    8 bits and more: the min-max scale of the weight, or a larger one that its bias needs. Fewer bits: not
-                above the min-max scale and with no larger squared error, unless the search here gives it too
-weight zero     within the codes; 0 for a symmetric spec (``QuantParams`` checks it)
-corrected bias  at most the mean error of the layer from the folded bias:
-                ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|`` plus one bias step. w' and x' are dequantized; x is in
-                the observed range, which may exceed the quantizer's range by its width on each side. The observed
-                range is a decision as well, so ``decided`` lists the largest correction and its input range
-activation      any scale and zero point: they are listed as decided, and level 2 shows the resulting SQNR
+weight scale    8 bits and more: equal to the min-max scale. Fewer bits: at most the min-max scale, and the squared
+                error is at most that of the min-max scale, or of the scale that a new search finds. A scale may be
+                larger if the int32 bias would overflow otherwise
+zero point      8 bits and more: equal to that of the min-max range. Fewer bits: within the range of codes.
+                Symmetric: 0 (``QuantParams`` checks it)
+corrected bias  differs from the float bias by at most the mean error that quantization can cause in an output:
+                ``sum|w - w'| * max|x| + sum|w'| * max|x - x'|`` plus one bias step. w' and x' are dequantized. x is in
+                the observed range. Values outside the quantizer's range by more than its width do not count. The
+                observed range is itself a decision, so ``decided`` lists the largest correction and the largest input
+activation      any scale and zero point. ``decided`` lists them, and level 2 measures the resulting SQNR
 =============== =====================================================================================================
 """
 
@@ -34,10 +36,10 @@ from detent.verification.verify_report import Difference
 __all__ = ["decided", "problems"]
 
 Array = NDArray[Any]
-SEARCH_TOLERANCE = 1e-2  # relative; the scale search on another CPU may give a slightly different error
-TOLERANCE = 1e-5  # relative; calibration sums are float32
-MAX_CLIPPED_RANGES = 1  # clipping beyond one more quantizer range on a side does not justify a bias correction
-BIAS_CODE_MARGIN = 1 << 8  # a scale widened for its bias gives a bias code within this margin of the largest one
+SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the scale search depends slightly on the CPU
+TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
+MAX_CLIPPED_RANGES = 1  # inputs outside the quantizer's range by more than this many widths of it do not count
+BIAS_CODE_MARGIN = 1 << 8  # if a scale was raised for the bias, a bias code is at most this far below ROOMY_BIAS_CODE
 MAX_NAMES_SHOWN = 3
 
 
@@ -45,8 +47,8 @@ class Correction(NamedTuple):
     """Size of a bias correction.
 
     Attributes:
-        share: correction relative to the largest output that the layer can have.
-        max_input: largest input magnitude that this output assumes.
+        share: the correction, divided by the largest output that the layer can have.
+        max_input: the largest input magnitude of the layer.
     """
 
     share: float
@@ -56,7 +58,14 @@ class Correction(NamedTuple):
 def problems(
     graph: Graph, layers: Mapping[str, Layer], decisions: Decisions, corrections: dict[str, Correction]
 ) -> Iterator[Difference]:
-    """Yield decisions that are out of bounds for a float model with its factors, and fill ``corrections`` by layer."""
+    """Yield the decisions that are out of bounds.
+
+    Args:
+        graph: the float model after equalization and SmoothQuant.
+        layers: the layers of the float model, by name.
+        decisions: the decisions of the file.
+        corrections: an empty dict; the bias corrections are stored in it, by layer name.
+    """
     params, ranges = decisions.tensor_params(), _observed_ranges(decisions)
     for line in decisions.layers:
         if line.is_quantized:
@@ -83,32 +92,32 @@ def _scale_problems(
     wrong = (scale > minmax_scale) & ~needed
     if params.spec.bits >= MINMAX_BITS:
         wrong |= (scale < minmax_scale) | ((params.zero_point != minmax.zero_point) & ~needed)
-    cause = "wrong weight scale: it does not follow from the weight"
+    cause = "wrong weight scale or zero point: they do not follow from the min-max range of the weight"
     if not wrong.any() and params.spec.bits < MINMAX_BITS:
         wrong = _is_worse(weight, params, minmax) & ~needed
-        cause = "wrong weight scale: its squared error is larger than that of the min-max scale"
+        cause = "wrong weight scale: it gives a larger squared error than the min-max scale"
     if wrong.any():
         index = tuple(int(i[0]) for i in np.nonzero(np.atleast_1d(wrong)))[: scale.ndim]
         yield Difference.of(line.name, "weight_scale", cause, float(minmax_scale[index]), float(scale[index]), index)
     if incoming is not None and bias is not None and bias.dtype == np.float32:
         unit = bias_scale(incoming, params).astype(np.float64)
         if not stays_float(bias, unit) and np.abs(bias / unit).max(initial=0.0) > MAX_BIAS_CODE:
-            cause = "wrong weight scale: too small, the bias does not fit into int32"
+            cause = "wrong weight scale: so small that the bias does not fit into int32"
             yield Difference.of(line.name, "weight_scale", cause)
 
 
 def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
-    """Return a mask of scales with a larger squared error than the min-max scale and than the search here gives."""
+    """Return a mask of the scales whose squared error exceeds that of the min-max scale and that of a new search."""
     minmax_errors, errors = (_squared_errors(weight, each) for each in (minmax, params))
     worse = errors > minmax_errors * (1 + TOLERANCE)
-    if worse.any():  # the search uses a histogram, so for few weights it may be slightly worse than min-max
+    if worse.any():  # the search uses a histogram, so for few weights its scale may be slightly worse than min-max
         searched = weight_params(weight, params.spec)
         worse &= errors > _squared_errors(weight, searched) * (1 + SEARCH_TOLERANCE)
     return worse
 
 
 def _squared_errors(weight: Array, params: QuantParams) -> Array:
-    """Sum the squared quantization errors of the elements of each scale."""
+    """Return, for each scale, the sum of the squared quantization errors of its elements."""
     shape = params.scale.shape
     numbers = np.arange(params.scale.size).reshape(shape)
     spread = np.broadcast_to(params.spec.granularity.tiling(weight.shape).spread(numbers), weight.shape)
@@ -117,7 +126,11 @@ def _squared_errors(weight: Array, params: QuantParams) -> Array:
 
 
 def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Array | None) -> Array:
-    """Return a mask of scales widened so the bias fits into int32, or the product of scales is a normal float."""
+    """Return a mask of the scales that may have been raised for the bias.
+
+    There are two reasons to raise a scale: the bias must fit into int32, and input scale times weight scale must be a
+    normal float.
+    """
     if incoming is None or bias is None:
         return np.zeros(params.scale.shape, bool)
     unit = bias_scale(incoming, params).astype(np.float64)
@@ -137,7 +150,7 @@ def _check_bias(
     incoming: QuantParams | None,
     observed: tuple[float, float] | None,
 ) -> tuple[Correction, Difference | None]:
-    assert line.bias is not None  # noqa: S101 - the caller checks it
+    assert line.bias is not None  # noqa: S101 - the caller has checked the bias
     params = line.weight_params
     after, step = line.bias.astype(np.float64), np.zeros(line.bias.shape)
     if incoming is not None and line.bias.dtype == np.int32:
@@ -157,7 +170,7 @@ def _check_bias(
     if not (shift > bound).any():
         return correction, None
     index = (int(np.argmax(shift > bound)),)
-    cause = f"wrong corrected bias: off by more than the {bound[index]:.3g} that quantization can cause"
+    cause = f"wrong corrected bias: off by more than {bound[index]:.3g}, the largest error that quantization can cause"
     return correction, Difference.of(line.name, "bias", cause, float(before[index]), float(after[index]), index)
 
 
@@ -174,7 +187,7 @@ def _input_bounds(incoming: QuantParams | None, observed: tuple[float, float] | 
 
 
 def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | None]:
-    """Return the range observed in calibration, by quantized tensor."""
+    """Return the ranges observed in calibration, by the name of the quantized tensor."""
     ranges: dict[str, tuple[float, float] | None] = {}
     for each in decisions.placements:
         if each.source_tensor:
@@ -188,7 +201,7 @@ def _observed_ranges(decisions: Decisions) -> dict[str, tuple[float, float] | No
 
 
 def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tuple[str, ...]:
-    """Describe the decisions that a replay accepts within their bounds, one line each."""
+    """Describe the decisions that a replay accepts if they are within bounds, one line per kind."""
     layers, lines = decisions.layers, [f"target {decisions.target}, opset {decisions.opset}"]
     quantized = [each for each in layers if each.is_quantized]
     in_float = [each.name for each in layers if not each.is_quantized]
@@ -197,14 +210,18 @@ def decided(decisions: Decisions, corrections: Mapping[str, Correction]) -> tupl
     spec_counts = ", ".join(f"{count} {spec}" for spec, count in specs.most_common())
     counts = (
         (len(specs), "weight format" if len(specs) == 1 else "weight formats", spec_counts),
-        (len(scales), "activation scales and zero points", f"{min(scales):.3g} to {max(scales):.3g}" if scales else ""),
+        (
+            len(scales),
+            "activation scales and zero points",
+            f"scales from {min(scales):.3g} to {max(scales):.3g}" if scales else "",
+        ),
         (len(in_float), "layers kept in float", _listed(in_float)),
         (len(decisions.equalized), "equalized tensors", _listed([each.tensor for each in decisions.equalized])),
         (len(decisions.smoothed), "smoothed tensors", _listed([each.tensor for each in decisions.smoothed])),
         (len(corrections), "corrected biases", _largest_correction(corrections)),
         (
             sum(each.weight is not None and each.weight.bits < MINMAX_BITS for each in quantized),
-            "weights with searched scales",
+            "weights whose scales were searched",
             "",
         ),
         (len(decisions.constants), "computed constants", _listed(list(decisions.constants))),
@@ -220,7 +237,9 @@ def _largest_correction(corrections: Mapping[str, Correction]) -> str:
         return ""
     name = max(corrections, key=lambda each: corrections[each].share)
     share, max_input = corrections[name].share, max(each.max_input for each in corrections.values())
-    return f"by at most {share:.2%} of the largest output of {name}, for inputs up to {max_input:.3g}"
+    return (
+        f"changed by at most {share:.2%} of the largest output of {name}, for inputs up to {max_input:.3g} in magnitude"
+    )
 
 
 def _listed(names: list[str]) -> str:

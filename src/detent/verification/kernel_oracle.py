@@ -3,14 +3,16 @@
 Expected results, for any number of summands::
 
     sum = sum_k (x_k - z_x) (w_k - z_w) + b
-    y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y), in float32
+    y   = clamp(round_half_even(fl(sum) * m) + z_y)         m = fl(fl(s_x * s_w) / s_y)
 
-Sums are computed in floating point: integers up to 2**24 (float32) or 2**53 (float64) are exact there in any
-accumulation order. ONNX Runtime's float convolution is used if float32 is enough, which is usual. Otherwise a
-convolution is one float64 matmul per kernel tap, which takes little memory.
+x, w and y are codes, z zero points, s scales and b the int32 bias; fl rounds to float32.
 
-A CPU with AVX2 and without VNNI adds two products of an unsigned and a signed byte in an int16 accumulator. It
-saturates if signed weights exceed 64: sums are then wrong, by many codes, and no error is raised.
+Sums are computed in floating point. They are exact in any accumulation order if they are at most 2**24 (float32) or
+2**53 (float64). Usually float32 is enough, and ONNX Runtime's float convolution is used. Otherwise a convolution is
+computed as one float64 matmul per position in the kernel, which needs little memory.
+
+A CPU with AVX2 and without VNNI adds two products of an unsigned and a signed byte in an int16 accumulator. The
+accumulator can saturate if signed weights exceed 64 in magnitude. The codes are then far off, and no error is raised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,8 +45,8 @@ __all__ = [
 Array = NDArray[Any]
 Attributes = Mapping[str, Any]
 Inputs = Sequence[Array | None]
-MAX_EXACT_FLOAT32 = 1 << 24  # all integers up to this are float32 numbers
-MAX_SESSIONS = 64  # cached; a network has few kinds of convolutions
+MAX_EXACT_FLOAT32 = 1 << 24  # float32 represents all integers up to this one
+MAX_SESSIONS = 64  # sessions that are cached, one per combination of convolution attributes
 MATRIX_RANK = 2
 
 
@@ -53,10 +55,10 @@ class Prediction:
     """Expected output of a kernel.
 
     Attributes:
-        values: codes, or floats.
-        tolerance: computes the rounding error that floats may have; None for codes.
+        values: expected codes or floats.
+        tolerance: function that returns the rounding error allowed for each float; None for codes.
         step: float value of one unit of the integer sum; None for codes.
-        axis: channel axis.
+        axis: channel axis of the output.
     """
 
     values: Array
@@ -70,13 +72,13 @@ def _max_abs(x: Array) -> int:
 
 
 def _float_type(x: Array, w: Array, axes: tuple[int, ...]) -> type[np.float32] | type[np.float64]:
-    """Return the smallest type in which sums of products over these axes of w are exact, in any order."""
+    """Return float32 if sums of products over these axes of w are exact in it, in any order; otherwise float64."""
     largest_sum = int(np.abs(w).sum(axis=axes, dtype=np.float64).max(initial=0))
     return np.float32 if _max_abs(x) * largest_sum <= MAX_EXACT_FLOAT32 else np.float64
 
 
 def matmul_sums(a: Array, b: Array) -> Array:
-    """Compute the exact matmul of integers, as floats."""
+    """Compute the matmul of integers exactly, and return it as floats."""
     dtype = _float_type(a, b, (-2,)) if b.ndim > 1 else np.float64
     if b.ndim == MATRIX_RANK:  # one matmul for all samples
         flat = a.reshape(-1, a.shape[-1]).astype(dtype, copy=False)
@@ -88,9 +90,10 @@ def matmul_sums(a: Array, b: Array) -> Array:
 def conv_sums(
     x: Array, w: Array, *, strides: Sequence[int], dilations: Sequence[int], pads: Sequence[int], group: int = 1
 ) -> Array:
-    """Compute the exact convolution of integers (N, C, ...) with (M, C / group, ...), as floats.
+    """Compute the convolution of integers (N, C, ...) with (M, C / group, ...) exactly, and return it as floats.
 
-    Zero points are subtracted before. Pads are as in ONNX: starts of all spatial axes, then ends.
+    Zero points must already be subtracted. ``pads`` is ordered as in ONNX: the starts of all spatial axes, then the
+    ends.
     """
     spatial, kernel = x.ndim - 2, w.shape[2:]
     borders = [(0, 0), (0, 0), *zip(pads[:spatial], pads[spatial:], strict=True)]
@@ -114,7 +117,7 @@ def conv_sums(
 
 
 def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
-    """Convolve integers in float32 by ONNX Runtime; the sums must be exact in float32."""
+    """Convolve integers in float32 with ONNX Runtime; the sums must be exact in float32."""
     session = _conv_session(**{key: tuple(value) if key != "group" else value for key, value in attributes.items()})
     feeds = {"x": x.astype(np.float32, copy=False), "w": w.astype(np.float32, copy=False)}
     with ort_errors():
@@ -122,7 +125,7 @@ def _float_conv(x: Array, w: Array, **attributes: Any) -> Array:
 
 
 @lru_cache(maxsize=MAX_SESSIONS)
-def _conv_session(**attributes: Any) -> Any:  # noqa: ANN401 - a session of ONNX Runtime, which has no types
+def _conv_session(**attributes: Any) -> Any:  # noqa: ANN401 - ONNX Runtime has no type annotations
     """Create a session that convolves its two inputs."""
     values = [ValueInfoProto(name=name) for name in ("x", "w", "y")]
     for value in values:
@@ -147,20 +150,20 @@ def _kernel_extents(kernel: Sequence[int], dilations: Sequence[int]) -> list[int
 
 
 def requantize(sums: Array, multiplier: Array, zero_point: Array | int, kind: np.dtype[Any]) -> Array:
-    """Convert sums to codes: one float32 multiply, half-even rounding, zero point, clamp."""
+    """Convert integer sums to codes: multiply in float32, round half to even, add the zero point, clamp."""
     limits = np.iinfo(kind)
     scaled = sums.astype(np.float32, copy=False) * np.asarray(multiplier, np.float32)
     rounded = np.rint(scaled, out=np.asarray(scaled))
-    rounded += np.asarray(zero_point, np.float32)  # exact below 2**24; larger values are clamped
+    rounded += np.asarray(zero_point, np.float32)  # exact below 2**24; larger values are clamped anyway
     return np.clip(rounded, limits.min, limits.max, out=rounded).astype(kind)
 
 
 def _shifted(x: Array, zero_point: Array | None, axis: int | None = None) -> Array:
-    """Subtract the zero point from integers; the result is float and exact."""
+    """Subtract the zero point from integers; the result is an exact float."""
     zero = np.zeros(()) if zero_point is None else np.asarray(zero_point)
     if zero.size == 1:
         zero = zero.reshape(())
-    dtype = np.float32 if x.itemsize <= 2 else np.float64  # both are exact for their inputs
+    dtype = np.float32 if x.itemsize <= 2 else np.float64  # exact for integers of this size
     return np.asarray(np.subtract(x, zero if axis is None else _along(zero, x.ndim, axis), dtype=dtype))
 
 
@@ -175,7 +178,7 @@ def _multiplier(x_scale: Array | None, w_scale: Array | None, y_scale: Array | N
 
 
 def _along(values: Array, rank: int, axis: int) -> Array:
-    """Reshape per-channel values for broadcasting to a rank."""
+    """Reshape per-channel values so that they broadcast along ``axis`` of an array with ``rank`` axes."""
     return values if not values.ndim else values.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
@@ -227,7 +230,10 @@ def _qlinear_matmul(inputs: Inputs, _: Attributes) -> Prediction:
 
 
 def _floats(sums: Array, scale: Array, bias: Array | None) -> Prediction:
-    """Convert sums to floats: one multiply and, with a bias, one addition, possibly fused."""
+    """Convert integer sums to floats: multiply by the scale, and add the bias if there is one.
+
+    The tolerance allows for kernels that fuse the two operations.
+    """
     scaled = sums.astype(np.float32, copy=False) * scale
     values = scaled if bias is None else scaled + np.asarray(bias, np.float32)
 
@@ -283,7 +289,7 @@ ORACLES: Mapping[str, Callable[[Inputs, Attributes], Prediction]] = MappingProxy
         "QLinearMatMul": _qlinear_matmul,
     }
 )
-MAX_SAFE_WEIGHT = 64  # two products with unsigned bytes then fit an int16 accumulator: 255 * 64 * 2 < 2**15
+MAX_SAFE_WEIGHT = 64  # the sum of two products with unsigned bytes then fits int16: 255 * 64 * 2 < 2**15
 _WEIGHT_INPUTS = {"QLinearConv": 3, "QLinearMatMul": 3, "QGemm": 3, "MatMulIntegerToFloat": 1, "MatMulInteger": 1}
 _ZERO_POINT_INPUTS = {"QLinearConv": 7, "QLinearMatMul": 7, "QGemm": 8}
 
@@ -294,9 +300,18 @@ def is_integer_kernel(node: NodeProto) -> bool:
 
 
 def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> tuple[Kernel, Difference | None]:
-    """Compare a kernel's output with exact arithmetic; return counts, and the largest mismatch if it saturates.
+    """Compare a kernel's output with exact arithmetic.
 
-    Omitted inputs are None. Raises UnsupportedError for a variant of the node without a formula.
+    Args:
+        node: the node of the optimized graph.
+        inputs: arrays that the node reads; None for an omitted input.
+        got: array that the node computed.
+
+    Returns:
+        The counts and, if the accumulator saturates, the largest mismatch.
+
+    Raises:
+        UnsupportedError: there is no formula for this variant of the operator.
     """
     attributes = {each.name: helper.get_attribute_value(each) for each in node.attribute}
     expected = ORACLES[node.op_type](inputs, attributes)
@@ -319,7 +334,7 @@ def compare_kernel(node: NodeProto, inputs: list[Array | None], got: Array) -> t
 
 
 def _is_equal(expected: Prediction, got: Array) -> bool:
-    """Quick test: codes are equal, floats are within a quarter unit of the integer sum."""
+    """Quick test: whether all codes are equal, or all floats differ by at most a quarter unit of the integer sum."""
     if expected.step is None:
         return np.array_equal(expected.values, got)
     distance = np.subtract(expected.values, got)
@@ -327,7 +342,7 @@ def _is_equal(expected: Prediction, got: Array) -> bool:
 
 
 def _distances(expected: Prediction, got: Array) -> Array:
-    """Return the distance of each code, or of the integer sum of each float."""
+    """Return how far off each code is; for floats, by how many units the integer sum is off."""
     distance = np.abs(got.astype(np.float64) - expected.values.astype(np.float64))
     if expected.tolerance is None or expected.step is None:
         return distance.astype(np.int64)
@@ -352,7 +367,7 @@ def _describe(
     index = first_index(distances == distances.max())
     channel = index[expected.axis]
     count = np.count_nonzero(np.moveaxis(distances, expected.axis, 0)[channel])
-    reason = "the sums are wrong"
+    reason = "the kernel's sums are wrong"
     weights = inputs[_WEIGHT_INPUTS.get(node.op_type, 1)]
     if can_saturate and weights is not None:
         reason = (
@@ -370,12 +385,13 @@ def _describe(
         None,
         None if scale is None else float(scale.reshape(-1)[0]),
         None if zero is None else int(zero.reshape(-1)[0]),
-        f"saturation in channel {channel}: {count} of its codes are off, by up to {int(distances.max())}; {reason}",
+        f"saturation in channel {channel}: {count} codes of this channel are off by up to {int(distances.max())}; "
+        f"{reason}",
     )
 
 
 class KernelCheck:
-    """Level 3: comparison of every integer kernel of an optimized graph."""
+    """Level 3: comparison of every integer kernel of an optimized graph with exact arithmetic."""
 
     def __init__(self, model: ModelProto) -> None:
         self._nodes = [node for node in model.graph.node if is_integer_kernel(node)]
@@ -385,7 +401,7 @@ class KernelCheck:
         self.notes: dict[str, None] = {}
 
     def readings(self) -> list[Reading]:
-        """List readings of inputs and output of each kernel that has an oracle."""
+        """Return one reading per kernel that has a formula in ``ORACLES``: its inputs and its output."""
         return [
             Reading((*dict.fromkeys(filter(None, node.input)), node.output[0]), partial(self._take, node))
             for node in self._nodes
@@ -409,11 +425,11 @@ class KernelCheck:
         self._rows[output] = Kernel(row.node, row.kernel, compared, differing, distance, saturated)
 
     def rows(self) -> tuple[Kernel, ...]:
-        """Return a row per kernel, in the graph's order."""
+        """Return one row per kernel, in the order of the graph."""
         return tuple(self._rows[node.output[0]] for node in self._nodes)
 
     def saturation(self) -> Difference | None:
-        """Return the largest wrong code of the first kernel whose accumulator saturates."""
+        """Return the largest mismatch of the first kernel whose accumulator saturates; None if no accumulator does."""
         return next((self._worst[output] for output in self._rows if output in self._worst), None)
 
 

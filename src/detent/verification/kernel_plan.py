@@ -1,8 +1,10 @@
-"""Level 3: checks that ONNX Runtime uses integer kernels where the file asks for them, and nowhere else.
+"""Level 3: checks which layers ONNX Runtime runs on integer kernels.
 
-ONNX Runtime may quantize a float layer between a DequantizeLinear and a QuantizeLinear node, although the file keeps it
-in float (see ``onnx_model.ort_workarounds``). A different version of ONNX Runtime may also miss an integer kernel that
-was used when the file was written: the layer then runs in float, slower and with different last bits.
+A layer that the file keeps in float must not run on an integer kernel. ONNX Runtime may quantize such a layer if it is
+between a DequantizeLinear and a QuantizeLinear node (see ``onnx_model.ort_workarounds``).
+
+A layer that ran on an integer kernel when the file was written should still do so. With a different version of ONNX
+Runtime it may run in float: slower, and with different last bits.
 """
 
 from onnx import ModelProto
@@ -11,13 +13,19 @@ from detent.onnx_model.graph import INTEGER_KERNELS, MOVING, node_name, trace_ba
 from detent.onnx_model.provenance import RuntimeRecord
 from detent.onnx_model.qdq_reader import QuantizedGraph
 from detent.onnx_model.sessions import integer_kernels, runtime_record
+from detent.tables import counted
 from detent.verification.verify_report import Difference
 
 __all__ = ["check_kernels"]
 
 
 def check_kernels(artifact: QuantizedGraph, running: ModelProto) -> tuple[Difference | None, list[str]]:
-    """Return the first integer kernel that the file does not ask for, or that is missing, and notes."""
+    """Check which layers run on integer kernels in the optimized graph ``running``.
+
+    Returns:
+        The first mismatch or None, and a list of notes. It is a mismatch if a layer kept in float runs on an integer
+        kernel, or if an integer kernel is missing.
+    """
     kernels = integer_kernels(running)
     unrequested = _unrequested_kernel(artifact, kernels)
     if unrequested is not None:
@@ -31,17 +39,19 @@ def check_kernels(artifact: QuantizedGraph, running: ModelProto) -> tuple[Differ
         return None, []
     name, kernel = missing[0]
     if (record.onnxruntime, record.machine) == (installed.onnxruntime, installed.machine):
-        cause = f"integer kernel missing that was used when the file was written ({len(missing)} in all)"
+        count = counted(len(missing), "layer")
+        cause = f"this layer does not run on an integer kernel, but did when the file was written ({count} in all)"
         return Difference.of(name, "kernel", cause, kernel), []
     note = (
-        f"{len(missing)} layers ran on integer kernels in ONNX Runtime {record.onnxruntime} ({record.machine}) and run "
-        f"in float in {installed.onnxruntime} ({installed.machine}), first {name!r} ({kernel})"
+        f"{counted(len(missing), 'layer')} ran on integer kernels in ONNX Runtime {record.onnxruntime} "
+        f"({record.machine}), but not in the installed ONNX Runtime {installed.onnxruntime} ({installed.machine}); "
+        f"first: {name!r} ({kernel})"
     )
     return None, [note]
 
 
 def _unrequested_kernel(artifact: QuantizedGraph, kernels: dict[str, str]) -> Difference | None:
-    """Return the first layer with a float weight in the file that runs on an integer kernel."""
+    """Return the first layer that runs on an integer kernel although its weight is float in the file."""
     graph = artifact.graph
     nodes = {node_name(node): node for node in graph.nodes}
     for name, kernel in kernels.items():
@@ -49,6 +59,6 @@ def _unrequested_kernel(artifact: QuantizedGraph, kernels: dict[str, str]) -> Di
         if kernel in INTEGER_KERNELS and node is not None and node.op_type not in INTEGER_KERNELS:
             weight = trace_back(node.input[1], graph.producer, MOVING)
             if weight in graph.constants:
-                cause = "the file keeps this layer in float, ONNX Runtime runs it on an integer kernel"
+                cause = "the file keeps this layer in float, but ONNX Runtime runs it on an integer kernel"
                 return Difference.of(name, "kernel", cause, node.op_type, kernel)
     return None

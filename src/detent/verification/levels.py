@@ -2,16 +2,18 @@
 
 ::
 
-    input                                   compared            check
-    source and decisions -> rewrite         the whole file      level 1: replay
-    weights of the file                     codes               level 1: codes
-    each batch -> ONNX Runtime, as written  codes, outputs      levels 1 and 2
-               -> source, by segments       codes, outputs      level 2: segments
-               -> source                    outputs             level 2: outputs, for information
-               -> ONNX Runtime, optimized   inner tensors       level 2; level 3: kernel_oracle, kernel_plan
-               -> OpenVINO                  outputs             level 2, for information
+    input                                   compared              check
+    source and decisions -> rewrite         the whole file        level 1: replay
+    weights of the file                     codes                 level 1: codes
+    each batch -> ONNX Runtime, as written  codes, outputs        levels 1 and 2
+               -> source, by segments       codes, outputs        level 2: segments
+               -> source                    outputs               level 2: outputs, for information
+               -> ONNX Runtime, optimized   intermediate tensors  level 2; level 3: kernel_oracle, kernel_plan
+               -> OpenVINO                  outputs               level 2, for information
 
-A check lists the tensors it reads (``readings``), receives them batch by batch, and returns its result at the end.
+"For information" means that a difference does not fail the verification.
+
+A check lists the tensors that it reads (``readings``), receives them batch by batch, and returns its result at the end.
 """
 
 import logging
@@ -32,6 +34,7 @@ from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.graph import QUANTIZE
 from detent.onnx_model.qdq_reader import QuantizedGraph, is_quantized, open_quantized
 from detent.onnx_model.sessions import ACCURACY_LEVEL, Probe, Reading
+from detent.tables import counted
 from detent.verification.codes import ActivationCheck, WeightCheck
 from detent.verification.kernel_oracle import ORACLES, KernelCheck, is_integer_kernel
 from detent.verification.kernel_plan import check_kernels
@@ -57,9 +60,9 @@ _log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 Feeds = Mapping[str, Array]
-FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and the source's results for them if it runs ahead
+FedBatch = tuple[Feeds, Future[Reference] | None]  # inputs, and the source's results for them if the source runs ahead
 NOT_RUN = "the file was not run"
-NO_SEGMENTS = "without a replay only the SQNR of outputs is measured"
+NO_SEGMENTS = "without a replay, only the SQNR of outputs is measured"
 
 
 def run_levels(
@@ -74,14 +77,14 @@ def run_levels(
 
 
 def _as_source(source: object, artifact: QuantizedGraph) -> Source:
-    torch = sys.modules.get("torch")  # without torch loaded, the source cannot be a module
+    torch = sys.modules.get("torch")  # if torch is not imported, the source cannot be a torch module
     if torch is not None and isinstance(source, torch.nn.Module):
-        from detent.verification.torch_source import TorchSource  # noqa: PLC0415 - it loads PyTorch
+        from detent.verification.torch_source import TorchSource  # noqa: PLC0415 - this import loads PyTorch
 
         return TorchSource(source, artifact)
     if not isinstance(source, LoadedModel | ModelProto | str | PathLike):
         raise UnsupportedError(
-            f"source must be a prepared torch model, an ONNX model or its path, got {type(source).__name__}"
+            f"source must be a model from qt.prepare, an ONNX model or the path of one, got {type(source).__name__}"
         )
     model = load_model(source)
     has_quantizers = is_quantized(model.proto, operators=(QUANTIZE,))  # a weight-only source counts as float
@@ -89,7 +92,7 @@ def _as_source(source: object, artifact: QuantizedGraph) -> Source:
 
 
 class _FileFailsError(Exception):
-    """ONNX Runtime cannot run the file; the source is not involved."""
+    """ONNX Runtime cannot run the file. Errors of the source have other types."""
 
 
 class _Verification:
@@ -105,13 +108,13 @@ class _Verification:
         self.kernels: KernelCheck | None = None
         self.kernel_difference: Difference | None = None
         self.replay: Replay | None = None
-        # A second thread lets ONNX Runtime optimize the file and run an ONNX source. A PyTorch source stays in this
+        # In the second thread, ONNX Runtime optimizes the file and runs an ONNX source. A PyTorch source runs in this
         # thread, because PyTorch's settings are per thread.
         self.second_thread, self.uses_second_thread = ThreadPoolExecutor(1), isinstance(source, OnnxSource)
-        self.optimized: Future[ModelProto]  # set for levels 2 and 3
+        self.optimized: Future[ModelProto]  # assigned only for levels 2 and 3
 
     def run(self, batches: Iterable[Mapping[str, Array]]) -> VerifyReport:
-        # OpenVINO loads the file in a subprocess, in parallel to all that follows.
+        # OpenVINO loads the file in a subprocess, in parallel with all other checks.
         uses_openvino = self.has_data and 2 in self.levels and is_installed()
         openvino = OpenVinoCheck(self.artifact, self.batch) if uses_openvino else None
         try:
@@ -157,16 +160,20 @@ class _Verification:
                 self._run_batch(feeds, reference, probes, is_first=count == 1)
                 _log.debug("compared batch %d", count)
         except _FileFailsError as error:
-            self.tally.note(f"it does not run: {error}", "the file", "run")
-            self.notes[f"{error}; levels 2 and 3 need a file that runs in ONNX Runtime"] = None
+            self.tally.note(f"does not run in ONNX Runtime: {error}", "the file", "run")
+            self.notes[f"levels 2 and 3 stopped, because the file does not run in ONNX Runtime: {error}"] = None
         except DetentError as error:
             if self.tally.first is None and (self.replay is None or not self.replay.differences):
                 raise
-            self.notes[f"{error}; levels 2 and 3 stop here, because the file differs from its source"] = None
+            self.notes[f"levels 2 and 3 stopped, probably because the file does not match its source: {error}"] = None
         return self._report(count)
 
     def _weights_are_covered(self) -> bool:
-        """Whether the replay compared all weights and segments will run them, so a wrong decoding shows there."""
+        """Whether the weight checks can be skipped.
+
+        They can if the replay compared all weights and the segments will run. If ONNX Runtime dequantizes a weight
+        wrongly, a code or an output of a segment is then wrong.
+        """
         has_replay = self.has_data and 2 in self.levels and self.replay is not None and self.replay.ok
         return has_replay and isinstance(self.source, OnnxSource) and self.source.segments is not None
 
@@ -205,8 +212,9 @@ class _Verification:
             if any(node.op_type == "MatMulNBits" for node in model.graph.node):
                 self.end_to_end["accuracy_level_0"] = SessionCheck(self.artifact, self.batch, {ACCURACY_LEVEL: "0"})
                 self.notes[
-                    "ONNX Runtime runs weight-only matmuls with 8-bit activations, unless the session option "
-                    f"{ACCURACY_LEVEL} is 0 or 1; a file cannot set it: compare 'optimized' with 'accuracy level 0'"
+                    "ONNX Runtime quantizes the activations of weight-only matmuls to 8 bits, unless the session "
+                    f"option {ACCURACY_LEVEL} is 0 or 1, which a file cannot set. To see the effect, compare "
+                    "'optimized' with 'accuracy level 0'"
                 ] = None
         if 3 in self.levels:
             self.kernels = KernelCheck(model)
@@ -216,22 +224,23 @@ class _Verification:
         return Probe(model, readings, kinds=kinds, written=written_probe)
 
     def _optimized_causes(self, model: ModelProto) -> list[str]:
-        """List reasons why values of the optimized graph may differ from the source."""
+        """List reasons why values in the optimized graph may differ from those of the source."""
         causes = [ORDER, *self.source.causes]
         kernels = sorted({node.op_type for node in model.graph.node if is_integer_kernel(node)})
         unknown = [name for name in kernels if name not in ORACLES]
         if kernels:
-            causes.append("integer kernels round once")
+            causes.append("integer kernels round once per layer")
         if unknown:
-            causes.append(f"kernels use formulas of their own ({', '.join(unknown)})")
+            causes.append(f"some kernels use other formulas than the file's operators ({', '.join(unknown)})")
         own = {weight.name for weight in self.artifact.weights}
         rounded = [each.name for each in model.graph.initializer if each.data_type == TensorProto.INT32]
         rounded = [name for name in rounded if name.endswith("_bias_int32") and name not in own]
         if rounded:
             causes.append("ONNX Runtime rounds float biases to int32")
             self.notes[
-                f"ONNX Runtime rounds {len(rounded)} float biases to int32 when it optimizes, first {rounded[0]!r}; "
-                "disabled_optimizers=['WeightBiasQuantization'] prevents that"
+                f"ONNX Runtime rounds {counted(len(rounded), 'float bias')} to int32 when it optimizes the file "
+                f"(first: {rounded[0]!r}). To prevent this, create sessions with "
+                "disabled_optimizers=['WeightBiasQuantization']"
             ] = None
         return causes
 
@@ -250,7 +259,7 @@ class _Verification:
         try:
             for position, probe in enumerate(probes):
                 self._run_file(probe, feeds)
-                if position == 0 and 2 in self.levels:  # the file as written
+                if position == 0 and 2 in self.levels:  # the first probe runs the file as written
                     segments = self._run_segments(feeds)
         finally:
             if segments is not None:
@@ -271,7 +280,7 @@ class _Verification:
             raise _FileFailsError(str(error)) from error
 
     def _run_segments(self, feeds: Feeds) -> Future[None] | None:
-        """Run the source's segments on the file's codes; those of an ONNX source in the second thread."""
+        """Run the source's segments on the file's codes; segments of an ONNX source run in the second thread."""
         segments, batch = self.source.segments, self.batch
         if segments is None:
             return None
@@ -293,13 +302,13 @@ class _Verification:
             self.notes.update(kernels.notes)
             unknown = [row.kernel for row in kernels.rows() if not row.compared and row.kernel not in ORACLES]
             if unknown:
-                names = ", ".join(sorted(set(unknown)))
-                note = f"level 3 did not compare kernels whose formula it lacks ({len(unknown)}): {names}"
+                names, count = ", ".join(sorted(set(unknown))), counted(len(unknown), "kernel")
+                note = f"level 3 did not compare {count}, because it has no formula for {names}"
                 self.notes[note] = None
         segments = self._segments()
         segment_runner = self.source.segments if segments is not None else None
         tallies = [self.tally]
-        if segment_runner is not None and segment_runner.checks_quantizers:  # level 1 did not compare activations
+        if segment_runner is not None and segment_runner.checks_quantizers:  # segments compared the activations
             tallies.append(self.source.tally)
         replay_differences = () if self.replay is None else self.replay.differences
         first_of_segments = None if segments is None else segments.first

@@ -23,11 +23,11 @@ from detent.verification.verify_report import Difference, element
 __all__ = ["compared_constants", "differences"]
 
 Array = NDArray[Any]
-MAX_CHARS_SHOWN = 60  # longer values are cut in a mismatch
+MAX_CHARS_SHOWN = 60  # longer values are truncated in messages
 
 
 def differences(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
-    """Yield mismatches of a model, most important first."""
+    """Yield the mismatches between an expected and a given model, most important first."""
     yield from _versions(expected, got)
     yield from _values("input", expected.graph.input, got.graph.input)
     yield from _values("output", expected.graph.output, got.graph.output)
@@ -223,7 +223,7 @@ def _differing(a: Array, b: Array) -> Array:
 
 
 def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
-    """Compare the remaining fields of the model and its metadata."""
+    """Compare the remaining fields of two models, and detent's entry in their metadata."""
     models = [without_initializers(model) for model in (expected, got)]
     graphs = [model.graph for model in models]
     for field in ("value_info", "sparse_initializer", "quantization_annotation"):
@@ -251,7 +251,7 @@ def _rest(expected: ModelProto, got: ModelProto) -> Iterator[Difference]:
 
 
 def _first_unequal(old: Any, new: Any) -> tuple[object, object]:  # noqa: ANN401 - JSON
-    """Return the first entries in which two JSON values differ."""
+    """Return the first pair of entries that differ between two JSON values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key):

@@ -1,4 +1,4 @@
-"""OnnxSource: an ONNX model, float or quantized, as the source of a file."""
+"""OnnxSource: an ONNX model, float or quantized, that a file is compared with."""
 
 from collections.abc import Mapping
 from functools import cached_property, partial
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 
 
 class OnnxSource:
-    """An ONNX model, float or quantized, as the source of a file."""
+    """An ONNX model, float or quantized, that a file is compared with."""
 
     can_match_weights = False
 
@@ -50,7 +50,7 @@ class OnnxSource:
 
     @property
     def is_same(self) -> bool:
-        """Whether the file equals this model."""
+        """Whether the file is a copy of this model."""
         return self._replayed is not None and self._replayed.is_same
 
     @property
@@ -60,7 +60,7 @@ class OnnxSource:
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """Check of the float model by segments; None without a replay."""
+        """The check that runs this model segment by segment; None if the file was not replayed."""
         replayed = self._replayed
         if replayed is None or replayed.float_graph is None or replayed.decisions is None:
             return None
@@ -81,14 +81,14 @@ class OnnxSource:
         return Probe(self.model.proto, [*readings, Reading(outputs, take_outputs)], kinds=kinds)
 
     def weights(self) -> dict[str, QuantizedTensor]:
-        """Return the weights of a quantized source; empty for a float source, whose weights quantization changes."""
+        """Return the weights of a quantized source by name; empty for a float source, which has no codes."""
         return {
             weight.name: QuantizedTensor.from_codes(weight.codes, weight.qparams.params(weight.codes.shape))
             for weight in self._weights
         }
 
-    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - the protocol has it
-        """Always None: folding and correction change biases."""
+    def bias(self, weight: str) -> Array | None:  # noqa: ARG002 - the protocol requires it
+        """Always None: batch norm folding and bias correction change biases, so they cannot be compared."""
         return None
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:  # noqa: ARG002
@@ -100,7 +100,10 @@ class OnnxSource:
         return []
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the source's parameters for the same node; None for a float source."""
+        """Return the parameters of the source's node with the same name.
+
+        None if the source has no such node, or if the node is per-channel and the shape of its input is unknown.
+        """
         own = self._quantizers.get(quantizer.node)
         if own is None or self._quantized is None:
             return None
@@ -111,11 +114,12 @@ class OnnxSource:
         return Expected(own.qparams.params(sizes or (1, 1)), 0, quantizer.x)
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """Return the outputs, and the codes of nodes that the file also has."""
+        """Run a batch; return the outputs, and the codes of QuantizeLinear nodes that are also in the file."""
         names = self._artifact.graph.outputs
         if self.model.outputs != tuple(names):
             raise UnsupportedError(
-                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source"
+                f"the file has outputs {list(names)}, expected {list(self.model.outputs)} as in the source: pass the "
+                "model that was quantized"
             )
         if self._probe is not None:
             self._reference = Reference([])

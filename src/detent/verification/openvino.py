@@ -1,6 +1,6 @@
-"""OpenVINO as a second runtime for a file, if it is installed.
+"""OpenVINO as a second runtime for a file, if OpenVINO is installed.
 
-It runs in a subprocess, because it crashes on some files and CPUs.
+OpenVINO runs in a subprocess, because it crashes on some files and CPUs.
 """
 
 import json
@@ -41,7 +41,7 @@ class OpenVino:
         self._directory = Path(self._scratch.name)
         save(model, self._directory / "model.onnx")
         (self._directory / "inputs.json").write_text(json.dumps(self._names), encoding="utf-8")
-        self._process = subprocess.Popen(  # noqa: S603 - this Python and a file of this package
+        self._process = subprocess.Popen(  # noqa: S603 - runs this Python on a file of this package
             [sys.executable, "-P", fspath(WORKER), fspath(self._directory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -61,7 +61,11 @@ class OpenVino:
             pass
 
     def outputs(self) -> list[Array]:
-        """Return the outputs of the batch; raise UnsupportedError if OpenVINO failed to load or run the model."""
+        """Return the outputs of the batch sent by ``start``.
+
+        Raises:
+            UnsupportedError: OpenVINO failed to load or run the model.
+        """
         if not self._is_loaded:
             self._wait("load")
             self._is_loaded = True
@@ -77,16 +81,16 @@ class OpenVino:
                 return
             if answer.startswith(FAILED):
                 break
-            answer = ""  # OpenVINO's own output
+            answer = ""  # a line that OpenVINO itself printed
         if not answer:
             self._process.wait()  # the pipe is closed, so the subprocess is ending
         self.close()
-        reason = answer.removeprefix(FAILED) or f"its process ended with code {self._process.returncode}"
+        reason = answer.removeprefix(FAILED) or f"the subprocess ended with exit code {self._process.returncode}"
         raise UnsupportedError(f"OpenVINO failed to {job} the model: {reason}")
 
     def close(self) -> None:
         """End the subprocess and remove its files."""
-        self._process.kill()  # it has no unsaved state
+        self._process.kill()  # safe, because the subprocess has no unsaved state
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
                 try:

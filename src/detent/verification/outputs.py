@@ -1,14 +1,14 @@
-"""Level 2, for information: the file and its source compared end to end, in each runtime.
+"""Level 2: compares the file with its source end to end, in each runtime. Differences do not fail the verification.
 
-=================== ==========================================================================
-GraphCheck          ONNX Runtime, the file as written or as optimized; codes and outputs
-SessionCheck        ONNX Runtime with a session option; outputs
-OpenVinoCheck       OpenVINO in a subprocess; outputs, also as codes if they are quantized
-=================== ==========================================================================
+=================== ==================================================================================
+GraphCheck          compares codes and outputs of ONNX Runtime, with or without graph optimizations
+SessionCheck        compares outputs of ONNX Runtime with a session option
+OpenVinoCheck       compares outputs of OpenVINO in a subprocess, and their codes if they are quantized
+=================== ==================================================================================
 
 Codes may differ here although every quantizer is right. A different accumulation order changes the last bits of sums,
-biases are rounded to the scale of integer sums, and a value next to a rounding boundary then gets the neighboring code.
-The difference propagates to later layers.
+and biases are rounded to multiples of input scale times weight scale. A value next to a rounding boundary then gets the
+neighboring code, and the difference propagates to later layers.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -49,20 +49,20 @@ _FUSED = ("Relu", "Clip")
 
 
 class OutputCheck:
-    """Comparison of one way to run a file with its source; ``causes`` explain why codes may differ."""
+    """Comparison of a file in one runtime with its source; ``causes`` are reasons why codes may differ."""
 
     def __init__(self, names: Sequence[str], causes: Sequence[str] = (ORDER,)) -> None:
         self._outputs, self._causes = OutputComparison(names), tuple(causes)
-        self._codes = [0, 0, 0]  # compared, differing, largest distance
+        self._codes = [0, 0, 0]  # number compared, number that differ, largest difference
         self._first: str | None = None  # node
         self.notes = self._outputs.notes
 
     def add_outputs(self, expected: Sequence[Array], got: Sequence[Array]) -> None:
-        """Add the outputs of a batch."""
+        """Add the outputs of the source (``expected``) and of the file (``got``) for a batch."""
         self._outputs.add(expected, got)
 
     def add_codes(self, node: str, expected: Array, got: Array) -> None:
-        """Add the codes of a node for a batch."""
+        """Add the codes of a node in the source (``expected``) and in the file (``got``) for a batch."""
         if expected.shape != got.shape:
             self.notes[f"codes of {node} not compared: their shape is {got.shape}, expected {expected.shape}"] = None
             return
@@ -90,7 +90,8 @@ class CurrentBatch:
 
     Attributes:
         reference: outputs and codes of the source.
-        codes, outputs: codes by node, and outputs, of the file as written.
+        codes: codes of the file as written, by QuantizeLinear node.
+        outputs: outputs of the file as written.
     """
 
     reference: Reference = field(default_factory=lambda: Reference([]))
@@ -99,17 +100,18 @@ class CurrentBatch:
 
 
 class FusedCodes(NamedTuple):
-    """Tensor of codes in an optimized graph, and whether its channels are the last axis."""
+    """Name of a tensor of codes in an optimized graph, and whether its last axis is the channel axis."""
 
     tensor: str
     channels_last: bool
 
 
 def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, FusedCodes]:
-    """Find the codes of QuantizeLinear nodes that the optimized graph still has, by node.
+    """Return, by QuantizeLinear node, the tensor that has its codes in the optimized graph.
 
-    Most keep their tensor name. A channels-last convolution outputs the codes itself, with permuted axes. It is found
-    by the name of the original convolution: ``conv1`` becomes ``conv1_token_3``.
+    Most tensors of codes keep their name. A channels-last convolution outputs codes itself, with permuted axes. It is
+    found by the name of the original convolution: ``conv1`` becomes ``conv1_token_3``. Nodes whose codes the optimized
+    graph does not have are left out.
     """
     written = {name for node in optimized.graph.node for name in node.output}
     channels_last = {
@@ -129,7 +131,7 @@ def find_codes(artifact: QuantizedGraph, optimized: ModelProto) -> dict[str, Fus
 
 
 class GraphCheck(OutputCheck):
-    """Comparison of the file in ONNX Runtime, as written or optimized, with the source."""
+    """Comparison of the source with the file in ONNX Runtime, as written or optimized."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class GraphCheck(OutputCheck):
         self.keep: Set[str] = frozenset()  # nodes whose codes other checks need
 
     def readings(self) -> list[Reading]:
-        """List readings of the codes of each node, then of the outputs."""
+        """Return one reading per node for its codes, then one reading for the outputs."""
         codes = [Reading((each.tensor,), partial(self._take_codes, node)) for node, each in self._codes_by_node.items()]
         return [*codes, Reading(tuple(self._names), self._take_outputs)]
 
@@ -169,25 +171,28 @@ class GraphCheck(OutputCheck):
 
 
 class SessionCheck(OutputCheck):
-    """Comparison of the file's outputs in a session with extra options with the source's."""
+    """Comparison of the source's outputs with the file's, which ONNX Runtime computes with extra session options."""
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch, config: Mapping[str, str]) -> None:
         super().__init__(artifact.graph.outputs)
         self._batch, self._session = batch, make_session(artifact.model, config=config)
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run a batch."""
+        """Run the file on a batch, and add its outputs."""
         with ort_errors():
             outputs = self._session.run(None, dict(feeds))
         self.add_outputs(self._batch.reference.outputs, outputs)
 
 
 class OpenVinoCheck(OutputCheck):
-    """Comparison of the file's outputs in OpenVINO with the source's, and as codes with ONNX Runtime's."""
+    """Comparison of the file's outputs in OpenVINO with those of the source.
+
+    Quantized outputs are also compared with those of ONNX Runtime, as codes.
+    """
 
     def __init__(self, artifact: QuantizedGraph, batch: CurrentBatch) -> None:
         self._openvino = OpenVino(artifact.model)
-        super().__init__(artifact.graph.outputs, [ORDER, "OpenVINO multiplies where ONNX divides"])
+        super().__init__(artifact.graph.outputs, [ORDER, "OpenVINO multiplies by 1 / scale where ONNX divides"])
         self._graph, self._batch = artifact.graph, batch
 
     def start(self, feeds: Mapping[str, Array]) -> None:
@@ -195,7 +200,7 @@ class OpenVinoCheck(OutputCheck):
         self._openvino.start(feeds)
 
     def compare(self) -> None:
-        """Compare the outputs of the batch; call it after the file as written has run."""
+        """Compare the outputs of the batch; call it after ONNX Runtime has run the file as written."""
         outputs = self._openvino.outputs()
         self.add_outputs(self._batch.reference.outputs, outputs)
         for name, here, there in zip(self._graph.outputs, self._batch.outputs, outputs, strict=True):

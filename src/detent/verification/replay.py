@@ -1,11 +1,11 @@
 """Replay: rewrite the source with the decisions recorded in a file, and compare the result with the file.
 
-Only the decisions of the file are trusted, after checks (``decision_checks``). Operators, attributes, wiring, inputs,
-outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
+The replay uses only the decisions of the file, and checks them (``decision_checks``). Operators, attributes, wiring,
+inputs, outputs and constants must match the result of ``qo.rewrite`` bit for bit (``model_diff``).
 
-If the source is quantized and the file records no decisions, the two are compared directly. A replay that is not
-possible has a reason and counts as failed: the file records no decisions, was written by a different rewrite version,
-or needs an onnx version that is not installed.
+If the source is quantized and the file records no decisions, the two are compared directly. A replay needs recorded
+decisions, the same rewrite version and, if the opset was converted, the same onnx version. If a replay is not possible,
+the result has a reason and counts as failed.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,20 @@ from detent.verification.verify_report import Difference, MadeBy, Replay
 
 __all__ = ["ReplayedModel", "compare_models", "replay"]
 
-MAX_DIFFERENCES = 100  # then the search stops: a different model differs everywhere
+MAX_DIFFERENCES = 100  # the comparison stops after this many, because an unrelated model differs everywhere
 
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """Result of a replay, with its inputs.
+    """Result of a replay, and the models and decisions that it used.
 
     Attributes:
-        decisions, float_graph: decisions of the file, and the source in normal form with its factors and without
-            quantizers; None if the replay was not possible.
+        result: the comparison with the file.
+        decisions: decisions of the file; None if the replay was not possible.
+        float_graph: the source after equalization and SmoothQuant, not yet quantized; None if the replay was not
+            possible.
         is_same: whether source and file are the same model.
-        flaws: decisions that are out of their bounds.
+        flaws: decisions that are out of bounds, and constants that were changed after the file was written.
     """
 
     result: Replay
@@ -53,13 +55,13 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
     """Rewrite a source with the decisions of a file, and compare the result with the file.
 
     Raises:
-        FileFormatError: the decisions are malformed or contradict themselves.
+        FileFormatError: the decisions are malformed or contradict each other.
     """
     if next(differences(source.proto, artifact.model), None) is None:
         return ReplayedModel(_result(source.proto, (), made_by="copy"), is_same=True)
     provenance = artifact.provenance
     reason = why_unreadable(provenance)
-    if reason and is_quantized(source.proto):  # then the file should be a copy of the source
+    if reason and is_quantized(source.proto):  # without decisions, the file must be a copy
         return ReplayedModel(compare_models(source.proto, artifact.model, made_by="copy"))
     if reason or provenance is None:
         return ReplayedModel(Replay(reason))
@@ -101,7 +103,7 @@ def replay(source: LoadedModel, artifact: QuantizedGraph) -> ReplayedModel:
 def compare_models(
     expected: ModelProto, got: ModelProto, flaws: Sequence[Difference] = (), made_by: MadeBy = "decisions"
 ) -> Replay:
-    """Compare a file with the expected model; ``flaws`` are mismatches to list first."""
+    """Compare a file with the expected model; ``flaws`` are further mismatches, which are listed first."""
     return _result(expected, (*flaws, *islice(differences(expected, got), MAX_DIFFERENCES)), made_by)
 
 

@@ -1,4 +1,4 @@
-"""Level 2: runs the source segment by segment between quantizers, and compares it with the file as written.
+"""Level 2: cuts the source into segments at its quantizers, runs them, and compares them with the file as written.
 
 ::
 
@@ -8,10 +8,10 @@
                         v                                     ^
     source     dequantized codes -> Conv(fake-quantized) -> Relu -> quantized by detent
 
-The float model (normal form, with factors) gets weights and biases that detent fake-quantized. After each quantizer,
-the following nodes read the file's own codes, dequantized by detent. So an error stays in its segment, and segments are
-independent: all of them form one model whose outputs are the inputs of the quantizers. Both models run node by node
-with the same kernels, so codes and outputs must be bit-exact.
+Here, the source is the float model after batch norm folding, equalization and SmoothQuant. detent fake-quantizes its
+weights and biases. Nodes after a quantizer read the file's own codes, dequantized by detent. So an error stays in its
+segment, and segments are independent. All segments form one model, whose outputs are the inputs of the quantizers. Both
+models run node by node with the same kernels, so codes and outputs must be bit-exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,11 +49,12 @@ class _QuantizedTensor:
     """A tensor that the file quantizes.
 
     Attributes:
-        quantizer: its QuantizeLinear node.
-        params: the decided parameters.
+        tensor: name of the tensor in the float model.
+        quantizer: QuantizeLinear node of the file that computes the tensor's codes.
+        params: scale and zero point from the file's decisions.
         shift: offset that the file adds to codes.
-        replacement: the input of the segments that replaces it.
-        is_scaled: whether it is a multiple of another tensor, shares its codes, and has no quantizer of its own.
+        replacement: name of the model input that replaces the tensor.
+        is_scaled: whether the tensor is a multiple of another tensor and shares that tensor's codes.
     """
 
     tensor: str
@@ -64,7 +65,7 @@ class _QuantizedTensor:
     is_scaled: bool
 
     def dequantized(self, codes: Array) -> Array:
-        if codes.dtype.kind == "f":  # ONNX Runtime gives 4-bit codes as floats
+        if codes.dtype.kind == "f":  # ONNX Runtime returns 4-bit codes as floats
             return dequantize(codes.astype(np.int32) - self.shift, self.params)
         kind = self.quantizer.qparams.kind
         stored = QdqParams.of(self.params, Container(kind, self.shift), codes.ndim).params(codes.shape)
@@ -72,9 +73,9 @@ class _QuantizedTensor:
 
 
 class SegmentCheck:
-    """Comparison of the segments of an ONNX source with a file; it modifies the graph of the float model."""
+    """Comparison of the segments of an ONNX source with a file; ``float_graph`` is modified."""
 
-    checks_quantizers = True  # codes are compared with detent's here, so level 1 skips them
+    checks_quantizers = True  # codes are compared bit for bit here, so level 1 skips them
 
     def __init__(
         self, float_graph: Graph, decisions: Decisions, artifact: QuantizedGraph, tally: Tally,
@@ -93,7 +94,8 @@ class SegmentCheck:
         source_of = {each.tensor: each.source_tensor for each in decisions.placements}
         for placement in decisions.placements:
             quantized = placement.tensor
-            while source_of.get(quantized):  # a multiple of a tensor, or of a multiple, shares its codes
+            # A multiple of a tensor shares the codes of that tensor, which may itself be a multiple.
+            while source_of.get(quantized):
                 quantized = source_of[quantized]
             self._cut(placement, params[placement.tensor], self._by_tensor.get(quantized))
         self._graph.drop_unread()
@@ -101,13 +103,16 @@ class SegmentCheck:
         self._sessions: list[tuple[Any, list[str]]] | None = None
 
     def _quantizers(self) -> dict[str, QuantizeNode]:
-        """Return the file's quantizers by the source tensor that its metadata records."""
+        """Return the file's QuantizeLinear nodes by source tensor, as recorded in the file's metadata."""
         provenance = self._artifact.provenance
         names = {} if provenance is None else provenance.activations
         return {names[each.node]: each for each in self._artifact.quantize_nodes if each.node in names}
 
     def _input(self, stem: str, array: Array | None = None) -> str:
-        """Add an input to the model; ``array`` is its constant value, None if each batch sets it."""
+        """Add an input to the model, and return its name.
+
+        ``array`` is the value of the input for all batches; None if the value depends on the batch.
+        """
         name = self._graph.fresh(stem)
         self._model.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
         if array is not None:
@@ -138,7 +143,7 @@ class SegmentCheck:
                 graph.set_input(node, 2, graph.add_constant(f"{line.name}_bias_corrected", bias))
 
     def _cut(self, placement: QuantizerPlacement, params: QuantParams, quantizer: QuantizeNode | None) -> None:
-        """Replace a quantized tensor by an input for the nodes that read it."""
+        """Add an input to the model, and let the nodes that read a quantized tensor read the input instead."""
         graph, tensor = self._graph, placement.tensor
         if quantizer is None:
             self._tally.count(0, 1)
@@ -162,11 +167,11 @@ class SegmentCheck:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Nodes whose codes a run needs, with the tensors of these codes."""
+        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
         return tuple(dict.fromkeys((each.quantizer.node, each.quantizer.codes) for each in self._tensors.values()))
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the segments on a batch, and compare with the file's codes (by node) and outputs."""
+        """Run the segments on a batch, and compare the results with the file's codes (by node) and outputs."""
         if self._sessions is None:
             self._sessions = list(self._grouped({name: array.size for name, array in codes.items()}))
         expected = dict(zip(self._outputs, outputs, strict=True))
@@ -202,7 +207,7 @@ class SegmentCheck:
         )
 
     def _segment_text(self, tensor: str) -> str:
-        """List the operators of the segment that computes a tensor, last first."""
+        """List the nodes of the segment that computes a tensor, last node first."""
         names = [node_name(node) for node in self._segment_nodes(tensor)]
         more = f" and {len(names) - MAX_NODES_SHOWN} more" if len(names) > MAX_NODES_SHOWN else ""
         return f"({', '.join(names[:MAX_NODES_SHOWN])}{more})" if names else "(a model input)"
@@ -246,7 +251,10 @@ class SegmentCheck:
         self._tally.note(cause, f"output {name}", name, index, element(expected[index]), element(got[index]))
 
     def _grouped(self, sizes: Mapping[str, int]) -> Iterator[tuple[Any, list[str]]]:
-        """Create sessions for groups of tensors that fit into memory together with their inputs."""
+        """Yield sessions, each with the names of the tensors that it computes.
+
+        The tensors of one session and the inputs of their segments fit the memory budget.
+        """
         quantized = [name for name, each in self._tensors.items() if not each.is_scaled]
         computed = [name for name in quantized if self._graph.producer(name) is not None]
         computed += [name for name in self._outputs if name not in quantized]

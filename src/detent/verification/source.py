@@ -1,4 +1,7 @@
-"""Source: the model that a file is compared with, in ONNX (``onnx_source``) or prepared (``torch_source``)."""
+"""Source: the model that a file is compared with.
+
+It is an ONNX model (``onnx_source``) or a model prepared by ``qt.prepare`` (``torch_source``).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +25,9 @@ class Reference:
     """Results of a source for one batch.
 
     Attributes:
-        outputs: in the order of the file's outputs.
-        codes: activation codes by the file's QuantizeLinear nodes, as the file stores them; missing where the source
-            does not quantize.
+        outputs: output arrays, in the order of the file's outputs.
+        codes: activation codes as the file stores them, by QuantizeLinear node of the file. A node is left out if the
+            source does not quantize its tensor.
     """
 
     outputs: list[Array]
@@ -36,9 +39,9 @@ class Expected:
     """A quantizer of the source.
 
     Attributes:
-        params: its parameters.
-        shift: offset that the file adds to its codes.
-        x: the file's tensor that it quantizes.
+        params: scale and zero point of the quantizer.
+        shift: offset that the file adds to the codes.
+        x: name of the tensor in the file that is quantized.
     """
 
     params: QuantParams
@@ -47,17 +50,17 @@ class Expected:
 
 
 class SourceSegments(Protocol):
-    """A source cut into segments at its quantizers, each run on the file's codes."""
+    """A source that is cut into segments at its quantizers; each segment runs on the file's codes."""
 
-    checks_quantizers: bool  # whether codes must match detent's bit for bit, as level 1 checks them
+    checks_quantizers: bool  # whether ``run`` compares codes bit for bit, so that level 1 need not
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Nodes whose codes a run needs, with the tensors of these codes."""
+        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
         ...
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run a batch, and compare with the file's codes (by node) and outputs."""
+        """Run the segments on a batch, and compare the results with the file's codes (by node) and outputs."""
         ...
 
     def result(self) -> Segments:
@@ -68,11 +71,11 @@ class SourceSegments(Protocol):
 class Source(Protocol):
     """The model that a file was made from."""
 
-    can_match_weights: bool  # whether every weight of the file can be matched with one of the source
-    names: Mapping[str, str]  # weight of the source by the file's constant of codes
-    notes: dict[str, None]  # parts that were not compared
-    causes: list[str]  # intended reasons why the file's sums differ from the source's
-    tally: Tally  # counts of the segments
+    can_match_weights: bool  # whether each weight of the file should have a counterpart in the source
+    names: Mapping[str, str]  # name of the source's weight, by the name of the constant that has its codes in the file
+    notes: dict[str, None]  # messages about parts that were not compared
+    causes: list[str]  # known reasons why sums in the file differ from sums in the source
+    tally: Tally  # counts of the codes that segments compared
 
     @property
     def is_same(self) -> bool:
@@ -81,16 +84,19 @@ class Source(Protocol):
 
     @property
     def flaw(self) -> Difference | None:
-        """The first decision out of bounds; segments are built from decisions, so they would not reveal it."""
+        """The first decision that is out of bounds; None if all are valid.
+
+        Segments use the decisions, so they cannot detect a wrong one.
+        """
         ...
 
     def replay(self) -> Replay:
-        """Make the file again from this source, and compare."""
+        """Make the file again from this source, and compare the result with the file."""
         ...
 
     @property
     def segments(self) -> "SourceSegments | None":
-        """The source by segments; None without a replay."""
+        """The source cut into segments; None if the file lacks the records that are needed for it."""
         ...
 
     def weights(self) -> dict[str, QuantizedTensor]:
@@ -98,21 +104,21 @@ class Source(Protocol):
         ...
 
     def bias(self, weight: str) -> Array | None:
-        """Return the bias of the layer of a weight; None if it cannot be compared."""
+        """Return the bias of the layer that has this weight; None if the bias cannot be compared."""
         ...
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-        """Return those of the missing weights that the runs so far have used."""
+        """Return the weights in ``missing`` that were used in the runs so far."""
         ...
 
     def absent_quantizers(self) -> list[str]:
-        """Return activation quantizers that the runs so far have used and the file lacks."""
+        """Return the activation quantizers that were used in the runs so far and are not in the file."""
         ...
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the source's quantizer for a node of the file; None if it does not quantize the tensor."""
+        """Return the source's quantizer for a node of the file; None if the source does not quantize the tensor."""
         ...
 
     def run(self, feeds: Mapping[str, Array]) -> Reference:
-        """Run a batch."""
+        """Run the source on a batch."""
         ...

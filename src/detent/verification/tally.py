@@ -15,7 +15,7 @@ class Tally:
         self.first: Difference | None = None
 
     def count(self, compared: SupportsInt, differing: SupportsInt) -> None:
-        """Add to both counts."""
+        """Add to the numbers of compared and of differing codes."""
         self.compared += int(compared)
         self.differing += int(differing)
 
@@ -31,6 +31,6 @@ class Tally:
         scale: float | None = None,
         zero_point: int | None = None,
     ) -> None:
-        """Record a mismatch, if it is the first."""
+        """Record a mismatch, unless an earlier one is recorded."""
         if self.first is None:
             self.first = Difference(node, tensor, index, expected, got, x, scale, zero_point, cause)

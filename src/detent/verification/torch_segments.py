@@ -6,8 +6,8 @@ values differ by rounding errors, and codes next to a rounding boundary may diff
 
 The bound on rounding errors is measured, because it depends on the operators: the model also runs in float64. In each
 tensor, source and file may differ by ``ERROR_RATIO`` times the largest difference between float32 and float64, plus
-``MAX_ULPS`` ulp of the largest value. Huge values, such as those of attention masks, have a bound of their own. Codes
-must be between those of x - bound and x + bound.
+``MAX_ULPS`` ulp of the largest value. Huge values, such as those of attention masks, have a bound of their own. Each
+code must be between the codes of x - bound and x + bound.
 """
 
 from collections import defaultdict
@@ -41,17 +41,21 @@ __all__ = ["TorchSegments"]
 Array = NDArray[Any]
 Take = Callable[[QuantizeNode, Array, QuantParams], None]
 Call = Callable[[nn.Module, Mapping[str, Array]], list[Tensor]]
-ERROR_RATIO, MAX_ULPS = 16, 8  # above the effect of any accumulation order, far below one code
+ERROR_RATIO, MAX_ULPS = 16, 8  # allow any accumulation order; the resulting bound is far below one code
 BOUND = (
-    f"values differ by at most {ERROR_RATIO} times the largest difference of float32 and float64 in their tensor, plus "
+    f"values may differ by {ERROR_RATIO} times the largest difference between float32 and float64 in the tensor, plus "
     f"{MAX_ULPS} ulp"
 )
 FLOAT32 = np.finfo(np.float32)
-HUGE_EXPONENT, HUGE_EXPONENT_GAP = 12, 6  # huge values are at least 2**12, and 2**6 times all others
+HUGE_EXPONENT, HUGE_EXPONENT_GAP = 12, 6  # huge values are at least 2**12, and over 2**6 times all others
 
 
 class _CodeInjector:
-    """Hooks for one run: pass the input of each quantizer to ``take``, and replace its output by the file's codes."""
+    """Hooks for one run of a model.
+
+    They pass the input of each quantizer to ``take``, and replace the quantizer's output by the file's codes,
+    dequantized.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,10 @@ class _CodeInjector:
         self._calls: dict[str, int] = defaultdict(int)
 
     def _injected(self, quantizer: FakeQuantize, x: Tensor) -> Tensor | None:
-        """Return the file's codes for this call, dequantized; None if the quantizer has no node or is off."""
+        """Return the file's codes for this call, dequantized.
+
+        None if the file has no node for this call, the codes have a wrong shape, or the quantizer is disabled.
+        """
         name = self._names[id(quantizer)]
         nodes, call = self._nodes.get(name, ()), self._calls[name]
         self._calls[name] += 1
@@ -96,7 +103,7 @@ class _CodeInjector:
         return self._injected(quantizer, args[0])
 
     def check_counts(self) -> None:
-        """Count quantizers whose number of runs is not their number of nodes in the file."""
+        """Count a quantizer as wrong if it ran more or less often than it has QuantizeLinear nodes in the file."""
         for name, nodes in self._nodes.items():
             if name and self._calls[name] != len(nodes):
                 self._tally.count(0, 1)
@@ -124,11 +131,11 @@ class TorchSegments:
 
     @property
     def readers(self) -> tuple[tuple[str, str], ...]:
-        """Nodes whose codes a run needs, with the tensors of these codes."""
+        """Each QuantizeLinear node whose codes ``run`` needs, with the name of its tensor of codes."""
         return tuple((node.node, node.codes) for name, nodes in self._nodes.items() if name for node in nodes)
 
     def run(self, feeds: Mapping[str, Array], codes: Mapping[str, Array], outputs: Sequence[Array]) -> None:
-        """Run the model in float32 and float64, and compare with the file's codes (by node) and outputs."""
+        """Run the model in float32 and float64, and compare the results with the file's codes (by node) and outputs."""
         float32_inputs: dict[str, Array] = {}
 
         def keep(node: QuantizeNode, x: Array, params: QuantParams) -> None:  # noqa: ARG001 - same signature as compare
@@ -147,7 +154,7 @@ class TorchSegments:
 
     @contextmanager
     def _injecting(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
-        """Make the quantizers of a model output the file's codes, and pass their inputs to ``take``."""
+        """Make the quantizers of a model output the file's codes, and pass the quantizers' inputs to ``take``."""
         injector = _CodeInjector(model, self._nodes, codes, take, self._tally)
         layers = [module for module in model.modules() if isinstance(module, QuantizedMatmul)]
         inputs = {id(each._modules.get("input_quantizer")) for each in layers}
@@ -206,7 +213,7 @@ class TorchSegments:
 
 def _without_padding(layer: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - a convolution
     """Remove the padding from the input of a convolution."""
-    pads = layer._reversed_padding_repeated_twice  # starts and ends, last axis first
+    pads = layer._reversed_padding_repeated_twice  # start and end of each axis, last axis first
     cut = [slice(None)] * x.ndim
     for i in range(len(pads) // 2):
         before, after = pads[2 * i], pads[2 * i + 1]
@@ -215,9 +222,9 @@ def _without_padding(layer: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - a convo
 
 
 def _bound(x: Array, exact: Array) -> Array:
-    """Return how much a float32 value from a different accumulation order may differ from each x."""
+    """Return how much each x may differ from a float32 result with a different accumulation order."""
     finite = np.isfinite(x) & np.isfinite(exact)
-    exact = np.clip(exact, -float(FLOAT32.max), float(FLOAT32.max))  # masks use the lowest float64 here
+    exact = np.clip(exact, -float(FLOAT32.max), float(FLOAT32.max))  # attention masks use the lowest float64
     error = np.abs(np.subtract(x, exact, dtype=np.float64), where=finite, out=np.zeros(x.shape))
     magnitude = np.abs(exact, where=finite, out=np.zeros(x.shape))
     huge = magnitude >= _huge_threshold(magnitude)
@@ -229,7 +236,7 @@ def _bound(x: Array, exact: Array) -> Array:
 
 
 def _huge_threshold(magnitude: Array) -> float:
-    """Return the smallest magnitude that is far above all others; infinity if no value is."""
+    """Return the magnitude from which values count as huge; infinity if no value does."""
     if magnitude.max(initial=0.0) < 2.0**HUGE_EXPONENT:
         return np.inf
     exponents = np.unique(np.frexp(magnitude[magnitude > 0])[1]) - 1
@@ -252,7 +259,7 @@ def _dequantized(codes: Array, params: QuantParams, shift: int) -> Array:
 
 @torch.no_grad()
 def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) -> nn.Module:
-    """Copy a model with its exported weights, dequantized, with folded batch norms and rounded biases."""
+    """Copy a model as it is exported: with dequantized weights, folded batch norms and rounded biases."""
     copy = copy_for_export(model)
     state = quantized_state(copy)
     for module in copy.modules():
@@ -260,7 +267,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
             fold_in(module, module.fold)
     quantizers = quantizers_of(copy)
     names = {id(quantizer): name for name, quantizer in quantizers.items()}
-    first: dict[FakeQuantize, str] = {}  # name in the file; tied weights share a quantizer
+    first: dict[FakeQuantize, str] = {}  # weight name in the file; tied weights share a quantizer
     for full, layer, name, quantizer in weight_layers(copy):
         if full not in state:
             continue
@@ -278,7 +285,7 @@ def _as_exported(model: nn.Module, int32_biases: Collection[tuple[str, str]]) ->
 
 
 def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
-    """Round a bias to multiples of input scale times weight scale; unchanged if int32 cannot hold them."""
+    """Round a bias to multiples of input scale times weight scale; return it unchanged if its codes exceed int32."""
     unit = np.asarray(np.asarray(x.scale, np.float32).reshape(-1)[0] * weight.scale.astype(np.float32))
     if x.scale.ndim or unit.shape not in {(), bias.shape} or unit.min() < FLOAT32.smallest_normal:
         return bias.copy()
@@ -287,7 +294,7 @@ def _rounded_bias(bias: Array, x: QuantParams, weight: QuantParams) -> Array:
 
 
 def _int32_biases(artifact: QuantizedGraph, nodes: Mapping[str, Sequence[QuantizeNode]]) -> list[tuple[str, str]]:
-    """List layers with an int32 bias in the file, as full name of the weight and name of the input quantizer."""
+    """List the layers with an int32 bias in the file: full name of the weight, and name of the input quantizer."""
     provenance, graph = artifact.provenance, artifact.graph
     names = {} if provenance is None else provenance.weights
     weights = {each.node.output[0]: names.get(each.name, "") for each in artifact.weights}

@@ -1,4 +1,4 @@
-"""TorchSource: a prepared model of ``detent.torch`` as the source of a file."""
+"""TorchSource: a model prepared by ``qt.prepare`` that a file is compared with."""
 
 import inspect
 import warnings
@@ -45,7 +45,7 @@ TRAINED_SINCE_EXPORT = "only trained values differ: was the model trained after 
 
 
 class TorchSource:
-    """A prepared ``detent.torch`` model as the source of a file."""
+    """A model prepared by ``qt.prepare`` that a file is compared with."""
 
     is_same = False
     flaw = None
@@ -96,7 +96,10 @@ class TorchSource:
         return replace(result, hint=TRAINED_SINCE_EXPORT if is_trained else "")
 
     def _check_example(self, record: ExportRecord) -> None:
-        """Raise if the recorded inputs do not fit the file's inputs, before the model runs on them."""
+        """Raise FileFormatError if the recorded example inputs do not fit the file's inputs.
+
+        This is checked before the model runs on them.
+        """
         declared = {each.name: each for each in inputs_of(self._artifact.model)}
         names = [each.name for each in record.inputs] if all(each.name for each in record.inputs) else [*declared]
         for name, recorded in zip(names, record.inputs, strict=False):
@@ -111,7 +114,7 @@ class TorchSource:
                 )
 
     def _is_learned(self, difference: Difference) -> bool:
-        """Whether only values of a weight, bias, scale or zero point differ, not the graph."""
+        """Whether a mismatch is only in the values of a weight, bias, scale or zero point, not in the graph."""
         constant = self._artifact.graph.constants.get(difference.tensor)
         if constant is None or not difference.cause.endswith("changed"):
             return False
@@ -120,13 +123,13 @@ class TorchSource:
 
     @cached_property
     def segments(self) -> SourceSegments | None:
-        """The model by segments; None if the file does not record the names of quantizers."""
+        """The model cut into segments; None if the file does not record the names of quantizers."""
         if not self.can_match_weights:
             return None
         return TorchSegments(self._model, self._artifact, self._nodes, self._outputs_of, self.tally)
 
     def _find_causes(self) -> list[str]:
-        """List intended reasons why the file's sums differ from the model's."""
+        """List known reasons why sums in the file differ from sums in the model."""
         causes = []
         if any(weight.is_bias for weight in self._artifact.weights):
             causes.append("biases are rounded to int32")
@@ -140,7 +143,7 @@ class TorchSource:
         return quantized_state(self._model)
 
     def expected(self, quantizer: QuantizeNode) -> Expected | None:
-        """Return the quantizer that the file records for a node."""
+        """Return the model's quantizer for a node of the file; None if the file does not record its name."""
         node, name = quantizer, self._names.get(quantizer.node)
         module = None if name is None else self._quantizers.get(name)
         if module is None:
@@ -151,7 +154,10 @@ class TorchSource:
         return Expected(params, shift, node.unclipped if narrow else node.x)
 
     def bias(self, weight: str) -> Array | None:
-        """Return the bias of a weight's layer, batch norm folded in; None without a bias or for a tied weight."""
+        """Return the bias of the layer that has this weight, with its batch norm folded in.
+
+        None if the layer has no bias, or if the weight is tied.
+        """
         prefix = weight.rpartition(".")[0]
         layer = self._model.get_submodule(prefix) if prefix else self._model
         if not isinstance(layer, QuantizedMatmul):
@@ -162,7 +168,10 @@ class TorchSource:
         return None if bias is None else to_array(on_cpu(bias))
 
     def absent_weights(self, missing: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-        """Return missing weights whose layers ran; the file has a tied weight under its first name."""
+        """Return the weights in ``missing`` whose layers ran.
+
+        Tied weights are left out if the file has the first of them: it stores them once, under the first name.
+        """
         if not self.can_match_weights:
             return {}
         first: dict[int, str] = {}
@@ -205,13 +214,13 @@ class TorchSource:
         return outputs
 
     def _codes(self, calls: Mapping[str, list[tuple[Array, QuantParams]]]) -> dict[str, Array]:
-        """Return codes by node, from the calls of each quantizer."""
+        """Return codes by node of the file, from the recorded calls of each quantizer."""
         by_node = {}
         for name, nodes in self._nodes.items():
             results = calls.get(name, [])
             if name and len(results) != len(nodes):
-                counts = f"it ran {len(results)} times, the file has {len(nodes)} nodes of it"
-                self.notes[f"{name} not compared end to end: {counts}"] = None
+                counts = f"it ran {len(results)} times, but the file has {len(nodes)} nodes for it"
+                self.notes[f"quantizer {name} was not compared end to end: {counts}"] = None
                 continue
             for node, (codes, params) in zip(nodes, results, strict=False):
                 shift = shift_of(params, node.qparams.kind)
@@ -220,7 +229,7 @@ class TorchSource:
 
     @contextmanager
     def _recording(self, calls: dict[str, list[tuple[Array, QuantParams]]]) -> Iterator[None]:
-        """Put the model into evaluation mode and record its quantizers and layers; restore it afterwards."""
+        """Put the model into evaluation mode and record calls of quantizers and layers; restore the mode at the end."""
         weights = {id(quantizer) for *_, quantizer in weight_layers(self._model)}
         names = {id(quantizer): name for name, quantizer in self._quantizers.items()}
 

@@ -1,4 +1,4 @@
-"""``dt.verify``. ONNX Runtime and PyTorch are imported when it is called, not before."""
+"""``dt.verify``. A call imports ONNX Runtime, and PyTorch for a PyTorch source; importing this module does not."""
 
 from collections.abc import Iterable
 from os import PathLike
@@ -29,22 +29,27 @@ def verify(
 
     Level 1 replays the file: it quantizes the source again with the decisions recorded in the file. Operators,
     attributes, wiring, constants, codes and scales must match bit for bit. With data, level 1 also recomputes the codes
-    of every quantizer from the input it had in ONNX Runtime. Level 2 runs each segment of the source between quantizers
-    on the file's codes and compares codes and outputs. It also compares both models end to end, for information.
-    Level 3 compares the integer kernels of ONNX Runtime on this machine with exact arithmetic, and checks that the file
-    asks for them.
+    of every quantizer from the input that ONNX Runtime computed for it.
+
+    Level 2 cuts the source into segments at its quantizers, runs each segment on the file's codes, and compares codes
+    and outputs. It also compares both models end to end; differences there do not fail the verification.
+
+    Level 3 compares the integer kernels of ONNX Runtime on this machine with exact arithmetic. It also checks that
+    layers kept in float do not run on integer kernels.
 
     Args:
-        source: prepared ``detent.torch`` model, or the float ONNX model that was quantized.
+        source: model prepared by ``qt.prepare``, or the float ONNX model that was quantized.
         artifact: quantized model, as a path or in memory.
-        data: batches: dicts of arrays by input name, tuples in the inputs' order, or single arrays; or a file or
-            directory, as for ``qo.quantize``. Batches are read once, one ahead. None runs the replay of level 1 only.
-        levels: one or several of 1, 2 and 3; None runs 1 without data and all with data. Files from other tools record
-            no decisions, which levels 1 and 2 need: pass ``levels=3`` for them.
-        raise_on_difference: raise if the report is not ok.
+        data: batches, or a file or directory of them as for ``qo.quantize``. A batch is a dict of arrays by input name,
+            a tuple in the order of the inputs, or a single array. Each batch is read once; reading is one batch ahead.
+            With None, level 1 compares no activations, and the other levels cannot run.
+        levels: one or several of 1, 2 and 3. None runs all levels with data, and level 1 without data. Levels 1 and 2
+            need recorded decisions: for files from other tools, which record no decisions, pass ``levels=3``.
+        raise_on_difference: raise an exception if the report is not ok.
 
     Raises:
-        VerificationError: the report is not ok, with ``raise_on_difference``; the exception has it as ``report``.
+        VerificationError: the report is not ok, and ``raise_on_difference`` is set. The exception's ``report`` is the
+            report.
         SpecError, ShapeError, DtypeError: the data do not fit the model or are missing, or a level does not exist.
         FileFormatError, UnsupportedError: the file is damaged, has malformed decisions, or has no quantizers.
 
@@ -59,8 +64,8 @@ def verify(
     """
     requested = ((1,) if data is None else LEVELS) if levels is None else _checked_levels(levels)
     if data is None and set(requested) != {1}:
-        raise SpecError(f"got levels {requested} without data, levels 2 and 3 need data: pass data, or levels=1")
-    from detent.verification.levels import run_levels  # noqa: PLC0415 - it loads ONNX Runtime
+        raise SpecError(f"got levels {requested} without data, but levels 2 and 3 need data: pass data, or levels=1")
+    from detent.verification.levels import run_levels  # noqa: PLC0415 - this import loads ONNX Runtime
 
     report = run_levels(source, artifact, data, requested)
     if raise_on_difference and not report.ok:
@@ -69,8 +74,8 @@ def verify(
 
 
 def _checked_levels(levels: int | Iterable[int]) -> tuple[int, ...]:
-    """Check levels, and return each once, in order."""
+    """Check the levels, and return them sorted and without duplicates."""
     numbers = list(levels) if isinstance(levels, Iterable) else [levels]
     if not numbers or any(each not in LEVELS for each in numbers):
-        raise SpecError(f"levels={levels if isinstance(levels, str) else numbers}: expected numbers among {LEVELS}")
+        raise SpecError(f"levels={levels if isinstance(levels, str) else numbers}: expected one or more of {LEVELS}")
     return tuple(level for level in LEVELS if level in numbers)

@@ -20,20 +20,22 @@ MATCHES = {
     "export": "the file matches the export of this model",
     "copy": "the file is a copy of its source",
 }
-MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12  # keeps the text within a screen
+MAX_NOTES_SHOWN, MAX_KERNELS_SHOWN = 8, 12  # so that the text fits on a screen
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A mismatch: a node, attribute, tensor, code, scale or zero point that is not what the source implies.
+    """A mismatch: a node, attribute, tensor, code, scale or zero point that does not follow from the source.
 
     Attributes:
-        node, tensor: names in the file.
+        node: name of the node, in the file.
+        tensor: name of the tensor, in the file.
         index: index of the element in the tensor.
         expected: value that follows from the source.
-        got: value in the file or the runtime.
+        got: value in the file, or value that the runtime computed.
         x: value that was quantized; None if unknown.
-        scale, zero_point: parameters of the element in the source.
+        scale: scale of the element in the source; None if unknown.
+        zero_point: zero point of the element in the source; None if unknown.
         cause: what is wrong, e.g. "wrong code" or "wrong scale, off by 3 ulp".
 
     >>> print(Difference("fc_Q", "fc_q", (0, 3), 17, 18, 0.35, 0.02, 0, "wrong code"))
@@ -82,18 +84,19 @@ def element(value: object) -> float | int | str:
 
 @dataclass(frozen=True)
 class EndToEnd:
-    """Source and file compared end to end, for information.
+    """Comparison of source and file end to end; differences do not fail the verification.
 
     Attributes:
-        compared_codes, differing_codes: activation codes of the source and of this run of the file.
-        max_steps: the largest difference between two codes.
+        compared_codes: number of activation codes that were compared.
+        differing_codes: number of activation codes that differ.
+        max_steps: the largest difference between a code of the source and the same code of the file.
         first_node: the first node whose codes differ.
-        output_sqnr_db: SQNR of each float output.
+        output_sqnr_db: SQNR in dB by output name, for outputs of a float type.
         agreement: top-1 agreement; None if the first output has no class scores.
         cause: why codes and outputs may differ although nothing is wrong.
 
     >>> EndToEnd(100, 1, 1, "fc_Q", {"y": 61.25}, 1.0)
-    EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; y 61.2 dB; top-1 agreement 100.00 %)
+    EndToEnd(1 % of the codes differ, by at most 1, first at fc_Q; SQNR of y 61.2 dB; top-1 agreement 100.00 %)
     """
 
     compared_codes: int = 0
@@ -109,7 +112,7 @@ class EndToEnd:
 
     def __str__(self) -> str:
         parts = [self._codes()] if self.compared_codes else []
-        parts.append(", ".join(f"{name} {value:.1f} dB" for name, value in self.output_sqnr_db.items()))
+        parts.append(", ".join(f"SQNR of {name} {value:.1f} dB" for name, value in self.output_sqnr_db.items()))
         if self.agreement is not None:
             parts.append(f"top-1 agreement {self.agreement:.2%}".replace("%", " %"))
         return "; ".join(part for part in parts if part)
@@ -125,10 +128,11 @@ class Kernel(NamedTuple):
     """An integer kernel of ONNX Runtime compared with exact arithmetic.
 
     Attributes:
-        node: name in the optimized graph.
-        kernel: operator in the optimized graph.
-        compared, differing: numbers of codes; nothing is compared if level 3 has no formula for the kernel.
-        max_steps: the largest difference between two codes.
+        node: name of the node in the optimized graph.
+        kernel: operator of the node in the optimized graph.
+        compared: number of codes that were compared; 0 if level 3 has no formula for the kernel.
+        differing: number of codes that differ.
+        max_steps: the largest difference between a code and its exact value.
         saturated: whether an accumulator saturated, which makes sums wrong.
     """
 
@@ -142,16 +146,17 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Level 1: the file compared with its source, quantized again with the decisions recorded in the file.
+    """Level 1: quantizes the source again with the decisions recorded in the file, and compares the result.
 
     Attributes:
-        reason: why the file could not be replayed; "" if it was.
+        reason: why the file could not be replayed; "" if it was replayed.
         nodes: number of compared nodes.
         constants: number of compared elements of constants.
         differences: mismatches, most important first.
-        decided: decisions that the replay accepts within bounds, as lines of text.
+        decided: decisions that do not follow from the source; the replay accepts them within bounds. One text per kind.
         hint: a possible explanation of the mismatches.
-        made_by: how the file was made: by "decisions", by "export" of a PyTorch model, or as a "copy".
+        made_by: how the file was made: "decisions" (``qo.quantize``), "export" (of a PyTorch model) or "copy" (of the
+            source).
 
     >>> Replay("the file carries no decisions").ok, Replay(nodes=12, constants=3400).ok
     (False, True)
@@ -167,7 +172,7 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        """Whether the file was replayed and matches."""
+        """Whether the file was replayed, and the result matches the file."""
         return not self.reason and not self.differences
 
     def __str__(self) -> str:
@@ -181,14 +186,16 @@ class Replay:
 
 @dataclass(frozen=True)
 class Segments:
-    """Level 2: each segment of the source between quantizers, run on the file's codes and compared with the file.
+    """Level 2: runs each segment of the source between quantizers on the file's codes, and compares the results.
 
     Attributes:
-        reason: why nothing was compared; "" if something was.
-        compared_codes, differing_codes: numbers of activation codes; each one that differs is an error.
-        codes_within_bound: codes that differ only because their values are within ``bound`` of a rounding boundary.
-        compared_outputs, differing_outputs: numbers of outputs, over all batches.
-        bound: how much the values of source and file may differ; "" if they must be bit-exact.
+        reason: why nothing was compared; "" if something was compared.
+        compared_codes: number of activation codes that were compared.
+        differing_codes: number of activation codes that are wrong.
+        codes_within_bound: number of codes that differ only because a value is within ``bound`` of a rounding boundary.
+        compared_outputs: number of outputs that were compared, over all batches.
+        differing_outputs: number of outputs that are wrong, over all batches.
+        bound: how much the values of source and file may differ, as text; "" if they must be bit-exact.
         first: the first mismatch.
         is_same: whether source and file are the same model, so there is nothing to run.
 
@@ -208,7 +215,7 @@ class Segments:
 
     @property
     def ok(self) -> bool:
-        """Whether every segment of the source gives the file's codes and outputs."""
+        """Whether segments were compared, and all of them give the codes and outputs of the file."""
         return not (self.reason or self.differing_codes or self.differing_outputs or self.first is not None)
 
     def __str__(self) -> str:
@@ -232,15 +239,17 @@ class VerifyReport:
     Attributes:
         levels: levels that were requested.
         batches: number of batches.
-        compared_codes, differing_codes: numbers of codes of weights, and of activations in all batches.
+        compared_codes: number of codes that were compared: those of weights, and of activations in all batches.
+        differing_codes: number of these codes that are wrong.
         first_difference: the first mismatch of any level.
-        replay: result of level 1; None if level 1 was left out.
-        segments: result of level 2; None if level 2 was left out.
-        end_to_end: level 2, for information, by run: "unoptimized" and "optimized". "accuracy_level_0" is added if
-            weight-only matmuls use 8-bit activations by default, "openvino" if OpenVINO is installed.
-        kernels: level 3, one entry per integer kernel.
-        saturation: the largest wrong code of the first kernel with a saturated accumulator.
-        kernel_difference: the first integer kernel that the file does not ask for, or that is missing.
+        replay: result of level 1; None if level 1 was not requested.
+        segments: result of level 2; None if level 2 was not requested.
+        end_to_end: end-to-end comparisons of level 2, by run: "unoptimized" and "optimized". "accuracy_level_0" is
+            added if weight-only matmuls use 8-bit activations by default, "openvino" if OpenVINO is installed.
+        kernels: results of level 3, one per integer kernel.
+        saturation: the largest mismatch of the first kernel with a saturated accumulator.
+        kernel_difference: the first layer that runs on an integer kernel although the file keeps it in float, or whose
+            integer kernel is missing.
         notes: further observations; none of them is an error.
         not_compared: parts of the file that no level compared.
 
@@ -289,13 +298,13 @@ class VerifyReport:
 
     @property
     def output_sqnr_db(self) -> float | None:
-        """SQNR of the worst float output of the optimized run; None without level 2."""
+        """Lowest SQNR of all outputs in the optimized run, in dB; None without level 2."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.output_sqnr_db.get(worst_output(run.output_sqnr_db))
 
     @property
     def agreement(self) -> float | None:
-        """Top-1 agreement of the optimized run; None without class scores."""
+        """Top-1 agreement in the optimized run; None without level 2 or without class scores."""
         run = self.end_to_end.get("optimized")
         return None if run is None else run.agreement
 
@@ -303,7 +312,7 @@ class VerifyReport:
         raise DtypeError("a VerifyReport has no truth value: use report.ok")
 
     def to_json(self) -> str:
-        """Return the report as JSON; NaN and infinities are written as text."""
+        """Return the report as JSON; NaN and infinities are written as strings."""
         names = [each.name for each in fields(self) if each.name != "kernels"]
         document = {
             "version": JSON_VERSION,
@@ -318,17 +327,17 @@ class VerifyReport:
 
     @property
     def headline(self) -> str:
-        """Result in one line: "ok" or "not ok", and why."""
+        """Result in one line: "ok" or "not ok", and the reason."""
         if self.failure:
             return f"not ok: {self.failure}"
-        match = "nothing that was compared differs; the file was not replayed, because level 1 was left out"
+        match = "all that was compared matches; the file was not replayed, because level 1 was not requested"
         if self.replay is not None:
             match = MATCHES[self.replay.made_by]
         codes = max(self.compared_codes, 0 if self.segments is None else self.segments.compared_codes)
         parts = [match, *([f"{codes:,} codes compared, none differ"] if codes else [])]
         run = self.end_to_end.get("optimized")
         if run is not None and (worst := worst_output(run.output_sqnr_db)):
-            parts.append(f"worst output {worst!r}: {run.output_sqnr_db[worst]:.1f} dB")
+            parts.append(f"SQNR of worst output {worst!r}: {run.output_sqnr_db[worst]:.1f} dB")
         return f"ok: {'; '.join(parts)}"
 
     def __str__(self) -> str:
@@ -336,7 +345,7 @@ class VerifyReport:
         batches = f" ({counted(self.batches, 'batch')})" if self.batches else ""
         if self.replay is not None:
             lines.append(f"level 1: {self.replay}")
-            lines += [f"         decided: {each}" for each in self.replay.decided]
+            lines += [f"         accepted within bounds: {each}" for each in self.replay.decided]
         if self.segments is not None:
             lines.append(f"level 2: {self.segments}{batches}")
         if 3 in self.levels:
@@ -347,7 +356,7 @@ class VerifyReport:
         lines += [f"not compared: {each}" for each in self.not_compared[:MAX_NOTES_SHOWN]]
         lines += [f"note: {note}" for note in self.notes[:MAX_NOTES_SHOWN]]
         if len(self.notes) > MAX_NOTES_SHOWN:
-            lines.append(f"note: {len(self.notes) - MAX_NOTES_SHOWN} more in report.notes")
+            lines.append(f"note: {len(self.notes) - MAX_NOTES_SHOWN} more notes in report.notes")
         return "\n".join(lines)
 
     def _kernel_lines(self) -> list[str]:

@@ -4,7 +4,7 @@
   const find = (id) => document.getElementById(id);
   root.classList.remove("no-js");
 
-  // Theme: the system's until the button is pressed; nothing is stored.
+  // The theme is that of the system until the button is pressed. The choice is not stored.
   const theme = find("theme");
   const system = matchMedia("(prefers-color-scheme: dark)");
   const isDark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
@@ -29,7 +29,7 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   });
 
-  // Rows open to their details.
+  // A click on a row opens or closes its details.
   const table = find("layer-table");
   const bodies = Array.from(table.tBodies);
   const open = (body, yes) => {
@@ -40,7 +40,7 @@
   for (const body of bodies) {
     open(body, false);
     body.rows[0].addEventListener("click", () => {
-      if (String(getSelection())) return; // someone is copying a name
+      if (String(getSelection())) return; // the user is selecting text
       open(body, !isOpen(body));
     });
   }
@@ -52,7 +52,7 @@
     expand.textContent = all ? "Collapse all" : "Expand all";
   });
 
-  // Sorting: what is not known comes last, whatever the direction; equals stay as they are.
+  // Sorting: unknown values come last in both directions, and equal values keep their order.
   const heads = Array.from(table.tHead.rows[0].cells);
   const chooser = find("sort");
   const collator = new Intl.Collator(undefined, { numeric: true });
@@ -88,7 +88,7 @@
   chooser.value = String(heads.findIndex((head) => head.hasAttribute("aria-sort")));
   chooser.addEventListener("change", () => sortBy(Number(chooser.value), natural(Number(chooser.value))));
 
-  // Filtering: every word has to be in the row.
+  // Filtering: a row is shown if it contains every word of the filter.
   const texts = new Map(bodies.map((body) => [body, body.rows[0].textContent.toLowerCase()]));
   const fits = (status, kind) =>
     kind === "all" || status === kind || (kind === "quantized" && status === "integer");
@@ -110,7 +110,7 @@
   find("tools").addEventListener("submit", (event) => event.preventDefault());
   filter();
 
-  // Tooltips on charts: with a pointer, or with the arrow keys once a chart has the focus.
+  // Charts show tooltips for the pointer and, if a chart has the focus, for the arrow keys.
   const tip = find("tip");
   const place = (x, y) => {
     const box = tip.getBoundingClientRect();
@@ -194,13 +194,13 @@
   const follow = () => {
     if (tip.hidden) return;
     const chart = document.activeElement;
-    // A chart that has the focus keeps its tooltip: the browser may just have brought it into view.
+    // A chart with the focus keeps its tooltip, because the browser may have scrolled to bring the chart into view.
     if (chart.matches(".hist:focus-visible")) showBin(chart, read(chart), Number(chart.dataset.bin));
     else hush();
   };
   addEventListener("scroll", follow, { passive: true });
 
-  // Paper shows everything.
+  // For printing, open all details.
   let closed = [];
   addEventListener("beforeprint", () => {
     closed = Array.from(document.querySelectorAll("details:not([open])"));
