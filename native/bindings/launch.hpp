@@ -32,8 +32,8 @@ inline void run_part(const void* context, int64_t index) {
 
 inline int threads_for(int64_t elements) { return elements < kSmall ? 1 : thread_count.load(std::memory_order_relaxed); }
 
-// How work is divided: many parts per thread, because threads may start late or be slow; few parts if each must merge
-// its result.
+// The number of parts per thread. Many parts balance threads that start late or are slow. Few parts are better if each
+// part must merge its result.
 enum class Cut : int64_t { few = 3, many = 16 };
 
 // Runs the kernel on [0, count) in parts of `step`.
@@ -42,8 +42,8 @@ inline void launch_parts(const Call& call, Kernel kernel, int64_t count, int64_t
   if (count) run_tasks(run_part, &part, ceil_div(count, step), threads);
 }
 
-// Runs the kernel in parts that begin at multiples of the grain. `backwards` is for a second kernel on an array whose
-// end is still in the cache.
+// Runs the kernel in parts that begin at multiples of the grain. With `backwards`, the last
+// part runs first, because the end of the array is still in the cache after another kernel.
 inline void launch(const Call& call, Kernel kernel, int64_t count, int64_t grain, int64_t elements, Cut cut = Cut::many,
                    bool backwards = false) {
   const int threads = threads_for(elements);

@@ -13,7 +13,8 @@ namespace {
 
 using namespace detent;
 
-// Sums and largest magnitudes over two arrays of `count` elements, for metrics. Factors are powers of two in two parts.
+// Sums and largest magnitudes over two arrays of `count` elements, for metrics. A factor is a power of two, given as
+// two factors.
 Call pair_call(int term, int64_t count, const Input& x, int dtype, const Input& y, int second_dtype) {
   Call call;
   call.term = static_cast<Term>(term);
@@ -59,7 +60,7 @@ double largest_error(int level, int term, int64_t count, const Input& x, int dty
   return largest;
 }
 
-// Checksum of an array, comparable only within this process.
+// Checksum of an array, which can be compared only within this process.
 uint64_t checksum(int level, const Input& x) {
   const Kernels& kernels = kernels_of(level);
   Call call;
@@ -92,7 +93,8 @@ void repack(bool packing, int level, int64_t count, int bits, bool is_signed, co
   launch(call, packing ? kernels.pack : kernels.unpack, count, kGrain, count);
 }
 
-// Computes the error of each candidate of each set on its histogram. Levels are empty for integer formats.
+// Computes, for each set, the quantization error of each candidate on the set's histogram. Levels are empty for integer
+// formats.
 void grid_errors(int level, int norm, double qmin, double qmax, const Input& lower, const Input& upper, const Input& mass,
                  const Input& low, const Input& high, const Input& scales, const Input& zeros, const Input& levels,
                  const Input& middles, const Input& whole, const Output& errors) {
@@ -140,7 +142,7 @@ void grid_errors(int level, int norm, double qmin, double qmax, const Input& low
 }  // namespace
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // plans are cached for the life of the process, and their runners with them
+  nb::set_leak_warnings(false);  // cached plans keep their runners until the process ends
   m.doc() = "The native kernels of detent; use the functions of detent, which check their arguments.";
   m.def("levels", [] {
     std::vector<std::tuple<std::string, bool>> rows;

@@ -43,7 +43,7 @@ Runner::Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t
     rows *= size;
     grid *= ceil_div(size, width);
   }
-  // Sizes in bytes and in bits must fit int64, too.
+  // The number of bytes and the number of bits must fit int64, too.
   constexpr int64_t kLargest = std::numeric_limits<int64_t>::max() / 64;
   if (layout.size > kLargest || sets > kLargest) throw std::invalid_argument("a layout of more elements than memory has");
   if (layout.size && grid != sets) throw std::invalid_argument("a layout has as many sets as its blocks make");
@@ -199,7 +199,7 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.scale = scale.data();
   call.zero = zero.data();
   call.exclusive = false;  // learned parameters always use inclusive bounds
-  // All sets have room for the blocks of the largest one; single columns are summed together.
+  // Every set has room for as many block sums as the largest set needs; single columns are summed together.
   const bool columns = layout.block == 1 && layout.cols > 1;
   int64_t most = layout.block < layout.cols ? layout.block : layout.cols;
   for (int i = 0; i < layout.lead; ++i) most *= std::min(layout.axis[i].block, layout.axis[i].size);

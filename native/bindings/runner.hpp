@@ -26,10 +26,11 @@ void require_bytes(const char* name, size_t given, int64_t expected);
 
 class Runner {
  public:
-  // `rules` are the fields of a Call by name; `lead` has size, block and stride in sets of every axis except the last.
+  // `rules` are the fields of a Call by name. `lead` has the size, the block and the stride (in sets) of every axis
+  // except the last.
   Runner(int level, int64_t cols, int64_t block, const Lead& lead, int64_t sets, const nb::dict& rules);
 
-  // These return whether there is NaN, if they check for it.
+  // These return whether x contains NaN; false if they do not check.
   bool quantize(const Input& x, const Input& scale, const Input& zero, const Output& codes) const;
   bool dequantize(const Input& codes, const Input& scale, const Input& zero, const Output& out) const;
   bool fake_quantize(const Input& x, const Input& scale, const Input& zero, const Output& out) const;
@@ -55,8 +56,9 @@ class Runner {
                                     const Output& zero, const Output& out) const;
 
   // Counts elements in counts[row][set][bin], where `rows` maps each sign and exponent to a row or -1; `missed` is set
-  // for signs and exponents that occur without a row. Weights are one per element, or none. Bounds as for minmax.
-  // Returns the number of non-finite elements, and whether all others are in the range of a float.
+  // for signs and exponents that occur without a row. Weights are one per element, or empty. Bounds must be (inf, -inf)
+  // before, as for minmax. Returns the number of non-finite elements, and whether all finite elements are in the range
+  // of a float.
   std::tuple<int64_t, bool> histogram(const Input& x, const Input& weights, const Input& rows, int64_t row_count,
                                       const Output& counts, const Output& missed, const Output& low,
                                       const Output& high) const;

@@ -21,11 +21,11 @@ DETENT_LOOP void weigh(const Params<T>& p, const T* x, const T* g, T* y, int64_t
     const double step = unit.scale, middle = (qmin + qmax) / 2 - static_cast<double>(zero);
     const T center = static_cast<T>(middle * step), half = static_cast<T>((qmax - qmin) / 2 * step);
     const T slope = T(1) - std::fabs((x[i] - center) / half);
-    y[i] = slope > T(0) ? g[i] * slope : T(0);  // NaN and 0 give 0
+    y[i] = slope > T(0) ? g[i] * slope : T(0);  // a slope of 0 or NaN gives a gradient of 0
   });
 }
 
-// The mask applied to gradients of type G: the data's type if they are only selected, else the compute type.
+// Applies the mask to gradients of type G: the data's type if gradients are only selected, else the compute type.
 template <class Codec, class T, class G>
 DETENT_LOOP void apply(const Codec& codec, const Call& call, const Params<T>& p, const T* x, const G* g, G* y, int64_t count) {
   switch (call.mask) {
@@ -71,7 +71,7 @@ void run(const Codec& codec, const Call& call, int64_t begin, int64_t end) {
   }
 }
 
-// The gradient by the mask of the forward pass.
+// The gradient of x from the mask of the forward pass.
 template <class In>
 void run_masked(const Call& call, int64_t begin, int64_t end) {
   const In* g = static_cast<const In*>(call.g);

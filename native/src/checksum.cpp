@@ -1,5 +1,5 @@
-// A checksum for each block of bytes: 32-bit lanes, each changed by any change of one of its words, combined into 64
-// bits. It is compared only within one process, and may change between releases.
+// A checksum for each block of bytes. It has 32-bit lanes, which are combined into 64 bits; changing any word of a lane
+// changes the lane. Checksums are compared only within one process, and may change between releases.
 //
 // Multiplication moves a change only to higher bits, so the upper half is then XORed into the lower half. Otherwise,
 // flipping the signs of two floats of one lane would give an equal checksum. No two flipped bits of a block cancel
@@ -13,7 +13,7 @@ namespace {
 using detent::kChecked;
 
 constexpr int kLanes = 64;
-constexpr uint32_t kFactor = 0x9E3779B1u;         // odd: the multiplication is invertible
+constexpr uint32_t kFactor = 0x9E3779B1u;         // odd, so that the multiplication is invertible
 constexpr uint64_t kFold = 0x9E3779B97F4A7C15ull;
 
 uint64_t check_block(const uint8_t* bytes, int64_t count) {

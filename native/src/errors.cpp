@@ -1,7 +1,7 @@
 // Sums over two arrays, for metrics: x and g may have different types, and terms are computed in double.
 //
 // error_sums computes the sum of each block of 1024 elements, in the fixed accumulation order; fold_sums adds them up.
-// largest_error computes the largest magnitude, or NaN if any is NaN. Both process blocks [begin, end).
+// largest_error computes the largest magnitude, or NaN if any element is NaN. Both process blocks [begin, end).
 #include <cmath>
 
 #include "detent/arithmetic.hpp"
@@ -24,7 +24,7 @@ const double* doubles(const void* array, Dtype dtype, int64_t at, int64_t count,
   return buffer;
 }
 
-// The measured number of each pair: the error, or the value of one array.
+// For each pair of elements, the error, or the element of one array, depending on the term.
 void differences(const Call& call, int64_t at, int64_t count, double* out) {
   alignas(64) double first[kLeaf], second[kLeaf];
   const double* x = doubles(call.x, call.dtype, at, count, first);

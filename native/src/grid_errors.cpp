@@ -1,9 +1,9 @@
 // The quantization error of a candidate scale and zero point on a histogram: the sum over bins of the integral of |x -
-// nearest level|^norm, with the mass of a bin spread evenly. Norms 1 and 2. Bins are cut at the bounds of the set; a
-// bin of width zero is a point.
+// nearest level|^norm, with the mass of a bin spread evenly. The norm is 1 or 2. Bins are cut at the bounds of the
+// set; a bin of width zero is treated as a point.
 //
-// The integral from 0 to t, in units of the scale, is n times that over one whole level, plus f^(norm+1) / (norm + 1),
-// where n is the nearest level and f the distance from it. Beyond the last level, n is constant and f grows.
+// Let n be the level nearest to t, and f the distance from n to t. In units of the scale, the integral from 0 to t is n
+// times the integral over one level, plus f^(norm+1) / (norm + 1). Beyond the last level, n is constant and f grows.
 #include "detent/arithmetic.hpp"
 #include "detent/chunks.hpp"
 
@@ -11,8 +11,8 @@ namespace {
 
 using detent::Kind;
 
-constexpr double kNarrow = 0x1p-900;  // a bin of at most this width is a point: its density could overflow
-constexpr int kLanes = detent::kGridPadding;  // partial sums, added up by halves: the order of every level
+constexpr double kNarrow = 0x1p-900;  // a bin of at most this width is treated as a point: its density could overflow
+constexpr int kLanes = detent::kGridPadding;  // partial sums, added up by halves; equal for all instruction sets
 
 // The part of the integral beyond a level, an odd function of the distance; and the power of the distance.
 template <int norm>
@@ -40,7 +40,7 @@ struct Even {
   double first, last;
 };
 
-// Any levels: `middles` are their midpoints, and whole[i] is the integral up to level i.
+// Arbitrary levels: `middles` are the midpoints between levels, and whole[i] is the integral up to level i.
 template <int norm>
 struct Uneven {
   int64_t index(double t) const {

@@ -23,7 +23,7 @@ inline uint32_t row_key(uint32_t key, int bits) { return key >> bits; }
 // Computes the bin of each number: sign, exponent as in a float, mantissa. Returns whether all are in the range of a
 // float.
 inline bool find_keys(const float* x, uint32_t* keys, int64_t count, int bits) {
-  for (int64_t i = 0; i < count; ++i) keys[i] = std::bit_cast<uint32_t>(x[i] + 0.0f) >> (23 - bits);  // + 0: no -0
+  for (int64_t i = 0; i < count; ++i) keys[i] = std::bit_cast<uint32_t>(x[i] + 0.0f) >> (23 - bits);  // makes -0 a +0
   return true;
 }
 
@@ -73,7 +73,7 @@ class Table {
     for (int64_t i = 0; i < count; ++i) keys[i] += (keys[i] >> sign) * static_cast<uint32_t>(kShift);
   }
 
-  // Adjacent elements use different tables, so that equal ones need not wait for each other.
+  // Adjacent elements use different tables, so that equal elements do not have to wait for each other.
   void count(const uint32_t* __restrict places, int64_t count) {
     uint32_t *first = counts_, *second = second_;
     int64_t i = 0;
@@ -225,7 +225,7 @@ void run_whole(const Call& call, int64_t begin, int64_t end) {
   if (!good) *call.refused = true;
 }
 
-// Several sets; each belongs to one piece of work: a box of a few columns, or of one set.
+// Several sets. Each set belongs to one piece of work: a box of a few columns, or a box of one set.
 template <class In>
 void run_sets(const Call& call, int64_t begin, int64_t end) {
   using T = compute_t<In>;

@@ -1,14 +1,14 @@
 // Gradients of scale and zero point (LSQ, LSQ+), as block sums of each set:
 //   scale       g * ((q - z) - t) in range, g * (q - z) where clamped
 //   zero point  -s * g where clamped, 0 in range; integers only
-// NaN in x adds nothing. Works on pieces [begin, end): piece i is block i % blocks of box i / blocks.
+// NaN in x adds nothing. The kernel processes pieces [begin, end); piece i is block i % blocks of box i / blocks.
 #include "detent/chunks.hpp"
 #include "detent/codec.hpp"
 #include "detent/sums.hpp"
 
 namespace {
 
-// Consecutive elements with the parameters of one set, or of one set each.
+// Consecutive elements that share the parameters of one set, or each have the parameters of their own set.
 template <bool uniform, class Codec, class T>
 DETENT_LOOP void terms(const Codec codec, const T* __restrict scales, const T* __restrict zeros, const T* __restrict x,
            const T* __restrict g, double* __restrict of_scale, double* __restrict of_zero, int64_t count) {

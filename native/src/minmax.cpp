@@ -1,8 +1,8 @@
 // The smallest and largest finite element of each set, and the number of non-finite elements.
 //
 // call.low and call.high are the bounds of every set, initially (inf, -inf); call.nonfinite is a counter. Minimum and
-// maximum do not depend on the order. Threads that share a set merge their bounds atomically, or a row at a time under
-// a lock.
+// maximum do not depend on the order of elements. Threads that share a set merge their bounds atomically, or a row at a
+// time under a lock.
 #include <atomic>
 
 #include "detent/arithmetic.hpp"
@@ -56,7 +56,7 @@ inline void merge(T* low, T* high, const Bounds<T>& bounds, bool shared) {
 // Each element of the row has its own set: bounds are updated element by element.
 template <class T>
 void take_row(const T* __restrict x, T* __restrict low, T* __restrict high, int64_t count, int64_t& nonfinite) {
-  int found = 0;  // int, as wide as the data: a row has at most kChunk elements
+  int found = 0;  // as wide as the data, for vectors; a row has at most kChunk elements
   for (int64_t i = 0; i < count; ++i) {
     const T v = x[i];
     const bool good = finite(v);
@@ -177,7 +177,7 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
   for (int64_t at = begin; at < end;) {
     const int64_t set = cursor.set(), run = least(cursor.run(), end - at);
     if (!call.shared && run <= kShort) {
-      // Whole groups belong only to this range.
+      // Only this range updates the bounds of whole groups.
       const int64_t groups = least(cursor.whole_blocks(end - at), kGroups<In> / call.layout.block);
       if (groups > 1) {
         bounds_of_groups(load(in + at, groups * run, wide), groups, run, low + set, high + set, nonfinite);
@@ -187,7 +187,7 @@ void run_by_block(const Call& call, int64_t begin, int64_t end, int64_t& nonfini
       }
     }
     const Bounds<T> bounds = bounds_of_run(in + at, run, wide, nonfinite);
-    // If every set is one run, a run that ends inside this range belongs only to this range.
+    // If every set is one run, only this range updates the bounds of a run that begins and ends inside of it.
     merge(low + set, high + set, bounds, call.shared || at == begin || at + run == end);
     cursor.advance(run);
     at += run;

@@ -1,7 +1,7 @@
-// From data to parameters to fake-quantized data. `derive` computes scales and zero points from bounds, for the sets
-// [begin, end). `observe` does all three steps for the sets [begin, end), a few at a time while they are in the cache;
-// each set must be contiguous in memory (call.shared is false). Otherwise minmax, derive and fake_quantize run one
-// after the other.
+// Fake quantization with parameters from the data's own range. `derive` computes scales and zero points from bounds,
+// for the sets [begin, end). `observe` runs minmax, derive and fake_quantize for the sets [begin, end), a few sets at a
+// time while they are in the cache. Each set must be contiguous in memory (call.shared is false). Otherwise the three
+// kernels run one after the other on the whole array.
 #include "detent/arithmetic.hpp"
 #include "detent/bounds.hpp"
 #include "detent/scale_rule.hpp"

@@ -25,9 +25,10 @@ inline void relax() {
 #endif
 }
 
-// The open part of a job, in one word: the number of tasks, the number of seats for workers, and the number of the job.
-// A worker that wakes up late finds no open tasks, and nobody waits for it. A caller without a seat only waits. A
-// thread with a task may read the rest of the job, because the caller waits for every task that was taken.
+// The open part of a job, in one word: the number of tasks that nobody has taken, the number of seats for threads, and
+// the number of the job. A thread needs a seat to take tasks. A worker that wakes up late finds no open tasks, and
+// nobody waits for it. A caller without a seat only waits. A thread with a task may read the rest of the job, because
+// the caller waits for every task that was taken.
 struct Open {
   static constexpr uint64_t kSeat = uint64_t{1} << 32, kJob = uint64_t{1} << 48;
 
@@ -67,7 +68,7 @@ class Pool {
       try {
         std::thread(&Pool::serve, this, epoch_.load(std::memory_order_relaxed)).detach();
       } catch (const std::system_error&) {
-        return;  // the system has no more threads: the existing ones do the work
+        return;  // the system has no more threads; the existing threads do the work
       }
     }
   }
@@ -81,8 +82,8 @@ class Pool {
     }
   }
 
-  // Spins for a moment, because the next job often follows soon, and waking a thread takes as long as a small job. It
-  // yields the core to other threads.
+  // Spins for a moment, because the next job often follows soon, and waking a thread takes as long as a small job.
+  // While it spins, it yields the core to other threads.
   void linger(uint32_t seen) const {
     const auto until = std::chrono::steady_clock::now() + kLinger;
     while (epoch_.load(std::memory_order_relaxed) == seen && std::chrono::steady_clock::now() < until) {
@@ -91,8 +92,8 @@ class Pool {
     }
   }
 
-  // Takes a task, and also a seat if `seated` is not a seat of this job. Returns the word before, or a word without
-  // tasks.
+  // Takes a task, and also a seat if `seated` is not a seat of this job. Returns the word as it was before; if no task
+  // was taken, a word without tasks.
   Open take(Open seated) {
     Open seen{open_.load(std::memory_order_relaxed)};
     for (;;) {
@@ -126,7 +127,7 @@ class Pool {
   Task task_ = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0;
-  alignas(64) std::atomic<uint64_t> open_{0};  // an Open
+  alignas(64) std::atomic<uint64_t> open_{0};  // the word of an Open
   alignas(64) std::atomic<int64_t> unfinished_{0};
   alignas(64) std::atomic<uint32_t> epoch_{0};
 };

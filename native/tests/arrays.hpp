@@ -27,7 +27,8 @@ class Arrays : public Tester {
     return read<model::Compute<In>>(c.zero, model::set_of(c.layout, index));
   }
 
-  // Fills with codes, ties and adjacent numbers, and some special values; in guarded memory, and a copy.
+  // Fills an array with codes, ties, numbers next to ties, and some special values, in guarded memory; and makes a
+  // copy.
   template <class In>
   std::vector<In> data(const Case& c, Place place, const void*& pointer, bool special = true) {
     using T = model::Compute<In>;
@@ -54,8 +55,8 @@ class Arrays : public Tester {
     return bytes;
   }
 
-  // Very different magnitudes, so that a wrong accumulation order changes the sum. A quarter are zeros, mostly
-  // negative.
+  // Numbers of very different magnitudes, so that a wrong accumulation order changes the sum. A quarter of them are
+  // zeros, mostly negative.
   std::vector<double> random_doubles(int64_t count) {
     std::vector<double> numbers;
     const bool zeros = dice_() % 4 == 0;
@@ -224,13 +225,13 @@ class Arrays : public Tester {
     c.levels = array<T>(kLevels, levels);
     for (size_t i = 0; c.kind == Kind::codebook && i + 1 < c.format->values.size(); ++i) {
       const double middle = (c.format->values[i] + c.format->values[i + 1]) / 2;
-      const T bound = static_cast<T>(middle);  // the largest number that is not above
+      const T bound = static_cast<T>(middle);  // may be rounded up; a rounding boundary is not above the midpoint
       bounds.push_back(static_cast<double>(bound) > middle ? std::nextafter(bound, T(-2)) : bound);
     }
     c.bounds = array<T>(kBounds, bounds);
   }
 
-  // A number in units of the scale: a representable value, a tie, or a value out of range.
+  // A number for scale 1: a representable value, a tie, or a value out of range.
   double any_ratio(const Case& c) {
     if (!c.format) {
       const int64_t reach = 2 * static_cast<int64_t>(c.qmax - c.qmin) + 9;

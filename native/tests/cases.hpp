@@ -34,7 +34,7 @@ inline Layout layout_of(const Shape& shape, int64_t& sets) {
   return layout;
 }
 
-// Arrays whose last axis (or only axis) has that length, or that have short rows.
+// Shapes of arrays whose last axis (or only axis) has this length, or whose rows are short.
 inline std::vector<Shape> shapes(int64_t n) {
   const int64_t whole = std::max<int64_t>(n, 1);
   return {

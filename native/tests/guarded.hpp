@@ -1,4 +1,4 @@
-// Guarded: memory between two inaccessible pages, so that an access of one byte outside crashes.
+// Guarded: memory between two inaccessible pages, so that an access one byte outside of an array crashes.
 #pragma once
 
 #include <sys/mman.h>
@@ -28,7 +28,7 @@ class Guarded {
   Guarded& operator=(const Guarded&) = delete;
   ~Guarded() { munmap(begin_ - page_, size_ + 2 * page_); }
 
-  // An array of that many bytes next to a guard page; the bytes on its other side have a pattern.
+  // An array of this many bytes next to a guard page; the bytes on the other side of the array have a pattern.
   uint8_t* place(size_t bytes, Side side) {
     if (bytes + kMargin > size_) fail("a buffer that small for the case");
     array_ = side == Side::last ? begin_ + size_ - bytes : begin_;

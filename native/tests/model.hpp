@@ -1,5 +1,5 @@
-// Model: docs/numerics.md for one element, one set or one sum at a time, written for clarity, without any code of the
-// kernels.
+// Model: implements docs/numerics.md for one element, one set or one sum at a time. It is written for clarity and uses
+// no code of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using namespace detent;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-// A 16-bit float by the widths of its fields. For rounding, infinity counts as the next power of two.
+// A 16-bit float, described by the widths of its fields. For rounding, infinity counts as the next power of two.
 template <int kMantissa, int kBias>
 struct Small {
   using Compute = float;
@@ -41,7 +41,7 @@ struct Small {
     return static_cast<float>(bits & 0x8000 ? -size : size);
   }
 
-  // The nearest number; for ties, the one with the even code.
+  // The nearest number; for ties, the number with the even code.
   static Small nearest(float x) {
     const uint32_t sign = std::signbit(x) ? 0x8000 : 0;
     if (std::isnan(x)) return {static_cast<uint16_t>(sign | 0x7FFF)};
@@ -197,7 +197,7 @@ T meaning(const Case& c, T code, T zero) {
   return std::isnan(code) ? code : static_cast<T>(c.format->levels.at(static_cast<size_t>(code)));
 }
 
-// Converts a result from the compute type to the data's type. Only small floats have negative zeros.
+// Converts a result from the compute type to the data's type. Only float formats have negative zeros.
 template <class In>
 In finished(const Case& c, Compute<In> y) {
   const In result = nearest<In>(y);
@@ -366,8 +366,8 @@ inline long double part_of_error(long double a, long double b, long double level
   return below(b) - below(a);
 }
 
-// The error of ascending levels on mass that is evenly spread from a to b: level by level, each where it is the
-// nearest.
+// The error of ascending levels on mass that is evenly spread from a to b: the sum over all levels, each integrated
+// where it is the nearest level.
 inline double grid_error(const std::vector<double>& levels, int norm, double a, double b, double mass) {
   long double error = 0;
   for (size_t i = 0; i < levels.size(); ++i) {

@@ -1,6 +1,6 @@
 // Compares every kernel, for every instruction set that this CPU supports, with the model, on arrays that end (or
 // begin) at a guard page: lengths from 0 to 300 in many layouts, and long arrays in parts for several threads.
-// Prints what differs and exits with 1; `native/tests/Makefile` builds it as shipped and under the sanitizers.
+// Prints differences and exits with 1. `native/tests/Makefile` builds it as a release build and with the sanitizers.
 #include "arrays.hpp"
 
 namespace {
@@ -10,7 +10,7 @@ using model::Compute;
 using model::same;
 using model::value_of;
 
-// One test per kernel, of the kernel's name; T is the compute type of data of type In.
+// One test per kernel, with the kernel's name. T is the compute type of data of type In.
 class Tests : public Arrays {
  public:
   struct Row {
@@ -287,7 +287,7 @@ class Tests : public Arrays {
     }
   }
 
-  // Any change of a byte changes the checksum of its block, and no other.
+  // Any change of a byte changes the checksum of its block, and no other checksum.
   template <class In>
   void checksum(Case& c, int64_t) {
     c.layout.size *= 4;

@@ -1,7 +1,7 @@
-// Checks that corrected quotients have the bits of divided ones. This is proved except for two corner cases, which are
-// tested exhaustively: inverses that are off by nearly half an ulp, where the scale's mantissa is all ones, and first
-// quotients that are off by nearly 1.5 ulp, where x and the scale are both just below a power of two. Other cases are
-// random.
+// Checks that corrected quotients equal divisions bit for bit. This is proved except for two corner cases, which are
+// tested exhaustively. First, inverses that are off by nearly half an ulp, where the scale's mantissa is all ones.
+// Second, first quotients that are off by nearly 1.5 ulp, where x and the scale are both just below a power of two.
+// Other cases are random.
 #include <bit>
 #include <cinttypes>
 #include <cstdio>

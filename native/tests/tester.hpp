@@ -1,4 +1,4 @@
-// Tester: guarded arrays, kernels run as the pool runs them, and a counter and printer of differences.
+// Tester: makes guarded arrays, runs kernels as the pool does, and counts and prints differences.
 #pragma once
 
 #include <cinttypes>
@@ -11,7 +11,7 @@
 namespace testing {
 
 constexpr int64_t kLargest = 40000;
-constexpr int64_t kParts = 8;  // at most, for work that is not divided by the grain
+constexpr int64_t kParts = 8;  // largest number of parts, for work that is not divided by the grain
 
 template <class T>
 T read(const void* array, int64_t index) {
@@ -29,7 +29,7 @@ inline int bits_at(const void* array, int64_t first, int64_t last) {
   return number;
 }
 
-// Calls body with a value of the C++ type of that dtype.
+// Calls body with a value of the C++ type of this dtype.
 template <class Body>
 void with_type(Dtype dtype, Body body) {
   switch (dtype) {

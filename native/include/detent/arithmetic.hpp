@@ -16,7 +16,7 @@ using detent::Dtype;
 using detent::Rounding;
 using detent::ZeroPoint;
 
-// How x / s is computed. `corrected` gives the codes of `divide`, and is much faster.
+// How x / s is computed. `corrected` gives the same codes as `divide`, and is much faster.
 enum class Quotient { divide, reciprocal, corrected };
 
 #if defined(__FMA__) || defined(__aarch64__)
@@ -53,13 +53,13 @@ inline T clamped(T u, T low, T high) {
   return raised > high ? high : raised;
 }
 
-// x in units of the scale.
+// x divided by the scale.
 //
 // `corrected` is Markstein's division: with an inverse that is rounded once, the first quotient is off by less than 1.5
 // ulp, and adding remainder * inverse with one rounding gives the rounded quotient. (The remainder is exact unless the
 // first quotient is off by more than one ulp; then its rounding error does not move the sum across a midpoint.) In
 // float, this holds for an invertible scale and quotients from 2^-30 to 2^20, in double for a far larger range. Smaller
-// quotients may lose bits and the sign of a zero, which does not change the nearest code; larger ones, and infinity,
+// quotients may lose bits and the sign of a zero, which does not change the nearest code. Larger quotients and infinity
 // must be clamped before. native/tests/test_quotients.cpp checks the corner cases.
 template <Quotient how, class T>
 inline T quotient(T x, Unit<T> unit) {

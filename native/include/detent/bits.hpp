@@ -1,4 +1,4 @@
-// Bits: codes of 1 to 8 bits without gaps, element 0 in the lowest bits; eight elements fill `bits` bytes. Internal
+// Bits: packed codes of 1 to 8 bits, with element 0 in the lowest bits; eight elements fill `bits` bytes. Internal
 // linkage, as in half.hpp.
 #pragma once
 
@@ -55,7 +55,7 @@ inline void with_bits(int bits, Body body) {
   }
 }
 
-// Pairs of nibbles, an even number of them: simple enough for the compiler to vectorize.
+// Packs an even number of 4-bit codes; the loop is simple enough for the compiler to vectorize.
 inline void pack_nibbles(const uint8_t* __restrict in, uint8_t* __restrict out, int64_t count) {
   for (int64_t i = 0; i < count / 2; ++i) {
     uint16_t pair;

@@ -26,7 +26,7 @@ inline bool finite(T x) {
 }
 
 // Updates the bounds by the finite elements, and subtracts their number. NaN loses every comparison. Infinities are
-// rare, so they get a second pass: the sum of x - x shows them, because x - x is 0 only for finite x.
+// rare, so they get a second pass. The sum of x - x detects them, because x - x is 0 only for finite x.
 template <int lanes, class T>
 Bounds<T> bounds_of(const T* __restrict x, int64_t count, int64_t& nonfinite) {
   Bounds<T> all;
@@ -159,11 +159,11 @@ void bounds_of_groups(const T* x, int64_t groups, int64_t size, T* low, T* high,
   }
 }
 
-// Number of short groups per call; if numbers are widened first, as many as fit the buffer.
+// Number of short groups per call; if elements are widened first, as many groups as fit the buffer.
 template <class In>
 constexpr int64_t kGroups = std::is_same_v<In, compute_t<In>> ? kLongChunk : kChunk;
 
-// Computes the bounds of consecutive elements, of any number.
+// Computes the bounds of any number of consecutive elements.
 template <class In>
 Bounds<compute_t<In>> bounds_of_run(const In* in, int64_t run, compute_t<In>* buffer, int64_t& nonfinite) {
   if constexpr (std::is_same_v<In, compute_t<In>>) return bounds_of<32>(in, run, nonfinite);

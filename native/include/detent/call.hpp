@@ -15,23 +15,23 @@ enum class ZeroPoint : int { after_round, before_round };
 enum class Rounding : int { half_even, half_away, floor };
 enum class Fill : int { none, zero_point, qmin };          // the code that replaces NaN
 enum class Mask : int { identity, code, value, hard_tanh };  // where the gradient passes
-enum class Grad : int { fake, quantize };                  // quantize: divided by the scale
-enum class Kind : int { integers, small_floats, codebook };  // of the format
+enum class Grad : int { fake, quantize };                  // quantize: the gradient is divided by the scale
+enum class Kind : int { integers, small_floats, codebook };  // kind of the format
 
 // The terms of error_sums; in squares and products, values are multiplied by their factor first.
 enum class Term : int { value, square, squared_error, absolute_error, product };
 
-// Rule that derives scale and zero point from a range; its kinds are those of a convention and its zero-range rule.
+// Rule that derives scale and zero point from a range; the names are those of detent.convention.
 enum class Symmetric : int { affine, qmax, half_span, tight };
 enum class ZeroRange : int { unit, unit_at_qmin, eps, width, error };
 
 struct ScaleRule {
   Symmetric symmetric = Symmetric::affine;
   ZeroRange zero_range = ZeroRange::unit;
-  double floor = 0;        // eps, width
-  double zero_point = 0;   // if symmetric
+  double floor = 0;        // lower limit of the scale (eps) or of the width of a range (width)
+  double zero_point = 0;   // used if the rule is symmetric
   bool include_zero = true;
-  bool half_away = false;  // rounding of zero points
+  bool half_away = false;  // whether zero points are rounded half away from zero
 };
 
 // Storage of codes: one per byte, one per two bytes, or packed at `bits` each.
@@ -39,7 +39,7 @@ enum class Codes : int { bytes, words, packed };
 
 struct Call {
   Layout layout;
-  Dtype dtype = Dtype::f32;  // of x, g and y
+  Dtype dtype = Dtype::f32;  // type of x, g and y
   Division division = Division::divide;
   ZeroPoint zero_point = ZeroPoint::after_round;
   Rounding rounding = Rounding::half_even;
@@ -47,50 +47,52 @@ struct Call {
   Mask mask = Mask::code;
   Grad grad = Grad::fake;
   bool find_nan = false;   // whether fake_quantize checks for NaN; quantize always does
-  bool exclusive = false;  // bounds of the mask
-  bool is_signed = true;   // of the codes
+  bool exclusive = false;  // whether the bounds of the mask are exclusive
+  bool is_signed = true;   // whether codes are signed
   bool no_zero = false;    // every zero point is 0
   int bits = 8;
   Codes codes = Codes::bytes;
   double qmin = 0, qmax = 0;
 
   Kind kind = Kind::integers;
-  int mantissa = 0, min_exponent = 0;  // small floats: bits of the mantissa, exponent of the smallest normal number
-  double largest = 0;                  // small floats: the largest finite value
-  const void* levels = nullptr;        // not for integers: the value of each of 256 codes, compute type
-  const void* bounds = nullptr;        // codebooks: rounding boundaries between codes, compute type
+  int mantissa = 0, min_exponent = 0;  // float formats: bits of the mantissa, exponent of the smallest normal number
+  double largest = 0;                  // float formats: the largest finite value
+  const void* levels = nullptr;        // not for integers: the value of each of 256 codes, in the compute type
+  const void* bounds = nullptr;        // codebooks: rounding boundaries between codes, in the compute type
 
   const void* x = nullptr;
   const void* g = nullptr;
-  const void* scale = nullptr;  // compute type (double for f64, else float), one per set
-  const void* zero = nullptr;   // the zero points as the compute type, one per set
+  const void* scale = nullptr;  // one scale per set, in the compute type (double for f64, else float)
+  const void* zero = nullptr;   // one zero point per set, in the compute type
   const void* codes_in = nullptr;
   void* out = nullptr;
 
   void* low = nullptr;   // minmax, observe, derive: the bounds of each set, in the compute type unless wide_bounds
   void* high = nullptr;
   bool shared = false;   // minmax: a set may have elements in several rows
-  Lock* merging = nullptr;  // minmax and histogram: held while the results of parts are merged
+  Lock* merging = nullptr;  // minmax and histogram: lock that is held while the results of parts are merged
 
   uint8_t* mask_bits = nullptr;          // fake_quantize: output for the mask, one bit per element, or null
   const uint8_t* mask_in = nullptr;      // masked_backward: the mask
 
-  // Sums: `blocks` per set, one per kLeaf elements; high_sums are for the zero points, or null.
+  // Sums: each set has `blocks` sums, one per kLeaf elements. high_sums are those for zero points, or null.
   double* sums = nullptr;
   double* high_sums = nullptr;
   int64_t blocks = 1, tile = 1;
 
-  // Memory for each part of `step` pieces of work: learned 2 * kLeaf * tile numbers, grid_errors as it says.
+  // Scratch memory. A part of `step` pieces of work needs 2 * kLeaf * tile numbers (learned); for grid_errors, see
+  // kGridArrays.
   double* scratch = nullptr;
   int64_t step = 1;
 
   Term term = Term::value;
-  Dtype second_dtype = Dtype::f32;          // error_sums: of g
-  double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: of x (or the error), and of g
+  Dtype second_dtype = Dtype::f32;          // error_sums: type of g
+  double factor[2] = {1, 1}, second_factor[2] = {1, 1};  // error_sums: factor of x (or of the error), factor of g
 
-  // histogram: the row of each sign and exponent, or -1, and the counts of each row, set and bin of `bits` bits.
+  // histogram: `rows` has the row of each sign and exponent, or -1. `counts` has the counts of each row, set and bin;
+  // a bin is the leading `bits` bits of the mantissa.
   const int16_t* rows = nullptr;
-  const int64_t* weights = nullptr;  // of each element; null means 1
+  const int64_t* weights = nullptr;  // weight of each element; null means that all weights are 1
   int64_t* counts = nullptr;
   uint8_t* missed = nullptr;  // set for signs and exponents that occur but have no row
   int64_t sets = 1;
@@ -98,18 +100,19 @@ struct Call {
   // grid_errors: lower and upper edges of bins, their mass in each set, and `candidates` scales and zero points per
   // set.
   const double *lower = nullptr, *upper = nullptr, *mass = nullptr, *scales = nullptr, *zeros = nullptr;
-  const double *middles = nullptr, *whole = nullptr;  // uneven levels: midpoints, and the integral of the error up to each
+  // Only for uneven levels: midpoints between levels, and the integral of the error up to each level.
+  const double *middles = nullptr, *whole = nullptr;
   double* errors = nullptr;
   int64_t bins = 0, candidates = 0, level_count = 0;
   double norm = 2;
 
-  ScaleRule rule;             // observe, derive: scales and zero points of bounds
+  ScaleRule rule;             // observe, derive: how scales and zero points are derived from bounds
   bool wide_bounds = false;   // derive: low and high are double for every compute type
   void* scale_out = nullptr;  // observe, derive: output
   void* zero_out = nullptr;
   std::atomic<bool>* refused = nullptr;  // set if a range is invalid
 
-  std::atomic<bool>* saw_nan = nullptr;       // set if NaN was checked for and occurs
+  std::atomic<bool>* saw_nan = nullptr;       // set if a kernel checks for NaN and finds it
   std::atomic<int64_t>* nonfinite = nullptr;  // minmax: number of non-finite elements
 };
 
@@ -119,11 +122,11 @@ constexpr int64_t kTile = 16;    // sets of single columns per box
 constexpr int64_t kChecked = 65536;  // bytes per block of a checksum
 constexpr int kExponents = 512;  // exponents of float32, times two signs
 
-// Scratch memory per part of grid_errors: this many arrays, each of the number of bins plus padding.
+// Scratch memory of each part of grid_errors: kGridArrays arrays, each with bins + kGridPadding numbers.
 constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 
 // One table per instruction set. A kernel processes elements [begin, end) of the flat array, where begin is a multiple
-// of kGrain; kernels that sum process pieces, blocks or sets, as documented there.
+// of kGrain. Kernels that sum process pieces, blocks or sets; their source files say which.
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \

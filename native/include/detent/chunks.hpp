@@ -3,8 +3,8 @@
 // A chunk inside one set is uniform: one scale, one zero point. A chunk of equal short sets is grouped. Any other chunk
 // has a scale and zero point per element: read directly from the parameters if each element is its own set, else
 // expanded into a buffer.
-// A caller without a buffer of chunk size may request chunks larger than kChunk; it gets them if the parameters need no
-// buffer either. Every chunk except the last of a range starts and ends at a multiple of 8 elements, so packed codes
+// A caller that has no buffer may request chunks larger than kChunk. It gets them only if the parameters need no buffer
+// either. Every chunk except the last of a range starts and ends at a multiple of 8 elements, so packed codes
 // fill whole bytes. Internal linkage, as in half.hpp.
 #pragma once
 
@@ -47,9 +47,9 @@ enum class Spread { uniform, grouped, by_element };
 template <class T>
 struct Params {
   Spread spread;
-  bool invertible;                     // corrected quotients are valid for all scales
-  T scale, inverse, zero;              // if uniform
-  const T *scales, *inverses, *zeros;  // if not uniform: per group, or per element
+  bool invertible;                     // whether corrected quotients are valid for all scales
+  T scale, inverse, zero;              // used if uniform
+  const T *scales, *inverses, *zeros;  // used if not uniform: one per group, or one per element
   int64_t group;                       // elements of a group, a multiple of kStride
 };
 
@@ -62,7 +62,7 @@ struct Params {
 #define DETENT_INDEPENDENT
 #endif
 
-// A loop that is compiled once for all callers. They pass a whole chunk, so the cost of the call is negligible.
+// A loop that is compiled once for all callers. Callers pass a whole chunk, so the cost of the call is negligible.
 #if defined(__GNUC__)
 #define DETENT_LOOP __attribute__((noinline))
 #else
@@ -125,7 +125,7 @@ class Chunks {
     }
   }
 
-  // The parameters of the next elements; returns how many, at most `rest`.
+  // Sets the parameters of the next elements; returns the number of these elements, at most `rest`.
   int64_t next(int64_t rest, Params<T>& params) {
     const int64_t run = cursor_.run();
     if (groups_ && run <= kGroup) {
@@ -226,7 +226,7 @@ class Chunks {
 
   static bool is_invertible(T scale) { return scale >= kLeastInvertible<T> && scale <= kMostInvertible<T>; }
 
-  // Returns whether all are invertible.
+  // Returns whether all scales are invertible.
   static bool invert(const T* scales, T* inverses, int64_t count) {
     int outside = 0;
     for (int64_t i = 0; i < count; ++i) {

@@ -1,12 +1,12 @@
 // Codec: encodes a number to its code, and to the value of that code, for every kind of format.
 //
-//   ratio(x, unit)         t: x in units of the scale
-//   code(x, unit, zero)    the code; that of NaN is any
-//   value(x, unit, zero)   the value at scale 1, zero point taken off; NaN stays NaN
-//   inside(x, unit, zero)  whether x is not clamped
-//   twin()                 a codec of the same codes, values and sides that corrects quotients instead of dividing
+//   ratio(x, unit)         t: x divided by the scale
+//   code(x, unit, zero)    the code; for NaN, an arbitrary code
+//   value(x, unit, zero)   the value at scale 1 (code minus zero point); NaN stays NaN
+//   inside(x, unit, zero)  whether x is in range, so that its code is not clamped
+//   twin()                 a codec with equal results that uses corrected quotients instead of divisions
 //
-// A codec has only a few numbers, so a loop keeps it in registers. Internal linkage, as in half.hpp.
+// A codec has only a few members, so a loop can keep them in registers. Internal linkage, as in half.hpp.
 #pragma once
 
 #include <bit>
@@ -23,7 +23,8 @@ struct QuickIntegers;
 template <class Rule, class T>
 struct Integers {
   static constexpr bool signed_zeros = false;  // whether a result may be a negative zero
-  // No twin for floor, which distinguishes a tiny negative quotient from zero, nor for half_away, which is rarely used.
+  // There is no twin for floor, which distinguishes a tiny negative quotient from zero. There is none for half_away,
+  // because it is rarely used.
   static constexpr bool has_twin = Rule::quotient == Quotient::divide && Rule::rounding == Rounding::half_even;
   using Twin = QuickIntegers<Rule::zero_point, T>;
 
@@ -37,7 +38,7 @@ struct Integers {
   }
 
   T value(T x, Unit<T> unit, T zero) const {
-    return clamped(unclamped<Rule>(x, unit, zero), low, high) - zero + T(0);  // + 0: no negative zero
+    return clamped(unclamped<Rule>(x, unit, zero), low, high) - zero + T(0);  // + 0 turns -0 into +0
   }
 
   // Codes before clamping are integers, so exclusive bounds equal inclusive bounds that are one code narrower.
@@ -60,7 +61,7 @@ template <ZeroPoint zero_rule, class T>
 struct QuickIntegers {
   using Rule = Rules<Quotient::corrected, zero_rule, Rounding::half_even>;
   using Bits = std::conditional_t<std::is_same_v<T, double>, uint64_t, uint32_t>;
-  static constexpr T kWhole = std::is_same_v<T, double> ? T(3ll << 51) : T(3 << 22);  // ulp 1
+  static constexpr T kWhole = std::is_same_v<T, double> ? T(3ll << 51) : T(3 << 22);  // a number whose ulp is 1
 
   QuickIntegers(T low_, T high_, T first_, T last_) : low(low_), high(high_), first(first_), last(last_) {}
 
@@ -78,13 +79,13 @@ struct QuickIntegers {
     const T within = clamped(x, (low - zero) * unit.scale, (high - zero) * unit.scale);
     const T t = quotient<Quotient::corrected>(within, unit);
     if constexpr (zero_rule == ZeroPoint::after_round) {
-      return std::rint(t) + T(0);  // + zero - zero is exact
+      return std::rint(t) + T(0);  // + zero and - zero are left out: both are exact
     } else {
       return std::rint(t + zero) - zero + T(0);
     }
   }
 
-  // The clamp range is two codes wider, so that the mask can still see codes outside of the range.
+  // The clamp range is two codes wider, so that the mask can still detect codes outside of the range.
   bool inside(T x, Unit<T> unit, T zero) const {
     const T nearby = clamped(x, (low - zero - T(2)) * unit.scale, (high - zero + T(2)) * unit.scale);
     const T u = unclamped<Rule>(nearby, unit, zero);
@@ -94,7 +95,7 @@ struct QuickIntegers {
   T low, high, first, last;
 };
 
-// Base of small floats and codebooks: no zero point, division by the scale, and a mask by the ratio.
+// Base class of float formats and codebooks: no zero point, division by the scale, and a mask by the ratio.
 template <Quotient how, class T>
 struct Ratios {
   static constexpr bool has_twin = how == Quotient::divide;
@@ -183,7 +184,7 @@ struct SmallFloats : Ratios<how, T> {
   }
 };
 
-// Sixteen ascending levels; a code is the number of bounds below the ratio.
+// A codebook of sixteen ascending levels; a code is the number of rounding boundaries below the ratio.
 template <Quotient how, class T>
 struct Codebook : Ratios<how, T> {
   using Twin = Codebook<Quotient::corrected, T>;
@@ -220,7 +221,7 @@ struct Codebook : Ratios<how, T> {
   T bounds[kBounds], levels[kBounds + 1];
 };
 
-// Calls body(codec), with the codec's twin if there is one and the scales allow it.
+// Calls body(codec), with the codec's twin if it exists and is valid for the scales.
 template <class Codec, class Body>
 inline void with_quickest(const Codec& codec, bool invertible, Body body) {
   if constexpr (kFused && Codec::has_twin) {

@@ -1,4 +1,4 @@
-// Cursor: the position of a kernel in an array, and the set of the element there.
+// Cursor: the position of a kernel in an array, and the set of the element at that position.
 // Internal linkage, as in half.hpp.
 #pragma once
 
@@ -10,7 +10,7 @@ using detent::Axis;
 using detent::kMaxLead;
 using detent::Layout;
 
-// The position of a kernel in an array: row by row, with the set of the current element. Only the constructor divides.
+// Moves through an array row by row, and keeps the set of the current element. Only the constructor divides.
 class Cursor {
  public:
   Cursor(const Layout& layout, int64_t position) : layout_(layout) {
@@ -50,7 +50,7 @@ class Cursor {
     return (rest < rest_of_row() ? rest : rest_of_row()) / layout_.block;
   }
 
-  // Number of rows from this one on that have the same sets.
+  // Number of consecutive rows, including this one, that have the same sets.
   int64_t equal_rows() const {
     if (layout_.lead == 0) return 1;
     const Axis& axis = layout_.axis[layout_.lead - 1];
@@ -58,7 +58,7 @@ class Cursor {
     return in_block < axis.size - index ? in_block : axis.size - index;
   }
 
-  // Moves forward by that many blocks, from the start of a block.
+  // Moves forward by whole blocks; the position must be the start of a block.
   void advance_blocks(int64_t blocks) {
     col += blocks * layout_.block;
     set_ += blocks;

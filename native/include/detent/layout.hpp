@@ -20,7 +20,7 @@ struct Axis {
 struct Layout {
   int64_t size = 0;   // elements: rows * cols
   int64_t cols = 1;   // elements of the last axis
-  int64_t block = 1;  // elements of the last axis that share a set; cols if all do
+  int64_t block = 1;  // consecutive elements of the last axis that share a set; cols if all do
   int lead = 0;
   Axis axis[kMaxLead] = {};
 };

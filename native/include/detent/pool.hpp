@@ -24,20 +24,20 @@ class Lock {
   std::mutex mutex_;
 };
 
-// Returns that many zeros in thread-local memory. The caller must reset them to zero after use.
+// Returns `count` zeros in thread-local memory. The caller must set them to zero again after use.
 double* borrowed_zeros(int64_t count);
 
 // Runs task(context, 0 .. count-1), each index once, on at most `threads` threads; returns when all are done.
 void run_tasks(Task task, const void* context, int64_t count, int threads);
 
-// Entry point of a parallel region in the OpenMP runtime of GCC and compatible ones.
+// Entry point of a parallel region in the OpenMP runtime of GCC, and in compatible runtimes.
 using Team = void (*)(void (*body)(void*), void* context, unsigned threads, unsigned flags);
 
-// Number of threads of that runtime: its omp_get_max_threads.
+// The runtime's omp_get_max_threads, which returns its number of threads.
 using TeamSize = int (*)();
 
-// Runs later tasks on the team of that runtime, with at most its number of threads. Null switches back to our own
-// threads, which a child process starts with. Without `size` there is no limit.
+// Runs later tasks on the threads of that runtime, with at most its number of threads. If `size` is null, there is no
+// limit. If the entry point is null, later tasks run on our own threads again; a child process starts in this state.
 void join_team(Team team, TeamSize size);
 
 }  // namespace detent

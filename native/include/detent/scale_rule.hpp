@@ -1,5 +1,6 @@
-// Scale rule: derives scale and zero point from a range [low, high], in double, rounded once to the scale's type; the
-// zero point uses the rounded scale. Equals detent.scale_rule bit for bit. Internal linkage, as in half.hpp.
+// Scale rule: derives scale and zero point from a range [low, high]. The scale is computed in double and rounded once
+// to its type; the zero point uses the rounded scale. Results equal those of detent.scale_rule bit for bit. Internal
+// linkage, as in half.hpp.
 #pragma once
 
 #include <cmath>

@@ -1,8 +1,9 @@
-// Sums in the fixed accumulation order: the elements of a set in C order, in blocks of 1024 that are padded with +0.0
-// and added up by halves; then the block sums, padded to a power of two and added up by halves. All in double.
+// Sums in the fixed accumulation order, in double. The elements of a set, in C order, are divided into blocks of 1024,
+// padded with +0.0. Each block is added up by halves. The block sums are padded to a power of two and added up by
+// halves, too.
 //
-// A box is the elements that one piece of work sums: a parameter set, or a few adjacent sets of single columns, whose
-// rows are adjacent in memory. Internal linkage, as in half.hpp.
+// A box contains the elements that one piece of work sums: those of a parameter set, or those of a few adjacent sets
+// that have one column each. Internal linkage, as in half.hpp.
 #pragma once
 
 #include "detent/call.hpp"
@@ -12,8 +13,8 @@ namespace {
 
 using detent::kLeaf;
 
-// Adds up `rows` rows of `width` numbers by halves into row 0, as if they were padded with zeros to a power of two and,
-// if `padded`, further. Adding +0.0 only changes a negative zero, so adding it once is enough.
+// Adds up `rows` rows of `width` numbers by halves into row 0, as if rows of zeros were appended up to a power of two;
+// if `padded`, up to a larger power. Adding +0.0 only changes a negative zero, so adding it once is enough.
 inline void fold(double* terms, int64_t rows, int64_t width, bool padded) {
   int64_t full = 1;
   while (full < rows) full *= 2;
@@ -58,8 +59,8 @@ class Boxes {
     settle();
   }
 
-  // Calls body(position in the array, count, elements before) for each contiguous part of the elements [first, last) of
-  // the box.
+  // Calls body(position in the array, count, number of elements before) for each contiguous part of the elements
+  // [first, last) of the box.
   template <class Body>
   void runs(int64_t first, int64_t last, Body body) const {
     int64_t index[kMaxLead], rest = first / width(), col = first % width();
