@@ -2,8 +2,8 @@
 
 Systems with the formula ``q = round(x / s) + z`` differ in eight rules: division or multiplication by the reciprocal,
 rounding, zero point added before or after rounding, the symmetric scale of a range, whether the lowest code is used,
-whether the range must include zero, the scale of a zero range, and where gradients pass. A Convention has one value for
-each of these rules.
+whether the range must include zero, the scale for a range of width zero, and where gradients pass. A Convention has one
+value for each of these rules.
 
 Presets follow the documented formula of a system; a comment says where the system's code differs from it. A scale may
 differ by one ulp from that of the system, because detent computes scales in float64.
@@ -45,7 +45,7 @@ class ZeroRange:
     """Rule for ranges of width zero.
 
     ============ ==========================================================================
-    unit         scale 1; zero point: the code nearest 0, in symmetric specs their only one
+    unit         scale 1; zero point: nearest code to 0 (affine), the fixed one (symmetric)
     unit_at_qmin scale 1, zero point qmin
     eps          the scale is raised to at least ``value``
     width        the width (symmetric: largest magnitude) is raised to at least ``value``

@@ -96,7 +96,7 @@ class Tiling:
     def merged(self) -> "Tiling":
         """Merge adjacent axes, without changing which element (in C order) belongs to which parameter set.
 
-        Two adjacent axes are merged if a parameter set spans both entirely, or if each pair of indices has its own.
+        Two adjacent axes are merged if a parameter set spans both entirely, or if each pair of indices has its own set.
 
         >>> PerAxis(1).tiling((2, 3, 4, 5)).merged().shape
         (2, 3, 20)

@@ -248,7 +248,7 @@ def fake_quantize_learned_backward(
         g: gradient of the result, of x's shape and dtype.
         x: float data.
         params: QuantParams of the forward pass; or a spec, to derive them from the min-max range of x.
-        ste: straight-through estimator for the gradient of x; scale and zero point always use the code mask.
+        ste: straight-through estimator for the gradient of x; the other two gradients always use ``Clipped()``.
         grad_scale: factor for the gradients of scale and zero point; None means ``1 / sqrt(N * max(|qmax|, 1))`` with N
             elements per parameter set.
         step: step of the forward pass, for stochastic rounding.
@@ -272,9 +272,9 @@ def fake_quantize_dynamic(
 ) -> tuple[Array, QuantParams]:
     """Fake-quantize x with params from its own range (dynamic quantization), and return values and params.
 
-    The result equals ``params = QuantParams.from_data(spec, x)`` and ``fake_quantize(x, params)`` bit for bit, except
-    that NaN and infinities do not count for the range. x is read from memory once if its parameter sets fit into the
-    CPU cache.
+    The result is that of ``params = QuantParams.from_data(spec, x)``, followed by ``fake_quantize(x, params)``, bit for
+    bit. But NaN and infinities are ignored for the range, instead of raising an error. x is read from memory only once
+    if its parameter sets fit into the CPU cache.
 
     Raises:
         RangeError: x is empty, or a parameter set has no finite value; the contents of ``out`` are then undefined.

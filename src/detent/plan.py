@@ -228,7 +228,7 @@ class Plan:
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Return the callable's gradient of x; for a learned scale, also the kernel's gradients of its parameters."""
+        """Return the callable's gradient of x; in learned backward, also the kernel's gradients of the parameters."""
         g, x = inputs
         gx = as_array("the result of ste", ste.function(g, x, params))  # type: ignore[arg-type]  # anything
         if gx.shape != g.shape or gx.dtype != g.dtype:
@@ -325,7 +325,7 @@ def _make_plan(
 ) -> Plan:
     tiling = spec.granularity.tiling(shape)
     problem = Problem(operation, tiling, dtype, spec, ste, nan)
-    # A callable estimator is applied by the plan. Its kernel is that of Identity.
+    # A callable estimator is applied by the plan, which uses the kernel of Identity.
     runnable = replace(problem, ste=Identity()) if isinstance(ste, Custom) else problem
     return Plan(operation, shape, dtype, spec, ste, nan, tiling, find_kernel(runnable, kernels))
 

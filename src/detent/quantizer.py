@@ -303,16 +303,16 @@ class FakeQuantize:
         return (float(lo), float(hi)) if params.scale.ndim == 0 else (lo, hi)
 
     def train(self, mode: bool = True) -> Self:
-        """Switch to training mode, in which forward changes the state."""
+        """Switch to training mode, in which forward may change the state."""
         self.training = mode
         return self
 
     def eval(self) -> Self:
-        """Switch to evaluation mode, in which forward does not change the state."""
+        """Switch to evaluation mode, in which forward changes the state only in mode PerBatch."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as a flat dict: see the module's description of its keys."""
+        """Return the state as a flat dict; the docstring of the module lists its keys."""
         params, observer = self._scales.params, self._scales.observer
         flat: dict[str, Any] = {"version": STATE_VERSION, "spec": self.spec.to_json()}
         flat |= {"initialized": self.is_initialized, "step": self.step}
@@ -374,7 +374,7 @@ class ScaleState:
         return fake_quantize(x, after.require(), step=step), after
 
     def after_batch(self, x: Array, *, training: bool) -> "ScaleState":
-        """Return the state after x was observed, which quantizes x; ranges ignore NaN and infinities."""
+        """Return the state with which forward quantizes x, updated by x if needed; ranges ignore NaN and infinities."""
         if isinstance(self.mode, PerBatch):
             return self.with_params(MinMax(self.spec.granularity).observe(x).params(self.spec))
         if self.observer is not None and training:

@@ -121,7 +121,7 @@ class Recipe:
         default. In other presets below 8 bits, the first and the last layer have 8 bits.
 
         Raises:
-            SpecError: unknown preset; the message suggests the closest.
+            SpecError: unknown preset; the message suggests the closest preset.
 
         >>> print(Recipe.preset("w4a8", mode="learned"))
         Recipe 'w4a8', 3 rules

@@ -170,7 +170,7 @@ def _two_level(spec: QuantSpec, lo: Float64, hi: Float64) -> Parameters:
     floor = float(np.finfo(np.float32).smallest_normal) / block_min
     tensor = np.float32(max(total / (block_max * spec.qmax), floor) if total else 1.0)
     if not np.isfinite(tensor):
-        raise RangeError(f"the tensor scale of the largest magnitude {total} overflows float32: rescale the data")
+        raise RangeError(f"the tensor scale for the largest magnitude {total} overflows float32: rescale the data")
     block = np.clip((largest / spec.qmax / np.float64(tensor)).astype(np.float32), block_min, block_max)
     stored = np.asarray(encode(np, float8_e4m3fn, block), np.uint8).view(ml_dtypes.float8_e4m3fn)
     effective = np.asarray(stored.astype(np.float32) * tensor)

@@ -55,7 +55,7 @@ class HardTanh:
 
 @dataclass(frozen=True)
 class Tanh:
-    """STE with the derivative of tanh, in units of the range's half width ("range") or of the scale ("step")."""
+    """STE with the derivative of tanh; x is in units of the range's half width ("range") or of the scale ("step")."""
 
     unit: Literal["range", "step"] = "range"
 
@@ -90,7 +90,7 @@ _MASKS: dict[str, Estimator] = {
 
 
 def get_estimator(value: EstimatorLike, convention: Convention) -> Estimator:
-    """Return an estimator: for None the convention's mask, for a string the estimator of that name; wrap callables."""
+    """Return an estimator for None (the convention's mask), a name or a callable; return an estimator unchanged."""
     if value is None:
         return _MASKS[convention.mask]
     if isinstance(value, Estimator):

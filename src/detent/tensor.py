@@ -165,7 +165,7 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The float type of the data that the tensor was made from; ``dequantize()`` returns it by default."""
+        """The float type of the data that the tensor was made from; the default dtype of ``dequantize()``."""
         return self._dtype
 
     @property
@@ -257,7 +257,7 @@ class QuantizedTensor:
         return table_text + svg_histogram(counts, f"{lo:g}", f"{hi:g}", "histogram of the codes")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file atomically; the spec is in the header, before ``nbytes`` of codes and parameters."""
+        """Write a safetensors file atomically: a header with the spec, and ``nbytes`` bytes of codes and parameters."""
         metadata = {
             "version": FILE_VERSION,
             "spec": self.spec.to_dict(),
@@ -288,7 +288,9 @@ class QuantizedTensor:
             entries = table(parse(text, _METADATA), _METADATA, _KEYS, version=FILE_VERSION)
             dtype, spec, shape = entries["dtype"], QuantSpec.from_dict(entries["spec"]), as_shape(entries["shape"])
             if not isinstance(dtype, str) or "packed" not in arrays:
-                raise FileFormatError(f"got dtype {dtype!r} and arrays {sorted(arrays)}, expected text and 'packed'")
+                raise FileFormatError(
+                    f"got dtype {dtype!r} and arrays {sorted(arrays)}, expected a dtype name and an array 'packed'"
+                )
             packed = arrays.pop("packed")
             needed = packed_size(prod(shape), spec.bits)
             if packed.shape != (needed,):

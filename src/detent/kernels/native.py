@@ -146,7 +146,7 @@ MAX_SIZE = 1 << 57  # number of elements whose bits can still be counted in int6
 
 
 def levels() -> dict[str, bool]:
-    """Return which of the compiled instruction sets this CPU supports; the last supported one is used."""
+    """Return, for each compiled instruction set, whether this CPU supports it; the last supported one is used."""
     return {} if _native is None else dict(_native.levels())
 
 
@@ -234,7 +234,7 @@ def is_ready(array: Array) -> bool:
 
 
 def minmax(x: Array, tiling: Tiling) -> tuple[Array, Array, int] | None:
-    """Return the min-max range of each parameter set, without non-finite elements, and the number of these."""
+    """Return the min-max range of each parameter set's finite elements, and the number of non-finite elements."""
     name = dtype_name(x.dtype)
     if _native is None or name not in DTYPES or not _fits(tiling):
         return None
@@ -286,7 +286,10 @@ def grid_errors(
 
 
 def derive(spec: QuantSpec, lo: Array, hi: Array, dtype: np.dtype[Any]) -> tuple[Array, Array] | None:
-    """Derive scale and zero point, both in this dtype, for each range; return None if a range is invalid, too."""
+    """Derive scale and zero point, both in this dtype, for each range.
+
+    Returns None if a range is invalid, or if there is no native kernel.
+    """
     if _native is None or spec.scale_format != "float":
         return None
     scale, zero_point = np.empty(lo.shape, dtype), np.empty(lo.shape, dtype)

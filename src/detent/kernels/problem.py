@@ -107,5 +107,5 @@ class Kernel(Protocol):
         step: int,
         grad_scale: float | None,
     ) -> Result:
-        """Run the kernel on checked arrays, with scale and zero point in the compute type; if given, return ``out``."""
+        """Run the kernel on checked arrays; scale and zero point have the compute type. Write to ``out`` if given."""
         ...

@@ -1,7 +1,7 @@
 """Settings: the choice of kernels and the number of threads. Neither changes a result.
 
 ``use_kernels`` selects kernels in a ``with`` block; outside of such a block, an environment variable selects them.
-detent reads only these environment variables of its own:
+detent has no other environment variables:
 
 ==================== ===============================================================================================
 DETENT_KERNELS       "auto" (default), "native" or "reference"
@@ -58,7 +58,7 @@ def current_kernels() -> str:
 
 @contextmanager
 def use_kernels(kernels: str) -> Iterator[None]:
-    """Select the kernels of operators in a ``with`` block; with "native", an operator without native kernel raises.
+    """Select the kernels of operators in a ``with`` block; "native" raises an error where no native kernel exists.
 
     >>> import detent as dt, numpy as np
     >>> with use_kernels("reference"):

@@ -215,7 +215,7 @@ class BinnedObserver(Observer):
 
 
 class SearchObserver(BinnedObserver):
-    """Base class of observers that search the best range for a spec in their histogram: ``MSE`` and ``Entropy``."""
+    """Base class of observers that search their histogram for the best range for a spec: ``MSE`` and ``Entropy``."""
 
     @exclusive
     def range(self, spec: QuantSpec | Format | str = "int8") -> Range:

@@ -72,9 +72,9 @@ class Grid:
 
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
-    """Search the range with the least error for each parameter set."""
+    """Search for the range with the least error of each parameter set."""
     if spec.scale_format == "e4m3":
-        raise UnsupportedError(f"MSE cannot search the two-level scales of {spec}: use MinMax")
+        raise UnsupportedError(f"MSE does not support the two-level scales of {spec}: use MinMax")
     grid = Grid(spec, norm, np.dtype(dtype))
     search = _symmetric if spec.symmetric else _affine
     lo, hi = bins.lo.copy(), bins.hi.copy()
@@ -87,7 +87,7 @@ def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[F
 
 
 def _symmetric(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
-    """Search the scale of a symmetric spec."""
+    """Search for the scale of a symmetric spec."""
     largest = np.maximum(np.abs(bins.lo), np.abs(bins.hi))[:, None]
 
     def ranges(octaves: Float64) -> tuple[Float64, Float64]:
@@ -150,7 +150,7 @@ def _minima(errors: Float64) -> NDArray[np.intp]:
 
 
 def _affine(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
-    """Search scale and zero point of an affine spec.
+    """Search for scale and zero point of an affine spec.
 
     At most 33 evenly spaced zero points are tried; the search then repeats around the best ones, halving the spacing
     each time.

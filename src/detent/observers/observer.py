@@ -104,7 +104,7 @@ class Observer(ABC):
 
     @exclusive
     def observe(self, x: ArrayLike, weight: ArrayLike | None = None) -> Self:
-        """Observe one batch; its scale shape must be the same for all batches, its dtype and shape may differ.
+        """Observe one batch. All batches must have the same scale shape; their shapes and dtypes may differ.
 
         Args:
             x: float data.

@@ -29,7 +29,7 @@ Watching = TypeVar("Watching", Observer, Mapping[str, Observer])
 VERSION = 1
 METADATA = "detent.calibration"
 UNNAMED = "x"  # the name of an unnamed observer in a resume file
-RESERVED = ("__metadata__", "total")  # names with a meaning in a safetensors header and in the result of ``budget``
+RESERVED = ("__metadata__", "total")  # reserved names in a safetensors header and in the result of ``budget``
 BAR_CHARS, SECONDS_BETWEEN_UPDATES = 24, 0.1
 
 

@@ -73,7 +73,7 @@ def bin_edges(rows: NDArray[np.int64], bits: int) -> tuple[Float64, Float64]:
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 
-@np.errstate(all="ignore")  # subnormal widths and scales overflow
+@np.errstate(all="ignore")  # divisions by subnormal widths and scales may overflow
 def grid_errors(
     norm: float,
     code_range: tuple[float, float],

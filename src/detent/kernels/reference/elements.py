@@ -13,7 +13,7 @@ Float formats and codebooks use tables: a code is the number of rounding boundar
 ``levels[code]``.
 
 Stochastic rounding uses counter-based random words of Philox4x32-10 (Salmon et al., SC 2011). Not every array library
-has uint64, so they are computed in int64: products of 32-bit words are split at 16 bits, and stay below 2**49.
+has uint64, so the words are computed in int64: products of 32-bit words are split at 16 bits, and stay below 2**49.
 """
 
 from itertools import pairwise
@@ -97,7 +97,7 @@ def unclamped(xp: Any, spec: QuantSpec, x: Any, s: Any, z: Any, step: int) -> An
 
 
 def in_range(spec: QuantSpec, value: Any, *, exclusive: bool = False) -> Any:
-    """Return a mask: whether each unclamped code, or for other formats than integers each ratio, is in range."""
+    """Return a mask of the values in range; values are unclamped codes (integers) or ratios (other formats)."""
     if exclusive:
         return (value > spec.qmin) & (value < spec.qmax)
     return (value >= spec.qmin) & (value <= spec.qmax)
