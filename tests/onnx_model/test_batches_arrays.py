@@ -103,10 +103,10 @@ def refused(path, word=""):
 @pytest.mark.parametrize(
     ("members", "word"),
     [
-        ([("x.npy", npy()), ("y.txt", b"")], "is not an array"),
-        ([("x", npy())], "is not an array"),
-        ([("directory/", b"")], "is not an array"),
-        ([("x" * 5000, npy())], "is not an array"),
+        ([("x.npy", npy()), ("y.txt", b"")], "is not an .npy array"),
+        ([("x", npy())], "is not an .npy array"),
+        ([("directory/", b"")], "is not an .npy array"),
+        ([("x" * 5000, npy())], "is not an .npy array"),
     ],
     ids=["a text", "no suffix", "a directory", "a long name"],
 )

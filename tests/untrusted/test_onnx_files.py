@@ -285,13 +285,13 @@ def _(model):
 # Tensors
 
 
-changed_tensor("2^40 elements", "bytes, the file holds 432", dims=[1 << 40])
+changed_tensor("2^40 elements", "bytes, but the file holds 432", dims=[1 << 40])
 changed_tensor("2^120 elements", "the file holds 432", dims=[1 << 60, 1 << 60])
 changed_tensor("a negative size", "shape [-4, 3, 3, 3]", dims=[-4, 3, 3, 3])
 changed_tensor("two negative sizes", "shape [-4, -27]", dims=[-4, -27])
-changed_tensor("raw data too short", "needs 432 bytes, the file holds 431", raw_data=bytes(431))
-changed_tensor("raw data too long", "needs 432 bytes, the file holds 433", raw_data=bytes(433))
-changed_tensor("no data at all", "needs 108 numbers, the file holds 0", raw_data=None)
+changed_tensor("raw data too short", "needs 432 bytes, but the file holds 431", raw_data=bytes(431))
+changed_tensor("raw data too long", "needs 432 bytes, but the file holds 433", raw_data=bytes(433))
+changed_tensor("no data at all", "needs 108 numbers, but the file holds 0", raw_data=None)
 changed_tensor("too few numbers", "the file holds 3", raw_data=None, float_data=[1.0, 2.0, 3.0])
 changed_tensor("numbers of another type", "the file holds 0", raw_data=None, int32_data=[1] * 108)
 changed_tensor("an unknown type", "type 99", data_type=99)

@@ -1,4 +1,4 @@
-"""ONNX files for both frontends: checked load and atomic save, the graph, Q/DQ writer and reader, sessions, targets."""
+"""ONNX models for ``detent.onnx`` and ``detent.torch``: files, graphs, Q/DQ reader and writer, sessions, targets."""
 
 from detent.onnx_model.files import LoadedModel, ModelSource, load, load_model, save
 from detent.onnx_model.graph import Graph, array_of, element_type, make_tensor

@@ -1,18 +1,18 @@
-"""Batches of a model's inputs from iterables, files and directories, each read and checked only when it is needed.
+"""Batches of model inputs from iterables, files and directories; a batch is read and checked when it is needed.
 
 =================== ===========================================================================================
 data                batches
 =================== ===========================================================================================
-an iterable         each a dict of arrays by input name, a tuple of arrays in the inputs' order, or one array
-an .npz, an .npy    one array per input, with samples along its first axis: cut into batches of the model's size
-a directory of .npz one file per batch, in the order of their names
+an iterable         each batch is a dict of arrays by input name, a tuple of arrays in input order, or one array
+an .npz, an .npy    one array per input, with samples along the first axis; it is cut into batches
+a directory of .npz one file per batch, in the order of the file names
 a directory of .npy one file per batch, for a model with one input
 =================== ===========================================================================================
 
-Arrays with the default names of ``numpy.savez``, arr_0, arr_1, ..., are the inputs in order.
+Arrays with the default names of ``numpy.savez`` (arr_0, arr_1, ...) belong to the inputs in order.
 
-Files are untrusted: the sizes in headers are compared with the size of the file before anything is allocated, and
-nothing is unpickled or evaluated. Arrays are read slice by slice along their first axis; a subset skips to its slices.
+Files are untrusted: the sizes in headers are compared with the size of the file before memory is allocated, and nothing
+is unpickled or evaluated. Arrays are read slice by slice along their first axis; a subset reads only its own slices.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ Batch = Mapping[str, Any] | Sequence[Any] | Any
 BatchSource = Iterable[Batch] | str | PathLike[str]
 
 MAGIC = b"\x93NUMPY"
-LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # size of the length field, by version
+LENGTH_BYTES = {1: 2, 2: 4, 3: 4}  # size of a header's length field, by major version
 HEADER_LIMIT = 10_000  # bytes; numpy.load has the same limit
 RANK_LIMIT = 32
 MAX_CHARS_SHOWN = 200  # characters of a name in a message
@@ -77,7 +77,10 @@ class _ArrayHeader:
 
 
 class ArrayFile:
-    """An .npy or .npz file with checked ``headers`` by array name; the array of an .npy file is named ""."""
+    """An .npy or .npz file; ``headers`` holds the checked headers by array name.
+
+    The array of an .npy file has the name "".
+    """
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
@@ -88,7 +91,7 @@ class ArrayFile:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, tuple[_ArrayHeader, IO[bytes]]]]:
-        """Open the headers, and streams positioned at the first element of each array."""
+        """Open the file; yields, by array name, the header and a stream positioned at the first element."""
         with ExitStack() as stack:
             try:
                 yield {name: (_read_header(name, size, file), file) for name, size, file in self._streams(stack)}
@@ -114,9 +117,9 @@ class ArrayFile:
             return {name: _read(file, header, header.shape) for name, (header, file) in parts.items()}
 
     def slices(self, step: int, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Array]]:
-        """Yield slices of ``step`` elements along the common first axis of all arrays; the last may be shorter.
+        """Yield slices of ``step`` elements along the first axis of all arrays; the last slice may be shorter.
 
-        ``numbers`` are the slices to read, in ascending order; None reads all.
+        ``numbers`` are the indices of the slices to read, in ascending order; None reads all slices.
         """
         with self._open() as parts:
             if {name: header for name, (header, _) in parts.items()} != self.headers:
@@ -140,29 +143,31 @@ class ArrayFile:
 def _check_members(members: list[ZipInfo], size: int) -> None:
     names = [member.filename for member in members]
     if len({*names}) != len(names):
-        raise FileFormatError("two of its members have the same name")
+        raise FileFormatError("two members have the same name")
     if sum(member.compress_size for member in members) > size:
-        raise FileFormatError(f"its members claim more bytes than the {size} of the file")
+        raise FileFormatError(f"the members claim more bytes than the file has ({size})")
     for member in members:
         name = repr(member.filename[:MAX_CHARS_SHOWN])
         if not member.filename.endswith(".npy"):
-            raise FileFormatError(f"its member {name} is not an array: expected a file of numpy.savez")
+            raise FileFormatError(f"member {name} is not an .npy array: expected a file written by numpy.savez")
         if member.flag_bits & ENCRYPTED or member.compress_type not in {ZIP_STORED, ZIP_DEFLATED}:
-            raise FileFormatError(f"its member {name} is encrypted, or compressed in a way that NumPy cannot read")
+            raise FileFormatError(
+                f"member {name} is encrypted, or compressed in a way that NumPy cannot read: write it with numpy.savez"
+            )
         if member.file_size > max(ALWAYS_UNPACKED, RATIO_LIMIT * member.compress_size):
             raise FileFormatError(
-                f"its member {name} claims to unpack from {member.compress_size} to {member.file_size} bytes, more "
-                f"than {RATIO_LIMIT} times as many: store it uncompressed, with numpy.savez"
+                f"member {name} claims to unpack from {member.compress_size} to {member.file_size} bytes, which is "
+                f"more than {RATIO_LIMIT} times as many: store it uncompressed, with numpy.savez"
             )
 
 
 def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
-    """Read the header of an array, and check it against the size of its file or member."""
+    """Read the header of an array, and check that the array has as many bytes as the header says."""
     what = f"array {name[:MAX_CHARS_SHOWN]!r}" if name else "the array"
     start = file.read(len(MAGIC) + 2)
-    width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # by the major version
+    width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
     if not start.startswith(MAGIC) or width is None:
-        raise FileFormatError(f"{what} does not begin like a NumPy file")
+        raise FileFormatError(f"{what} does not begin like an .npy file")
     length = int.from_bytes(file.read(width), "little")
     if length > HEADER_LIMIT:
         raise FileFormatError(f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}")
@@ -179,12 +184,12 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
     nbytes, stored = prod(sizes) * kind.itemsize, size - len(start) - width - length
     if len(sizes) > RANK_LIMIT or nbytes != stored:
-        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, the file holds {stored}")
+        raise FileFormatError(f"{what} of type {kind} and shape {sizes} needs {nbytes} bytes, but has {stored}")
     return _ArrayHeader(kind, sizes, order[1] == "True")
 
 
 def _read(file: IO[bytes], header: _ArrayHeader, shape: tuple[int, ...]) -> Array:
-    """Read the next elements, in the machine's byte order."""
+    """Read the next elements of an array, and convert them to the byte order of this machine."""
     expected = prod(shape) * header.dtype.itemsize
     data = file.read(expected)
     if len(data) != expected:
@@ -202,14 +207,14 @@ class InputInfo:
 
     name: str
     dtype: np.dtype[Any]
-    shape: tuple[int | None, ...] | None  # None for a size that varies, or if the rank is not declared
+    shape: tuple[int | None, ...] | None  # None for a size that varies; None as a whole if unknown
 
     def check(self, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> None:
-        """Raise DtypeError or ShapeError for an array that does not fit; messages begin with ``where``."""
+        """Raise DtypeError or ShapeError if an array does not fit this input; messages begin with ``where``."""
         is_text = self.dtype == object and dtype.kind in "OUST"
         if dtype != self.dtype and not is_text:
             raise DtypeError(
-                f"{where}: input {self.name!r} has dtype {dtype}, the model expects {self.dtype}: "
+                f"{where}: input {self.name!r} has dtype {dtype}, but the model expects {self.dtype}: "
                 f"convert it first, for example x.astype({self.dtype.name!r})"
             )
         expected = self.shape
@@ -217,7 +222,7 @@ class InputInfo:
             len(expected) != len(shape) or any(a not in {None, b} for a, b in zip(expected, shape, strict=True))
         ):
             sizes = ", ".join("any" if size is None else str(size) for size in expected)
-            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, the model expects ({sizes})")
+            raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, but the model expects ({sizes})")
         if shape and not shape[0]:
             raise ShapeError(f"{where}: input {self.name!r} has shape {shape}, expected at least one sample")
 
@@ -253,8 +258,8 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
 class Batches:
     """Batches of a model's inputs, each checked when it is read; made by ``open_batches``.
 
-    ``count`` is None for a source without a length. Messages begin with ``name`` and the number of the batch.
-    ``numbers`` are the batches of the source to use, in ascending order; None uses all.
+    ``count`` is the number of batches, None if the source has no length. Messages begin with ``name`` and the index of
+    the batch. ``numbers`` are the indices of the batches to use, in ascending order; None uses all batches.
     """
 
     def __init__(
@@ -278,7 +283,10 @@ class Batches:
         self._progress: Callable[[int, int | None], None] | None = None
 
     def subset(self, numbers: Sequence[int]) -> "Batches":
-        """Return the batches with these numbers, in ascending order; the others are not read if the source can seek."""
+        """Return the batches with these indices, in ascending order.
+
+        Other batches are not read if the source allows access by index.
+        """
         if not self.is_repeatable:
             raise SpecError("cannot choose batches of an iterator: pass data as a list, a file or a directory")
         chosen = numbers if self.numbers is None else [self.numbers[number] for number in numbers]
@@ -293,7 +301,7 @@ class Batches:
     def first_samples(self, count: int) -> tuple[list[Feed], int]:
         """Return batches with the first ``count`` samples along the first axis, and how many samples they hold.
 
-        The last batch is cut if its inputs have equally many samples and the model's batch size is free.
+        The last batch is cut if all inputs have the same number of samples and the model accepts any batch size.
         """
         feeds, total = list[Feed](), 0
         for feed in self:
@@ -308,7 +316,7 @@ class Batches:
     def counted(self, progress: Callable[[int, int | None], None]) -> "Batches":
         """Return these batches with a callback: each pass calls ``progress(batches done, total)``."""
         counted = copy(self)
-        counted._progress, self._begun = progress, None  # the copy continues a pass that has begun
+        counted._progress, self._begun = progress, None  # the copy continues a pass that has already begun
         return counted
 
     def check_first(self) -> Feed:
@@ -374,7 +382,7 @@ class Batches:
 
 
 def _choose(source: Iterable[Batch], numbers: Sequence[int]) -> Iterator[Batch]:
-    """Read some batches of a source, without reading the others if it can seek."""
+    """Read some batches of a source; other batches are not read if the source allows access by index."""
     if isinstance(source, _FileBatches):
         return source.read(numbers)
     if isinstance(source, Sequence):
@@ -402,7 +410,7 @@ def _by_name(batch: Batch, inputs: Sequence[InputInfo], where: str) -> Mapping[s
     parts = batch if isinstance(batch, tuple | list) else (batch,)
     if len(parts) != len(names):
         raise SpecError(
-            f"{where} has {len(parts)} arrays, the model expects {len(names)}: pass a dict with {', '.join(names)}"
+            f"{where} has {len(parts)} arrays, but the model expects {len(names)}: pass a dict with {', '.join(names)}"
         )
     return dict(zip(names, parts, strict=True))
 
@@ -437,7 +445,7 @@ def _check_finite(array: Array, name: str, where: str) -> None:
 
 
 def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_size: int | None = None) -> Batches:
-    """Open any kind of data as batches, and check as much as possible without reading all of it.
+    """Open any kind of data as batches, and check as much as possible without reading all data.
 
     ``Batches`` for the same inputs are returned unchanged. ``batch_size`` is for .npz and .npy files; None uses the
     batch size that the model fixes, or 1. Errors are SpecError, DtypeError, ShapeError, NaNError, RangeError and
@@ -463,7 +471,7 @@ def open_batches(data: BatchSource | None, inputs: Sequence[InputInfo], batch_si
 
 
 class _FileBatches:
-    """Batches that a function reads from files: all of them, or a choice by number."""
+    """Batches in files; ``read`` yields the batches with the given indices, or all batches for None."""
 
     def __init__(self, read: Callable[[Sequence[int] | None], Iterator[Batch]]) -> None:
         self.read = read
@@ -476,7 +484,7 @@ def _open_directory(directory: Path, inputs: Sequence[InputInfo]) -> Batches:
     paths = sorted(path for path in directory.iterdir() if path.suffix in {".npz", ".npy"})
     if len({path.suffix for path in paths}) != 1:
         raise SpecError(
-            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected one kind of file, one per batch"
+            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected one kind of file, one file per batch"
         )
     files = [ArrayFile(path) for path in paths]
     for file in files:
@@ -514,7 +522,7 @@ def _open_file(file: ArrayFile, inputs: Sequence[InputInfo], batch_size: int | N
 
 
 def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int, where: str) -> int:
-    """Choose the samples per batch: what the model fixes, else what is requested, else 1."""
+    """Choose the number of samples per batch: the size that the model fixes, or the requested size, or 1."""
     fixed = {info.shape[0] if info.shape else 0 for info in inputs if info.shape is not None} - {None}
     if len(fixed) > 1 or 0 in fixed:
         raise ShapeError(
@@ -523,10 +531,10 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
         )
     size = next((int(size) for size in fixed if size), requested or 1)
     if requested not in {None, size} or size < 1:
-        raise ShapeError(f"{where}: got a batch size of {requested}, the model expects {size}")
+        raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}")
     if fixed and length % size:
         raise ShapeError(
-            f"{where} holds {length} samples, the model expects {size} at a time: remove {length % size} of them"
+            f"{where} holds {length} samples, but the model expects {size} at a time: remove {length % size} samples"
         )
     return size
 
@@ -538,6 +546,6 @@ def _names_in(file: ArrayFile, inputs: Sequence[InputInfo]) -> dict[str, str]:
     if {*stored} != {*names} and sorted(stored) == sorted(unnamed) and len(stored) == len(names):
         return dict(zip(names, unnamed, strict=True))
     if stored == [""]:
-        raise FileFormatError(f"{where} holds one array, the model expects {', '.join(names)}: use .npz files")
+        raise FileFormatError(f"{where} holds one array, but the model expects {', '.join(names)}: use .npz files")
     _check_names(stored, names, where)
     return dict(zip(names, names, strict=True))

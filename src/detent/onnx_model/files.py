@@ -1,10 +1,15 @@
 """ONNX model files: read as untrusted, written atomically.
 
-``load_model`` checks a model once, in this order: the outermost protobuf fields, before it is parsed; tensor sizes
-against the bytes in the file, before anything is allocated; cycles; ``onnx.checker``.
+``load_model`` checks a model once, in this order:
+
+1. the outermost protobuf fields, before the file is parsed
+2. IR version and opset
+3. the shape of each tensor against its bytes in the file, before an array is allocated
+4. cycles in the graph
+5. ``onnx.checker``
 
 External data must be a regular file in the model's directory or below it, without symbolic or hard links. Otherwise a
-model could copy any file that the user can read into the next file that is written.
+model could refer to any file that the user can read, and ``save`` would copy that file into the next model.
 """
 
 import hashlib
@@ -43,12 +48,12 @@ __all__ = [
 ]
 
 FILE_LIMIT = (1 << 31) - 1  # largest size of a protocol buffer in bytes
-SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; above, tensors become external data
+SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; in larger models, large tensors become external data
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
-MAX_SHARING = 4  # tensors may share external bytes, but a small file must not fill the memory
+MAX_SHARING = 4  # limit on the bytes that tensors read from an external file, as a multiple of its size
 NEWEST_IR, NEWEST_OPSET = 13, 26  # the newest versions that ONNX Runtime 1.31 reads
 FIELDS_LIMIT = 100_000  # outermost fields of a file; real models have a few dozen
-GRAPH_FIELD = 7  # number of ModelProto.graph
+GRAPH_FIELD = 7  # protobuf field number of ModelProto.graph
 VARINT_LIMIT = 10  # bytes
 MAX_CHARS_SHOWN = 200  # characters of a name in a message
 AnyMessage = TypeVar("AnyMessage", bound=Message)
@@ -62,12 +67,12 @@ _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that was read and checked once; accepted wherever a path or a ModelProto is.
+    """A model that was read and checked once; functions that accept a path or a ModelProto accept it, too.
 
     Attributes:
-        proto: the model with its external data. It is shared: do not change it, ``load`` returns a copy.
-        path: the file it was read from, None for a model in memory.
-        nbytes: size of its files with external data; for a model in memory, its size as a file.
+        proto: the model, including its external data. Do not change it; ``load`` returns a copy that may be changed.
+        path: the file that the model was read from; None for a model in memory.
+        nbytes: size of the model file and its external data; for a model in memory, the size that its file would have.
 
     >>> from onnx import parser
     >>> model = load_model(parser.parse_model(
@@ -87,7 +92,7 @@ class LoadedModel:
 
     @cached_property
     def inputs(self) -> tuple[InputInfo, ...]:
-        """Inputs that a caller must pass; UnsupportedError if one is not a tensor."""
+        """Inputs that a caller must pass; raises UnsupportedError if an input is not a tensor."""
         return tuple(inputs_of(self.proto))
 
     @property
@@ -103,9 +108,9 @@ def load_model(source: ModelSource) -> LoadedModel:
     """Read and check a model; a ``LoadedModel`` is returned unchanged, a ModelProto is copied.
 
     Raises:
-        FileFormatError: not an ONNX model, damaged, cyclic, or with external data in a place that is not allowed.
-        UnsupportedError: a newer version than ONNX Runtime reads.
-        SpecError: neither a path nor a model.
+        FileFormatError: the file is not an ONNX model, is damaged or cyclic, or has external data in a forbidden place.
+        UnsupportedError: the model has a newer IR version or opset than ONNX Runtime reads.
+        SpecError: ``source`` is neither a path nor a model.
 
     >>> load_model("nothing.onnx")
     Traceback (most recent call last):
@@ -128,10 +133,10 @@ def load_model(source: ModelSource) -> LoadedModel:
 
 
 def load(source: ModelSource) -> ModelProto:
-    """Load a checked model that the caller may change, its external data included; one in memory is copied.
+    """Load and check a model with its external data. The caller may change the result: a model in memory is copied.
 
     Raises:
-        FileFormatError, UnsupportedError: see ``load_model``.
+        FileFormatError, UnsupportedError: the model is invalid or not supported, see ``load_model``.
     """
     return _copy(source.proto) if isinstance(source, LoadedModel) else load_model(source).proto
 
@@ -154,14 +159,14 @@ def _parse(path: Path) -> ModelProto:
             file.seek(0)
             model.ParseFromString(file.read(size))
     except (DecodeError, ValueError, RecursionError) as error:  # FileFormatError is a ValueError
-        raise FileFormatError(f"{name} is not an ONNX model, or truncated: {error}") from error
+        raise FileFormatError(f"{name} is not an ONNX model, or is truncated: {error}") from error
     except OSError as error:
         raise FileFormatError(f"{name} cannot be read: {error.strerror}") from error
     return model
 
 
 def _check_frame(file: IO[bytes], size: int) -> None:
-    """Walk the outermost protobuf fields of a file, without their contents, from the first byte to the last."""
+    """Check that the outermost protobuf fields fill a file exactly; their contents are not read."""
     if not 0 < size <= FILE_LIMIT:
         raise FileFormatError(f"it has {size} bytes, expected between 1 and {FILE_LIMIT}")
     position, count, has_graph = 0, 0, False
@@ -177,7 +182,7 @@ def _check_frame(file: IO[bytes], size: int) -> None:
         count += 1
         position += tag_length + value_length + _FIXED.get(wire, value if wire else 0)
     if position != size:
-        raise FileFormatError(f"its fields end at byte {position} of {size}")
+        raise FileFormatError(f"the protobuf fields end at byte {position}, but the file has {size} bytes")
     if not has_graph:
         raise FileFormatError("it has no graph")
 
@@ -216,21 +221,23 @@ def _check_versions(model: ModelProto) -> None:
         raise FileFormatError("not an ONNX model: no graph, or no opset")
     if model.ir_version > NEWEST_IR:
         raise UnsupportedError(
-            f"IR version {model.ir_version} is not supported, ONNX Runtime reads at most {NEWEST_IR}"
+            f"got IR version {model.ir_version}, but ONNX Runtime reads at most {NEWEST_IR}: export an older version"
         )
     versions: dict[str, int] = {}
     for entry in model.opset_import:
         domain = "" if entry.domain in MAIN else entry.domain
         if versions.setdefault(domain, entry.version) != entry.version:
-            raise FileFormatError(f"it has two versions of the opset {entry.domain!r}")
+            raise FileFormatError(f"the model has two versions of the opset {entry.domain!r}")
     if versions.get("", 1) < 1:
-        raise FileFormatError(f"it has opset {versions['']}, expected at least 1")
+        raise FileFormatError(f"the model has opset {versions['']}, expected at least 1")
     if versions.get("", 1) > NEWEST_OPSET:
-        raise UnsupportedError(f"opset {versions['']} is not supported, ONNX Runtime reads at most {NEWEST_OPSET}")
+        raise UnsupportedError(
+            f"got opset {versions['']}, but ONNX Runtime reads at most {NEWEST_OPSET}: export with an older opset"
+        )
 
 
 def _run_onnx_checker(model: ModelProto) -> None:
-    """Run ``onnx.checker`` without the bytes of large tensors; like runtimes, accept inputs without shapes."""
+    """Run ``onnx.checker`` without the data of large tensors; inputs without shapes are valid, as in runtimes."""
     lean = without_initializers(model)
     lean.graph.initializer.extend(_without_bytes(tensor) for tensor in model.graph.initializer)
     for value in (*lean.graph.input, *lean.graph.output):
@@ -241,7 +248,7 @@ def _run_onnx_checker(model: ModelProto) -> None:
 
 
 def _without_bytes(tensor: TensorProto) -> TensorProto:
-    """Replace a large tensor by an empty one of its name and type; ``_check_tensor`` has compared its sizes."""
+    """Replace a large tensor by an empty one of the same name and type; ``_check_tensor`` has checked its size."""
     is_large = tensor.data_type in BITS and _raw_nbytes(tensor) >= MIN_EXTERNAL_BYTES
     if not is_large or not tensor.HasField("raw_data") or any(len(getattr(tensor, name)) for name in _DATA_FIELDS):
         return tensor
@@ -271,7 +278,7 @@ def _copy_without(message: AnyMessage, name: str) -> AnyMessage:
 
 
 def _nbytes(model: ModelProto) -> int:
-    """Size of a model in bytes; for a model above the protobuf limit, the size of its tensors."""
+    """Return the size of a model in bytes; for a model above the protobuf limit, the size of its tensors."""
     try:
         return int(model.ByteSize())
     except EncodeError:
@@ -314,7 +321,7 @@ def _check_tensor(tensor: TensorProto) -> None:
         expected = 2 * count if tensor.data_type in _COMPLEX else -(-count * min(bits, 8) // 8)
         stored, unit = len(getattr(tensor, helper.tensor_dtype_to_field(tensor.data_type))), "numbers"
     if stored != expected:
-        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, the file holds {stored}")
+        raise FileFormatError(f"of shape {list(tensor.dims)} needs {expected} {unit}, but the file holds {stored}")
 
 
 class _ExternalData:
@@ -330,7 +337,7 @@ class _ExternalData:
         return sum(self._sizes.values())
 
     def fetch(self, tensor: TensorProto) -> None:
-        """Read the external data of a tensor into it."""
+        """Read the external data of a tensor into the tensor."""
         if tensor.data_location != TensorProto.EXTERNAL:
             return
         if self._directory is None:
@@ -341,7 +348,7 @@ class _ExternalData:
         expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
         if length != expected:
-            raise FileFormatError(f"needs {expected} bytes, its external data entry has {length} at offset {offset}")
+            raise FileFormatError(f"needs {expected} bytes, but its external data has {length} at offset {offset}")
         tensor.raw_data = self._read(self._directory, entries.get("location", ""), offset, length)
         tensor.ClearField("external_data")
         tensor.ClearField("data_location")
@@ -371,11 +378,13 @@ class _ExternalData:
         self._sizes[path] = status.st_size
         self._claimed[path] = self._claimed.get(path, 0) + length
         if self._claimed[path] > MAX_SHARING * status.st_size:
-            raise FileFormatError(f"shares {shown} with tensors of more than {MAX_SHARING} times its size in total")
+            raise FileFormatError(
+                f"has external data in {shown}, from which all tensors together read over {MAX_SHARING} times its size"
+            )
 
 
 def _raw_nbytes(tensor: TensorProto) -> int:
-    """Bytes of a tensor by shape and type; reading ``raw_data`` would copy it."""
+    """Compute the bytes of a tensor from shape and type, because reading ``raw_data`` would copy the data."""
     return -(-int(prod(tensor.dims)) * BITS.get(tensor.data_type, 8) // 8)
 
 
@@ -387,7 +396,7 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
 
 
 def _inside(directory: Path, location: str) -> Path:
-    """Resolve a location in that directory or below it; reject symbolic links."""
+    """Return the path of a location in or below ``directory``; reject other locations and symbolic links."""
     parts = PurePosixPath(location).parts
     is_unsafe = any(letter in location for letter in "\\\0") or PureWindowsPath(location).drive or location[:1] == "/"
     if not parts or is_unsafe or ".." in parts:
@@ -405,7 +414,7 @@ def _inside(directory: Path, location: str) -> Path:
 
 
 def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[str]) -> Path:
-    """Path of the quantized file if the caller chooses none: ``<model>.<recipe>.onnx`` next to the model.
+    """Return the path to write to if the caller passes none: ``<model>.<recipe>.onnx`` next to the model.
 
     >>> default_output("nets/small.onnx", "w8a8").as_posix(), default_output("small.onnx", "conf/edge.toml").name
     ('nets/small.w8a8.onnx', 'small.edge.onnx')
@@ -415,9 +424,9 @@ def default_output(model: str | PathLike[str], recipe: Recipe | str | PathLike[s
 
 
 def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMIT) -> int:
-    """Write a model atomically: readers see the old file or the new one. Returns the bytes written.
+    """Write a model atomically, so that readers see the old file or the new one; returns the bytes written.
 
-    Above ``limit`` bytes, large tensors become external data in ``<name>.<hash>.data`` next to the model.
+    If the model exceeds ``limit`` bytes, large tensors become external data in ``<name>.<hash>.data`` next to it.
 
     >>> import tempfile, pathlib
     >>> from onnx import parser
@@ -453,7 +462,7 @@ def save(model: ModelProto, path: str | PathLike[str], *, limit: int = SAVE_LIMI
 
 
 def _serialized(model: ModelProto, limit: int) -> bytes | None:
-    """Serialize a model into one file; None if it would exceed the limit."""
+    """Serialize a model without external data; None if it would exceed ``limit`` bytes."""
     if sum(map(_raw_nbytes, model.graph.initializer)) > limit:
         return None
     try:
@@ -464,7 +473,7 @@ def _serialized(model: ModelProto, limit: int) -> bytes | None:
 
 
 def _with_external_data(model: ModelProto, location: str) -> bytes:
-    """Serialize a model with its large tensors as external data in the file of that name."""
+    """Serialize a model; its large tensors refer to external data in the file ``location``."""
     lean = _copy(model)
     offset = 0
     for tensor in _tensors(lean):

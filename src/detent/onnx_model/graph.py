@@ -1,4 +1,4 @@
-"""A model's main graph with its names looked up, families of operators, and arrays as ONNX tensors.
+"""The main graph of a model with indexed names, families of operators, and conversion of arrays to ONNX tensors.
 
 Codes are stored in the smallest ONNX type that holds them:
 
@@ -8,7 +8,7 @@ bits   type            in memory
 2..4   INT4, UINT4     two codes per byte, the first in the low half
 5..8   INT8, UINT8
 9..16  INT16, UINT16
-fp8    FLOAT8E4M3FN..  their bytes
+fp8    FLOAT8E4M3FN..  one byte per code
 ====== =============== ===========================================
 """
 
@@ -55,12 +55,12 @@ __all__ = [
 
 Array = NDArray[Any]
 
-# Families of operators. Other modules build theirs from these.
-MAIN = ("", "ai.onnx")  # the domain of ONNX's own operators
+# Families of operators; other modules combine them into further families.
+MAIN = ("", "ai.onnx")  # names of the domain of ONNX's own operators
 QUANTIZE, DEQUANTIZE = QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 MATMULS = ("MatMul", "Gemm")
 MOVING = ("Flatten", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze")  # values stay, shapes change
-# These keep codes and scale: they pick or repeat values (Resize only in mode "nearest").
+# Operators that only pick or repeat values, so codes and scale stay the same (Resize only in mode "nearest").
 PASSING_CODES = (*MOVING, "MaxPool", "Split", "Resize", "DepthToSpace")
 INTEGER_KERNELS = ("ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "QGemm", "QLinearConv", "QLinearMatMul")
 # Prefixes of operators that compute with codes: integer kernels of layers and others, such as QLinearAdd.
@@ -135,7 +135,7 @@ def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProt
     if is_integer_type(kind) and array.size:
         lo, hi = element_range(kind)
         if array.min() < lo or array.max() > hi:
-            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit {lo}..{hi}")
+            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit the type, {lo}..{hi}")
     if kind in {TensorProto.INT4, TensorProto.UINT4}:
         stored = pack(array.ravel().astype(np.uint8) & 0xF, 4)
     else:
@@ -163,7 +163,7 @@ def array_of(tensor: TensorProto) -> Array:
 
 # Nodes and subgraphs
 
-MAX_NESTED_GRAPHS = 30  # protobuf allows 100 nested messages, a graph needs three
+MAX_NESTED_GRAPHS = 30  # protobuf allows 100 nested messages, and each subgraph needs three
 
 
 def node_name(node: NodeProto) -> str:
@@ -176,7 +176,7 @@ def describe(node: NodeProto) -> str:
     return f"{node.op_type} {node.name or ', '.join(node.output)}"
 
 
-def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - of any type
+def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noqa: ANN401 - attributes have any type
     """Return the value of a node's attribute, or the default."""
     for attribute in node.attribute:
         if attribute.name == name:
@@ -185,7 +185,7 @@ def attribute_of(node: NodeProto, name: str, default: Any = None) -> Any:  # noq
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the subgraphs of a node: the branches of an If, the body of a Loop or Scan."""
+    """Yield the subgraphs of a node: the branches of an If, or the body of a Loop or Scan."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -202,7 +202,7 @@ def check_depth(graph: GraphProto) -> None:
 
 
 def reads(node: NodeProto) -> Iterator[str]:
-    """Yield the names that a node and its subgraphs read from the node's own graph."""
+    """Yield the names that a node and its subgraphs read from the graph that contains the node."""
     yield from filter(None, node.input)
     for graph in subgraphs(node):
         inside = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
@@ -213,7 +213,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Follow the first input of nodes of these operators backward from a tensor; return the tensor before them."""
+    """Follow first inputs backward from a tensor through nodes of these operators; return the last tensor."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]
@@ -222,7 +222,7 @@ def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators
 
 
 def sort_nodes(graph: GraphProto) -> None:
-    """Sort nodes topologically, in subgraphs too; a graph in order is not changed.
+    """Sort the nodes of a graph and its subgraphs topologically; a sorted graph is not changed.
 
     Raises:
         FileFormatError: there is a cycle, or two nodes write the same name.
@@ -319,7 +319,7 @@ class Graph:
             self._names.update(name for each in inner.node for name in (*each.output, *reads(each)))
 
     def producer(self, name: str) -> NodeProto | None:
-        """Return the node that computes a tensor, None for inputs and constants."""
+        """Return the node that computes a tensor; None for inputs and constants."""
         return self._producers.get(name)
 
     def consumers(self, name: str) -> list[NodeProto]:
@@ -412,7 +412,7 @@ class Graph:
             self._consumers[name] = [each for each in self._consumers[name] if each is not node]
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a tensor in the node that computes it; the caller updates its readers."""
+        """Rename a tensor in the node that computes it; the caller updates the nodes that read it."""
         node = self._producers.pop(old)
         node.output[list(node.output).index(old)] = new
         self._producers[new] = node
@@ -431,7 +431,7 @@ class Graph:
         nodes = [NodeProto.FromString(node.SerializeToString()) for node in self.nodes]
         del graph.node[:]
         graph.node.extend(nodes)
-        # Weights may be large: those that stay are not copied.
+        # Weights may be large, so unchanged ones are not copied.
         stays = {name for name, tensor in self._written.items() if self.constants.get(name) is tensor}
         for i in reversed(range(len(graph.initializer))):
             if graph.initializer[i].name not in stays:

@@ -1,4 +1,6 @@
-"""Layers: nodes with weights, the position of each weight, and why some layers cannot be quantized.
+"""Layers: nodes with weights, where their weights are, and why some layers cannot be quantized.
+
+The column *weight* is the index of the weight among the node's inputs; *output channels* is an axis of the weight.
 
 ============== ======= ======================== ================================
 operator       weight  output channels          names for rules
@@ -35,7 +37,7 @@ COMPUTING = (*CONVS, *MATMULS, *RECURRENT)
 WEIGHTED = (*COMPUTING, "Gather")
 _ERROR_MAGNIFYING = ("Pow", "Sqrt", "Log", "Exp", "Reciprocal")
 QUANTIZED_ALREADY = "its weight is quantized already"  # reason to keep a layer in float
-_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # by the rank of a convolution's weight
+_DIMENSIONS = {3: "1d", 4: "2d", 5: "3d"}  # suffix of the type name, by the rank of a convolution's weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +47,13 @@ class Layer:
     node: NodeProto
     name: str
     types: tuple[str, ...]  # type names that rules match
-    data: str = ""  # name of the activation it reads
+    data: str = ""  # name of the activation that the layer reads
     weight: str = ""  # name of the weight
     shape: tuple[int, ...] = ()  # shape of the weight
     axis: int = 0  # axis of the weight's output channels
     bias: str = ""  # name of the bias, "" without one
     depthwise: bool = False
-    reason: str = ""  # why it cannot be quantized, "" if it can
+    reason: str = ""  # why the layer cannot be quantized, "" if it can
 
 
 def layers_of(graph: Graph) -> Iterator[Layer]:
@@ -63,7 +65,7 @@ def layers_of(graph: Graph) -> Iterator[Layer]:
 
 
 def _inner_layers(node: NodeProto, name: str) -> Iterator[Layer]:
-    """Yield the layers in the subgraphs of a node, at any depth; they are listed and kept in float."""
+    """Yield the layers in the subgraphs of a node, at any depth; these layers are listed, but kept in float."""
     for body in subgraphs(node):
         for inner in body.node:
             own = f"{name}/{node_name(inner)}"
@@ -131,7 +133,7 @@ def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
 
 
 def _is_table(graph: Graph, node: NodeProto) -> bool:
-    """Whether a Gather is an embedding: it looks up float rows that reach a layer, unlike the anchors of a detector."""
+    """Whether a Gather is an embedding: a layer depends on its float rows, unlike on the anchors of a detector."""
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False
@@ -149,7 +151,7 @@ def _is_table(graph: Graph, node: NodeProto) -> bool:
 
 
 def _feeds_only_magnifying(graph: Graph, node: NodeProto) -> bool:
-    """Whether every path from a layer's output passes an operator that magnifies errors."""
+    """Whether every path from a layer's output passes through an operator that magnifies errors."""
     seen: set[str] = set()
     pending = list(node.output[:1])
     has_magnifying = False

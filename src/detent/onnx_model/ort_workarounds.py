@@ -1,18 +1,19 @@
 """Workarounds: Max nodes that stop ONNX Runtime from quantizing layers that must be kept in float.
 
-ONNX Runtime (seen in 1.31.1) quantizes a Conv, ConvTranspose or Gemm with a float weight between a DequantizeLinear and
-a QuantizeLinear when it loads the model. It does so per tensor and without a warning, which can cost more accuracy than
-all other layers together. Before that, it
+When ONNX Runtime (observed with 1.31.1) loads a model, it quantizes some layers with float weights: each Conv,
+ConvTranspose or Gemm between a DequantizeLinear and a QuantizeLinear. It uses one scale per tensor, without a warning.
+This can cost more accuracy than the quantization of all other layers. Before that, ONNX Runtime changes the graph:
 
-- moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...),
-- removes operators without effect (Dropout, Identity, Cast),
-- fuses others (Pad, BatchNormalization, Add and Mul with a constant; MatMul and Add become a Gemm).
+- It moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...).
+- It removes operators without effect (Dropout, Identity, Cast).
+- It fuses other operators (Pad, BatchNormalization, Add and Mul with a constant; MatMul and Add become a Gemm).
 
-So every operator that reads one computed tensor counts as passable, except those that no version can pass. The
-workaround is a Max with the lowest float before the layer: it changes no value, and blocks the fusion.
+So detent assumes that a Q/DQ node can move across every operator that reads one computed tensor, except those in
+``IMPASSABLE``. The workaround is a Max node before the layer, with the lowest float as its second input. It changes no
+value, and blocks the fusion.
 
-ONNX Runtime also gives every reader of dequantized data a DequantizeLinear of its own. Patterns of float operators that
-start from one tensor, such as GELU, are then no longer fused. Such a Max before them keeps them fused.
+ONNX Runtime also inserts a separate DequantizeLinear for every node that reads dequantized data. Then it no longer
+fuses patterns of float operators that start from one tensor, such as GELU. A Max node before the pattern prevents this.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -50,9 +51,9 @@ IMPASSABLE = (
 
 
 def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
-    """Stop ONNX Runtime from quantizing layers with a float weight or a float input; return the guarded layers.
+    """Stop ONNX Runtime from quantizing layers with a float weight or a float input; return the guarded names.
 
-    ``names`` are the layers that read float data, with any weight.
+    ``names`` are layers that read float data; they are guarded whether or not their weight is quantized.
     """
     threats = _Threats(graph)
     guarded = [node for node in graph.nodes if node.op_type in GUARDED and threats.holds(node, names)]
@@ -85,7 +86,7 @@ def share_floats(graph: Graph) -> list[str]:
 
 
 class _Threats:
-    """Tensors that ONNX Runtime can move Q/DQ nodes to, and so the layers that it may quantize."""
+    """Finds the tensors to which ONNX Runtime can move Q/DQ nodes, and the layers that it may then quantize."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -122,12 +123,12 @@ class _Threats:
         """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # its weight is quantized: no QuantizeLinear after it is needed
+        if self.graph.node_name(node) in names:  # with a quantized weight, a DequantizeLinear before it is enough
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 
     def _is_float_constant(self, name: str) -> bool:
-        """Whether a tensor is a float constant, or computed from constants without codes."""
+        """Whether a tensor is a float constant, or is computed from constants without a DequantizeLinear."""
         if name in self.graph.constants:
             return self.graph.kind(name) == TensorProto.FLOAT
         sources = _closure([name], self._sources)
@@ -140,7 +141,7 @@ class _Threats:
 
 
 def _closure(names: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    """Return the names and all names that follow from them, directly or indirectly."""
+    """Return ``names`` and all names that ``following`` reaches from them, directly or indirectly."""
     reached = set(names)
     pending = list(reached)
     while pending:

@@ -1,7 +1,7 @@
-"""Provenance: how a quantized file was made, so that it can be compared with its source model.
+"""Provenance: how a quantized file was made, so that ``dt.verify`` can compare the file with its source model.
 
-It is a JSON entry of the model's metadata, ``detent``. The same model and decisions give the same entry on every
-machine. The kernels that ONNX Runtime chose depend on the machine, so they are in an entry of their own,
+It is stored as JSON in the metadata entry ``detent``. The same model and decisions give the same entry on every
+machine. The kernels that ONNX Runtime chose depend on the machine, so they are in a separate entry,
 ``detent.runtime``.
 """
 
@@ -25,7 +25,7 @@ VERSION = 2
 RUNTIME_VERSION = 1
 TEXT_LIMIT = 1 << 24  # characters of an entry
 MODEL_DIGITS = 32  # hexadecimal digits of a digest
-_PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that wrote them
+_PARTS: Leaves = {dict: Leaf(lambda value: value, lambda value: value)}  # decoded by the modules that encoded them
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Provenance:
     """Metadata of a quantized file: its source model, recipe and options, and the origin of its codes.
 
     Attributes:
-        weights: the layer or weight of each initializer of codes.
-        activations: the quantizer or tensor of each QuantizeLinear node, by the node's name.
+        weights: the name of the layer or weight that the codes are for, by the name of the initializer with the codes.
+        activations: the name of the quantizer or tensor that a QuantizeLinear node is for, by the node's name.
         target: name of the target.
         recipe: the recipe as JSON.
         made_by: version of detent that wrote the file.
         data: hash of the calibration data.
         source: digest of the float ONNX model.
         options: options that differ from the defaults, as JSON.
-        decisions: decisions of ``qo.quantize``, in the form of ``stored_decisions``; None in other files.
-        export: arguments of ``qt.export_onnx``; None in other files.
+        decisions: decisions of ``qo.quantize``, encoded by ``stored_decisions``; None in files from elsewhere.
+        export: arguments of ``qt.export_onnx``; None in files from elsewhere.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)
@@ -62,15 +62,15 @@ class Provenance:
     export: dict[str, Any] | None = None
 
     def write(self, model: ModelProto) -> None:
-        """Write or replace the entry in a model's metadata."""
-        # A recipe may have a rule for every layer: its JSON is stored without spaces, too.
+        """Write this entry into a model's metadata, or replace the entry that is there."""
+        # A recipe may have one rule per layer, so its JSON is also stored without spaces.
         recipe = json.dumps(json.loads(self.recipe), separators=(",", ":")) if self.recipe else ""
         fields = {name: value for name, value in vars(self).items() if value is not None}
         _write_entry(model, KEY, {"version": VERSION, **fields, "recipe": recipe})
 
     @classmethod
     def read(cls, model: ModelProto) -> "Provenance | None":
-        """Read the entry of a model's metadata; None for a file without one.
+        """Read the entry in a model's metadata; None if the metadata has no such entry.
 
         Raises:
             FileFormatError: the entry cannot be read.
@@ -79,14 +79,14 @@ class Provenance:
         if fields is None:
             return None
         version = fields.pop("version", None)
-        if version == 1:  # had hashes of quantizers instead of decisions
+        if version == 1:  # it had hashes of quantizers instead of decisions
             fields.pop("digests", None)
         else:
             check_version(version, VERSION, entry)
         parts = {name: fields.pop(name, None) for name in ("decisions", "export")}
         for name, part in parts.items():
             if not isinstance(part, dict | None):
-                raise FileFormatError(f"{entry}: {name} must be an object, got {part!r:.60}")
+                raise FileFormatError(f"{entry}: {name} must be a JSON object, got {part!r:.60}")
         return replace(decode(cls, {**fields, "decisions": None, "export": None}, entry, _PARTS), **parts)
 
 
@@ -120,7 +120,7 @@ class RuntimeRecord:
     kernels: Mapping[str, str]
 
     def write(self, model: ModelProto) -> None:
-        """Write or replace the entry in a model's metadata."""
+        """Write this entry into a model's metadata, or replace the entry that is there."""
         by_kernel: dict[str, list[str]] = {}
         for node, kernel in self.kernels.items():
             by_kernel.setdefault(kernel, []).append(node)
@@ -129,7 +129,7 @@ class RuntimeRecord:
 
     @classmethod
     def read(cls, model: ModelProto) -> "RuntimeRecord | None":
-        """Read the entry of a model's metadata; None for a file without one.
+        """Read the entry in a model's metadata; None if the metadata has no such entry.
 
         Raises:
             FileFormatError: the entry cannot be read.
@@ -140,7 +140,7 @@ class RuntimeRecord:
         check_version(fields.pop("version", None), RUNTIME_VERSION, entry)
         by_kernel = fields.get("kernels")
         if not isinstance(by_kernel, dict) or not all(isinstance(each, list) for each in by_kernel.values()):
-            raise FileFormatError(f"{entry}: kernels must be an object of lists, got {by_kernel!r:.60}")
+            raise FileFormatError(f"{entry}: kernels must be a JSON object of lists, got {by_kernel!r:.60}")
         names = [(node, kernel) for kernel, nodes in by_kernel.items() for node in nodes]
         if not all(isinstance(node, str) for node, _ in names):
             raise FileFormatError(f"{entry}: kernels must list node names")
@@ -161,7 +161,7 @@ def digest_of(model: ModelProto) -> str:
 
 def _content(tensor: TensorProto) -> bytes | memoryview:
     """Return the values of a tensor as bytes, independent of how the file stores them."""
-    # An array of strings would hold addresses.
+    # A NumPy array of strings would hold addresses, not the strings.
     if tensor.data_type == TensorProto.STRING:
         return repr(list(tensor.string_data)).encode()
     return np.ascontiguousarray(array_of(tensor)).view(np.uint8).data if np.prod(tensor.dims) else b""

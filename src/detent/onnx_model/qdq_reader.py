@@ -1,21 +1,21 @@
-"""The one reader of quantized graphs, written by any tool.
+"""Reader of quantized graphs, whichever tool wrote them.
 
 ============================================ ============================================ =========
 in the file                                  record                                       form
 ============================================ ============================================ =========
 codes -> DequantizeLinear                    ``WeightCodes``; int32 codes are a bias      codes
 codes -> Gather, Transpose .. -> Dequantize- ``WeightCodes``, ``direct`` is False         codes
-float constant -> Quantize-, DequantizeLin.  ``WeightCodes``, quantized as the model runs float
+float constant -> Quantize-, DequantizeLin.  ``WeightCodes``, quantized at run time       float
 codes -> Gather -> Cast [-> Sub] -> Mul      ``WeightCodes``: rows looked up with scales  table
 QuantizeLinear                               ``QuantizeNode``, with the Clip before it
 model input -> DequantizeLinear              ``CodedInput``
 QLinearConv, MatMulNBits ..., computed scale ``Unread``, with the reason
 ============================================ ============================================ =========
 
-A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model; records
-from subgraphs are marked ``inner``. Verification and reports read it through ``open_quantized``; ``quantized_model`` is
-the public view of the same records. Parameters are not checked here. Integer operators of ONNX Runtime are listed, but
-not read.
+A constant is an initializer or the value of a Constant node. ``QuantizedGraph`` holds the records of a model. Records
+from subgraphs are marked ``inner``. Verification and reports open a model with ``open_quantized``. ``QuantizedModel``
+is the public view of the same records. Parameters are not checked in this module. Integer operators of ONNX Runtime are
+listed as ``Unread``.
 """
 
 from collections import Counter, defaultdict
@@ -65,7 +65,7 @@ __all__ = [
 Array = NDArray[Any]
 Form = Literal["codes", "float", "table"]
 COMPUTED = "its scale or zero point is computed, not constant"
-_CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # between the codes of a weight and their DequantizeLinear
+_CARRYING = (*MOVING, "Identity", "Gather", "Cast")  # may be between weight codes and their DequantizeLinear
 _CODE_TYPES = [
     TensorProto.DataType.Value(name)
     for name in ("INT4", "UINT4", "INT8", "UINT8", "INT16", "UINT16", "FLOAT8E4M3FN", "FLOAT8E5M2")
@@ -81,7 +81,7 @@ _TABLE_STEPS = {  # operators that may follow each operator between a table's Ga
 
 
 def is_quantized(model: ModelProto, operators: tuple[str, ...] = QUANTIZERS) -> bool:
-    """Whether the main graph has a QuantizeLinear or DequantizeLinear node, or one of the given operators."""
+    """Whether the main graph has a node of ``operators``, which are QuantizeLinear and DequantizeLinear by default."""
     return any(node.op_type in operators for node in model.graph.node)
 
 
@@ -93,7 +93,7 @@ def read_quantization(
     Args:
         node: a QuantizeLinear or DequantizeLinear node.
         constants: initializers by name.
-        kind_of: function that returns the element type of a tensor, for nodes without a zero point.
+        kind_of: function that returns the element type of a tensor by name; for nodes without a zero point.
 
     Raises:
         UnsupportedError: the scale is not float32.
@@ -146,11 +146,11 @@ class QuantizeNode:
 
     node: str  # name of the node
     x: str
-    unclipped: str  # input of the Clip before it, x without a Clip
-    codes: str  # name of its output
+    unclipped: str  # input of the Clip before the node; x if there is no Clip
+    codes: str  # name of the node's output
     qparams: QdqParams
     scale: str
-    zero_point: str  # "" for a node without one
+    zero_point: str  # "" if the node has no zero point
     readers: tuple[str, ...] = ()  # nodes that read the codes or the dequantized values
     is_constant: bool = False  # x is a constant
     inner: bool = False
@@ -158,7 +158,7 @@ class QuantizeNode:
 
 @dataclass(frozen=True, eq=False)
 class WeightCodes:
-    """A constant and the node that dequantizes it: a DequantizeLinear node, or the Mul of a table."""
+    """A quantized constant, and the node that dequantizes it: a DequantizeLinear, or the Mul after a table lookup."""
 
     name: str  # name of the constant
     tensor: TensorProto = field(repr=False)  # floats if form is "float"
@@ -177,7 +177,7 @@ class WeightCodes:
 
     @property
     def direct(self) -> bool:
-        """Whether the node reads the constant itself, not rows of it or a reshaped copy."""
+        """Whether the node reads the whole constant, not some rows or a reshaped copy of it."""
         return not self.path
 
     @property
@@ -193,7 +193,7 @@ class WeightCodes:
 
 @dataclass(frozen=True, eq=False)
 class CodedInput:
-    """A model input that holds codes, dequantized with constant parameters."""
+    """A model input that holds codes, and the constant parameters that dequantize it."""
 
     name: str
     qparams: QdqParams
@@ -208,7 +208,7 @@ class Unread:
 
     node: NodeProto
     reason: str
-    of_weight: bool = False  # its codes come from a constant
+    of_weight: bool = False  # the node's codes come from a constant
     inner: bool = False
 
 
@@ -231,8 +231,8 @@ def _parameter_names(record: Record) -> Sequence[str]:
 class QuantizedGraph:
     """A model with ``records`` of its quantized tensors in graph order, including subgraphs.
 
-    ``operators`` counts nodes by operator. ``parameters`` are the names of constants in records, ``float_nbytes`` is
-    the size of all other float constants.
+    ``operators`` counts nodes by operator. ``parameters`` are the names of the constants in ``records``.
+    ``float_nbytes`` is the size of all other float constants.
     """
 
     def __init__(self, model: ModelProto) -> None:
@@ -260,7 +260,7 @@ class QuantizedGraph:
 
     @cached_property
     def provenance(self) -> Provenance | None:
-        """The file's metadata; None if detent did not write it."""
+        """The provenance in the file's metadata; None if detent did not write the file."""
         return Provenance.read(self.model)
 
     @cached_property
@@ -270,7 +270,10 @@ class QuantizedGraph:
 
     @cached_property
     def weights(self) -> list[WeightCodes]:
-        """Codes stored in the main graph, including biases; tables come last, and only if the metadata lists them."""
+        """Weights and biases of the main graph that are stored as codes.
+
+        Tables come last, and only if the metadata lists them.
+        """
         names = {} if self.provenance is None else self.provenance.weights
         stored = [each for each in self.records if isinstance(each, WeightCodes) and not each.inner]
         tables = [each for each in stored if each.form == "table" and each.name in names]
@@ -278,12 +281,12 @@ class QuantizedGraph:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """The element types of activation codes, by name."""
+        """Element types of the codes of activations, by the name of the codes."""
         return {each.codes: each.qparams.kind for each in self.quantize_nodes}
 
     @property
     def notes(self) -> list[str]:
-        """Notes on quantizers that a comparison of codes leaves out, with reasons."""
+        """Notes on quantizers that cannot be compared with another model, with reasons."""
         unread = (each for each in self.records if isinstance(each, Unread) and not each.inner)
         quantizers = (each for each in unread if each.node.op_type == QUANTIZE or each.of_weight)
         notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
@@ -292,7 +295,7 @@ class QuantizedGraph:
         return [*notes, f"{count} Q/DQ nodes in subgraphs of If, Loop or Scan were not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Whether the Clip before a quantizer belongs to it, because it uses fewer codes than its type has."""
+        """Whether detent wrote the Clip before a QuantizeLinear, which uses fewer codes than its type has."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 
@@ -331,7 +334,7 @@ class _Scope:
                 self._consumers[name].append(node)
 
     def read(self, node: NodeProto) -> Record | None:
-        """Read the record of a node; None if it quantizes nothing, or belongs to another record."""
+        """Read the record of a node; None if the node quantizes nothing, or is part of another node's record."""
         try:
             if node.op_type == QUANTIZE:
                 return self._quantize_node(node)
@@ -384,7 +387,7 @@ class _Scope:
         return WeightCodes(origin, tensor, node, qparams, names, path, form, readers, self.inner)
 
     def _table(self, gather: NodeProto) -> WeightCodes | None:
-        """Read a table: rows of codes are looked up, cast, and multiplied by scales, which may be looked up too."""
+        """Read a table: rows of codes are looked up, cast, and multiplied by scales, which may be looked up, too."""
         table = self.constants[gather.input[0]]
         is_empty = not table.dims or 0 in table.dims
         if is_empty or table.data_type not in _CODE_TYPES or attribute_of(gather, "axis", 0) != 0:
@@ -413,7 +416,7 @@ class _Scope:
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
-        """Return the constant that a Sub or Mul of a table reads: a scalar, or looked up with the rows; else ""."""
+        """Return the name of the constant that a table's Sub or Mul reads: a scalar, or one per row; otherwise ""."""
         other = next((name for name in node.input if name != before), "")
         lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
@@ -438,7 +441,7 @@ class _Scope:
         return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
     def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Follow codes backward over operators that move or cast them; return the tensor before and the operators."""
+        """Follow codes backward through operators that move or cast them; return the first tensor and the operators."""
         path: list[str] = []
         while name not in self.constants:
             node = self._producers.get(name)
@@ -455,7 +458,7 @@ class _Scope:
         return self._consumers.get(name, [])
 
     def _code_readers(self, codes: str) -> tuple[str, ...]:
-        """Describe the nodes that read codes; for a DequantizeLinear, the nodes after it."""
+        """Describe the nodes that read codes; instead of a DequantizeLinear, the nodes that read its output."""
         return _described(
             each
             for reader in self._readers(codes)

@@ -1,18 +1,18 @@
-"""The one writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
+"""Writer of quantized graphs: Q/DQ pairs, weights and tables as codes, int32 biases, switches.
 
 ``QdqParams`` holds quantization parameters in the layout of a file:
 
-=============== ============================== ======================
-granularity     scale in the file              attributes
-=============== ============================== ======================
+=============== ============================================= ======================
+granularity     scale in the file                             attributes
+=============== ============================================= ======================
 PerTensor       a scalar
-PerAxis(a)      one per channel                axis=a
-PerGroup(n, a)  the data's rank, ceil(D / n)   axis=a, block_size=n
-=============== ============================== ======================
+PerAxis(a)      a vector with one scale per channel           axis=a
+PerGroup(n, a)  shape of the data, with ceil(D / n) on axis a axis=a, block_size=n
+=============== ============================================= ======================
 
-``QdqWriter`` adds constants and makes nodes; callers decide where they go and which codes they hold. A Clip before
-QuantizeLinear is written if fewer codes are used than the type has; its bounds are the values of the smallest and
-largest code. ``gather`` dequantizes only the rows of a table that are looked up:
+``QdqWriter`` adds constants and makes nodes; callers compute the codes and insert the nodes. If fewer codes are used
+than the type has, a Clip is written before QuantizeLinear. The bounds of the Clip are the values of the smallest and
+largest code in use. ``gather`` dequantizes only the rows of a table that are looked up:
 
 ==================== ==================================================================
 scale                nodes
@@ -22,8 +22,8 @@ per row              (Cast(Gather(codes)) - Gather(zero point)) * Gather(scale)
 per group of a row   as per row, with the groups as an additional axis
 ==================== ==================================================================
 
-The results equal those of DequantizeLinear: the subtraction is exact, the product rounds once. DequantizeLinear itself
-supports looked-up scales only in blocks, which OpenVINO does not support.
+The results equal those of DequantizeLinear: the subtraction is exact, and the product is rounded once. DequantizeLinear
+itself supports looked-up scales only in blocks, which OpenVINO does not support.
 """
 
 from collections.abc import Sequence
@@ -62,10 +62,12 @@ class QdqParams:
 
     Attributes:
         scale: float32 array.
-        zero_point: integers of the codes' type, in the shape of the scale.
+        zero_point: integers in the range of the codes' type, in the shape of the scale.
         kind: ONNX type of the codes.
-        axis, block: axis and block size of a scale with more than one value.
-        low, high: smallest and largest code in use.
+        axis: axis with one scale per channel, or axis that is split into blocks.
+        block: block size; 0 without blocks.
+        low: smallest code in use.
+        high: largest code in use.
 
     >>> qparams = QdqParams.of(QuantParams("int8", 0.5), Container(TensorProto.UINT8, 128), 2)
     >>> qparams.scale, qparams.zero_point, qparams.low, qparams.high, qparams.block
@@ -82,11 +84,11 @@ class QdqParams:
 
     @classmethod
     def of(cls, params: QuantParams, container: Container, rank: int) -> "QdqParams":
-        """Convert parameters for data of that rank.
+        """Convert quantization parameters to the layout of a file, for data with ``rank`` axes.
 
         Raises:
             UnsupportedError: ONNX files cannot store the scales.
-            ParamsError: a scale is not exact in float32.
+            ParamsError: a scale cannot be stored exactly in float32.
         """
         spec = params.spec
         if params.block_scale is not None or spec.scale_format != "float":
@@ -110,13 +112,13 @@ class QdqParams:
         raise UnsupportedError(f"codes of ONNX type {name} are not supported")
 
     def granularity(self, shape: tuple[int, ...]) -> Granularity:
-        """Return the granularity for data of that shape."""
+        """Return the granularity for data of a shape."""
         if self.block:
             return PerGroup(self.block, axis=self.axis)
         return PerAxis(self.axis_in(len(shape))) if self.scale.ndim else PerTensor()
 
     def axis_in(self, rank: int) -> int:
-        """Return the non-negative axis of per-channel scales in data of that rank."""
+        """Return the axis of per-channel scales as a non-negative number, for data with ``rank`` axes."""
         if not rank:
             raise FileFormatError(
                 f"got scales of shape {self.scale.shape} for codes of shape (): expected a scalar scale"
@@ -124,7 +126,7 @@ class QdqParams:
         return self.axis % rank
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
-        """Convert to parameters for data of that shape; codes keep the values of the file."""
+        """Convert to ``QuantParams`` for data of a shape; the codes in the file fit them without a shift."""
         format = self.format
         low, high = (self.low, self.high) if format.is_integer else (None, None)
         spec = QuantSpec(format, self.granularity(shape), symmetric=not format.is_integer, qmin=low, qmax=high)
@@ -192,7 +194,8 @@ class Pair(NamedTuple):
 class QdqWriter:
     """Adds the constants of Q/DQ nodes to a graph, and makes the nodes; the caller inserts them.
 
-    ``bounds`` are the name suffixes of a Clip's bounds. Nodes are named ``stem_Operator`` or ``output_node``.
+    ``bounds`` are the name suffixes of a Clip's bounds. Nodes are named ``<stem>_<operator>`` if
+    ``named_by_operator``, otherwise ``<output>_node``.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class QdqWriter:
         return node
 
     def parameters(self, stem: str, qparams: QdqParams) -> tuple[str, str]:
-        """Add scale and zero point; returns their names."""
+        """Add scale and zero point; returns both names."""
         scale = self.graph.add_constant(f"{stem}_scale", qparams.scale)
         return scale, self.graph.add_constant(f"{stem}_zero_point", qparams.zero_point, qparams.kind)
 
@@ -219,7 +222,10 @@ class QdqWriter:
         *,
         y: str = "",
     ) -> Pair:
-        """Make a Q/DQ pair from x to y, "" for a new name; ``parameters`` are the names of scale and zero point."""
+        """Make a Q/DQ pair from x to y; if y is "", a new name is used.
+
+        ``parameters`` are the names of scale and zero point.
+        """
         graph, (scale, zero) = self.graph, parameters
         nodes: list[NodeProto] = []
         if needs_clip(qparams):
@@ -233,16 +239,16 @@ class QdqWriter:
         return Pair(nodes, codes, dequantized)
 
     def dequantized(self, names: tuple[str, str, str | None], y: str, stem: str, qparams: QdqParams) -> NodeProto:
-        """Make the DequantizeLinear node of codes, scale and zero point."""
+        """Make a DequantizeLinear node; ``names`` are those of codes, scale and zero point."""
         codes, scale, zero = names
         return self._named(dequantize_node(codes, scale, zero, y, qparams), stem)
 
     def codes(self, stem: str, codes: Array, qparams: QdqParams) -> Names:
-        """Add the codes of a weight with scale and zero point; returns their names."""
+        """Add the codes, scale and zero point of a weight; returns the three names."""
         return self.graph.add_constant(f"{stem}_codes", codes, qparams.kind), *self.parameters(stem, qparams)
 
     def bias(self, stem: str, codes: Array, scale: Array) -> tuple[NodeProto, str]:
-        """Add the int32 codes of a bias; returns their DequantizeLinear node and its output."""
+        """Add the int32 codes of a bias; returns the DequantizeLinear node and the name of its output."""
         qparams = QdqParams(np.asarray(scale, np.float32), np.zeros(scale.shape), TensorProto.INT32, axis=0)
         codes_name = self.graph.add_constant(f"{stem}_codes", codes, TensorProto.INT32)
         scale_name = self.graph.add_constant(f"{stem}_scale", qparams.scale)
@@ -250,9 +256,9 @@ class QdqWriter:
         return self.dequantized((codes_name, scale_name, None), y, stem, qparams), y
 
     def switch(self, flag: str, nodes: Sequence[NodeProto], quantized: str, x: str) -> tuple[NodeProto, str]:
-        """Make an If node that runs ``nodes`` to a quantized tensor if a flag is set, and else returns x.
+        """Make an If node that runs ``nodes`` and returns ``quantized`` if a flag is set, and otherwise returns x.
 
-        An If runs one branch; a Where would run the quantizers of all layers to measure one.
+        An If runs only one branch; with Where, every run would compute the Q/DQ pairs of all layers.
         """
         same, chosen = self.graph.fresh(f"{x}_same"), self.graph.fresh(f"{x}_chosen")
         on = helper.make_graph(nodes, "on", [], [helper.make_empty_tensor_value_info(quantized)])
@@ -262,7 +268,7 @@ class QdqWriter:
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
-    """Shift codes together with their zero point, to the type of the file."""
+    """Shift codes as their zero points were shifted, for the type in which the file stores them."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))
@@ -292,8 +298,8 @@ def gather(
 ) -> list[NodeProto]:
     """Make the nodes that replace a Gather along axis 0 of a quantized table; constants are added to the graph.
 
-    ``names`` are the names of codes, scale and zero point; ``shape`` is the shape of the table; new names begin with
-    ``key``. Without ``index_rank``, the rank of the indices is read from the graph.
+    ``names`` are the names of codes, scale and zero point. ``shape`` is the shape of the table. New names begin with
+    ``key``. If ``index_rank`` is None, the rank of the indices is read from the graph.
     """
     codes, scale, zero = names
     lookup = _Lookup(graph, node, key, index_rank)
@@ -330,7 +336,7 @@ class _Lookup:
         self.nodes: list[NodeProto] = []
 
     def rows(self, name: str) -> str:
-        """Look up the scales or zero points of the picked rows, with a last axis to broadcast along."""
+        """Look up the scales or zero points of the selected rows, and append an axis for broadcasting."""
         stem = f"{name.removeprefix(self.key + '_')}s"
         picked = self.add("Gather", [name, self.indices], stem)
         return self.add("Unsqueeze", [picked, self._constant("last_axis", [-1])], f"{stem}_spread")

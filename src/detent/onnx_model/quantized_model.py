@@ -1,8 +1,8 @@
-"""QuantizedModel: the contents of a quantized ONNX file, written by any tool, as values of detent.
+"""QuantizedModel: the contents of a quantized ONNX file as objects of detent, whichever tool wrote the file.
 
 It is a view of the records of ``qdq_reader``: weights as ``QuantizedTensor``, biases, activation quantizers, and a
-summary table. Functions are inlined, subgraphs are read, parameters are checked. ``skipped`` lists what cannot be read,
-with the reason.
+summary table. Functions are inlined, subgraphs are read, and parameters are checked. ``skipped`` lists the tensors and
+nodes that cannot be read, with the reasons.
 """
 
 import json
@@ -32,7 +32,7 @@ FLOAT_NBYTES = 4
 
 @dataclass(frozen=True, eq=False)
 class QuantizedBias:
-    """Bias of int32 codes, with one scale and zero point, or one per code along ``axis``."""
+    """A bias as int32 codes, with one scale and zero point for all codes, or for each code along ``axis``."""
 
     codes: Array
     scale: Array
@@ -57,10 +57,10 @@ class QuantizedBias:
 
 @dataclass(frozen=True, eq=False)
 class ActivationQuantizer:
-    """A QuantizeLinear node, with one scale and zero point or one per channel."""
+    """A QuantizeLinear node, with one scale and zero point per tensor or per channel."""
 
     tensor: str
-    output: str  # name of its codes
+    output: str  # name of the codes
     scale: Array
     zero_point: Array
     type: str  # ONNX type of the codes
@@ -72,10 +72,11 @@ class QuantizedModel:
     """The contents of a quantized model.
 
     Attributes:
-        weights, biases: tensors by the names of their codes in the file; biases are int32.
+        weights: quantized weights, by the name of their codes in the file.
+        biases: int32 biases, by the name of their codes in the file.
         activations: QuantizeLinear nodes in graph order.
-        readers: nodes that read a weight, a bias or the codes of an activation, by its name.
-        skipped: quantized tensors that cannot be read, with the reason.
+        readers: nodes that read a weight, a bias or an activation, by the name of the codes.
+        skipped: reasons why quantized tensors or nodes cannot be read, by name.
         nodes: number of nodes per operator.
         float_nbytes: bytes of float constants that are not quantization parameters.
 
@@ -133,10 +134,10 @@ class QuantizedModel:
 
 
 def load_quantized(source: ModelSource) -> QuantizedModel:
-    """Read a quantized model, written by any tool, from a file or from memory; ``QuantizedModel`` has an example.
+    """Read a quantized model, whichever tool wrote it, from a file or from memory; ``QuantizedModel`` has an example.
 
     Raises:
-        FileFormatError, UnsupportedError: see ``qo.load``.
+        FileFormatError, UnsupportedError: the model is invalid or not supported, see ``qo.load``.
     """
     model = load_model(source).proto
     return QuantizedModel.of(QuantizedGraph(inliner.inline_local_functions(model) if model.functions else model))
@@ -206,11 +207,11 @@ def _check_bias(weight: WeightCodes) -> None:
 
 
 def _constant_params(weight: WeightCodes) -> QdqParams:
-    """Return the parameters of the constant itself; the node may read only rows of it, or a reshaped copy."""
+    """Return the parameters for the whole constant; the node may read only some rows, or a reshaped copy."""
     qparams = weight.qparams
     if weight.direct or weight.form != "codes":
         return qparams
-    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # independent of the picked rows
+    is_per_column = weight.path == ("Gather",) and qparams.axis == -1  # independent of the rows
     if "Cast" in weight.path or (qparams.scale.ndim and not is_per_column):
         raise UnsupportedError("its codes are moved or cast before they are dequantized")
     return replace(qparams, axis=len(weight.codes.shape) - 1)
@@ -225,7 +226,7 @@ class SummaryRow:
     type: str  # its spec, or the type of its codes
     shape: tuple[int, ...] | None  # None for activations
     nbytes: int  # bytes of codes, scales and zero points; 0 for activations
-    readers: tuple[str, ...]  # nodes that read it
+    readers: tuple[str, ...]  # nodes that read the tensor
 
 
 @dataclass(frozen=True)

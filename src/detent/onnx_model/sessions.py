@@ -1,10 +1,10 @@
-"""Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and inner tensors.
+"""Models in ONNX Runtime: sessions, the optimized graph, the kernel of each layer, and intermediate tensors.
 
-ONNX Runtime fuses an operator and the Q/DQ pairs around it into an integer kernel if all its conditions hold.
+ONNX Runtime fuses an operator and the Q/DQ pairs around it into an integer kernel if all conditions of the kernel hold.
 Otherwise it computes in float without a warning. ``kernels_of`` reads each layer's kernel from the optimized graph.
 
-To read inner tensors, they become outputs of the model while a session is created. ``record`` yields them batch by
-batch; a ``Probe`` passes them to callbacks, in groups that fit into memory.
+To read intermediate tensors, detent adds them to the model's outputs when it creates a session. ``record`` yields these
+tensors batch by batch. A ``Probe`` passes them to callbacks, in groups that fit into memory.
 """
 
 import platform
@@ -60,7 +60,7 @@ __all__ = [
 
 Array = NDArray[Any]
 Feed = dict[str, Array]
-PROBE_BUDGET = 1 << 29  # bytes of inner tensors in one run
+PROBE_BUDGET = 1 << 29  # bytes of intermediate tensors in one run
 FLOAT_NBYTES = 4
 MAX_SHAPE_ELEMENTS = 256  # elements; larger constants are not shapes
 _NO_ARRAYS = frozenset(  # types that ONNX Runtime does not return as arrays
@@ -75,8 +75,8 @@ _SHARED_DTYPES = {
 }
 _SUFFIX = re.compile(r"(_token_\d+|_nhwc)+$")  # suffixes that ONNX Runtime adds to node names
 SPINNING = "session.intra_op.allow_spinning"
-ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # of MatMulNBits: 0 or 1 for float activations
-LOG_FATAL_ONLY = 4  # errors are raised; the log only repeats them
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"  # for MatMulNBits; 0 and 1 keep activations in float
+LOG_FATAL_ONLY = 4  # errors are raised, and the log would only repeat them
 _ERRORS: tuple[type[Exception], ...] = (  # errors of ONNX Runtime have no common base class
     RuntimeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
@@ -102,7 +102,7 @@ def make_session(
         write_to: path to write the optimized graph to.
 
     Raises:
-        UnsupportedError: ONNX Runtime failed to load the model; the message gives its reason.
+        UnsupportedError: ONNX Runtime failed to load the model; the message gives the reason.
 
     >>> from onnx import parser
     >>> model = parser.parse_model(
@@ -121,7 +121,7 @@ def make_session(
         options.graph_optimization_level = level.ORT_ENABLE_ALL
         options.optimized_model_filepath = write_to
     if isinstance(model, LoadedModel):
-        model = model.proto  # its file may have been replaced since
+        model = model.proto  # the file may have been replaced since
     try:
         if not isinstance(model, ModelProto):
             return _start(fspath(model), options)
@@ -137,7 +137,7 @@ def make_session(
 def without_weights(model: ModelProto) -> tuple[ModelProto, dict[str, Array]]:
     """Copy a model without the data of its large initializers; return the copy, and the data as arrays.
 
-    Large initializers that no node reads are left out: ONNX Runtime drops them, then fails because they are missing.
+    Large initializers that no node reads are left out: ONNX Runtime would drop them, and fail because they are missing.
     """
     lean, weights = without_initializers(model), dict[str, Array]()
     inputs_and_outputs = {value.name for value in (*model.graph.input, *model.graph.output)}
@@ -173,7 +173,7 @@ def ort_errors(action: str = "run") -> Iterator[None]:
 
 
 def array_outputs(model: ModelProto) -> list[str]:
-    """List the outputs that ONNX Runtime returns as arrays: tensors, except bfloat16, float8 and 4 bits or less.
+    """List the outputs that ONNX Runtime returns as arrays: all tensors except bfloat16, float8 and at most 4 bits.
 
     >>> from onnx import parser
     >>> array_outputs(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -200,7 +200,7 @@ def optimized(model: ModelSource) -> ModelProto:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "optimized.onnx")
         make_session(model, write_to=fspath(path))
-        running = onnx.load(path)  # not checked: it has operators of ONNX Runtime's own
+        running = onnx.load(path)  # not checked, because it has ONNX Runtime's own operators
     _rename_shadowing(running.graph, frozenset())
     return running
 
@@ -208,7 +208,7 @@ def optimized(model: ModelSource) -> ModelProto:
 def _rename_shadowing(graph: GraphProto, outer: Set[str]) -> None:
     """Rename tensors of subgraphs that shadow an outer name: ONNX Runtime writes such graphs, but cannot load them.
 
-    Its blocked convolutions restart their numbering (``reorder_token_0``) in each graph.
+    ONNX Runtime restarts the numbering of some tensors (``reorder_token_0``) in each subgraph.
     """
     inputs_and_outputs = {value.name for value in (*graph.input, *graph.output)}
     computed = {name for node in graph.node for name in node.output if name} - inputs_and_outputs
@@ -237,7 +237,7 @@ def _rename(graph: GraphProto, new: Mapping[str, str]) -> None:
 
 
 def runtime_record(running: ModelProto) -> RuntimeRecord:
-    """Record the version, the machine and the integer kernels of ``running``, an optimized graph."""
+    """Record ONNX Runtime's version, this machine, and the integer kernels of the optimized graph ``running``."""
     return RuntimeRecord(ort.__version__, platform.machine(), integer_kernels(running))
 
 
@@ -258,8 +258,8 @@ def kernels_of(
     """Map each layer to the operator that computes it in ONNX Runtime on this machine.
 
     For a layer that runs in float, this is the operator that reads its dequantized weight. ``names`` maps each constant
-    of codes to one layer that reads it; None reads it from the model's metadata. Further layers that share the codes
-    are included. ``running`` is the optimized graph.
+    with codes to one layer that reads the codes; None reads this mapping from the model's metadata. Other layers that
+    share the codes are added. ``running`` is the optimized graph of the model; None computes it.
     """
     if names is None:
         provenance = Provenance.read(model)
@@ -274,7 +274,7 @@ def kernels_of(
         dequantized = [node.output[0] for node in source.consumers(codes) if node.op_type == DEQUANTIZE]
         sharing = [node.name for name in dequantized for node in source.consumers(name)]
         for each in dict.fromkeys((layer, *sharing)):
-            # A kernel may repack its weight: then only the node's name identifies the layer.
+            # If a kernel repacks its weight, only the node's name identifies the layer.
             by_name = present.get(each) or _split_by_tokens(present, each)
             if own and (len(sharing) <= 1 or not by_name):
                 kernels[each] = own[0]
@@ -288,23 +288,23 @@ def _split_by_tokens(operators: Mapping[str, str], layer: str) -> str:
     return next((operators[name] for name in names), "")
 
 
-# Inner tensors
+# Intermediate tensors
 
 
 class Reading(NamedTuple):
-    """Names of tensors (computed, inputs or constants), and a callback for their arrays by name."""
+    """Names of tensors (computed, inputs or constants), and a callback that receives the arrays by name."""
 
     names: tuple[str, ...]
     take: Callable[[Mapping[str, Array]], None]
 
 
 class Probe:
-    """A model that runs without optimizations, and callbacks that read its inner tensors.
+    """A model that runs without optimizations, and callbacks that read its intermediate tensors.
 
-    Readings share a run as long as their tensors fit the budget in bytes; each further group needs another run.
-    ``kinds`` are the element types of tensors: ONNX Runtime returns 4-bit and float8 codes only as float32. If
-    ``model`` is an optimized graph, ``written`` is the probe of the original model. It runs first, and the size of its
-    largest tensor bounds the sizes here.
+    Readings share a run as long as their tensors fit into ``budget`` bytes; other readings need further runs. ``kinds``
+    are element types by tensor name: 4-bit and float8 codes are read as float32, because ONNX Runtime cannot return
+    them. If ``model`` is an optimized graph, ``written`` is the probe of the original model, which must run first. Its
+    largest tensor bounds the sizes of tensors in ``model``.
     """
 
     def __init__(
@@ -324,11 +324,11 @@ class Probe:
         self._computed = names & operators.keys()
         self._cast = {name for name in self._computed if kinds.get(name, 0) in _NO_ARRAYS}
         self._widths = {name: _element_nbytes(kinds.get(name), operators[name]) for name in self._computed}
-        self._largest = 0  # elements of the largest tensor, if shape inference covers most tensors
+        self._largest = 0  # elements of the largest tensor; 0 if shape inference covers few tensors
         self._groups: list[tuple[ort.InferenceSession, list[str], list[Reading]]] | None = None
 
     def run(self, feeds: Mapping[str, Array]) -> None:
-        """Run the model on a batch, and call each reading with its arrays."""
+        """Run the model on a batch, and pass the arrays to the callback of each reading."""
         if self._groups is None:
             self._groups = [self._prepare(group) for group in self._grouped(feeds)]
         for session, names, readings in self._groups:
@@ -367,7 +367,7 @@ class Probe:
         return groups
 
     def _sizes(self, feeds: Mapping[str, Array]) -> dict[str, int]:
-        """Estimate the bytes of each tensor: by shape inference, else by a bound, else by running the model."""
+        """Estimate the bytes of each tensor: by shape inference, or by an upper bound, or by running the model."""
         shapes = {} if self._written is not None else _inferred_shapes(self._model, feeds, ())
         counts = {name: prod(shapes[name]) for name in self._computed if name in shapes}
         if 2 * len(counts) >= len(self._computed):
@@ -383,7 +383,7 @@ class Probe:
 
 
 def _element_nbytes(kind: int | None, operator: str) -> int:
-    """Upper bound for the bytes of an element as ONNX Runtime returns it."""
+    """Return an upper bound on the bytes of an element in the arrays that ONNX Runtime returns."""
     if kind is None:
         return 2 if operator.startswith((QUANTIZE, "QLinear")) else FLOAT_NBYTES
     return 1 if kind in {TensorProto.INT8, TensorProto.UINT8} else FLOAT_NBYTES
@@ -397,9 +397,10 @@ def tensor_nbytes(
     nodes: Sequence[NodeProto] = (),
     optimize: bool = True,
 ) -> dict[str, int]:
-    """Compute the bytes of inner tensors, or of results of added ``nodes``, for a batch, as float32.
+    """Compute the bytes that intermediate tensors take as float32 for one batch.
 
-    Shapes are inferred from the batch; if they depend on data, the model runs with Shape nodes.
+    ``names`` may include outputs of ``nodes``, which are added to the model temporarily. Shapes are inferred from the
+    batch; if they depend on data, the model runs with Shape nodes.
     """
     shapes = _inferred_shapes(model, feeds, nodes) if names else {}
     if not all(name in shapes for name in names):
@@ -430,7 +431,7 @@ def _inferred_shapes(
             lean.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     try:
         inferred = shape_inference.infer_shapes(lean, data_prop=True).graph
-    except (RuntimeError, ValueError):  # operators that onnx does not know
+    except (RuntimeError, ValueError):  # the model has operators that onnx does not know
         return {}
     shapes = {}
     for value in (*inferred.value_info, *inferred.output):

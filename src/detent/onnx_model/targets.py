@@ -1,19 +1,21 @@
-"""Targets: how each runtime and CPU needs codes stored, as data.
+"""Targets: how codes must be stored for each runtime and CPU.
 
 ==================== ============= ============== ===========================================================
 target               weights       depthwise      for
 ==================== ============= ============== ===========================================================
 onnxruntime          uint8, zp 128 int8           every CPU: exact, its kernels do not saturate
-onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one bit less
+onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one weight bit less
 onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere its int16 accumulators saturate
 openvino             uint8, zp 128 int8           every CPU
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ===========================================================
 
-Codes and zero point shifted together by 128 represent the same values. AVX2 multiplies unsigned by signed bytes and
-adds two products into an int16 accumulator, which saturates if weights are signed and large. Kernels for unsigned
-weights widen them first. Signed 8-bit activations are shifted too, because their kernels are slow. Activations of fewer
-than 8 bits are stored in 8 bits after a Clip, weights of fewer than 8 bits in 4 or 8.
+In the table, c is a weight code and zp the zero point. If codes and zero point are shifted together by 128, they
+represent the same values. AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator,
+which saturates if weights are signed and large. Kernels for unsigned weights widen the weights before they multiply.
+
+Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
+than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
 """
 
 import platform
@@ -50,9 +52,9 @@ class Target:
     Attributes:
         name: name in ``TARGETS``.
         runtime: the runtime that loads the file.
-        unsigned_weights: whether signed 8-bit weights of dense layers are stored as unsigned codes.
-        limit: largest magnitude of a weight's code, None for no limit.
-        needs_vnni: whether int16 accumulators saturate on CPUs without VNNI.
+        unsigned_weights: whether signed 8-bit weights are stored as unsigned codes, except in depthwise convolutions.
+        limit: largest magnitude of a weight's code; None for no limit.
+        needs_vnni: whether the file needs a CPU with VNNI; on other CPUs, int16 accumulators saturate.
 
     >>> from detent.formats import get_format
     >>> target = get_target("onnxruntime")
@@ -71,7 +73,7 @@ class Target:
     needs_vnni: bool = False
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
-        """Limit a weight's spec to the codes of this target; SpecError for an affine spec with too many codes."""
+        """Limit a weight's spec to the codes of this target; raises SpecError for an affine spec with more codes."""
         if self.limit is None or not spec.format.is_integer or max(-spec.qmin, spec.qmax) <= self.limit:
             return spec
         if not spec.symmetric:
@@ -88,7 +90,7 @@ class Target:
     def activation_container(self, format: Format, *, least: int = MIN_ACTIVATION_BITS) -> Container:
         """Choose the storage of an activation's codes, in a type of at least ``least`` bits.
 
-        ONNX Runtime inserts operators between Q/DQ nodes that do not support types of fewer than 8 bits.
+        The default is 8 bits: ONNX Runtime may insert operators between Q/DQ nodes, and these support no smaller types.
         """
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
@@ -109,7 +111,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def get_target(value: Target | str) -> Target:
-    """Return the target of that name; a ``Target`` is returned unchanged."""
+    """Return the target with a name; a ``Target`` is returned unchanged."""
     if isinstance(value, Target):
         return value
     if value not in TARGETS:
@@ -121,11 +123,11 @@ def get_target(value: Target | str) -> Target:
 
 CPUINFO = Path("/proc/cpuinfo")
 X86 = ("x86_64", "amd64", "i386", "i686")
-CPUINFO_BYTES = 1 << 16  # enough for the first CPU
+CPUINFO_BYTES = 1 << 16  # bytes to read, enough for the first CPU
 
 
 def has_vnni() -> bool | None:
-    """Whether this CPU multiplies bytes into 32-bit sums (VNNI); None if unknown."""
+    """Whether this CPU has VNNI, which adds products of bytes to 32-bit sums; None if unknown."""
     flags = _flags()
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 
@@ -159,19 +161,19 @@ def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Explain why a target does not suit this CPU, with or without VNNI; "" if it does."""
+    """Explain why a target does not suit this CPU, with VNNI, without it, or unknown (None); "" if it does."""
     chosen = get_target(target)
     needs_vnni, limit, runtime = chosen.needs_vnni, chosen.limit, chosen.runtime
     if (needs_vnni or limit is not None) and platform.machine().lower() not in X86:
-        return f"target {target} is for x86 CPUs, this CPU is {platform.machine()}: use --target {runtime}"
+        return f"target {target} is for x86 CPUs, but this CPU is {platform.machine()}: use --target {runtime}"
     if needs_vnni and vnni is False:
         return (
-            f"target {target} needs a CPU with VNNI, without it int16 accumulators saturate; this CPU lacks VNNI: "
-            f"use --target {runtime}, which is exact on every CPU"
+            f"target {target} needs a CPU with VNNI, but this CPU lacks it, so int16 accumulators would saturate: use "
+            f"--target {runtime}, which suits every CPU"
         )
     if limit is not None and vnni:
         return (
-            f"target {target} drops one weight bit for CPUs without VNNI; this CPU has VNNI: "
+            f"target {target} drops one weight bit for CPUs without VNNI, but this CPU has VNNI: "
             f"use --target {runtime}-vnni"
         )
     return ""
