@@ -3,8 +3,8 @@
 =================== ===========================================================================================
 data                batches
 =================== ===========================================================================================
-an iterable         each batch is a dict of arrays by input name, a tuple of arrays in input order, or one array
-an .npz, an .npy    one array per input, with samples along the first axis; it is cut into batches
+an iterable         dicts of arrays by input name, tuples of arrays in input order, or single arrays
+an .npz, an .npy    one array per input, with samples along the first axis; the arrays are cut into batches
 a directory of .npz one file per batch, in the order of the file names
 a directory of .npy one file per batch, for a model with one input
 =================== ===========================================================================================
@@ -299,7 +299,7 @@ class Batches:
         return self.subset(range(min(count, self.count)))
 
     def first_samples(self, count: int) -> tuple[list[Feed], int]:
-        """Return batches with the first ``count`` samples along the first axis, and how many samples they hold.
+        """Return batches with the first ``count`` samples along the first axis, and the number of samples in them.
 
         The last batch is cut if all inputs have the same number of samples and the model accepts any batch size.
         """

@@ -4,7 +4,7 @@
 
 1. the outermost protobuf fields, before the file is parsed
 2. IR version and opset
-3. the shape of each tensor against its bytes in the file, before an array is allocated
+3. the shape of each tensor, compared with its bytes in the file, before an array is allocated
 4. cycles in the graph
 5. ``onnx.checker``
 
@@ -50,7 +50,7 @@ __all__ = [
 FILE_LIMIT = (1 << 31) - 1  # largest size of a protocol buffer in bytes
 SAVE_LIMIT = FILE_LIMIT - (64 << 20)  # bytes; in larger models, large tensors become external data
 MIN_EXTERNAL_BYTES = 1024  # smaller tensors stay in the model file
-MAX_SHARING = 4  # limit on the bytes that tensors read from an external file, as a multiple of its size
+MAX_SHARING = 4  # limit on the bytes that tensors read from an external file, as a multiple of the file's size
 NEWEST_IR, NEWEST_OPSET = 13, 26  # the newest versions that ONNX Runtime 1.31 reads
 FIELDS_LIMIT = 100_000  # outermost fields of a file; real models have a few dozen
 GRAPH_FIELD = 7  # protobuf field number of ModelProto.graph
@@ -221,7 +221,8 @@ def _check_versions(model: ModelProto) -> None:
         raise FileFormatError("not an ONNX model: no graph, or no opset")
     if model.ir_version > NEWEST_IR:
         raise UnsupportedError(
-            f"got IR version {model.ir_version}, but ONNX Runtime reads at most {NEWEST_IR}: export an older version"
+            f"got IR version {model.ir_version}, but ONNX Runtime reads at most {NEWEST_IR}: export the model with an "
+            "older IR version"
         )
     versions: dict[str, int] = {}
     for entry in model.opset_import:

@@ -135,7 +135,7 @@ def make_tensor(name: str, values: Array, kind: int | None = None) -> TensorProt
     if is_integer_type(kind) and array.size:
         lo, hi = element_range(kind)
         if array.min() < lo or array.max() > hi:
-            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit the type, {lo}..{hi}")
+            raise FileFormatError(f"{name}: codes from {array.min()} to {array.max()} do not fit type range {lo}..{hi}")
     if kind in {TensorProto.INT4, TensorProto.UINT4}:
         stored = pack(array.ravel().astype(np.uint8) & 0xF, 4)
     else:
@@ -213,7 +213,7 @@ def reads(node: NodeProto) -> Iterator[str]:
 
 
 def trace_back(name: str, producer: Callable[[str], NodeProto | None], operators: Sequence[str]) -> str:
-    """Follow first inputs backward from a tensor through nodes of these operators; return the last tensor."""
+    """Follow first inputs backward from a tensor through nodes of these operators; return the tensor before them."""
     node = producer(name)
     while node is not None and node.op_type in operators:
         name = node.input[0]

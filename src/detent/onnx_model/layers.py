@@ -133,7 +133,7 @@ def _form_problem(graph: Graph, node: NodeProto, shape: tuple[int, ...]) -> str:
 
 
 def _is_table(graph: Graph, node: NodeProto) -> bool:
-    """Whether a Gather is an embedding: a layer depends on its float rows, unlike on the anchors of a detector."""
+    """Whether a Gather is an embedding: its table holds floats, and a layer depends on the rows that it reads."""
     table = node.input[0]
     if table not in graph.constants or graph.kind(table) != TensorProto.FLOAT:
         return False

@@ -2,7 +2,7 @@
 
 When ONNX Runtime (observed with 1.31.1) loads a model, it quantizes some layers with float weights: each Conv,
 ConvTranspose or Gemm between a DequantizeLinear and a QuantizeLinear. It uses one scale per tensor, without a warning.
-This can cost more accuracy than the quantization of all other layers. Before that, ONNX Runtime changes the graph:
+This can cost more accuracy than the quantization of all other layers. Before it quantizes, it changes the graph:
 
 - It moves Q/DQ nodes across operators that only move data (MaxPool, Reshape, Slice, ...).
 - It removes operators without effect (Dropout, Identity, Cast).
@@ -51,7 +51,7 @@ IMPASSABLE = (
 
 
 def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
-    """Stop ONNX Runtime from quantizing layers with a float weight or a float input; return the guarded names.
+    """Stop ONNX Runtime from quantizing layers with a float weight or input; return the names of these layers.
 
     ``names`` are layers that read float data; they are guarded whether or not their weight is quantized.
     """
@@ -123,7 +123,7 @@ class _Threats:
         """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # with a quantized weight, a DequantizeLinear before it is enough
+        if self.graph.node_name(node) in names:  # its weight is quantized: a DequantizeLinear before it is enough
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 

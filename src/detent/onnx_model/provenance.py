@@ -41,8 +41,8 @@ class Provenance:
         data: hash of the calibration data.
         source: digest of the float ONNX model.
         options: options that differ from the defaults, as JSON.
-        decisions: decisions of ``qo.quantize``, encoded by ``stored_decisions``; None in files from elsewhere.
-        export: arguments of ``qt.export_onnx``; None in files from elsewhere.
+        decisions: decisions that the file was made from, as encoded by ``stored_decisions``; None without decisions.
+        export: arguments of ``qt.export_onnx``; None if it did not write the file.
 
     >>> model = ModelProto()
     >>> Provenance({"w_codes": "fc.weight"}, {}, "onnxruntime").write(model)

@@ -121,7 +121,7 @@ def read_quantization(
         kind = constants[x].data_type
     elif kind_of is not None:
         kind = kind_of(x) or kind
-    if scale.size == zero.size == 1:  # some tools write one of them as an array, the other as a scalar
+    if scale.size == zero.size == 1:  # some tools write one as an array and the other as a scalar
         zero = zero.reshape(scale.shape)
     if zero.shape != scale.shape:
         raise FileFormatError(

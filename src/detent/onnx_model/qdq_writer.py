@@ -126,7 +126,7 @@ class QdqParams:
         return self.axis % rank
 
     def params(self, shape: tuple[int, ...]) -> QuantParams:
-        """Convert to ``QuantParams`` for data of a shape; the codes in the file fit them without a shift."""
+        """Convert to ``QuantParams`` for data of a shape; they apply to the codes as the file stores them."""
         format = self.format
         low, high = (self.low, self.high) if format.is_integer else (None, None)
         spec = QuantSpec(format, self.granularity(shape), symmetric=not format.is_integer, qmin=low, qmax=high)
@@ -268,7 +268,7 @@ class QdqWriter:
 
 
 def stored_codes(codes: Array, params: QuantParams, qparams: QdqParams) -> Array:
-    """Shift codes as their zero points were shifted, for the type in which the file stores them."""
+    """Shift codes by the same amount as their zero points, to the type that the file stores."""
     if not params.spec.format.is_integer:
         return codes
     return np.asarray(codes.astype(np.int32) + int(qparams.low - params.spec.qmin))

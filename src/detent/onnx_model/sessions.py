@@ -98,7 +98,7 @@ def make_session(
         optimize: False runs the graph as written, node by node.
         threads: number of threads; 0 for one per core.
         config: session settings of ONNX Runtime by key. Threads do not spin by default, because spinning doubles the
-            CPU time; to measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
+            CPU time. To measure time, pass ``{SPINNING: "1"}``, the default of ONNX Runtime.
         write_to: path to write the optimized graph to.
 
     Raises:
@@ -173,7 +173,9 @@ def ort_errors(action: str = "run") -> Iterator[None]:
 
 
 def array_outputs(model: ModelProto) -> list[str]:
-    """List the outputs that ONNX Runtime returns as arrays: all tensors except bfloat16, float8 and at most 4 bits.
+    """List the outputs that ONNX Runtime returns as arrays.
+
+    These are all tensors except those of bfloat16, float8, and types of at most 4 bits.
 
     >>> from onnx import parser
     >>> array_outputs(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>

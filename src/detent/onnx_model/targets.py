@@ -5,7 +5,7 @@ target               weights       depthwise      for
 ==================== ============= ============== ===========================================================
 onnxruntime          uint8, zp 128 int8           every CPU: exact, its kernels do not saturate
 onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one weight bit less
-onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere its int16 accumulators saturate
+onnxruntime-vnni     int8          int8           CPUs with VNNI; on other CPUs, int16 accumulators saturate
 openvino             uint8, zp 128 int8           every CPU
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ===========================================================
@@ -111,7 +111,7 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 
 
 def get_target(value: Target | str) -> Target:
-    """Return the target with a name; a ``Target`` is returned unchanged."""
+    """Return the target with the name ``value``; a ``Target`` is returned unchanged."""
     if isinstance(value, Target):
         return value
     if value not in TARGETS:
@@ -161,7 +161,10 @@ def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:
-    """Explain why a target does not suit this CPU, with VNNI, without it, or unknown (None); "" if it does."""
+    """Explain why a target does not suit this CPU; "" if it does.
+
+    ``vnni`` says whether the CPU has VNNI; None if unknown.
+    """
     chosen = get_target(target)
     needs_vnni, limit, runtime = chosen.needs_vnni, chosen.limit, chosen.runtime
     if (needs_vnni or limit is not None) and platform.machine().lower() not in X86:
