@@ -68,7 +68,7 @@ CODE_OPERATORS = (*INTEGER_KERNELS, "DynamicQuantize", "MatMulNBits", "QAttentio
 
 
 def is_depthwise(groups: int, shape: Sequence[int | None]) -> bool:
-    """Whether a convolution with a weight of that shape computes one output channel per input channel."""
+    """Whether a convolution with a weight of shape ``shape`` computes one output channel per input channel."""
     return 1 < groups == shape[0] and shape[1] == 1
 
 
@@ -291,7 +291,7 @@ class Graph:
         self.refresh()
 
     def refresh(self) -> None:
-        """Index all names again, after the model itself was changed."""
+        """Index all names again, after the model was changed without this class."""
         graph = self._proto
         self.nodes: list[NodeProto] = list(graph.node)
         self.constants: dict[str, TensorProto] = {tensor.name: tensor for tensor in graph.initializer}
@@ -399,7 +399,7 @@ class Graph:
                 self._consumers[new].append(node)
 
     def set_input(self, node: NodeProto, position: int, name: str) -> None:
-        """Set the input of a node at that position."""
+        """Set the input of a node at ``position``."""
         self._forget(node)
         while len(node.input) <= position:
             node.input.append("")

@@ -239,11 +239,11 @@ class Summary:
     float_nbytes: int
 
     def count(self, kind: str) -> int:
-        """Count the rows of that kind."""
+        """Count the rows of a kind, such as "weight"."""
         return sum(row.kind == kind for row in self.rows)
 
     def nbytes(self, kind: str) -> int:
-        """Add up the bytes of the rows of that kind."""
+        """Add up the bytes of the rows of a kind, such as "weight"."""
         return sum(row.nbytes for row in self.rows if row.kind == kind)
 
     def to_json(self) -> str:
