@@ -18,11 +18,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-mixed \
-        bench-tools peers docs wheel clean
+.PHONY: help demo quick test test-all lint format sanitize bench bench-quick bench-qat bench-onnx bench-unseen \
+        bench-mixed bench-tools peers docs wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## train, quantize, export and verify a small network; writes demo-report.html
 	$(VENV)/bin/detent demo
@@ -82,11 +82,14 @@ bench-onnx: $(TOOLED) ## compare ONNX files of detent and other tools, with and 
 	$(RUN) benchmarks/render_onnx.py
 	$(RUN) benchmarks/render_readme.py
 
+bench-unseen: $(TOOLED) ## compare ONNX files of about 50 models that detent was not developed on, in an hour
+	$(BENCH) benchmarks/onnx_unseen.py --resume
+
 bench-mixed: $(STAMP) ## compare mixed precision with uniform bit widths; update the tables
 	$(RUN) benchmarks/mixed_precision.py --output benchmarks/results/mixed_precision.json
 	$(RUN) benchmarks/render_mixed.py
 
-bench-tools: $(TOOLED) ## install the other tools that bench-qat and bench-onnx measure, into .venv-bench
+bench-tools: $(TOOLED) ## install the other tools that bench-qat, bench-onnx and bench-unseen measure, into .venv-bench
 
 peers: bench-tools # old name of bench-tools, kept for a while
 

@@ -51,9 +51,8 @@ def quantize(model: str, tool: str, output: Path, limit: float, batches: int = C
     """Run the attempts of a tool until one works, each in a separate process; return its cost, or the first error."""
     reasons = []
     for attempt in range(len(TOOLS[tool].attempts)):
-        result = _attempt(
-            [model, tool, str(output), "--attempt", str(attempt), "--batches", str(batches)], output, limit
-        )
+        options = ["--attempt", str(attempt), "--batches", str(batches)]
+        result = run_worker([str(WORKER), model, tool, str(output), *options], output, limit)
         if "failed" not in result:
             return result | {"failed_attempts": reasons}
         reasons.append(result["failed"])
@@ -62,11 +61,12 @@ def quantize(model: str, tool: str, output: Path, limit: float, batches: int = C
     return {"failed": reasons[0]}
 
 
-def _attempt(arguments: list[str], output: Path, limit: float) -> dict:
+def run_worker(arguments: list[str], output: Path, limit: float) -> dict:
+    """Run a script that writes ``output`` and prints JSON in its last line; return the JSON, or the error."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.unlink(missing_ok=True)
     try:
-        command = [sys.executable, str(WORKER), *arguments]
+        command = [sys.executable, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return {"failed": f"{TIMED_OUT} {limit:.0f} s"}

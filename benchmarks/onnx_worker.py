@@ -4,15 +4,16 @@
 
     python benchmarks/onnx_worker.py MODEL TOOL OUTPUT [--attempt N] [--batches N]
 
-Seconds and memory include everything from loading the model to writing the file. Generating batches and importing
-libraries is not included. ``growth`` is in bytes: the largest resident size while quantizing (Linux's VmHWM, reset
-through /proc/self/clear_refs) minus the resident size before.
+Seconds, CPU seconds and memory include everything from loading the model to writing the file. Generating batches and
+importing libraries is not included. ``growth`` is in bytes: the largest resident size while quantizing (Linux's VmHWM,
+reset through /proc/self/clear_refs) minus the resident size before.
 """
 
 import argparse
 import gc
 import json
 import logging
+import os
 import resource
 import sys
 import time
@@ -41,6 +42,11 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and of the processes that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def limit_memory() -> str:
     """Limit this process to most of the free memory; return the error message for a tool that needs more."""
     line = next(line for line in _MEMORY.read_text(encoding="ascii").splitlines() if line.startswith("MemAvailable"))
@@ -59,16 +65,18 @@ def work(one: FileQuantizer, attempt: Attempt, source: Path, output: Path, feeds
     out_of_memory = limit_memory()
     gc.collect()
     _CLEAR.write_text("5", encoding="ascii")
-    before, start = resident("VmRSS"), time.perf_counter()
+    before, start, cpu_start = resident("VmRSS"), time.perf_counter(), cpu_seconds()
     try:
-        attempt.run(source, output, feeds)
+        details = attempt.run(source, output, feeds)
         seconds, growth = time.perf_counter() - start, resident("VmHWM") - before
+        used = cpu_seconds() - cpu_start
         _run_once(output, feeds[0])
     except MemoryError as error:
         return {"failed": f"{first_line(error)} ({out_of_memory})"}
     except Exception as error:  # noqa: BLE001 - every error of a tool is a row of the table
         return {"failed": first_line(error)}
-    return {"seconds": round(seconds, 2), "growth": max(growth, 0), "note": ", ".join(notes)}
+    measured = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "growth": max(growth, 0)}
+    return measured | {"note": ", ".join(notes)} | (details or {})
 
 
 def _run_once(path: Path, feed: Feed) -> None:
@@ -97,7 +105,7 @@ def main() -> None:
             feeds = list(model.feeds(CALIBRATION_BATCHES))
             source = model.write(ZOO_FILES)
             batches = [feeds[i % CALIBRATION_BATCHES] for i in range(arguments.batches)]
-            result = work(one, one.attempts[arguments.way], source, arguments.output, batches)
+            result = work(one, one.attempts[arguments.attempt], source, arguments.output, batches)
         except ImportError as error:
             result = {"failed": f"not installed: {first_line(error)}"}
     print(json.dumps(result))

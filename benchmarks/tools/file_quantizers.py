@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,10 @@ import onnx
 from numpy.typing import NDArray
 
 Feed = dict[str, NDArray[Any]]
-Quantizer = Callable[[Path, Path, Sequence[Feed]], None]
+Quantizer = Callable[[Path, Path, Sequence[Feed]], dict[str, Any] | None]
 MIN_OPSET = 13  # the first opset with per-channel QuantizeLinear
 NEW_OPSET = 17  # models with older opsets are converted to this opset
+TRANSFORMER = "for transformers"  # note of attempts that are tried first on transformers
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Attempt:
     """One set of options for quantizing a file.
 
     Attributes:
-        run: function of the source path, the output path and the calibration batches.
+        run: function of the source path, the output path and the calibration batches; it may return further columns.
         note: difference from the first attempt.
     """
 
@@ -58,10 +60,27 @@ def _load_detent() -> object:
     return detent.onnx
 
 
-def _detent(target: str, source: Path, output: Path, feeds: Sequence[Feed]) -> None:
+def _load_with_effort() -> object:
     import detent.onnx as qo  # noqa: PLC0415
 
-    qo.quantize(source, output, data=feeds, recipe="w8a8", target=target, progress=False)
+    if "effort" not in signature(qo.quantize).parameters:
+        raise ImportError("this version of detent has no effort option")
+    return qo
+
+
+def _detent(target: str, source: Path, output: Path, feeds: Sequence[Feed], **options: Any) -> dict[str, Any]:
+    import detent.onnx as qo  # noqa: PLC0415
+
+    report = qo.quantize(source, output, data=feeds, recipe="w8a8", target=target, progress=False, **options)
+    layers = [layer for layer in report.layers if not layer.reason]
+    return {
+        "warnings": [str(warning) for warning in getattr(report, "warnings", ())],
+        "hints": list(report.hints),
+        "steps": list(report.steps),
+        "layers": len(report.layers),
+        "quantized_layers": len(layers),
+        "integer_kernel_layers": sum(layer.runs_on_integer_kernel for layer in layers),
+    }
 
 
 def _load_static() -> object:
@@ -155,12 +174,16 @@ def _load_nncf() -> object:
     return nncf
 
 
-def _nncf(source: Path, output: Path, feeds: Sequence[Feed], *, model_type: str | None = None) -> None:
+def _nncf(
+    source: Path, output: Path, feeds: Sequence[Feed], *, model_type: str | None = None, reduce_range: bool = False
+) -> None:
     import nncf  # noqa: PLC0415
 
     kind = None if model_type is None else nncf.ModelType[model_type]
     data = nncf.Dataset(feeds)
-    quantized = nncf.quantize(onnx.load(source), data, subset_size=len(feeds), model_type=kind)
+    halved = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
+    options = {"advanced_parameters": halved} if reduce_range else {}
+    quantized = nncf.quantize(onnx.load(source), data, subset_size=len(feeds), model_type=kind, **options)
     onnx.save(quantized, output)
 
 
@@ -185,5 +208,31 @@ TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
         "NNCF, transformer": FileQuantizer(
             (Attempt(partial(_nncf, model_type="TRANSFORMER")),), _load_nncf, kinds=("transformer",)
         ),
+    }
+)
+
+
+def _nncf_attempts(**options: Any) -> tuple[Attempt, ...]:
+    return (
+        Attempt(partial(_nncf, **options)),
+        Attempt(partial(_nncf, model_type="TRANSFORMER", **options), TRANSFORMER),
+    )
+
+
+# The tools of ``onnx_unseen``. Weights of reduced range run on every CPU without saturation, as those of the default
+# target do; tools of full range are compared with the target for CPUs with VNNI.
+UNSEEN_TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
+    {
+        "detent": TOOLS["detent"],
+        "detent, vnni": FileQuantizer((Attempt(partial(_detent, "onnxruntime-vnni")),), _load_detent, is_ours=True),
+        "detent, fast": FileQuantizer(
+            (Attempt(partial(_detent, "onnxruntime", effort="fast")),), _load_with_effort, is_ours=True
+        ),
+        "ORT MinMax": TOOLS["ORT MinMax"],
+        "ORT MinMax, reduced": TOOLS["ORT MinMax, reduced"],
+        "ORT Percentile": TOOLS["ORT Percentile"],
+        "ORT Percentile, reduced": FileQuantizer(_static_attempts("Percentile", reduce_range=True), _load_static),
+        "NNCF": FileQuantizer(_nncf_attempts(), _load_nncf),
+        "NNCF, reduced": FileQuantizer(_nncf_attempts(reduce_range=True), _load_nncf),
     }
 )

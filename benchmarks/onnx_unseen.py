@@ -1,0 +1,131 @@
+"""Post-training quantization of models that detent was not developed on, with detent, ONNX Runtime and NNCF.
+
+::
+
+    python benchmarks/onnx_unseen.py [--quick] [--models A B] [--tools A B] [--resume] [--output FILE]
+
+Each model has 32 calibration samples and other samples for evaluation (``unseen_models``). Every tool quantizes every
+model in a separate process, and one more process evaluates all files of a model in turns (``unseen_worker``). The
+table shows the goals (``unseen_goals``) that a file fails. Progress goes to stderr. Each
+model has its own file of results in the cache, so several runs may share the work; ``--resume`` keeps these results.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from onnx_ptq import OUT_OF_MEMORY, TIMED_OUT, installed, instructions, log, run_worker
+from run import environment
+from tools.file_quantizers import UNSEEN_TOOLS
+from unseen_goals import summary, table
+from unseen_models import ALL_UNSEEN, UNSEEN
+
+WORKER = Path(__file__).with_name("unseen_worker.py")
+FILES = Path(__file__).parent / ".cache" / "unseen"
+QUICK_MODELS = ("mobilenet-v2", "keras-dense", "detector-nms")
+QUICK_TOOLS = ("detent", "ORT MinMax, reduced")
+ROUNDS, QUICK_ROUNDS = 15, 5
+PACKAGES = ("nncf", "openvino", "onnxscript")
+
+
+def file_of(model: str, tool: str) -> Path:
+    """Path of a tool's file."""
+    return FILES / f"{model}.{tool.replace(', ', '-').replace(' ', '-')}.onnx"
+
+
+def quantize(model: str, tool: str, limit: float) -> dict:
+    """Quantize with the first attempt that works; return its cost, or the first error."""
+    output, reasons = file_of(model, tool), []
+    for attempt in range(len(UNSEEN_TOOLS[tool].attempts)):
+        command = [str(WORKER), "quantize", model, tool, str(output), "--attempt", str(attempt)]
+        result = run_worker(command, output, limit)
+        if "failed" not in result:
+            return result | {"failed_attempts": reasons}
+        reasons.append(result["failed"])
+        if any(text in reasons[-1] for text in (OUT_OF_MEMORY, TIMED_OUT, "not installed")):
+            break
+    return {"failed": reasons[0]}
+
+
+def evaluate(model: str, rows: dict[str, dict], rounds: int, limit: float) -> None:
+    """Add the evaluation of its file to every row of a model."""
+    files = {tool: file_of(model, tool) for tool, row in rows.items() if "failed" not in row}
+    existing = [f"{tool}={path}" for tool, path in files.items() if path.is_file()]
+    if not existing:
+        return
+    command = [str(WORKER), "evaluate", model, "--rounds", str(rounds), "--files", *existing]
+    columns = run_worker(command, FILES / "none", limit)
+    for tool in files:
+        rows[tool] |= columns.get(tool, columns)
+
+
+def measure_model(name: str, arguments: argparse.Namespace, start: float) -> None:
+    """Quantize and evaluate one model; write its results to its own file."""
+    log(start, f"{name}, float model")
+    details = run_worker([str(WORKER), "write", name], FILES / "none", arguments.limit)
+    old = stored_results([name]).get(name, {}) if arguments.resume else {}
+    rows: dict[str, dict] = dict(old)
+    missing = [tool for tool in arguments.tools if tool not in rows]
+    if "failed" in details or not missing:
+        log(start, f"{name}: {details.get('failed', 'nothing to do')}")
+        return
+    for tool in missing:
+        rows[tool] = {"model": name, "tool": tool} | quantize(name, tool, arguments.limit)
+        cost = rows[tool].get("failed") or f"{rows[tool]['cpu_seconds']:.1f} s of CPU time"
+        log(start, f"{name}, {tool}: {cost}")
+    log(start, f"{name}, evaluating")
+    evaluate(name, rows, QUICK_ROUNDS if arguments.quick else ROUNDS, arguments.limit)
+    content = {"model": name} | details | {"rows": list(rows.values())}
+    _save(content, FILES / f"{name}.json")
+    print(table({name: rows}), flush=True)
+
+
+def stored_results(models: Sequence[str]) -> dict[str, dict[str, dict]]:
+    """Read the rows of models that were measured, by model and tool."""
+    paths = {name: FILES / f"{name}.json" for name in models}
+    contents = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.is_file()}
+    return {name: {row["tool"]: row for row in content["rows"]} for name, content in contents.items()}
+
+
+def combined(models: Sequence[str]) -> dict:
+    """Combine the stored results of models with facts about the machine."""
+    result = environment() | {"rows": [row for rows in stored_results(models).values() for row in rows.values()]}
+    result["versions"] |= {package: installed(package) for package in PACKAGES}
+    result["machine"]["instructions"] = instructions()
+    return result
+
+
+def _save(result: dict, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> None:
+    """Run the benchmark and print the table."""
+    parser = argparse.ArgumentParser(description="Compare tools on models that detent was not developed on.")
+    parser.add_argument("--quick", action="store_true", help="three models, two tools, few rounds")
+    parser.add_argument("--models", nargs="+", choices=ALL_UNSEEN, metavar="MODEL")
+    parser.add_argument("--tools", nargs="+", choices=UNSEEN_TOOLS, metavar="NAME")
+    parser.add_argument("--limit", type=float, default=1800.0, help="timeout in seconds per tool and model")
+    parser.add_argument("--resume", action="store_true", help="keep earlier results, measure only what is missing")
+    parser.add_argument("--show", action="store_true", help="print the table of earlier results, measure nothing")
+    parser.add_argument("--output", type=Path, help="JSON file to write, with the results of the chosen models")
+    arguments = parser.parse_args()
+    arguments.models = arguments.models or list(QUICK_MODELS if arguments.quick else UNSEEN)
+    arguments.tools = arguments.tools or list(QUICK_TOOLS if arguments.quick else UNSEEN_TOOLS)
+    start = time.monotonic()
+    for number, name in enumerate([] if arguments.show else arguments.models, 1):
+        log(start, f"model {number} of {len(arguments.models)}")
+        measure_model(name, arguments, start)
+    results = stored_results(arguments.models)
+    print(f"\n{table(results)}\n\n{summary(results)}", flush=True)
+    if arguments.output:
+        _save(combined(arguments.models), arguments.output)
+
+
+if __name__ == "__main__":
+    main()

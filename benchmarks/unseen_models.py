@@ -1,0 +1,32 @@
+"""Models that detent was not developed on: networks built and trained in code, and files from packages."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from networks import LARGE_NETWORKS, NETWORKS
+from numpy.typing import NDArray
+from package_models import PACKAGE_MODELS
+
+Feed = dict[str, NDArray[Any]]
+
+
+class UnseenModel(Protocol):
+    """A float model with data and a task."""
+
+    kind: str
+    decide: Callable[[Sequence[NDArray[Any]]], NDArray[Any]] | None
+
+    def write(self, path: Path) -> Path:
+        """Write the float model, unless the file exists; return the path."""
+
+    def calibration_feeds(self) -> list[Feed]:
+        """Return the inputs of 32 samples."""
+
+    def held_out_feeds(self) -> list[Feed]:
+        """Return inputs that calibration does not use."""
+
+
+UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**NETWORKS, **PACKAGE_MODELS})
+ALL_UNSEEN: Mapping[str, UnseenModel] = MappingProxyType({**UNSEEN, **LARGE_NETWORKS})

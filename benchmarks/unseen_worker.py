@@ -1,0 +1,138 @@
+"""Quantize or evaluate one unseen model in a separate process; the last line printed is JSON.
+
+::
+
+    python benchmarks/unseen_worker.py write MODEL
+    python benchmarks/unseen_worker.py quantize MODEL TOOL OUTPUT [--attempt N]
+    python benchmarks/unseen_worker.py evaluate MODEL --files TOOL=FILE ... [--rounds N]
+
+The JSON has what ``onnx_worker.work`` measures, whether ``dt.verify`` accepts detent's file, and for each file its
+SQNR, decisions, size and CPU time. SQNR is that of the worst float output over all held-out samples; runs in which an
+output has another shape than in float are counted and left out of it.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+from cpu_time import cpu_times_in_turns
+from onnx_errors import first_line
+from onnx_evaluation import MAX_DB, Outputs, outputs
+from onnx_worker import cpu_seconds, work
+from tools.file_quantizers import TRANSFORMER, UNSEEN_TOOLS, Attempt, Feed
+from unseen_files import CALIBRATION, HELD_OUT, facts, feeds, float_file, write_files
+
+import detent as dt
+from detent.metrics import sqnr_db
+from zoo import agreement
+
+VERIFIED_FEEDS, TIMED_FEEDS = 2, 4
+
+
+def attempts(tool: str, kind: str) -> list[Attempt]:
+    """Attempts of a tool; those for transformers come first on transformers."""
+    return sorted(UNSEEN_TOOLS[tool].attempts, key=lambda each: (each.note == TRANSFORMER) != (kind == "transformer"))
+
+
+def quantize(name: str, tool: str, output: Path, attempt: int) -> dict:
+    """Quantize, and verify if the tool is detent; return the cost, or the error."""
+    one = UNSEEN_TOOLS[tool]
+    try:
+        one.load()
+    except ImportError as error:
+        return {"failed": f"not installed: {first_line(error)}"}
+    source, kind = float_file(name), facts(name)["kind"]
+    result = work(one, attempts(tool, kind)[attempt], source, output, feeds(name, CALIBRATION))
+    if one.is_ours and "failed" not in result:
+        result |= _verified(source, output, feeds(name, HELD_OUT)[:VERIFIED_FEEDS])
+    return result
+
+
+def _verified(source: Path, output: Path, runs: Sequence[Feed]) -> dict:
+    start = cpu_seconds()
+    try:
+        report = dt.verify(source, output, runs)
+    except Exception as error:  # noqa: BLE001 - an error of verify is a finding
+        return {"verify_ok": False, "verify_error": first_line(error)}
+    result = {"verify_ok": report.ok, "verify_cpu_seconds": round(cpu_seconds() - start, 2)}
+    return result if report.ok else result | {"verify_error": str(report).splitlines()[0]}
+
+
+def evaluate(name: str, files: dict[str, Path], rounds: int) -> dict:
+    """Evaluate the files of all tools; return columns by tool."""
+    from unseen_models import ALL_UNSEEN  # noqa: PLC0415 - needs torch
+
+    source, runs, decide = float_file(name), feeds(name, HELD_OUT), ALL_UNSEEN[name].decide
+    plain = outputs(source, runs)
+    columns: dict[str, dict] = {}
+    for tool, path in files.items():
+        try:
+            columns[tool] = _quality(decide, plain, outputs(path, runs))
+        except Exception as error:  # noqa: BLE001 - a file that does not run is a row of the table
+            columns[tool] = {"failed": first_line(error)}
+            continue
+        size = path.stat().st_size
+        columns[tool] |= {"bytes": size, "size_ratio": round(size / source.stat().st_size, 4)}
+    running = {tool: path for tool, path in files.items() if "failed" not in columns[tool]}
+    for threads in (1, 2):
+        times = cpu_times_in_turns(source, running, runs[:TIMED_FEEDS], rounds, threads)
+        for tool, row in times.items():
+            columns[tool][f"cpu_{threads}"] = row
+    return columns
+
+
+def _quality(decide: object, plain: list[Outputs], quantized: list[Outputs]) -> dict:
+    decibels, skipped = [], 0
+    for i, first in enumerate(plain[0]):
+        if np.asarray(first).dtype != np.float32:
+            continue
+        pairs = [(a[i], b[i]) for a, b in zip(plain, quantized, strict=True)]
+        equal = [(np.ravel(a), np.ravel(b)) for a, b in pairs if a.shape == b.shape]
+        skipped += len(pairs) - len(equal)
+        expected, actual = (np.concatenate(part) for part in zip(*equal, strict=True)) if equal else ((), ())
+        if len(expected):
+            ratio = float(sqnr_db(expected, actual))
+            decibels.append(round(float(np.clip(np.nan_to_num(ratio, nan=-MAX_DB), -MAX_DB, MAX_DB)), 2))
+    result: dict = {"outputs_sqnr_db": decibels, "sqnr_db": min(decibels, default=None), "skipped_runs": skipped}
+    if callable(decide):
+        decisions = [np.concatenate([np.ravel(decide(run)) for run in runs]) for runs in (plain, quantized)]
+        result |= {"agreement": round(_agreement(*decisions), 5), "decisions": len(decisions[0])}
+    return result
+
+
+def _agreement(expected: np.ndarray, actual: np.ndarray) -> float:
+    return agreement(expected, actual) if expected.shape == actual.shape else 0.0
+
+
+def main() -> None:
+    """Do one job and print the result."""
+    parser = argparse.ArgumentParser(description="Quantize or evaluate one unseen model.")
+    parser.add_argument("job", choices=("write", "quantize", "evaluate"))
+    parser.add_argument("model")
+    parser.add_argument("tool", nargs="?")
+    parser.add_argument("output", nargs="?", type=Path)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--files", nargs="*", default=[], metavar="TOOL=FILE")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with redirect_stdout(sys.stderr):
+        if arguments.job == "write":
+            result = write_files(arguments.model)
+        elif arguments.job == "quantize":
+            result = quantize(arguments.model, arguments.tool, arguments.output, arguments.attempt)
+        else:
+            files = {tool: Path(path) for tool, path in (each.split("=", 1) for each in arguments.files)}
+            result = evaluate(arguments.model, files, arguments.rounds)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

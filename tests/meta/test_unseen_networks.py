@@ -1,0 +1,125 @@
+"""Networks of the benchmark on unseen models: each builds, exports the same bytes twice, runs and makes decisions."""
+
+import importlib
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+pytest.importorskip("onnxscript")
+torch = pytest.importorskip("torch")
+
+NAMES = [
+    "mobilenet-v2",
+    "mobilenet-v3",
+    "lcnet",
+    "efficientnet-lite",
+    "resnet-18",
+    "resnet-bottleneck",
+    "resnext",
+    "convnext",
+    "densenet",
+    "inception",
+    "squeezenet",
+    "shufflenet",
+    "separable-outliers",
+    "repvgg",
+    "vgg",
+    "keras-vgg",
+    "vit",
+    "swin",
+    "mixer",
+    "bert",
+    "gpt",
+    "speech",
+    "unet",
+    "deeplab",
+    "autoencoder",
+    "super-resolution",
+    "matting",
+    "yolo",
+    "detector-nms",
+    "keypoints",
+    "regression",
+    "lstm",
+    "gru",
+    "tcn",
+    "audio",
+    "tables",
+    "keras-dense",
+]
+QUICK = ["keras-dense", "tables", "regression"]
+
+
+@pytest.fixture(scope="module")
+def networks(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(root / "benchmarks"))
+        yield importlib.import_module("networks").NETWORKS
+
+
+def exported(network):
+    """The untrained model as bytes."""
+    return network.to_onnx(network.make(steps=0)).SerializeToString(deterministic=True)
+
+
+def run(content, feed):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def test_all_networks_are_listed(networks):
+    assert sorted(networks) == sorted(NAMES)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_a_network_is_deterministic_and_runs(networks, name):
+    network = networks[name]
+    content = exported(network)
+    assert content == exported(network)
+    feeds, held_out = network.calibration_feeds(), network.held_out_feeds()
+    assert sum(len(next(iter(feed.values()))) for feed in feeds) == 32
+    assert not np.array_equal(next(iter(feeds[0].values())), next(iter(held_out[0].values())))
+    outputs = run(content, feeds[0])
+    assert all(np.isfinite(output).all() for output in outputs)
+    if network.decide is not None:
+        assert network.decide(outputs).size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["keras-vgg", "keras-dense"])
+def test_a_graph_written_by_hand_equals_the_module(networks, name):
+    network = networks[name]
+    model, feed = network.make(steps=0), network.held_out_feeds()[0]
+    with torch.no_grad():
+        expected = model(*map(torch.from_numpy, feed.values()))
+    expected = expected if name == "keras-dense" else expected.softmax(-1)
+    np.testing.assert_allclose(run(network.to_onnx(model).SerializeToString(), feed)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["separable-outliers", "repvgg"])
+def test_changes_after_training_keep_the_function(networks, name):
+    network = networks[name]
+    torch.manual_seed(0)
+    model = network.build()
+    picture = torch.from_numpy(network.calibration_feeds()[0]["pictures"])
+    for _ in range(2):
+        model(torch.cat([picture, -picture]))  # statistics of batch norms
+    model.eval()
+    with torch.no_grad():
+        before = model(picture)
+        weights = [tensor.clone() for tensor in model.parameters()]
+        network.after_training(model)
+        torch.testing.assert_close(model(picture), before, rtol=1e-3, atol=1e-4)
+    changed = list(model.parameters())
+    assert len(changed) != len(weights) or any(not torch.equal(a, b) for a, b in zip(changed, weights, strict=True))
+
+
+def test_training_lowers_the_loss(networks, capsys):
+    networks["keras-dense"].make(steps=60)
+    words = capsys.readouterr().err.split()
+    assert float(words[4]) < 0.9 * float(words[6])
