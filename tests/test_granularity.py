@@ -132,5 +132,5 @@ def test_per_channel_is_a_spelling_of_per_axis():
     ],
 )
 def test_channel_needs_a_layer(make):
-    with pytest.raises(dt.SpecError, match=r"no layer here.*axis0"):
+    with pytest.raises(dt.SpecError, match=r"only for the weight of a dt\.Rule.*axis0"):
         make()

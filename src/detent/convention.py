@@ -1,9 +1,7 @@
 """Conventions: the quantization rules of other systems, as plain data.
 
-Systems with the formula ``q = round(x / s) + z`` differ in eight rules: division or multiplication by the reciprocal,
-rounding, zero point added before or after rounding, the symmetric scale of a range, whether the lowest code is used,
-whether the range must include zero, the scale for a range of width zero, and where gradients pass. A Convention has one
-value for each of these rules.
+Systems with the formula ``q = round(x / s) + z`` differ in eight rules, such as the rounding, or the scale of a
+symmetric range. A ``Convention`` has one field for each of these rules.
 
 Presets follow the documented formula of a system; a comment says where the system's code differs from it. A scale may
 differ by one ulp from that of the system, because detent computes scales in float64.

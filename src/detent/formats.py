@@ -89,7 +89,7 @@ def _integer(bits: int, *, signed: bool) -> Format:
     return Format(name, "integer", bits, signed, qmin, qmax, storage, onnx)
 
 
-def _small_float(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
+def _float_format(name: str, *, exponent: int, mantissa: int, specials: tuple[float, ...], onnx: str) -> Format:
     """Make a float format: a sign bit, ``exponent`` bits with bias 2^(exponent-1)-1, ``mantissa`` bits.
 
     ``specials`` are the values (infinity and NaN) of the last codes whose sign bit is 0.
@@ -113,9 +113,9 @@ int1, int2, int3, int4, int5, int6, int7, int8, int9, int10, int11, int12, int13
 uint1, uint2, uint3, uint4, uint5, uint6, uint7, uint8 = _UNSIGNED[:8]
 uint9, uint10, uint11, uint12, uint13, uint14, uint15, uint16 = _UNSIGNED[8:]
 
-float8_e4m3fn = _small_float("float8_e4m3fn", exponent=4, mantissa=3, specials=(nan,), onnx="FLOAT8E4M3FN")
-float8_e5m2 = _small_float("float8_e5m2", exponent=5, mantissa=2, specials=(inf, nan, nan, nan), onnx="FLOAT8E5M2")
-float4_e2m1fn = _small_float("float4_e2m1fn", exponent=2, mantissa=1, specials=(), onnx="FLOAT4E2M1")
+float8_e4m3fn = _float_format("float8_e4m3fn", exponent=4, mantissa=3, specials=(nan,), onnx="FLOAT8E4M3FN")
+float8_e5m2 = _float_format("float8_e5m2", exponent=5, mantissa=2, specials=(inf, nan, nan, nan), onnx="FLOAT8E5M2")
+float4_e2m1fn = _float_format("float4_e2m1fn", exponent=2, mantissa=1, specials=(), onnx="FLOAT4E2M1")
 
 # The 16 quantiles of QLoRA (Dettmers et al. 2023, appendix E), each rounded to float32.
 # fmt: off

@@ -34,7 +34,7 @@ TERMS: Mapping[str, int] = MappingProxyType(
     {"value": 0, "square": 1, "squared_error": 2, "absolute_error": 3, "product": 4}
 )
 BYTES, WORDS, PACKED = range(3)
-_INTEGERS, _SMALL_FLOATS, _CODEBOOK = range(3)
+_INTEGERS, _FLOAT_FORMATS, _CODEBOOK = range(3)
 _IDENTITY, _BY_CODE, _BY_VALUE, _HARD_TANH = range(4)
 _SYMMETRIC = {"qmax": 1, "half_span": 2, "tight": 3}
 _ZERO_RANGES = {"unit": 0, "unit_at_qmin": 1, "eps": 2, "width": 3, "error": 4}
@@ -92,7 +92,7 @@ def _format_rules(form: Format, compute: str) -> dict[str, Any]:
     if form.kind == "codebook":
         return {**rules, "kind": _CODEBOOK, "bounds": list(boundaries(form, compute))}
     smallest_normal = form.magnitudes[1 << form.mantissa]
-    return {**rules, "kind": _SMALL_FLOATS, "mantissa": form.mantissa, "min_exponent": frexp(smallest_normal)[1] - 1}
+    return {**rules, "kind": _FLOAT_FORMATS, "mantissa": form.mantissa, "min_exponent": frexp(smallest_normal)[1] - 1}
 
 
 def derive_rules(dtype: str, spec: QuantSpec) -> dict[str, Any]:

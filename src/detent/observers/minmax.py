@@ -1,8 +1,8 @@
 """MinMax and EMAMinMax: the min-max range of each parameter set, over all data or as a moving average.
 
-The result of ``MinMax`` is exact and does not depend on the order and the size of batches. ``EMAMinMax`` averages the
-ranges of batches in float32, ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d, starting from the range of the first
-batch. Its result depends on the order and the size of batches.
+The result of ``MinMax`` is exact and does not depend on the order and the size of batches. ``EMAMinMax`` starts
+from the range of the first batch, and averages ranges in float32: ``fl(fl(d * old) + fl((1 - d) * new))`` with decay d.
+Its result depends on the order and the size of batches.
 """
 
 from collections.abc import Mapping
