@@ -1,4 +1,4 @@
-"""Which NumPy types data and codes may have."""
+"""The NumPy dtypes that data and codes may have."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""The conventions: each preset is its row of the contract's table."""
+"""Conventions: each preset equals its row in the table of docs/numerics.md."""
 
 import dataclasses
 

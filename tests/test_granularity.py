@@ -42,7 +42,7 @@ SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def tiled(draw):
-    """A granularity that fits a shape, the scale shape of the contract's table, and the set of each element."""
+    """A granularity that fits a shape, the scale shape that docs/numerics.md defines, and the set of each element."""
     shape = draw(SIZES)
     rank = len(shape)
     kind = draw(st.sampled_from(["tensor", "axis", "token", "group", "block"]))

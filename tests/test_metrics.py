@@ -1,4 +1,4 @@
-"""Metrics against float64 NumPy, and their sums against the documented order, written out slowly."""
+"""Metrics compared with float64 NumPy; their sums compared with a simple implementation of the accumulation order."""
 
 import math
 
@@ -12,7 +12,7 @@ SIZES = [0, 1, 2, 1023, 1024, 1025, 3000, 5 * 1024]
 
 
 def slow_sum(terms):
-    """Pad to blocks of 1024, fold the halves of each, pad their sums to a power of two, fold those."""
+    """Sum blocks of 1024 by halves, then the block sums, padded to a power of two, by halves, too."""
 
     def fold(values):
         while len(values) > 1:
@@ -29,7 +29,7 @@ def slow_sum(terms):
 
 
 def data(size):
-    """Numbers of very different magnitudes, so that another order of addition gives another sum."""
+    """Numbers of very different magnitudes, so that a different accumulation order gives a different sum."""
     rng = np.random.default_rng(size)
     x = rng.normal(size=size) * 10.0 ** rng.integers(-8, 8, size=size)
     return x, x + rng.normal(size=size) * 10.0 ** rng.integers(-8, 4, size=size)

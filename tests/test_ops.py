@@ -1,4 +1,4 @@
-"""The operators at their border: what goes in, what comes out, NaN, and that inputs stay as they are."""
+"""Operators: accepted inputs, types of results, NaN, and that inputs are not changed."""
 
 import ml_dtypes
 import numpy as np
@@ -65,7 +65,7 @@ def test_lists_and_scalars_are_float64():
     ("convention", "multiplies"), [("onnx", False), ("torch", True), ("baracuda", True), ("rlx", False)]
 )
 def test_division_or_reciprocal(convention, multiplies):
-    """Next to ties the two disagree on many codes, elsewhere on almost none."""
+    """Next to ties, division and reciprocal give different codes for many elements; elsewhere for almost none."""
     scale = np.float32(0.0123)
     ties = (np.arange(-120, 120, dtype=np.float32) + np.float32(0.5)) * scale
     x = np.concatenate([ties, np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))])

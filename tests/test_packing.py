@@ -1,4 +1,4 @@
-"""Packing: golden bytes, round trips of every width and layout, and an independent packer."""
+"""Packing: expected bytes, round trips for every bit width and layout, and an independent implementation."""
 
 import ml_dtypes
 import numpy as np
@@ -41,7 +41,7 @@ def test_golden_bytes(name):
 
 
 def packed_by_hand(codes, bits):
-    """All codes as one big integer, the first lowest."""
+    """Pack all codes into one big integer; the first code is in the lowest bits."""
     whole = sum((code & ((1 << bits) - 1)) << (i * bits) for i, code in enumerate(codes))
     return whole.to_bytes(-(-len(codes) * bits // 8), "little")
 
@@ -62,7 +62,7 @@ def test_round_trip_of_every_width(bits, signed, data):
 
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_codes_are_packed_a_chunk_at_a_time(bits, monkeypatch):
-    """More codes than a chunk holds, and a last chunk that ends inside a byte."""
+    """There are more codes than fit one chunk, and the last chunk ends inside a byte."""
     monkeypatch.setattr(bits_module, "CHUNK", 16)
     codes = np.random.default_rng(bits).integers(0, 1 << bits, size=3 * 16 + 5)
     with dt.use_kernels("reference"):

@@ -1,4 +1,4 @@
-"""QuantParams: scales by hand from the contract's formulas, value semantics, the questions."""
+"""QuantParams: scales computed by hand from docs/numerics.md, equality and copies, and properties."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_zero_points_round_half_to_even_or_away_as_the_convention_does():
 
 
 def test_zero_points_use_the_stored_scale():
-    """With the exact scale z would be a tie; the float32 nearest to 0.1 is above it, so z is below the tie."""
+    """With the exact scale 0.1, z would be a tie. The nearest float32 is larger than 0.1, so z is below the tie."""
     lo, hi = -0.25, 1.25  # uint4: s = 0.1
     assert ranged("uint4", lo, hi)[1] == round(0.25 / float(F32(0.1)))
     assert ranged("uint4/oxicuda", lo, hi)[1] == 2

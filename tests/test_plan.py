@@ -1,4 +1,4 @@
-"""Plans: one per combination, honest about what they accept, the same bits from every thread."""
+"""Plans: one per combination of arguments; can_implement agrees with run; equal bits from every thread."""
 
 from concurrent.futures import ThreadPoolExecutor
 

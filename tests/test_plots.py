@@ -1,4 +1,4 @@
-"""Axes for bar plots; matplotlib itself is optional, and replaced here."""
+"""Axes for bar plots; matplotlib is optional, so these tests replace it by a stand-in."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The public surface, line by line: every NumPy name that users are promised, called as they will call it.
+"""The public NumPy API: every public name is called once, as users call it.
 
 Exactness has its own tests; these hold the names, the argument order, the types that come back and one
 telling value of each, so that a rename or a changed signature fails here first.
@@ -66,7 +66,7 @@ def params(spec, x):
     return dt.QuantParams.from_data(spec, x)
 
 
-# A spec says how, params say with which numbers
+# Specs and params
 
 
 def test_spec_resolves_its_defaults(spec):
@@ -315,7 +315,7 @@ def test_from_statistics_and_questions():
     assert p.compression_ratio((64, 256)) < 4.0
 
 
-# The stateful operator
+# The stateful quantizer
 
 
 def test_fake_quantize_operator(g, x, spec):
@@ -436,7 +436,7 @@ def test_error_tree():
     assert all(issubclass(cls, (ValueError, TypeError, RuntimeError, AssertionError)) for cls in classes)
 
 
-# The proof
+# Verification
 
 
 def test_verify_s_arguments():

@@ -43,7 +43,7 @@ def test_per_batch_uses_the_batch_at_hand(training):
 
 
 def average(ranges, decay):
-    """The contract's moving average of (lo, hi) pairs, in float32, one rounding per operation."""
+    """The moving average of (lo, hi) pairs by docs/numerics.md, in float32 with one rounding per operation."""
     kept, added = F32(decay), F32(1.0 - decay)
     lo, hi = ranges[0]
     for new_lo, new_hi in ranges[1:]:

@@ -1,4 +1,4 @@
-"""Recipes: matching, refinement, presets, unmatched rules, and files that come back as they were or are refused."""
+"""Recipes: matching, later rules that override earlier ones, presets, unmatched rules, and valid and invalid files."""
 
 import copy
 import dataclasses
@@ -30,7 +30,7 @@ def custom(g, x, params):
     return g
 
 
-# What a rule holds
+# Fields of a rule
 
 
 def test_shorthands_are_normalised_once():
@@ -179,7 +179,7 @@ def test_observer_spec_refuses_what_parse_never_gives_it():
         ObserverSpec.of("mse")
 
 
-# Matching and refinement
+# Matching, and rules that override earlier ones
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_overrides_go_into_every_rule():
         ("w4a16-g032", "did you mean 'w4a16-g32'"),
         ("w4a16-128", "did you mean 'w4a16-g128'"),
         ("w8a8\n", "unknown preset"),
-        ("w٤a8", "unknown preset"),  # a digit, but not one of ours
+        ("w٤a8", "unknown preset"),  # a digit, but not an ASCII digit
         ("", "unknown preset"),
         (None, "unknown preset None"),
     ],

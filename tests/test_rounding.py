@@ -1,4 +1,4 @@
-"""Rounding rules as values, and what they do to ties."""
+"""Rounding rules: construction, comparison, and the rounding of ties."""
 
 import numpy as np
 import pytest

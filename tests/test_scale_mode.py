@@ -1,4 +1,4 @@
-"""Scale modes as values."""
+"""Scale modes: construction, comparison and JSON."""
 
 from itertools import permutations, product
 

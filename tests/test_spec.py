@@ -130,7 +130,7 @@ def test_json_writes_out_every_field():
 
 
 def test_specs_of_another_process_hash_as_ours():
-    """The hash of a text differs from process to process, so that none may travel in a pickle."""
+    """Hashes of strings differ between processes, so a pickle must not contain a cached hash."""
     code = (
         "import pickle, sys, detent as dt; s = dt.QuantSpec('int8'); hash(s); sys.stdout.buffer.write(pickle.dumps(s))"
     )

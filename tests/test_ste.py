@@ -1,4 +1,4 @@
-"""Estimators as values, and the gradients of the smooth ones."""
+"""Estimators: construction and comparison, and the gradients of smooth estimators."""
 
 import numpy as np
 import pytest

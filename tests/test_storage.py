@@ -1,4 +1,4 @@
-"""Storage: what is written is what is read, by us and by the safetensors library."""
+"""Storage: detent and the safetensors library read exactly what detent wrote."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Text for people."""
+"""Tables, byte counts, short names and short reprs."""
 
 from dataclasses import dataclass, field
 from xml.etree import ElementTree

@@ -1,4 +1,4 @@
-"""QuantizedTensor: what it holds, how it compares, prints and shares memory."""
+"""QuantizedTensor: contents, comparison, printing, and shared memory."""
 
 import dataclasses
 import re

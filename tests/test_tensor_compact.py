@@ -1,4 +1,4 @@
-"""Compact parameters: as few bytes as promised, and nothing lost."""
+"""Compact parameters: the documented number of bytes, and exact round trips."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Slicing: which scales belong to a slice."""
+"""Slicing: a slice has the scales of its elements."""
 
 import numpy as np
 import pytest

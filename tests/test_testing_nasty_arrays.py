@@ -1,4 +1,4 @@
-"""Nasty arrays are what their names say, always the same, and detent takes all of them."""
+"""Nasty arrays have the properties that their names say and are equal in every call; detent accepts all of them."""
 
 import itertools
 

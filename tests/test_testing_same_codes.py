@@ -1,4 +1,4 @@
-"""`assert_same_codes` holds for a true export, and fails with the place for one code that was changed."""
+"""`assert_same_codes` passes for an unchanged export. If one code was changed, it fails and shows the position."""
 
 import subprocess
 import sys

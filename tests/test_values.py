@@ -1,4 +1,4 @@
-"""Values stay values: copied, pickled, shared and reused, they compare, hash and compute as before."""
+"""Specs, params and tensors that are copied, pickled, shared or reused compare, hash and compute as before."""
 
 import copy
 import pickle
@@ -37,7 +37,7 @@ def test_a_nan_error_survives_pickling():
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_a_tensor_in_a_reused_buffer_follows_the_buffer(dtype):
     params, ones = dt.QuantParams.int8_symmetric(), np.ones(4, np.float32)
-    buffer = np.empty(4, dtype)  # uint8: the packed form
+    buffer = np.empty(4, dtype)  # uint8 means packed codes
     q = dt.quantize(ones, params, out=buffer)
     assert q.codes.tolist() == q.packed.tolist() == [1] * 4
     dt.quantize(2 * ones, params, out=buffer)

@@ -1,4 +1,4 @@
-"""The ends of what kernels take: thread counts, sizes, misaligned memory, NumPy integers, operands in a row."""
+"""Limits of kernels: thread counts, sizes, misaligned memory, NumPy integers, and operands in one list."""
 
 import os
 import subprocess
@@ -121,7 +121,7 @@ def test_bounds_in_any_order_of_memory():
 
 
 def test_many_shapes_from_many_threads():
-    """More plans than one params remembers, while other threads look theirs up."""
+    """Four threads use one QuantParams with many shapes at the same time."""
     params, wrong = dt.QuantParams(dt.QuantSpec("int8"), scale=1.0), []
 
     def work():

@@ -1,4 +1,4 @@
-"""Native kernels correct quotients instead of dividing, within a range of scales: at its ends, beside it, and mixed."""
+"""Native kernels use corrected quotients for scales in a range: tests at its ends, outside of it, and mixed."""
 
 import numpy as np
 import pytest
@@ -10,17 +10,17 @@ FORMATS = ("int8", "uint8", "int4", "uint16", "int2", "float8_e4m3fn", "float4_e
 
 
 def nasty_scales(dtype: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Scales at and next to both ends of the range, and common ones; the stored type is the compute type."""
+    """Scales at and next to both ends of the range, and common scales, in the compute type."""
     compute = np.float64 if dtype == "float64" else np.float32
     ends = [compute(2.0**exponent) for exponent in (ENDS[dtype], -ENDS[dtype])]
     near = [np.nextafter(end, compute(side)) for end in ends for side in (0, np.inf)]
-    ones = np.nextafter(compute(2), compute(0))  # a mantissa of ones has the worst inverse
+    ones = np.nextafter(compute(2), compute(0))  # a mantissa of all ones has the least exact inverse
     pool = np.array([*ends, *near, ones, ones / 128, compute(0.0123), compute(1)], compute)
     return rng.choice(pool, count)
 
 
 def around_ties(scale: np.ndarray, codes: int, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers at, next to and far beyond the middles between codes, zeros of both signs, and infinities."""
+    """Numbers at, next to and far beyond the midpoints between codes, zeros of both signs, and infinities."""
     middle = (rng.integers(-codes, codes, shape) + 0.5) * scale.astype(np.float64)
     x = middle.astype(scale.dtype)
     x = np.where(rng.random(shape) < 0.3, np.nextafter(x, np.inf, dtype=x.dtype), x)

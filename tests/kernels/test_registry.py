@@ -1,4 +1,4 @@
-"""The registry: which kernel runs what, and what the installation says of itself."""
+"""The registry: the kernel of each problem, and the capabilities of the installation."""
 
 import dataclasses
 import re

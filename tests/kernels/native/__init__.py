@@ -1,1 +1,1 @@
-"""Native kernels equal the reference bit for bit, on any thread, at any CPU level, in any process."""
+"""Native kernels equal the reference bit for bit, on any thread, for any instruction set, in any process."""

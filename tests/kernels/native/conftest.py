@@ -1,4 +1,4 @@
-"""Without a compiled extension there is nothing to compare; every test says so and is skipped."""
+"""If the extension module is not built, every test in this directory is skipped."""
 
 import pytest
 

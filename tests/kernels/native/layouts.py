@@ -1,4 +1,4 @@
-"""Layouts: the same elements, differently laid out in memory."""
+"""Layouts: the same elements with different memory layouts."""
 
 import numpy as np
 

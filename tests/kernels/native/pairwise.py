@@ -7,7 +7,7 @@ __all__ = ["pairwise"]
 
 
 def pairwise(factors, seed=0):
-    """Rows (dicts) that cover all pairs: each starts with a pair not seen yet and is filled up greedily."""
+    """Return rows (dicts) that cover all pairs; each row starts with a new pair and is completed greedily."""
     names, rng = list(factors), Random(seed)
     missing = {
         frozenset([(a, u), (b, v)]) for a, b in combinations(names, 2) for u, v in product(factors[a], factors[b])

@@ -8,12 +8,12 @@ import detent as dt
 from .layouts import LAYOUTS
 from .twins import DTYPES, ESTIMATORS, LEVELS, OPERATIONS, Trial, at, difference, native_result, reference_result
 
-# Chunks of 1024, parts of 4096, threads from 2^15 on, and the steps beside each.
+# Lengths next to the size of a chunk (1024), of a part (4096), and to 2^15, where kernels use several threads.
 EDGES = (1023, 1024, 1025, 2049, 4095, 4096, 4097, 8191, 8193, 32767, 32768, 32769, 36863, 36865)
 
 
 def variety(number):
-    """Rules that change with the number, so that lengths meet all of them."""
+    """Return rules that change with the number, so that the lengths together cover all rules."""
     return {
         "format": ("int8", "uint4", "int16", "uint8", "int3", "uint1")[number % 6],
         "convention": ("onnx", "torch", "compressed_tensors", "oxicuda", "torsh", "baracuda_token")[number // 6 % 6],

@@ -1,4 +1,4 @@
-"""Native packing equals the reference's, and packed codes dequantize to what the codes themselves do."""
+"""Native packing equals reference packing, and packed codes dequantize to the same values as unpacked codes."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ LARGE = (dt.PerGroup(100), (5, 8001))
 
 
 def some_codes(bits, signed, size, seed=0):
-    """Codes of that width in their storage type, the ends among them."""
+    """Codes of this bit width in their storage type, including the lowest and the highest code."""
     low, high = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     codes = np.random.default_rng(seed).integers(low, high, size=size, endpoint=True)
     codes[:2] = [low, high][: codes[:2].size]
@@ -132,7 +132,7 @@ def test_byte_strings_that_do_not_fit(kernels):
 
 
 def packed_and_not(form, dtype, granularity, shape, seed=0):
-    """One tensor twice: with packed codes and with codes."""
+    """Return the same tensor twice: with packed and with unpacked codes."""
     rng, format_ = np.random.default_rng(seed), dt.formats.FORMATS[form]
     symmetric = not format_.is_integer
     spec = dt.QuantSpec(form, granularity, symmetric=symmetric)
@@ -149,7 +149,7 @@ def packed_and_not(form, dtype, granularity, shape, seed=0):
 
 
 def assert_same_values(form, dtype, granularity, shape, seed=0):
-    """A 1-D array of as many bytes as codes would be codes: shapes here have more axes."""
+    """Shapes have several axes, because a 1-D array with as many bytes as codes would count as unpacked codes."""
     packed, plain = packed_and_not(form, dtype, granularity, shape, seed)
     assert difference(packed.codes, plain.codes) is None
     with dt.use_kernels("reference"):

@@ -1,4 +1,4 @@
-"""The checksum of an array: every bit and every position counts, at every CPU level."""
+"""The checksum of an array depends on every bit and every position, for every instruction set."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_no_two_flipped_bits_cancel(size):
     for trial in range(500):
         flipped = bits.copy()
         i = rng.integers(size)
-        j = rng.integers(size) if trial % 2 else (i + 64 * rng.integers(4)) % size  # the same lane, as a rule
+        j = rng.integers(size) if trial % 2 else (i + 64 * rng.integers(4)) % size  # usually the same lane
         for at in (i, j):
             flipped[at] ^= np.uint32(1) << np.uint32(rng.integers(32))
         assert (checksum(flipped) == first) == np.array_equal(flipped, bits)

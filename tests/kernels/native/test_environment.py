@@ -24,7 +24,7 @@ THREADS = "import detent as dt; print(dt.get_num_threads())"
 
 
 def run(program, before="", **variables):
-    """The finished process of a program, with those variables and none else of ours."""
+    """Run a program in a subprocess with these variables, and without other variables of detent."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("DETENT_", "OMP_"))}
     return subprocess.run(
         [sys.executable, "-c", before + program],

@@ -1,4 +1,4 @@
-"""Native histograms and grid errors equal the reference's bit for bit, and the reference equals slow integration."""
+"""Native histograms and grid errors equal the reference; the reference is close to numerical integration."""
 
 from itertools import product
 
@@ -11,7 +11,7 @@ from detent.kernels import bin_edges, grid_errors, histogram, minmax
 from .layouts import LAYOUTS
 from .twins import DTYPES, LEVELS, at, difference, dtype_of
 
-# More than 2^15 elements, where threads join in, except for the last.
+# All except the last have more than 2^15 elements, so that kernels use several threads.
 GRANULARITIES = {
     "tensor": (dt.PerTensor(), (3, 11003)),
     "axis 0": (dt.PerAxis(0), (9, 37, 101)),
@@ -29,7 +29,7 @@ BITS = (1, 5, 10)
 
 
 def data(dtype, shape, seed=0):
-    """Numbers around 1, and one in four that is special."""
+    """Numbers around 1; one in four is a special value."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=shape) * 2.0 ** rng.integers(-4, 4, size=shape)
     with np.errstate(all="ignore"):
@@ -43,14 +43,14 @@ def weights_of(shape, seed=0):
 
 
 def places(rows):
-    """The place of each of those rows, and -1 elsewhere."""
+    """The index of each of these rows, and -1 for all other rows."""
     table = np.full(512, -1, np.int16)
     table[list(rows)] = np.arange(len(rows))
     return table
 
 
 def result(kernels, x, granularity, bits, rows=SOME_ROWS, weights=None):
-    """Everything a histogram gives, added to counts of 7."""
+    """The results of a histogram whose counts start at 7."""
     tiling = granularity.tiling(x.shape)
     counts = np.full((len(rows), tiling.sets, 2**bits), 7, np.int64)
     with dt.use_kernels(kernels), np.errstate(all="ignore"):
@@ -180,7 +180,7 @@ def test_zero_dimensions_and_empty_arrays(granularity, shape):
 
 
 def beyond(x):
-    """Whether the kernels take all of x for float32s; the reference first, which reads no memory of others."""
+    """Whether both kernels find all finite elements in the range of float32; the reference kernel runs first."""
     return [bool(result(kernels, x, dt.PerAxis(0), 5)[1]) for kernels in ("reference", "native")]
 
 
@@ -219,7 +219,7 @@ GRIDS = {
 
 
 def some_bins(count, sets=3, seed=0):
-    """Adjacent bins around zero, some empty; the bounds of each set cut its outermost bins, and one set is a point."""
+    """Adjacent bins around zero, some of them empty. Bounds cut the outermost bins of each set; one set is a point."""
     rng = np.random.default_rng(seed)
     edges = np.sort(rng.normal(size=count + 1)) * 4
     mass = rng.integers(0, 50, size=(sets, count)) * (rng.random((sets, count)) < 0.8)
@@ -229,7 +229,7 @@ def some_bins(count, sets=3, seed=0):
 
 
 def candidates(grid, count, sets=3, seed=0):
-    """Scales that clip and scales that do not, and zero points where there are any."""
+    """Scales that clip and scales that do not, and zero points for integer formats."""
     rng = np.random.default_rng(seed)
     (low, high), levels = GRIDS[grid]
     scale = 2.0 ** rng.uniform(-2, 2, size=(sets, count)) * 8 / (high - low)

@@ -1,4 +1,4 @@
-"""The native gradients of learned parameters equal the reference's: the order of the sums is part of the contract."""
+"""Native gradients of learned parameters equal the reference bit for bit, because the accumulation order is fixed."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 def gradients(kernels, trial, ste=None, grad_scale=None, finite=True):
-    """The three gradients; infinite ones of the result would hide the order of the sums."""
+    """The three gradients; g is finite, because infinities would hide a wrong accumulation order."""
     g = np.random.default_rng(trial.seed).normal(size=trial.shape).astype(trial.x.dtype) if finite else trial.g
     with dt.use_kernels(kernels):
         plan = dt.Plan.select(OPERATION, shape=trial.shape, dtype=trial.x.dtype, spec=trial.params.spec, ste=ste)

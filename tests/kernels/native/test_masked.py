@@ -1,4 +1,4 @@
-"""Fake quantize with a mask: fake_quantize's values, the reference's mask, and fake_quantize_backward's gradient."""
+"""Fake quantization with a mask: values, mask and gradient equal fake_quantize, the reference and its backward."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Native equals reference over operation x dtype x granularity x convention x CPU level x threads.
+"""Native equals reference over operation x dtype x granularity x convention x instruction set x threads.
 
 `make test` runs a fixed sample in which every pair of values meets; `make test-all` runs the whole product. Format,
 estimator, rounding, symmetry, NaN policy and the layout of `out` are part of the sample; in the product they alternate.
@@ -51,9 +51,9 @@ SAMPLE = pairwise(MATRIX | WHERE | ALSO)
 
 
 def trial_of(row, seed=0):
-    """The trial of a row; what an operation does not have is left out."""
+    """Make the trial of a row; arguments that the operation does not have are left out."""
     granularity, shape = GRANULARITIES[row["granularity"]]
-    # A mask only selects: for what an estimator weighs there is the gradient itself.
+    # Masks exist only for estimators that select gradients, not for those that scale them.
     ste = ESTIMATORS[row["ste"] if row["operation"] not in MASKED or row["ste"] != "hard tanh" else "code"]
     has_policy = row["operation"] in ("quantize", "fake_quantize") and row["nan"] != "default"
     return Trial(
@@ -83,7 +83,7 @@ def out_for(kind, like, trial):
 
 
 def values_of(result):
-    """The array of a result that goes into ``out``: the first where there are several."""
+    """The array of a result that is written to ``out``: the first one if there are several."""
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -1,4 +1,4 @@
-"""The native minimum and maximum equal the reference's, at every CPU level and for any number of threads."""
+"""The native minimum and maximum equal the reference, for every instruction set and any number of threads."""
 
 from itertools import product
 

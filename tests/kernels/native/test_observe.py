@@ -26,7 +26,7 @@ ZERO_RANGES = (
 
 
 def custom_conventions():
-    """Every zero range, symmetric scale and include_zero, with rounding, division and zero point in turn."""
+    """All combinations of zero range, symmetric scale and include_zero; the other rules vary in turn."""
     rows = product(ZERO_RANGES, ("qmax", "half_span", "tight"), (True, False))
     for number, (zero_range, symmetric_scale, include_zero) in enumerate(rows):
         yield Convention(
@@ -56,7 +56,7 @@ def not_finite(rng, tiling, info):
     return np.where((rng.random(tiling.shape) < 0.1) & (np.arange(x.size).reshape(x.shape) % 5 > 0), odd, x)
 
 
-# float64 data of a shape, by their kind; rounded to the dtype afterwards.
+# Functions that make float64 data of a shape, by name; the data are rounded to the dtype afterwards.
 DATA = {
     "normal": normal,
     "not finite here and there": not_finite,
@@ -85,7 +85,7 @@ def data(kind, dtype, granularity, shape, seed=0):
 def spec_of(form, granularity=dt.PerTensor(), symmetric=None, convention="onnx"):
     format_ = dt.formats.FORMATS[form]
     if not format_.is_integer or form == "uint1":
-        symmetric = not format_.is_integer  # the only symmetry there is
+        symmetric = not format_.is_integer  # uint1 must be affine, and formats other than integers symmetric
     return dt.QuantSpec(form, granularity, symmetric=symmetric, convention=CONVENTIONS[convention])
 
 
@@ -173,7 +173,7 @@ def test_places(granularity, dtype, kind):
 
 
 def ranges(dtype):
-    """Bounds whose ranges share a fate, in most conventions: arrays of low and high."""
+    """Arrays of low and high bounds; in most conventions, all ranges of an array are valid or all are invalid."""
     rng, info = np.random.default_rng(0), np.finfo(dtype)
     ends = np.sort(rng.normal(size=(2, 999)) * 10.0 ** rng.uniform(-30, 30, size=(2, 999)), axis=0)
     tiny = np.sort(rng.integers(-3000, 3000, size=(2, 30)), axis=0) * float(info.smallest_subnormal)
@@ -197,7 +197,7 @@ def from_range(kernels, spec, low, high, dtype):
     "convention", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CONVENTIONS]
 )
 def test_ranges_of_every_magnitude(convention, dtype):
-    """The scale rule alone: of bounds, and of data that are nothing else."""
+    """Test the scale rule with bounds, and with data that consist only of the bounds."""
     for form, symmetric in product(("int8", "uint4", "uint1", "uint16", "nf4"), (True, False)):
         spec = spec_of(form, dt.PerToken(), symmetric, convention)
         for low, high in ranges(dtype):
@@ -233,10 +233,10 @@ def test_groups_of_every_size(size, level):
 @pytest.mark.parametrize(
     ("granularity", "shape"),
     [
-        (dt.PerToken(), (40, 5001)),  # two sets in a stage
+        (dt.PerToken(), (40, 5001)),  # two sets per stage
         (dt.PerToken(), (13, 8192)),
         (dt.PerGroup(8193), (5, 20000)),
-        (dt.PerToken(), (14, 32769)),  # sets that are not read again while in a cache
+        (dt.PerToken(), (14, 32769)),  # sets that are too large for the cache
         (dt.PerAxis(-1), (5, 9001)),
         (dt.PerAxis(-1), (301, 7)),
         (dt.PerGroup(5, axis=0), (23, 100)),
@@ -346,7 +346,7 @@ def test_stochastic_rounding_goes_step_by_step():
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("granularity", [dt.PerTensor(), dt.PerToken(), dt.PerAxis(1)], ids=str)
 def test_the_kernel_is_used(granularity, form, dtype):
-    """The comparisons above do not test the fallback."""
+    """Check that the comparisons above run the native kernel, not the fallback."""
     x, spec = data("normal", dtype, granularity, (9, 33)), spec_of(form, granularity)
     problem = Problem("fake_quantize", granularity.tiling(x.shape), dtype, spec, None, "propagate")
     with dt.use_kernels("native"):

@@ -1,4 +1,4 @@
-"""The sample covers what it says it covers."""
+"""The sample covers all pairs."""
 
 from itertools import combinations, product
 

@@ -1,4 +1,4 @@
-"""Native small floats and nf4 equal the reference: every 16-bit input, every code, and both sides of every midpoint."""
+"""Native float8, float4 and nf4 equal the reference: every 16-bit input, every code, both sides of every midpoint."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ TILINGS = (
 
 
 def need_kernel(operation, form, dtype="float32"):
-    """Skip where there is no native kernel, and say why."""
+    """Skip the test if there is no native kernel, and give the reason."""
     ste = dt.ste.Clipped() if operation.endswith("quantize_backward") else None
     policy = "raise" if operation == "quantize" else "propagate"
     tiling = dt.PerTensor().tiling((4,))
@@ -129,6 +129,6 @@ def test_every_length(operation, form, level):
     points = {dtype: rng.choice(beside_midpoints(form, 0.3, dtype), size=130) for dtype in DTYPES}
     with at(level):
         for size in range(131):
-            dtype = DTYPES[(size + size // 16) % 4]  # each meets every remainder of a vector
+            dtype = DTYPES[(size + size // 16) % 4]  # together they cover every remainder of a vector
             arrays = inputs(operation, points[dtype][:size])
             assert both(operation, arrays, params_of(form, 0.3, dtype), dtype) is None, size

@@ -1,4 +1,4 @@
-"""Native sums, largest errors and metrics equal the reference's: the order of a sum is part of the contract."""
+"""Native sums, largest errors and metrics equal the reference bit for bit, because the accumulation order is fixed."""
 
 from itertools import product
 from math import isnan
@@ -17,14 +17,14 @@ from .pairwise import pairwise
 from .twins import DTYPES, LEVELS, at, dtype_of
 
 TERMS = ("value", "square", "squared_error", "absolute_error", "product")
-SIZES = ("value", "absolute_error")  # what a largest error is taken of
+SIZES = ("value", "absolute_error")  # the terms of largest_error
 LENGTHS = (*range(131), 1023, 1024, 1025, 2047, 2048, 2049, 5000, 100_003)
 EXPONENTS = (-1024, -5, 0, 7, 1000, 1073)
 METRICS = ("mse", "mae", "max_error", "sqnr_db", "cosine")
 
 
 def spread_out(rng, size, dtype):
-    """Numbers of very different magnitudes: any other order of a sum gives other bits."""
+    """Numbers of very different magnitudes, so that a different accumulation order gives different bits."""
     reach = {"float16": 4, "bfloat16": 30, "float32": 30, "float64": 140}[dtype]
     with np.errstate(all="ignore"):
         return (rng.normal(size=size) * 10.0 ** rng.uniform(-reach, reach, size=size)).astype(dtype_of(dtype))
@@ -45,7 +45,7 @@ def extreme(rng, size, dtype):
 
 
 def specials(*values):
-    """Numbers alike, and those values here and there."""
+    """Numbers of similar magnitude, with these values at some positions."""
 
     def make(rng, size, dtype):
         odd = rng.choice(np.array(values), size=size)

@@ -1,4 +1,4 @@
-"""Threads: any number, ours or the caller's, gives the same bits. What could hang runs in a process of its own."""
+"""Any number of threads, detent's or the caller's, gives the same bits. Code that could hang runs in a subprocess."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def outcome(body):
         try:
             printed, errors = process.communicate(timeout=SECONDS)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)  # its children too
+            os.killpg(process.pid, signal.SIGKILL)  # including its child processes
             raise
     assert process.returncode == 0, errors
     return printed.split()
@@ -50,7 +50,7 @@ def outcome(body):
 
 @needs_fork
 def test_a_hang_is_noticed(monkeypatch):
-    """The other tests of this file can fail: a child that never ends is given up on, with its parent."""
+    """Check that the other tests of this file can fail: a child process that never ends is killed."""
     monkeypatch.setattr(f"{__name__}.SECONDS", 3)
     with pytest.raises(TimeoutExpired):
         outcome("""
@@ -214,7 +214,7 @@ def test_torch_and_detent_take_turns():
 
 
 def test_a_result_is_seen_whole():
-    """No part is still being written when a run returns."""
+    """When a run returns, every part of the result has been written."""
     x = np.ones(1 << 18, np.float32)
     params = dt.QuantParams.int8_symmetric()
     with at(threads=3), dt.use_kernels("native"):

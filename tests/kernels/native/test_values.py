@@ -1,4 +1,4 @@
-"""Native equals reference on every float16 and bfloat16 there is, and where float32 and float64 are most awkward."""
+"""Native equals reference for every float16 and bfloat16 number, and for difficult float32 and float64 numbers."""
 
 import numpy as np
 import pytest
@@ -144,7 +144,7 @@ def test_beside_ties(level, convention, dtype):
     ],
 )
 def test_the_data_tell_rules_apart(convention, scale, dtype):
-    """The points beside ties get other codes by other rules, so that a wrong rule would be seen."""
+    """Different rules give different codes next to ties, so the data reveal a wrong rule."""
     x = ties(dtype, scale)
     ours, theirs = (dt.quantize(x, params_of(name, scale, dtype=dtype)).codes for name in ("onnx", convention))
     assert (ours != theirs).any()

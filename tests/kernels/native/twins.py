@@ -1,4 +1,4 @@
-"""Twins: one operation on one array by the native kernel and by the reference, and whether they agree bit for bit.
+"""Trials: run an operation with the native kernel and with the reference kernel, and compare the results bit for bit.
 
 A Trial is one input of a kernel with all options. Its data are codes and ties of its scales, adjacent floats,
 zeros of both signs, infinities, subnormals, the largest numbers, and NaN where the policy allows it.
@@ -44,10 +44,10 @@ OPERATIONS = (
 MASKED = ("fake_quantize_masked", "fake_quantize_masked_backward")
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 CONVENTIONS = tuple(dt.convention.PRESETS)
-LEVELS = tuple(name for name, runs in native.levels().items() if runs) or ("none",)  # and then no test runs
+LEVELS = tuple(name for name, runs in native.levels().items() if runs) or ("none",)  # "none": tests are skipped
 FORMATS = ("int8", "uint8", "int4", "uint4", "int3", "int2", "uint1", "int16", "uint16", "int11")
 
-# Each with shapes of more than 2^15 elements, where threads join in, and rows that end between chunks.
+# Each shape has more than 2^15 elements, so that kernels use several threads, and rows that end inside a chunk.
 GRANULARITIES = {
     "tensor": (dt.PerTensor(), (3, 11003)),
     "axis first": (dt.PerAxis(0), (9, 3700)),
@@ -83,11 +83,11 @@ def dtype_of(name):
 
 @contextmanager
 def at(level=None, threads=None):
-    """Run native kernels at one CPU level and on so many threads."""
+    """Run native kernels with this instruction set and this number of threads."""
     before, count = native.current_level(), dt.get_num_threads()
     native.set_level(level or before)
     dt.set_num_threads(threads or count)
-    detent.plan._PLANS.clear()  # plans keep the level they were made at
+    detent.plan._PLANS.clear()  # plans keep the instruction set that they were made with
     try:
         yield
     finally:
@@ -177,7 +177,7 @@ class Trial:
 
     @property
     def inputs(self):
-        """The arrays the operation reads, by the public function's order."""
+        """The names of the arrays that the operation reads, in the order of the public function."""
         special = {
             "dequantize": ("codes",),
             "dequantize_backward": ("g",),
@@ -196,7 +196,7 @@ class Trial:
         return scale[np.ix_(*blocks)] if blocks else scale
 
     def _sprinkle(self, rng, array, more):
-        """The array with one element in eight replaced by something special."""
+        """The array, with one element in eight replaced by a special value."""
         info = ml_dtypes.finfo(array.dtype)
         small, large = float(info.smallest_subnormal), float(info.max)
         odd = [0.0, -0.0, inf, -inf, small, -3 * small, float(info.smallest_normal), large, -large, 6e-8, -65519, *more]
@@ -206,7 +206,7 @@ class Trial:
         return np.asarray(np.where(replaced, chosen, array)).astype(array.dtype).reshape(array.shape)
 
     def run(self, kernels, arrays=None, out=None):
-        """The result as one array or more, by those kernels, on the trial's arrays or the caller's."""
+        """Run the operation with these kernels; ``arrays`` replace the trial's own arrays."""
         given = [getattr(self, name) for name in self.inputs] if arrays is None else arrays
         options = {"ste": self.ste} if self.operation in _ESTIMATED else {}
         options |= {"nan": self.nan} if self.nan is not None else {}

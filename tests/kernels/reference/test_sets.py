@@ -1,4 +1,4 @@
-"""Sets: sums in the documented order and ranges of each set, against one-element-at-a-time twins."""
+"""Sets: sums and ranges of each set, compared with simple implementations that process one element at a time."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ TILINGS = [
 
 
 def slow_sum(terms):
-    """One block of 1024 at a time, one pair of halves at a time."""
+    """Sum block by block (1024 elements), each by adding its halves."""
     sums = []
     for start in range(0, len(terms), 1024):
         block = list(terms[start : start + 1024])
