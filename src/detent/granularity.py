@@ -316,8 +316,8 @@ def get_granularity(value: Granularity | str) -> Granularity:
             return make(*match.groups())
     if value == CHANNEL:
         raise SpecError(
-            "got the granularity 'channel', which is valid only for the weight of a dt.Rule: name the axis, for example "
-            "'axis0'"
+            "got the granularity 'channel', which is valid only for the weight of a dt.Rule: name the axis, for "
+            "example 'axis0'"
         )
     raise SpecError(
         f"unknown granularity {value!r}{closest(value, _EXAMPLES)} expected tensor, axisN, token, groupN, "
