@@ -1,4 +1,7 @@
-"""The command line, ``detent`` or ``python -m detent``. Each command is a module, which loads packages when it runs."""
+"""The command line: ``detent``, or ``python -m detent``.
+
+Each command is a module. ONNX, ONNX Runtime and PyTorch are imported only when a command that needs them runs.
+"""
 
 from detent.cli.entry import main
 

@@ -23,7 +23,7 @@ EXAMPLE = "detent doctor"
 REQUIRED = ("numpy", "ml_dtypes", "array_api_compat")
 OPTIONAL = {
     "openvino": "verify, level 2: a second runtime",
-    "safetensors": "nothing: detent itself reads such files",
+    "safetensors": "nothing; detent reads such files without it",
 }
 LABEL_COLUMNS = 17
 EXTRA_USES = {

@@ -144,9 +144,9 @@ def check_distinct(written: Mapping[str, Path | None], read: Mapping[str, Path |
 
 
 def _is_same(a: Path, b: Path) -> bool:
-    if os.path.realpath(a) == os.path.realpath(b):  # Path.resolve raises on circular links
+    if os.path.realpath(a) == os.path.realpath(b):  # not Path.resolve, which raises on circular links
         return True
-    return a.exists() and b.exists() and a.samefile(b)  # hard links, and file systems that ignore case
+    return a.exists() and b.exists() and a.samefile(b)  # for hard links, and file systems that ignore case
 
 
 def check_is_file(path: Path) -> None:

@@ -50,7 +50,7 @@ class Parameter(Protocol):
 
 
 class Writer(Protocol):
-    """The only method of Click's help formatter that this module uses."""
+    """Click's help formatter, with only the method that this module uses."""
 
     def write(self, string: str, /) -> None:
         """Append text."""

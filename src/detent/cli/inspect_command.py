@@ -38,7 +38,7 @@ class TensorRow:
     """A tensor or quantizer in a file."""
 
     name: str
-    kind: str  # weight, bias, activation, constant, array
+    kind: str  # weight, bias, activation, constant or array
     type: str  # spec of a quantized tensor, or element type
     shape: tuple[int, ...] | None  # None for activations
     nbytes: int
@@ -49,7 +49,7 @@ class TensorRow:
         """Return the cells of a table row."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         size = "" if self.shape is None else bytes_text(self.nbytes)
-        kind = " ".join(self.type.split("/")[:2])  # format and granularity; more would not fit a line
+        kind = " ".join(self.type.split("/")[:2])  # only format and granularity, to fit on a line
         value_range = "" if self.low is None or self.high is None else f"{self.low:.3g} .. {self.high:.3g}"
         return self.name, self.kind, kind, shape, size, value_range
 
@@ -63,7 +63,7 @@ class Contents:
     document: Mapping[str, Any] = field(default_factory=dict)
 
     def show(self, screen: Screen, limit: int | None) -> None:
-        """Print the facts, then at most ``limit`` rows; None prints all rows."""
+        """Print the facts, then at most ``limit`` rows. A limit of None prints all rows."""
         for name, text in self.facts.items():
             screen.say(f"{name}: {text if len(text) <= MAX_CHARS_SHOWN else text[:MAX_CHARS_SHOWN] + ' ...'}")
         shown = self.rows if limit is None else self.rows[:limit]

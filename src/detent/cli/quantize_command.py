@@ -46,7 +46,7 @@ __all__ = ["EXAMPLE", "HELP", "run"]
 
 HELP = """Quantize and evaluate an ONNX model, and list sensitive layers."""
 EXAMPLE = "detent quantize model.onnx --data calibration.npz --report report.html"
-MAX_STEPS_SHOWN = 6  # accuracy steps in the notes; --json has all
+MAX_STEPS_SHOWN = 6  # accuracy steps that are printed; --json has all of them
 SUMMARY_COLUMNS = 80
 LARGEST_SEED = (1 << 63) - 1
 
@@ -219,7 +219,8 @@ def _run(
     import detent.onnx as qo  # noqa: PLC0415
 
     data = None if split is None else split.calibration
-    screen.note(f"quantizing {source.path}" + ("" if data is None else f" with {counted(data.count, 'batch', ',')}"))
+    batches = "" if data is None else f" with {counted(data.count or 0, 'batch', ',')}"
+    screen.note(f"quantizing {source.path}{batches}")
     with screen.progress("calibrating") as step:
         # If nothing is held out, the evaluation runs on the calibration batches anyway.
         compare = split is not None and split.is_held_out
@@ -240,7 +241,10 @@ def _run(
 
 
 def _check_data(source: "LoadedModel", split: "Split | None", *, agreement: bool) -> None:
-    """Fail early if the data do not fit the model, or if an agreement limit has no class scores to compare."""
+    """Fail early if the data do not fit the model.
+
+    With ``agreement``, also fail if the outputs have no class scores to compare.
+    """
     from detent.evaluate import check_supports_agreement  # noqa: PLC0415 - already loaded
 
     if split is not None:

@@ -119,7 +119,7 @@ def run(
     else:
         inputs = open_batches(data, quantized.inputs, batch_size)
         inputs = inputs if batches is None else inputs.first(batches)
-        screen.note(f"verifying {artifact} on {counted(inputs.count, 'batch', ',')}")
+        screen.note(f"verifying {artifact} on {counted(inputs.count or 0, 'batch', ',')}")
         with screen.progress("verifying") as step:
             report = verify(source, quantized, inputs.counted(step), levels=level_numbers)
     below = _below(report, fail_below_sqnr, fail_below_agreement)

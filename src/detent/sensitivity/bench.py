@@ -31,6 +31,7 @@ from detent.recipe import Recipe
 from detent.rule import get_weight_spec
 from detent.sensitivity.layer_noise import OVERFLOW_NOISE, STORAGES, Cost, LayerNoise, Storage
 from detent.spec import QuantSpec, onnx_widths, spec_text, stored_nbytes
+from detent.tables import counted
 
 __all__ = [
     "LayerGroup",
@@ -61,7 +62,7 @@ def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
         spec = _spec(width)
         label = spec_text(spec)
         if label is None:
-            raise SpecError(f"{width!r} in widths has no short text: use a spec such as 'int4/group32'")
+            raise SpecError(f"{width!r} in widths has no short text to label it: use a spec such as 'int4/group32'")
         if label in specs:
             raise SpecError(f"{width!r} is in widths twice: remove one")
         specs[label] = spec
@@ -197,7 +198,8 @@ def measure_all(
         next(iter(runner.reference()))
         seconds = min(first, (time.perf_counter() - start) * output_noise.batches) * len(tasks) / runner.workers
         announce(Cost(len(runner.groups), len(runner.options), len(tasks), runner.samples, seconds))
-    _log.info("measuring %d layers: %d runs with %d samples", len(runner.groups), len(tasks), runner.samples)
+    counts = counted(len(runner.groups), "layer"), counted(len(tasks), "run"), counted(runner.samples, "sample")
+    _log.info("measuring %s: %s with %s", *counts)
     report = reporter(progress, "measuring", "runs")
     measured: dict[tuple[str, str], float] = {}
     keys = [(group.names[0], option) for group, option in tasks]

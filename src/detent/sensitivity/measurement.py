@@ -151,13 +151,14 @@ def measure(  # noqa: PLR0913 - the options of one job
             ``refine`` and ``run_mix`` use only the specs in the decisions, and calibrate again.
         widths: candidates for the weights: numbers of bits (symmetric, per-channel) or texts of specs, such as
             "int4/group32". Activations stay in float. None measures the recipe.
-        samples: number of samples, counted along the first axis of the inputs. The last batch is cut if possible.
+        samples: number of samples, counted along the first axis of the inputs. If possible, the last batch is cut to
+            reach exactly this number.
         target: target of an ONNX model; not used with decisions, which have their own target.
         skip: names of layers to leave out, or globs.
         storage: how bytes are counted. "onnx" is for ONNX files, where codes have 4, 8 or 16 bits. "packed" is for
             detent's safetensors files, where codes of 3 bits take 3 bits.
-        progress: whether to show a progress bar, or a callback f(done, total) that gets numbers of runs. None shows a
-            bar on terminals.
+        progress: whether to show a progress bar, or a callback f(done, total), which counts runs. None shows a bar only
+            on terminals.
         announce: function that is called with the ``Cost`` before the measurement starts.
 
     Raises:
@@ -206,16 +207,17 @@ def refine(
 ) -> Mix:
     """Search for the best allocation within a budget by running the model.
 
-    The noise of layers adds only approximately, and the error is largest with few layers or very few bits. The search
-    starts from the allocation that ``choose`` returns and from all uniform allocations that fit. It changes one or two
-    layers at a time, runs the model with each change, and keeps changes that reduce the noise.
+    ``choose`` assumes that the noise of layers adds. With few layers or very few bits, this is a poor approximation.
+    The search starts from the allocation that ``choose`` returns and from all uniform allocations that fit. It changes
+    one or two layers at a time, runs the model with each change, and keeps changes that reduce the noise.
 
     Args:
         model: the model that was measured.
         data: the data that the model was measured with.
         sensitivity: the result of ``measure``.
         budget_nbytes: maximum total size of the measured weights, in bytes.
-        runs: maximum number of runs of the model over all samples; at least one per allocation to start from.
+        runs: maximum number of runs of the model over all samples; at least the number of allocations that the search
+            starts from.
         progress: as for ``measure``.
         announce: as for ``measure``.
 

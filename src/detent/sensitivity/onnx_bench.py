@@ -47,7 +47,7 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 class OnnxLayerRunner:
-    """A ``LayerRunner`` for a model in normal form, created by ``open_recipe`` and ``open_decisions``."""
+    """A ``LayerRunner`` for an ONNX model; ``open_recipe`` and ``open_decisions`` create it."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ def _input_params(graph_plan: GraphPlan, feeds: Sequence[Feed]) -> dict[str, Qua
 
 
 def run_recipe(source: ModelSource, data: BatchSource, recipe: Recipe, samples: int, target: Target | str) -> float:
-    """Quantize a model by a recipe, with the Q/DQ pairs of a quantized file, and return the noise at its outputs."""
+    """Insert the Q/DQ pairs of a recipe into a model, run it, and return the noise at the outputs."""
     original = load(source)
     feeds, _ = open_batches(data, inputs_of(original)).first_samples(samples)
     graph_plan = plan(prepare(original, low_bits=True, feed=feeds[0]), recipe, target=target)

@@ -212,7 +212,7 @@ def _rule_per_layer(model_plan: ModelPlan, skipped: set[str]) -> Recipe:
 
 
 def _groups(model: nn.Module, plans: Mapping[str, ModelPlan], storage: Storage) -> tuple[LayerGroup, ...]:
-    """Group tied layers with the first of them, in the model's order; layers without weights are left out."""
+    """Group each layer with the layers tied to it, in the model's order; layers without weights are left out."""
     layers = {
         label: {each.name: each for each in model_plan.quantized if each.weights} for label, model_plan in plans.items()
     }
@@ -260,7 +260,7 @@ def _quantized(model: nn.Module, recipe: Recipe, calls: Sequence[Arguments]) -> 
 
 
 def run_recipe(model: nn.Module, data: object, recipe: Recipe, samples: int) -> float:
-    """Prepare a copy of a module with a recipe, and return the noise at its outputs."""
+    """Prepare a copy of a module with a recipe, run it, and return the noise at the outputs."""
     copied = _copied(model)
     calls, _ = first_samples(data, samples)
     floats = [_floats(_run(copied, call)) for call in calls]
