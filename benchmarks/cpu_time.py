@@ -1,8 +1,8 @@
-"""CPU time of ONNX files relative to float, on a machine that others use too.
+"""CPU time of ONNX files relative to the float model, for machines on which other processes run, too.
 
-The float model and the files take turns. A sample is the process's CPU time over enough runs to exceed the clock's
-resolution; the smallest sample of each counts, because other processes only make samples longer. Threads do not spin
-while they wait, which would count as CPU time.
+The float model and the files take turns. A sample is the CPU time of this process for several runs, enough to exceed
+the resolution of the clock. The smallest sample of each model is used, because other processes only make samples
+longer. Threads do not spin while they wait, because spinning would count as CPU time.
 """
 
 import time
@@ -24,9 +24,9 @@ FLOAT = ""  # key of the float model
 def cpu_times_in_turns(
     plain: Path, files: Mapping[str, Path], feeds: Sequence[Feed], rounds: int, threads: int
 ) -> dict[str, dict]:
-    """Time files and the float model in turns; return milliseconds, the ratio to float, and the spread of each.
+    """Time files and the float model in turns; return milliseconds, the ratio to float, and the spread of each file.
 
-    ``spread`` is the median of a file's samples divided by the smallest: near 1 on an idle machine.
+    ``spread`` is the median sample of a file divided by its smallest sample; it is near 1 on an idle machine.
     """
     sessions = {name: _session(path, threads) for name, path in {FLOAT: plain, **files}.items()}
     for session in sessions.values():

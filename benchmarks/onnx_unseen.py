@@ -6,8 +6,8 @@
 
 Each model has 32 calibration samples and other samples for evaluation (``unseen_models``). Every tool quantizes every
 model in a separate process, and one more process evaluates all files of a model in turns (``unseen_worker``). The
-table shows the goals (``unseen_goals``) that a file fails. Progress goes to stderr. Each
-model has its own file of results in the cache, so several runs may share the work; ``--resume`` keeps these results.
+table shows the goals (``unseen_goals``) that a file does not meet. Progress goes to stderr. Each model has its own file
+of results in the cache, so several runs of this script can share the work; ``--resume`` keeps these results.
 """
 
 import argparse
@@ -31,12 +31,12 @@ PACKAGES = ("nncf", "openvino", "onnxscript")
 
 
 def file_of(model: str, tool: str) -> Path:
-    """Path of a tool's file."""
+    """Return the path of the file that a tool writes for a model."""
     return FILES / f"{model}.{tool.replace(', ', '-').replace(' ', '-')}.onnx"
 
 
 def quantize(model: str, tool: str, limit: float) -> dict:
-    """Quantize with the first attempt that works; return its cost, or the first error."""
+    """Run the attempts of a tool until one works; return the cost of that attempt, or the first error."""
     output, reasons = file_of(model, tool), []
     for attempt in range(len(UNSEEN_TOOLS[tool].attempts)):
         command = [str(WORKER), "quantize", model, tool, str(output), "--attempt", str(attempt)]
@@ -50,7 +50,7 @@ def quantize(model: str, tool: str, limit: float) -> dict:
 
 
 def evaluate(model: str, rows: dict[str, dict], rounds: int, limit: float) -> None:
-    """Add the evaluation of its file to every row of a model."""
+    """Add to every row of a model the evaluation of its file."""
     files = {tool: file_of(model, tool) for tool, row in rows.items() if "failed" not in row}
     existing = [f"{tool}={path}" for tool, path in files.items() if path.is_file()]
     if not existing:
@@ -62,7 +62,7 @@ def evaluate(model: str, rows: dict[str, dict], rounds: int, limit: float) -> No
 
 
 def measure_model(name: str, arguments: argparse.Namespace, start: float) -> None:
-    """Quantize and evaluate one model; write its results to its own file."""
+    """Quantize and evaluate one model, and write the results to the model's file of results."""
     log(start, f"{name}, float model")
     details = run_worker([str(WORKER), "write", name], FILES / "none", arguments.limit)
     old = stored_results([name]).get(name, {}) if arguments.resume else {}

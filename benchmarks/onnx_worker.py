@@ -43,7 +43,7 @@ def resident(field: str) -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of the processes that it has waited for."""
+    """Return the CPU time of this process and of the processes that it has waited for."""
     return sum(os.times()[:4])
 
 

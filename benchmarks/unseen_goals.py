@@ -1,6 +1,7 @@
-"""Goals for detent's files of unseen models, compared with other tools from the same run, and why a file fails them.
+"""Goals for detent's files of unseen models, and the reasons why a file does not meet them.
 
-The default target is compared with tools of reduced range, the target for VNNI with tools of full range.
+Files are compared with those of other tools from the same run. The default target is compared with tools that use the
+reduced range of weights, and the target for VNNI with tools that use the full range.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +13,19 @@ OTHERS: Mapping[str, tuple[str, ...]] = {
     "detent, vnni": ("ORT MinMax", "ORT Percentile", "NNCF"),
 }
 FAST = "detent, fast"
-MAX_DB_BELOW, MAX_POINTS_BELOW = 0.3, 0.5  # the best other tool
-MAX_TIME_RATIO = 0.95  # of float where ONNX Runtime's file is below CLEARLY_FASTER
+MAX_DB_BELOW, MAX_POINTS_BELOW = 0.3, 0.5  # how far detent may be below the best other tool
+MAX_TIME_RATIO = 0.95  # time / float time, if that of ONNX Runtime's file is below CLEARLY_FASTER
 CLEARLY_FASTER = 0.9
-MAX_TIME_EXCESS = 1.05  # of ONNX Runtime's file
-MAX_SIZE_EXCESS = 1.03  # of the smallest file
-MAX_COST, MAX_FAST_COST = 4.0, 2.0  # CPU time to quantize, of ONNX Runtime's MinMax
-MIN_COST_SECONDS = 1.0  # below it, costs are not compared
-SLOWER = "slower"  # in the warning about a file that is slower than float
+MAX_TIME_EXCESS = 1.05  # time / time of ONNX Runtime's file
+MAX_SIZE_EXCESS = 1.03  # size / size of the smallest file
+MAX_COST, MAX_FAST_COST = 4.0, 2.0  # CPU time to quantize / CPU time of ONNX Runtime's MinMax
+MIN_COST_SECONDS = 1.0  # shorter CPU times are not compared
+SLOWER = "slower"  # a word of the warning about a file that is slower than float
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Row of the table: one of detent's files, the best values of other tools, and the goals that it fails.
+    """Row of the table: one of detent's files, the best values of other tools, and the goals that are not met.
 
     Attributes:
         row: results of detent's file.
@@ -38,7 +39,7 @@ class Comparison:
 
 
 def compare(rows: Mapping[str, dict]) -> list[Comparison]:
-    """Compare detent's files of one model with the other tools' rows, given by tool."""
+    """Compare detent's files of one model with those of other tools; ``rows`` has the results by tool."""
     return [_compare(rows[ours], rows, OTHERS[ours]) for ours in OURS if ours in rows]
 
 

@@ -1,4 +1,4 @@
-"""Quantize or evaluate one unseen model in a separate process; the last line printed is JSON.
+"""Quantize or evaluate one unseen model, in this process. The last printed line is the result as JSON.
 
 ::
 
@@ -6,9 +6,9 @@
     python benchmarks/unseen_worker.py quantize MODEL TOOL OUTPUT [--attempt N]
     python benchmarks/unseen_worker.py evaluate MODEL --files TOOL=FILE ... [--rounds N]
 
-The JSON has what ``onnx_worker.work`` measures, whether ``dt.verify`` accepts detent's file, and for each file its
-SQNR, decisions, size and CPU time. SQNR is that of the worst float output over all held-out samples; runs in which an
-output has another shape than in float are counted and left out of it.
+The JSON has what ``onnx_worker.work`` measures, whether ``dt.verify`` accepts detent's file, and the SQNR, decisions,
+size and CPU time of each file. SQNR is measured for the worst float output over all held-out samples. Runs in which an
+output has a different shape than in float are counted, and left out of the SQNR.
 """
 
 import argparse
@@ -36,12 +36,12 @@ VERIFIED_FEEDS, TIMED_FEEDS = 2, 4
 
 
 def attempts(tool: str, kind: str) -> list[Attempt]:
-    """Attempts of a tool; those for transformers come first on transformers."""
+    """Return the attempts of a tool; for a transformer, attempts for transformers come first."""
     return sorted(UNSEEN_TOOLS[tool].attempts, key=lambda each: (each.note == TRANSFORMER) != (kind == "transformer"))
 
 
 def quantize(name: str, tool: str, output: Path, attempt: int) -> dict:
-    """Quantize, and verify if the tool is detent; return the cost, or the error."""
+    """Quantize a model, and verify the file if the tool is detent; return the cost, or the error."""
     one = UNSEEN_TOOLS[tool]
     try:
         one.load()
@@ -65,7 +65,7 @@ def _verified(source: Path, output: Path, runs: Sequence[Feed]) -> dict:
 
 
 def evaluate(name: str, files: dict[str, Path], rounds: int) -> dict:
-    """Evaluate the files of all tools; return columns by tool."""
+    """Evaluate the files of all tools; return the results by tool."""
     from unseen_models import ALL_UNSEEN  # noqa: PLC0415 - needs torch
 
     source, runs, decide = float_file(name), feeds(name, HELD_OUT), ALL_UNSEEN[name].decide

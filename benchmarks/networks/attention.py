@@ -1,4 +1,4 @@
-"""Transformers and mixers: patches of pictures, tokens of texts."""
+"""Transformers and mixers, for patches of pictures and tokens of texts."""
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ PATCHES = (SIDE // PATCH) ** 2
 
 
 class Vit(nn.Module):
-    """ViT: patches and a class token through pre-norm blocks."""
+    """ViT: pre-norm blocks on patches and a class token."""
 
     def __init__(self, width: int = 128, blocks: int = 4, heads: int = 4) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Vit(nn.Module):
 
 
 class Encoder(nn.Module):
-    """BERT: embeddings of words and positions, post-norm blocks with a mask, the first token classifies the text."""
+    """BERT: embeddings of words and positions, and post-norm blocks with a mask. The first token gives the class."""
 
     def __init__(self, width: int = 192, blocks: int = 4, heads: int = 6, tokens: int = 64) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Window(nn.Module):
 
 
 def swin() -> nn.Module:
-    """Swin of two stages; between them four neighbors become one token."""
+    """Swin with two stages; between the stages, four neighboring tokens become one."""
 
     def stage(width: int, side: int) -> list[nn.Module]:
         mixed = [Residual(stacked([nn.LayerNorm(width), mlp(width, 4 * width)])) for _ in range(2)]

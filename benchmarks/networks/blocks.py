@@ -56,7 +56,7 @@ class Concatenated(nn.Module):
 
 
 class Heads(nn.Module):
-    """A body, and several outputs computed from it."""
+    """A body, and several heads: each head computes one output from the output of the body."""
 
     def __init__(self, body: nn.Module, *heads: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Heads(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention with a projection for queries, keys and values, and a bias for the scores if given."""
+    """Self-attention with one projection for queries, keys and values, and an optional bias for the scores."""
 
     def __init__(self, width: int, heads: int, positions: int = 0) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from networks.scenes import Scenes, scenes
 
 SIDE, MATTING_SIDE, LARGE_SIDE = 64, 512, 1024
 SAMPLES, STEPS, TOKENS, COLUMNS = 4000, 64, 64, sequential.COLUMNS
-POSITIVE_WEIGHT = 20.0  # few cells contain an object
+POSITIVE_WEIGHT = 20.0  # weight of cells with an object in the loss, because few cells have one
 THRESHOLD = 0.5
 
 
@@ -39,7 +39,7 @@ def _labels(drawn: Scenes) -> tuple[Array, ...]:
 
 
 def _looks(drawn: Scenes) -> tuple[Array, ...]:
-    """Brightness, texture and size as eight classes: networks without batch norm learn them within seconds."""
+    """Return brightness, texture and size as eight classes, which networks without batch norm learn within seconds."""
     radius, contrast = drawn.measures[:, 0], drawn.measures[:, 3]
     is_large = radius > 0.27 * drawn.pictures.shape[-1]
     return (4 * (contrast > 0) + 2 * (drawn.labels % 2) + is_large,)
@@ -90,7 +90,7 @@ def _log_loss(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _step_loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy where each step has the label of the whole sequence, or its own."""
+    """Cross entropy over all steps; a step has its own label or the label of the sequence."""
     expected = labels if labels.ndim == 2 else labels[:, None].expand(-1, outputs.shape[1])
     return cross_entropy(outputs.flatten(0, 1), expected.flatten())
 
@@ -106,7 +106,7 @@ def _regression_loss(outputs: tuple[Tensor, ...], labels: Tensor, boxes: Tensor,
 
 
 def _cell_targets(boxes: Tensor) -> Tensor:
-    """Mark the cells of both scales whose centers lie near the center of a box, as (batch, cells)."""
+    """Mark the cells of both scales whose centers are near the center of a box; the shape is (batch, cells)."""
     masks = []
     for stride in dense.STRIDES:
         places = (torch.arange(SIDE // stride) + 0.5) * stride
@@ -151,7 +151,7 @@ def _detected(outputs: Outputs) -> Array:
 
 
 def _painted(outputs: Outputs) -> Array:
-    """Paint the boxes of each class: a mask of a fixed size for any number of boxes."""
+    """Paint the boxes of each class into a mask, whose size does not depend on the number of boxes."""
     boxes, _, classes = outputs
     canvas = np.zeros((dense.SHAPES, SIDE, SIDE), bool)
     for (top, left, bottom, right), kind in zip(np.clip(np.rint(boxes), 0, SIDE).astype(int), classes, strict=True):
@@ -296,12 +296,12 @@ NETWORKS: Mapping[str, Network] = MappingProxyType(
         ),
     }
 )
-# Too slow for every run; chosen by name.
+# Too slow to be part of every run; they run only if they are chosen by name.
 LARGE_NETWORKS: Mapping[str, Network] = MappingProxyType({"matting-1024": _matting(LARGE_SIDE, 4)})
 
 
 class _Turned(nn.Module):
-    """Pictures with channels last to channels first; the Keras graph writes this as a Transpose."""
+    """Convert pictures from channels last to channels first; the Keras graph writes this as a Transpose."""
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Transpose."""

@@ -16,7 +16,7 @@ from networks.blocks import (
 )
 from networks.scenes import CLASSES
 
-Settings = tuple[tuple[int, int, int, int], ...]  # factor of the expansion, channels, blocks, stride
+Settings = tuple[tuple[int, int, int, int], ...]  # expansion factor, channels, blocks, stride
 
 
 def inverted(before: int, after: int, factor: int, stride: int, kernel: int, act: nn.Module, gate: bool) -> nn.Module:
@@ -92,7 +92,7 @@ def stem(channels: int) -> list[nn.Module]:
 
 
 def resnet_18() -> nn.Module:
-    """ResNet-18 of half the width."""
+    """ResNet-18 with half the channels."""
     layers = [
         basic(before, after, stride)
         for before, after, stride in (
@@ -179,7 +179,7 @@ def densenet() -> nn.Module:
 
 
 def inception() -> nn.Module:
-    """Inception: branches whose outputs have different ranges, concatenated."""
+    """Inception: the outputs of several branches, which have different ranges, are concatenated."""
 
     def module(before: int, after: int) -> nn.Module:
         act, part = nn.ReLU(), after // 4
@@ -236,7 +236,7 @@ def shufflenet() -> nn.Module:
 
 
 def separable() -> nn.Module:
-    """Depthwise-separable network with plain ReLU, as MobileNetV1; ``with_outliers`` is applied after training."""
+    """Depthwise-separable network with ReLU, like MobileNetV1; ``with_outliers`` is applied after training."""
     layers: list[nn.Module] = [conv(3, 32, 3, 2, act=nn.ReLU())]
     for before, after, stride in ((32, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)):
         layers += [conv(before, before, 3, stride, before, nn.ReLU()), conv(before, after, 1, act=nn.ReLU())]
@@ -244,7 +244,7 @@ def separable() -> nn.Module:
 
 
 def with_outliers(model: nn.Module) -> None:
-    """Enlarge every 16th channel in front of each 1x1 convolution, whose weights shrink: the outputs stay the same."""
+    """Scale up every 16th channel before each 1x1 convolution, and scale down its weights; outputs stay the same."""
     for before, after in pairwise(
         block for block in model if isinstance(block[0] if isinstance(block, nn.Sequential) else block, nn.Conv2d)
     ):

@@ -17,7 +17,7 @@ def double(before: int, after: int, act: nn.Module | None = None) -> nn.Module:
 
 
 class Unet(nn.Module):
-    """UNet with transposed convolutions; the output has a score for the shape at every pixel."""
+    """UNet with transposed convolutions; the output is a score for every pixel: is it part of the shape?"""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Unet(nn.Module):
 
 
 def deeplab() -> nn.Module:
-    """DeepLab: dilated convolutions side by side, and a bilinear resize at the end."""
+    """DeepLab: parallel dilated convolutions, and a bilinear resize at the end."""
 
     def dilated(rate: int) -> nn.Module:
         layer = nn.Conv2d(96, 32, 3, padding=rate, dilation=rate, bias=False)
@@ -74,7 +74,7 @@ def super_resolution() -> nn.Module:
 
 
 class Matting(nn.Module):
-    """Portrait matting: a coarse branch and a fine branch of depthwise convolutions, one opacity map."""
+    """Portrait matting: a coarse and a fine branch of depthwise convolutions; the output is one opacity map."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Ssd(nn.Module):
 
 
 def regression() -> nn.Module:
-    """Four outputs of different ranges: the center in pixels, radius, brightness and contrast, class scores."""
+    """Four outputs of different ranges: the center in pixels; the radius; brightness and contrast; class scores."""
     body = stacked(
         [
             conv(3, 24, 5, 2, act=nn.ReLU()),

@@ -1,4 +1,4 @@
-"""Graphs written node by node: Keras-style layers, and NonMaxSuppression behind a detector."""
+"""Graphs written node by node: Keras-style layers, and NonMaxSuppression after a detector."""
 
 import numpy as np
 import onnx
@@ -38,7 +38,7 @@ class _Writer:
 
 
 def keras_dense(model: nn.Module) -> onnx.ModelProto:
-    """Write linear layers on rows as MatMul and Add, after a batch norm that became Mul and Add."""
+    """Write linear layers on rows as MatMul and Add; a batch norm before them is written as Mul and Add."""
     writer = _Writer()
     norm = model[0]
     gain = norm.weight / (norm.running_var + norm.eps).sqrt()
@@ -54,7 +54,7 @@ def keras_dense(model: nn.Module) -> onnx.ModelProto:
 
 
 def keras_pictures(model: nn.Module) -> onnx.ModelProto:
-    """Write a VGG-like network for pictures with channels last, with transposes where tf2onnx leaves them."""
+    """Write a VGG-like network for pictures with channels last, with transposes in the same places as tf2onnx."""
     writer = _Writer()
     x = writer.node("Transpose", "pictures", perm=[0, 3, 1, 2])
     layers = list(model)
@@ -79,7 +79,7 @@ def keras_pictures(model: nn.Module) -> onnx.ModelProto:
 
 
 def _channels_last(layer: nn.Linear) -> nn.Linear:
-    """Reorder the inputs of a linear layer behind a flattened (128, 4, 4) picture."""
+    """Reorder the inputs of a linear layer that reads a flattened (128, 4, 4) picture."""
     turned = nn.Linear(layer.in_features, layer.out_features)
     turned.weight.data = layer.weight.data.reshape(-1, 128, 4, 4).permute(0, 2, 3, 1).flatten(1)
     turned.bias.data = layer.bias.data
@@ -87,7 +87,7 @@ def _channels_last(layer: nn.Linear) -> nn.Linear:
 
 
 def with_suppression(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Append NonMaxSuppression: outputs are the chosen boxes, their scores and classes, as many as the data have."""
+    """Append NonMaxSuppression: the outputs are boxes, scores and classes, and their number depends on the data."""
     graph = model.graph
     corners, scores = (value.name for value in graph.output)
     constants = {

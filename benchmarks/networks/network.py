@@ -1,4 +1,4 @@
-"""A network with its data: how it is built, trained briefly, exported, fed, and which decisions its outputs stand for.
+"""A network with its data: functions that build, train and export it, generate inputs, and turn outputs into decisions.
 
 ``write`` trains once and keeps the ONNX file in a directory. Seeds are fixed: without training, the same call gives the
 same bytes.
@@ -29,7 +29,7 @@ CALIBRATION_SAMPLES = 32
 CALIBRATION_SEED, HELD_OUT_SEED, TRAINING_SEED = 1, 2, 3
 TRAINING_BATCH = 16
 MAX_RATES = {"cnn": 8e-3, "transformer": 1.5e-3, "recurrent": 6e-3, "mlp": 3e-3}
-SHARED_EPOCHS_SAMPLES = 1024  # training samples that are generated; they repeat
+SHARED_EPOCHS_SAMPLES = 1024  # number of generated training samples; training repeats them
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Export:
 
     Attributes:
         opset: opset of the file.
-        dynamo: whether torch's newer exporter writes it.
-        dynamic: whether the batch size is free.
-        folds_norms: whether batch norms are folded into convolutions where the exporter can do it.
-        finish: changes the exported graph.
-        writer: writes the whole graph instead of torch.
+        dynamo: whether torch's newer exporter writes the file.
+        dynamic: whether the batch size is dynamic.
+        folds_norms: whether the exporter folds batch norms into convolutions where it can.
+        finish: function that changes the exported graph.
+        writer: function that writes the whole graph, instead of torch's exporter.
     """
 
     opset: int = 17
@@ -58,19 +58,19 @@ class Network:
     """A network, its data and its task.
 
     Attributes:
-        build: creates the model with initial weights.
+        build: function that creates the model with initial weights.
         data: function of a number of samples and a seed that returns inputs and targets.
-        loss: training loss of the outputs and the targets.
+        loss: function of the outputs and the targets that returns the training loss.
         kind: cnn, transformer, recurrent or mlp.
-        decide: turns the outputs of a run into decisions, which the zoo's ``agreement`` compares; None if the outputs
-            are values, not decisions.
+        decide: function that turns the outputs of a run into decisions, which ``zoo.agreement`` compares; None if the
+            outputs are values, not decisions.
         export: export options.
         steps: training steps.
-        rate: largest learning rate; None for that of its kind.
+        rate: largest learning rate; None for the default of the kind.
         batch: samples per run in calibration and evaluation.
         held_out: number of held-out samples.
-        after_training: changes the trained model without changing its function.
-        training_data: data of other shapes for training, if the model accepts several.
+        after_training: function that changes the trained model, but not what it computes.
+        training_data: training data of other shapes, if the model accepts several shapes.
     """
 
     build: Callable[[], nn.Module]
@@ -100,11 +100,11 @@ class Network:
         return [{name: array[i : i + self.batch] for name, array in inputs.items()} for i in parts]
 
     def make(self, steps: int | None = None) -> nn.Module:
-        """Build and train the model on one thread; it is in evaluation mode."""
+        """Build and train the model on one thread, and return it in evaluation mode."""
         torch.manual_seed(0)
         model = self.build()
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # sums of several threads vary in their last bits
+        torch.set_num_threads(1)  # with several threads, the last bits of sums vary
         train(self, model, self.steps if steps is None else steps)
         torch.set_num_threads(threads)
         model.eval()

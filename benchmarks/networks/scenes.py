@@ -1,4 +1,4 @@
-"""Generated pictures of shapes with labels, masks, boxes and measures: one world for every task on pictures.
+"""Generated pictures of shapes with labels, masks, boxes and measures, for all networks on pictures.
 
 A picture has a background of slowly varying color, soft blobs that belong to no class, one shape in front, and noise.
 The shape is a disc, a square, a triangle, a ring or a cross, plain or striped: ten classes.
@@ -76,7 +76,7 @@ def _draw(rng: np.random.Generator, rows: Array, columns: Array) -> tuple[Array,
 
 
 def _distance(shape: int, u: Array, v: Array) -> Array:
-    """Distance from the outline of a shape of radius 1, negative inside."""
+    """Return the distance from the outline of a shape of radius 1; it is negative inside."""
     across, along = np.abs(u), np.abs(v)
     if shape == 0:
         return np.hypot(u, v) - 1

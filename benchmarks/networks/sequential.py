@@ -12,7 +12,7 @@ SENSORS, COLUMNS = 6, 40
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer of the given kind, and a classifier on its last output or on the mean of all."""
+    """A recurrent layer, and a classifier on its last output or on the mean of its outputs."""
 
     def __init__(self, kind: type[nn.RNNBase], hidden: int, layers: int, bidirectional: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def audio() -> nn.Module:
 
 
 class Causal(nn.Module):
-    """Causal 1-D convolution with a dilation: pads only in front."""
+    """Causal 1-D convolution with a dilation: it pads only the start."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def tcn() -> nn.Module:
 
 
 class Speech(nn.Module):
-    """A speech encoder: strided convolutions on raw sound, a transformer, a class for each step."""
+    """A speech encoder: strided convolutions on raw sound, then a transformer; the output is a class for each step."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Speech(nn.Module):
 
 
 class Table(nn.Module):
-    """A recommender: embeddings of categories beside numbers of different ranges, then linear layers."""
+    """A recommender: linear layers on embeddings of categories and on numbers of different ranges."""
 
     def __init__(self) -> None:
         super().__init__()

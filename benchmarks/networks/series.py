@@ -25,7 +25,7 @@ def sounds(count: int, samples: int, seed: int) -> tuple[Array, Labels]:
         kinds = (
             np.sin,
             lambda p: np.tanh(4 * np.sin(p)),
-            lambda p: np.sin(p) * (0.5 + 0.5 * np.sin(2 * np.pi * rate * time)),  # noqa: B023 - called in this turn
+            lambda p: np.sin(p) * (0.5 + 0.5 * np.sin(2 * np.pi * rate * time)),  # noqa: B023 - called in the same iteration
             lambda p: np.sin(p + 8 * np.sin(2 * np.pi * rate * time)),  # noqa: B023
             lambda p: np.sin(p * (1 + time)),
             lambda p: np.sin(p * (1.5 - 0.5 * time / time[-1])),
@@ -55,7 +55,7 @@ def motions(count: int, steps: int, seed: int) -> tuple[Array, Labels]:
 def texts(count: int, tokens: int, seed: int) -> tuple[Labels, Labels, Labels]:
     """Generate tokens of shape (count, tokens), their mask, and the topic of each text; 0 pads short texts.
 
-    A topic prefers some words; half of the words follow from the word before.
+    A topic prefers some words. Half of the words are determined by the previous word.
     """
     world = np.random.default_rng(13)
     follows = world.integers(1, WORDS, WORDS)

@@ -219,8 +219,8 @@ def _nncf_attempts(**options: Any) -> tuple[Attempt, ...]:
     )
 
 
-# The tools of ``onnx_unseen``. Weights of reduced range run on every CPU without saturation, as those of the default
-# target do; tools of full range are compared with the target for CPUs with VNNI.
+# The tools of ``onnx_unseen``. Weights of reduced range run on every CPU without saturation, like those of detent's
+# default target. Tools with weights of full range are compared with the target for CPUs with VNNI.
 UNSEEN_TOOLS: Mapping[str, FileQuantizer] = MappingProxyType(
     {
         "detent": TOOLS["detent"],
