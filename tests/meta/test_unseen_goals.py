@@ -96,3 +96,9 @@ def test_outputs_of_other_lengths_are_left_out_of_sqnr(worker):
     result = worker._quality(None, plain, quantized)
     assert result["skipped_runs"] == 1
     assert result["sqnr_db"] == pytest.approx(20.0, abs=0.01)
+
+
+def test_missing_decisions_count_as_different(worker):
+    plain, quantized = [[np.array([1.0, 2.0])]], [[np.array([1.0])]]
+    result = worker._quality(lambda outputs: outputs[0].astype(int), plain, quantized)
+    assert result["agreement"] == 0.5
