@@ -62,7 +62,7 @@ def write_data(path, samples=24, seed=0):
 
 
 def environment(path=None, **more):
-    """The environment without settings of colors and columns; `path` precedes all other module paths."""
+    """Return the environment without settings for colors and columns; `path` comes first in the module search path."""
     environ = {name: value for name, value in os.environ.items() if name not in {"FORCE_COLOR", "COLUMNS", "NO_COLOR"}}
     if path is not None:
         environ["PYTHONPATH"] = os.pathsep.join([str(path), environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -92,5 +92,5 @@ def started(*arguments, cwd=None, **more):
 
 
 def take_interrupts():
-    """Handle Ctrl-C again: shells make background jobs ignore it, and children inherit that."""
+    """Turn on Ctrl-C again: shells turn it off for background jobs, and child processes inherit this."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -24,7 +24,7 @@ COMMANDS = ["demo", "quantize", "verify", "inspect", "compare", "sensitivity", "
 
 
 def run(monkeypatch, capsys, folder, *arguments):
-    """Run a command in this process, which is quicker; return exit code, stdout and stderr."""
+    """Run a command in this process, because that is faster; return exit code, stdout and stderr."""
     monkeypatch.chdir(folder)
     code = main([str(each) for each in arguments])
     return code, *capsys.readouterr()
@@ -108,7 +108,9 @@ def test_verify_without_data_replays(shop):
     ids=["met", "sqnr", "agreement"],
 )
 def test_verify_with_limits(shop, limit, complaint, tmp_path, monkeypatch, capsys):
-    x = np.random.default_rng(1).normal(size=(200, 8, 1, 1)).repeat(8, axis=2).repeat(8, axis=3)  # of many classes
+    x = (
+        np.random.default_rng(1).normal(size=(200, 8, 1, 1)).repeat(8, axis=2).repeat(8, axis=3)
+    )  # samples of many classes
     np.savez(tmp_path / "data.npz", x=x.astype(np.float32))
     result = qo.quantize(shop / "model.onnx", tmp_path / "q.onnx", tmp_path / "data.npz", recipe="w2a8", progress=False)
     arguments = ["verify", "model.onnx", result.output, "-d", tmp_path / "data.npz", *limit]
@@ -474,7 +476,7 @@ def test_doctor():
 
 
 def test_doctor_tells_of_all_operations(monkeypatch, capsys, tmp_path):
-    with dt.use_kernels("reference"):  # then there is something to see without --all
+    with dt.use_kernels("reference"):  # with reference kernels, the table is printed without --all
         _, table, _ = run(monkeypatch, capsys, tmp_path, "doctor")
     _, everything, _ = run(monkeypatch, capsys, tmp_path, "doctor", "--all")
     for text in (table, everything):

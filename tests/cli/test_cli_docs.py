@@ -22,7 +22,7 @@ def test_every_command_is_shown(root):
 
 def test_shell_lines_run(root, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_model("model.onnx", hidden=256)  # matrices, whose bits a mix can choose
+    write_model("model.onnx", hidden=256)  # hidden layers, whose weights may have 4 bits
     write_data("calibration.npz")
     for line in lines(root):
         program, *arguments = shlex.split(line)

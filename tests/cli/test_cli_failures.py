@@ -1,4 +1,4 @@
-"""Failures outside of the input: a missing extra, a read-only directory, a full disk, Ctrl-C."""
+"""Failures that the input does not cause: a missing package, a read-only directory, a full disk, Ctrl-C."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def without(folder, *modules):
     return folder
 
 
-# A missing extra
+# A missing package
 
 
 @pytest.mark.parametrize("module", ["typer", "rich"])
@@ -144,7 +144,7 @@ def test_interrupt_of_a_dry_run(long_job, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# Errors for machines
+# Errors as JSON
 
 
 @pytest.mark.parametrize(

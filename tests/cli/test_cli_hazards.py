@@ -1,4 +1,4 @@
-"""Hazards: foreign code, overwritten files, wasted work, and names that control a terminal."""
+"""Hazards: code in the current directory, overwritten files, wasted work, and names that control a terminal."""
 
 import json
 import re
@@ -33,7 +33,7 @@ from .cli_cases import TIMEOUT, started, write_model
 
 @pytest.fixture
 def inside(shop, monkeypatch):
-    """The shop as the current directory; the test must leave no new file in it."""
+    """Make the shop the current directory; the test must not leave a new file in it."""
     monkeypatch.chdir(shop)
     before = {path.name: path.read_bytes() for path in shop.iterdir()}
     yield shop
@@ -69,10 +69,10 @@ def test_interrupted_dry_run_leaves_no_directory(shop, tmp_path):
     end = time.monotonic() + TIMEOUT
     while not any(path.is_dir() for path in tmp_path.iterdir()) and time.monotonic() < end:
         time.sleep(0.002)
-    running.send_signal(signal.SIGINT)  # to the parent only, as a supervisor does
+    running.send_signal(signal.SIGINT)  # only to the parent process, as a supervisor does
     running.communicate(timeout=TIMEOUT)
     assert running.returncode == 130
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # ONNX Runtime leaves a file of its own
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # not all files: ONNX Runtime leaves one
 
 
 # Files

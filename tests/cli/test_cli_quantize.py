@@ -172,7 +172,7 @@ def test_weights_alone_get_no_hint_of_targets(desk, monkeypatch, capsys):
 
 
 def test_limits_look_at_the_worst_output(desk, monkeypatch, capsys):
-    """Two outputs: the second is the first minus its mean over samples, so its SQNR is lower."""
+    """The second output is the first minus the mean over samples, so the second has the lower SQNR."""
     monkeypatch.chdir(desk)
     model = onnx.load("model.onnx")
     mean = make_session(model).run(None, dict(np.load("few.npz")))[0].mean(axis=0)

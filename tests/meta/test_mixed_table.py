@@ -96,7 +96,7 @@ def test_a_lost_width_is_not_set_in_bold(render):
 
 @pytest.fixture
 def make_comparison(monkeypatch, tmp_path):
-    """A comparison whose file sizes are a function of the mix, and whose searches return a given mix."""
+    """Return a comparison whose file sizes depend on the allocation, and whose searches return a given allocation."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("mixed_precision")
     options = {"int4/axis0": (0.1, 50), "int8/axis0": (0.01, 90)}
@@ -129,7 +129,7 @@ def test_no_mix_fits_where_the_smallest_file_is_too_large(make_comparison):
 
 
 def test_the_chosen_mix_is_taken_where_no_refined_one_fits(make_comparison):
-    """Mixed files are too large here and the search finds no other, so even the smallest budget does not help."""
+    """Files of mixed precision are too large here, and the search finds no others, even with the smallest budget."""
     comparison, directory = make_comparison(lambda kinds: 1000 if len(set(kinds)) > 1 else 400, MIXED)
     mix = comparison.fitting(500, 180, directory)
     assert dict(mix.options) == {"a": "int8/axis0", "b": "int8/axis0"}

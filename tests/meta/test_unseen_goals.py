@@ -1,4 +1,4 @@
-"""The benchmark on unseen models says which goals a file fails, and why."""
+"""The benchmark on unseen models reports which goals a file does not meet, and why."""
 
 import importlib
 

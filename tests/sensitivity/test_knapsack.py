@@ -1,4 +1,4 @@
-"""The choice within a budget is exact: it equals that of an exhaustive search."""
+"""The choice within a budget is exact: it equals the choice of an exhaustive search."""
 
 import itertools
 
@@ -66,7 +66,7 @@ def test_noise_of_many_decades_is_added_up_without_loss(keep_float, data):
 
 
 def ordinary(rng, keep_float):
-    """Realistic layers at 2 to 16 bits: 6 dB per bit, with very different noise."""
+    """Return realistic layers at 2 to 16 bits: 6 dB per bit, and very different noise."""
     layers = []
     for _ in range(rng.integers(8, 26)):
         count, loudness = int(rng.integers(100, 10**6)), 10 ** rng.uniform(-6, 1)

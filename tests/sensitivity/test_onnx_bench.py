@@ -1,4 +1,4 @@
-"""Sensitivity of ONNX models: the measured noise is that of quantizing one layer, and mixes are applied as chosen."""
+"""Sensitivity of ONNX models: the noise is that of quantizing one layer, and allocations are applied as chosen."""
 
 import subprocess
 import sys
@@ -132,7 +132,7 @@ OBSERVERS = ["minmax", "mse", "percentile(1, 99)", "entropy"]
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_inputs_have_the_range_of_the_rules_observer(network, data, observer):
     recipe = dt.Recipe([dt.Rule(weight="int8/axis0", input="uint8/tensor/affine", observer=observer)])
-    skip = NAMES[1:]  # the first layer reads the model's input, so that the mix of one layer equals that layer alone
+    skip = NAMES[1:]  # the first layer reads the model's input, whose range does not depend on other layers
     sensitivity = qs.measure(network, data, recipe, skip=skip, progress=False)
     mix = qs.run_mix(network, data, sensitivity.choose(10**6))
     assert mix.measured_sqnr_db == pytest.approx(mix.predicted_sqnr_db, abs=0.1)
@@ -377,7 +377,7 @@ def test_refining_is_at_least_as_good_as_its_starts(network, data):
 
 def test_refining_has_runs_for_all_its_starts(network, data):
     sensitivity = qs.measure(network, data, widths=(2, 3, 4, 6), storage="packed", progress=False)
-    budget = sensitivity.uniform("int4/axis0").nbytes  # three uniform mixes fit, and the chosen one
+    budget = sensitivity.uniform("int4/axis0").nbytes  # three uniform allocations fit, and the chosen one
     with pytest.raises(SpecError, match=r"runs=3 .* runs>=4"):
         qs.refine(network, data, sensitivity, budget, runs=3, progress=False)
     best = qs.refine(network, data, sensitivity, budget, runs=4, progress=False)
@@ -487,7 +487,7 @@ def vectors(count=3, length=64):
 
 def test_decisions_measure_the_parameters_of_the_file(tmp_path):
     model, feeds = two_products(), vectors()
-    options = {"observer": "percentile(5, 95)", "keep_float": "none"}  # clips much, as a min-max range does not
+    options = {"observer": "percentile(5, 95)", "keep_float": "none"}  # clips far more than min-max
     report = qo.quantize(model, tmp_path / "q.onnx", feeds, smooth=False, progress=False, **options)
     by_file = qs.measure(model, feeds, report.decisions, samples=1000, progress=False)
     by_range = qs.measure(model, feeds, "w8a8", samples=1000, progress=False)

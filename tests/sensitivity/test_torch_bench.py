@@ -1,4 +1,4 @@
-"""Sensitivity of PyTorch modules: that of ``qt.prepare``, and close to that of their ONNX export."""
+"""Sensitivity of PyTorch modules: equal to the noise of ``qt.prepare``, and close to the sensitivity in ONNX."""
 
 import warnings
 
@@ -151,7 +151,7 @@ def test_module_and_export_agree(model, data, export):
     assert [layer.elements for layer in ours.layers] == [layer.elements for layer in theirs.layers]
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         assert mine.nbytes == other.nbytes
-        for option in ours.options:  # below 8 bits the file has MSE-optimal ranges
+        for option in ours.options:  # below 8 bits, the ranges in the file are MSE-optimal
             near = 4 if option == "int4/axis0" else 0.5
             assert qs.sqnr_of(mine.noise[option]) == pytest.approx(qs.sqnr_of(other.noise[option]), abs=near)
 
