@@ -1,8 +1,9 @@
-"""Files of the repository as pages of the site: a hook of MkDocs.
+"""MkDocs hook that makes files of the repository pages of the site.
 
 Pages link to files outside docs/, such as `../CHANGELOG.md` or `../examples/x.py`, and such links must work in the
-repository and on the site. The hook adds these files to the site and rewrites the links: README, CONTRIBUTING,
-CHANGELOG and SECURITY become pages, sources pages of code, directories lists of their files; other files are copied.
+repository and on the site. The hook adds these files to the site and rewrites the links. README, CONTRIBUTING,
+CHANGELOG and SECURITY become pages. A source file becomes a page that shows its code, and a directory becomes a list of
+its files. Other files are copied.
 """
 
 import posixpath
