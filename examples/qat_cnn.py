@@ -1,7 +1,7 @@
-"""Train a convolutional network with 4-bit weights and activations (QAT), compared with float and with PTQ.
+"""Train a convolutional network with 4-bit weights and activations (QAT), and compare it with float and with PTQ.
 
 Quantizing the trained float network (PTQ) costs accuracy; quantization-aware training recovers it. Convolutions are
-quantized with their batch norm folded in, as they are exported. For a fair comparison, the float network is trained for
+quantized as they are exported, with their batch norm folded in. For a fair comparison, the float network is trained for
 the same number of additional steps.
 """
 
@@ -77,7 +77,7 @@ def main() -> None:
 
     print(f"\naccuracy in float     {float_accuracy:.1%}")
     print(f"quantized by PTQ      {ptq_accuracy:.1%}")
-    print(f"quantized by QAT      {qat_accuracy:.1%}, {frozen_accuracy:.1%} when frozen")
+    print(f"quantized by QAT      {qat_accuracy:.1%}, {frozen_accuracy:.1%} after qt.freeze")
     print(f"weights: {plan.nbytes_before:,} bytes in float, {nbytes:,} bytes packed, including scales")
     assert ptq_accuracy + 0.01 < qat_accuracy
     assert float_accuracy - 0.03 < qat_accuracy

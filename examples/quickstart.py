@@ -1,6 +1,6 @@
-"""Compare quantization formats on one weight matrix, compute gradients, save and load. `make demo` runs this script.
+"""Compare quantization formats on one weight matrix, compute gradients, save and load.
 
-It also asserts that fake quantization equals quantize and dequantize bit for bit. `make bench` measures speed.
+The script also asserts that fake quantization equals quantize followed by dequantize, bit for bit.
 """
 
 import tempfile

@@ -1,7 +1,8 @@
 """Quantization-aware training (QAT) in plain NumPy: a small network with 3-bit weights and 8-bit activations.
 
-Weight scales are learned (LSQ), the activation has an EMA range. The script compares the float network, the float
-network quantized after training (PTQ), and the network trained with quantization (QAT) on held-out data.
+Weight scales are learned (LSQ); the hidden activation has an EMA range. The script compares three networks on held-out
+data: the float network, the float network quantized after training (PTQ), and the network trained with quantization
+(QAT).
 """
 
 from dataclasses import dataclass, field

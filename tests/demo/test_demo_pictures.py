@@ -50,7 +50,7 @@ def test_source_and_licence_are_beside_the_data():
 
 def test_a_damaged_file_is_named(monkeypatch):
     monkeypatch.setattr(network, "FILE", "digits/README.md")
-    with pytest.raises(dt.FileFormatError, match=r"cannot read detent/demo/digits/README.md, reinstall detent"):
+    with pytest.raises(dt.FileFormatError, match=r"cannot read detent/demo/digits/README.md .*: reinstall detent"):
         read_digits()
 
 

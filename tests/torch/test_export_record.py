@@ -43,7 +43,7 @@ def test_examples_survive():
 
 def test_shapes_that_json_cannot_represent_are_a_problem():
     record = ExportRecord.of((torch.ones(2, 4),), 21, None, ({0: object()},))
-    assert "does not record its dynamic_shapes" in record.problem
+    assert "does not record dynamic_shapes" in record.problem
 
 
 HOSTILE = {

@@ -90,7 +90,7 @@ def test_health_plots_a_metric_and_marks_warnings_and_missing_data():
     ax = RecordingAxes()
     qt.health(calibrated()).plot("drift", ax=ax)
     assert [args for args, _ in ax.calls_of("text")] == [(0, row, " no data") for row in range(4)]
-    assert ax.calls_of("set_xlabel") == [(("scale over the first scale",), {})]
+    assert ax.calls_of("set_xlabel") == [(("current scale / first scale",), {})]
 
 
 def test_an_unknown_metric_is_rejected():

@@ -206,7 +206,7 @@ def test_a_recomputed_forward_is_not_watched():
 
 def test_freezing_is_final():
     model = qt.freeze(calibrated(conv_bn(), x=torch.randn(2, 1, 6, 6)))
-    with pytest.raises(dt.StateError, match="the model is frozen, which is final"), qt.calibrating(model):
+    with pytest.raises(dt.StateError, match="a frozen model cannot be calibrated"), qt.calibrating(model):
         pass
     with pytest.warns(UserWarning, match="no longer train"):
         model.train()(torch.randn(2, 1, 6, 6))
@@ -215,7 +215,7 @@ def test_freezing_is_final():
 def test_a_weight_pruned_after_prepare_is_reported():
     model = calibrated(mlp())
     prune.l1_unstructured(model[0], "weight", 0.5)
-    with pytest.raises(dt.StateError, match=r"0\.weight was a parameter"):
+    with pytest.raises(dt.StateError, match=r"0\.weight is not a parameter any more"):
         qt.quantized_state(model)
 
 
@@ -240,7 +240,7 @@ def test_tied_weights_have_one_mode():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     rules = [dt.Rule(weight="int4/axis0"), dt.Rule("1", mode="learned")]
-    with pytest.raises(dt.SpecError, match="are one parameter"):
+    with pytest.raises(dt.SpecError, match="are the same parameter"):
         qt.plan(model, dt.Recipe(rules))
 
 

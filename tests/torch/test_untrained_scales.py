@@ -49,7 +49,7 @@ def test_an_optimizer_made_before_prepare(make):
     learned(net)
     backward(net)
     with pytest.warns(
-        UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift': construct the optimizer"
+        UserWarning, match=r"6 learned scales .* '0\.weight_quantizer\.scale_shift'\)\. Construct the optimizer"
     ):
         optimizer.step()
     optimizer.zero_grad()

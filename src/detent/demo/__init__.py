@@ -1,6 +1,6 @@
 """Demo: train a small network on digits, quantize it in several ways, export and verify it, in about a minute.
 
-``import detent.demo`` is light; ``run`` imports PyTorch, ONNX and ONNX Runtime.
+``import detent.demo`` is fast, because only ``run`` imports PyTorch, ONNX and ONNX Runtime.
 """
 
 from detent.demo.result import DemoResult, DemoRow

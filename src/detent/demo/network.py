@@ -1,8 +1,8 @@
 """Network and data of the demo: digits, the network, and the training loop for float and quantized networks.
 
-The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8 pixels. With
-45,434 parameters it trains in seconds, and is deep and narrow enough to lose accuracy with 2-bit weights. The digits
-are part of the package; their source and license are in ``digits/README.md``.
+The network has convolutions with batch norm, two depthwise blocks and a classifier, for images of 8 x 8 pixels. It has
+45,434 parameters and trains in seconds. It is so deep and narrow that 2-bit weights reduce its accuracy. The images of
+digits are part of the package; their source and license are in ``digits/README.md``.
 """
 
 import io
@@ -47,22 +47,22 @@ class Pictures:
         return len(self.labels)
 
     def first(self, count: int) -> "Pictures":
-        """Return the first images and labels."""
+        """Return the first ``count`` images and labels."""
         return Pictures(self.images[:count], self.labels[:count])
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """Return the images in batches; the last may be smaller."""
+        """Return the images in batches; the last batch may be smaller."""
         return [self.images[i : i + size] for i in range(0, len(self), size)]
 
 
 def read_digits() -> tuple[Pictures, Pictures]:
-    """Return the training images and the test images, 50 per class."""
+    """Return the training images and the test images; each class has 50 test images."""
     try:
         with np.load(io.BytesIO(files("detent.demo").joinpath(FILE).read_bytes()), allow_pickle=False) as stored:
             images, labels, test = (np.asarray(stored[name]) for name in ("images", "labels", "test"))
         return _part(images, labels, ~test), _part(images, labels, test)
     except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
-        raise FileFormatError(f"cannot read detent/demo/{FILE}, reinstall detent: {error}") from error
+        raise FileFormatError(f"cannot read detent/demo/{FILE} ({error}): reinstall detent") from error
 
 
 def _part(images: NDArray[Any], labels: NDArray[Any], chosen: NDArray[Any]) -> Pictures:
@@ -72,7 +72,7 @@ def _part(images: NDArray[Any], labels: NDArray[Any], chosen: NDArray[Any]) -> P
 
 @contextmanager
 def repeatable(seed: int) -> Iterator[None]:
-    """Set PyTorch up for reproducible numbers: one thread, deterministic algorithms, float32 on the CPU, the seed."""
+    """Make PyTorch reproducible: one thread, deterministic algorithms, float32 on the CPU, and a fixed seed."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
@@ -86,10 +86,11 @@ def repeatable(seed: int) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
         torch.set_num_threads(1)
-        set_num_threads(1)  # for speed only
+        set_num_threads(1)  # for speed; results do not change
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(True)
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices, which fork_rng skips here
+        # torch.manual_seed would seed all devices, but this fork_rng restores only the CPU
+        torch.default_generator.manual_seed(seed)
         yield
 
 
@@ -126,7 +127,7 @@ WEIGHT_DECAY, LABEL_SMOOTHING = 0.05, 0.1  # strong regularization, since there 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run with AdamW and a cosine schedule to zero."""
+    """A training run with AdamW and a learning rate that falls to zero on a cosine schedule."""
 
     pictures: Pictures
     epochs: int
@@ -135,7 +136,7 @@ class TrainingRun:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps; an epoch's last, incomplete batch is skipped."""
+        """Number of optimizer steps; the incomplete last batch of an epoch is skipped."""
         return self.epochs * (len(self.pictures) // BATCH)
 
     def train(self, model: nn.Sequential, after_step: Callable[[], object]) -> nn.Sequential:
@@ -153,7 +154,7 @@ class TrainingRun:
         return model.eval()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images with random contrast and noise, and labels; the same for all networks."""
+        """Yield batches of images, with random contrast and noise, and labels; all networks get the same batches."""
         numbers = torch.Generator().manual_seed(self.seed)
         images, labels = torch.from_numpy(self.pictures.images), torch.from_numpy(self.pictures.labels)
         for _ in range(self.epochs):

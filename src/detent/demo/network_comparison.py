@@ -1,4 +1,4 @@
-"""Comparison of one float network with its quantized versions, all trained for the same epochs on the same images.
+"""Comparison of a float network with its quantized versions, all trained for the same number of epochs.
 
 ::
 
@@ -6,8 +6,8 @@
                                |                         +--> PTQ   calibrated, not trained
                                +-- more epochs, quantized --> QAT   scales learned with the weights
 
-Each is exported, run in ONNX Runtime and verified. The float network is exported too, with its batch norms folded, so
-that it has the same tensor names as the quantized files. Files are written at the end.
+Each quantized network is exported, run in ONNX Runtime and verified. The float network is exported with its batch norms
+folded, so that its file has the same tensor names as the quantized files. Output files are written at the end.
 """
 
 import copy
@@ -44,9 +44,9 @@ __all__ = ["Budget", "DemoFiles", "export_float", "run_comparison", "without_nor
 OPSET = 21
 REPORT, CALIBRATION = "demo-report.html", "demo-calibration.npz"
 REPORT_BATCH = 100  # images per batch for the report's metrics
-ABOUT_SQNR = "logits compared with float; QAT changes the weights, so its accuracy matters, not its SQNR"
+ABOUT_SQNR = "logits compared with the float network; QAT changes the weights, so compare QAT by accuracy, not by SQNR"
 NO_BREAK_SPACE = "\u00a0"
-CALIBRATION_IMAGES = 256  # that are written for later use
+CALIBRATION_IMAGES = 256  # images that are written for later use
 FIRST_LEARNING_RATE, LAST_LEARNING_RATE = 3e-3, 1e-3
 VERIFY_BATCH = 100  # images per batch
 REPORTED = "W4 QAT"  # the row whose file is written and whose layers are in the report
@@ -72,10 +72,10 @@ def without_norms(model: nn.Sequential) -> nn.Sequential:
 
 
 def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
-    """Export a float model to ONNX with the cleanup of quantized exports, so that file sizes are comparable."""
+    """Export a float model to ONNX, cleaned up like quantized models, so that file sizes are comparable."""
     shapes = ({0: torch.export.Dim.AUTO},)
     proto, _ = run_exporter(without_norms(model), ((example,), {}), OPSET, shapes, ["output"])
-    version: str = import_module("detent").__version__  # by name, because of the import layers
+    version: str = import_module("detent").__version__  # imported by name, because of the import layers
     save(load(export_graph.finalize(export_graph.clean(proto), version)), path)
     return path
 
@@ -84,7 +84,7 @@ def export_float(model: nn.Sequential, example: Tensor, path: Path) -> Path:
 class DemoFiles:
     """Inputs of ``write_files``."""
 
-    scratch: Path  # directory of the exported files
+    scratch: Path  # temporary directory with the exported files
     directory: Path  # output directory
     train: Pictures
     test: Pictures
@@ -119,7 +119,7 @@ def _build_report(files: DemoFiles, result: DemoResult) -> qr.Report:
     artifact = files.scratch / files.names[1]
     source = artifact.with_name(f"{artifact.stem}-in-float.onnx")
     table = qr.Table(
-        "Accuracy, size and verification: float, quantized after training (PTQ), trained quantized (QAT)",
+        "Accuracy, size and verification: float, quantized after training (PTQ), trained with quantization (QAT)",
         ("network", *COLUMNS[1:]),
         tuple(tuple(cell.replace(" ", NO_BREAK_SPACE) for cell in row.cells()) for row in result.rows),
     )
@@ -169,7 +169,7 @@ class _Setup:
 
     @property
     def last_epochs(self) -> TrainingRun:
-        """The last epochs, in float or quantized."""
+        """The last epochs, which train in float or with quantization."""
         return TrainingRun(self.train, self.budget.more_epochs, LAST_LEARNING_RATE, 2 * self.seed + 1)
 
     def levels(self, label: str) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ class _Setup:
         return {
             "network": f"{parameters:,} parameters: convolutions, depthwise blocks, two linear layers",
             "data": f"handwritten digits, {len(self.train):,} training and {len(self.test):,} test images",
-            "training": f"{self.budget.epochs} epochs in float, {self.budget.more_epochs} more in float or quantized",
+            "training": f"{self.budget.epochs} epochs in float, {self.budget.more_epochs} more in float or as QAT",
             "seed": str(self.seed),
         }
 
@@ -187,7 +187,7 @@ class _Setup:
 def run_comparison(
     directory: Path, seed: int, *, quick: bool, say: Say | None, progress: Progress | None
 ) -> DemoResult:
-    """Run the demo; the arguments are checked already."""
+    """Run the demo with arguments that are already checked."""
     budget = Budget.quick() if quick else Budget()
     train, test = read_digits()
     setup = _Setup(train.first(budget.train or len(train)), test.first(budget.test or len(test)), budget, seed, quick)
@@ -206,7 +206,7 @@ class _ProgressBar:
 
 
 class _Comparison:
-    """The state of one run."""
+    """The state of one run of the demo."""
 
     def __init__(self, setup: _Setup, scratch: Path, say: Say | None, progress: Progress | None) -> None:
         self.setup, self.train, self.test, self.scratch = setup, setup.train, setup.test, scratch
@@ -256,7 +256,8 @@ class _Comparison:
         bar = _ProgressBar(self.progress, label, self.setup.last_epochs.steps + STEPS_AFTER_TRAINING)
         model = calibrated(copy.deepcopy(base), Recipe.preset(f"w{bits}a8", mode=Learned()), self.train)
         self.setup.last_epochs.train(model, bar.step)
-        if label == REPORTED and not self.setup.quick:  # the report compares layers with the QAT weights in float
+        if label == REPORTED and not self.setup.quick:
+            # the report compares layers with the layers of a float model that has the QAT weights
             in_float = copy.deepcopy(model)
             qt.unprepare(in_float)
             export_float(in_float, self.example, self.scratch / _file_name(f"{label}-in-float"))

@@ -1,4 +1,4 @@
-"""DemoResult: results of the demo as a value, a table and JSON."""
+"""DemoResult: the results of the demo, as an object, a table and JSON."""
 
 import json
 from collections.abc import Mapping
@@ -14,16 +14,18 @@ from detent.verification import VerifyReport
 __all__ = ["COLUMNS", "DemoResult", "DemoRow"]
 
 COLUMNS = ("", "PyTorch", "ONNX Runtime", "same class", "bytes", "ratio", "SQNR", "codes differ")
-WIDTH = 80  # columns of the notes
+WIDTH = 80  # characters per line of the notes
 NOTES = (
-    "W8, W4 and W2: bits of the weights; inputs have 8. At 4 and 2 bits the first and last layer have 8-bit weights.",
-    "Accuracy is measured on test images that are not used for training. SQNR compares the logits with float.",
-    "PTQ quantizes the trained float network. QAT trains the last epochs quantized, as many as float trains. That "
-    "changes the weights, so for QAT look at the accuracy, not at the SQNR.",
-    "Codes: those of all weights, and those of all activations, given the same input in PyTorch and ONNX Runtime. "
+    "W8, W4 and W2 have weights of 8, 4 and 2 bits; layer inputs have 8 bits. In W4 and W2, the first and the last "
+    "layer have 8-bit weights.",
+    "Accuracy is measured on test images that are not used for training. SQNR compares the logits with those of the "
+    "float network.",
+    "PTQ quantizes the trained float network. QAT trains the last epochs with quantization. All networks train for the "
+    "same number of epochs. QAT changes the weights, so compare QAT by accuracy, not by SQNR.",
+    "Codes are compared for all weights, and for all activations on the same input in PyTorch and ONNX Runtime. "
     "Accumulation orders differ, so logits differ slightly.",
 )
-TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integers before opset 25."
+TWO_BITS = "W2 is stored in 4 bits: ONNX has no smaller integer type before opset 25."
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,17 @@ class DemoRow:
     """One network of the demo, before or after quantization.
 
     Attributes:
-        label: "float", or bits of the weights and method, such as "W4 QAT".
-        recipe: name of the preset; None for float.
-        accuracy_torch, accuracy_onnxruntime: shares of test images classified correctly.
+        label: "float", or the bits of the weights and the method, such as "W4 QAT".
+        recipe: name of the preset; None for the float network.
+        accuracy_torch: share of test images that PyTorch classifies correctly.
+        accuracy_onnxruntime: share of test images that ONNX Runtime classifies correctly.
         samples: number of test images.
-        equal_predictions: images for which PyTorch and ONNX Runtime predict the same class.
-        nbytes, nbytes_float: sizes of this ONNX file and of the float network's file.
-        sqnr_db: SQNR of the logits in ONNX Runtime compared with the float network; None for float itself.
-        compared_codes, differing_codes: numbers of codes from level 1 of ``dt.verify``.
+        equal_predictions: number of test images for which PyTorch and ONNX Runtime predict the same class.
+        nbytes: size of the ONNX file of this network.
+        nbytes_float: size of the ONNX file of the float network.
+        sqnr_db: SQNR of the logits in ONNX Runtime, compared with the float network; None for the float network.
+        compared_codes: number of codes of weights and activations that ``dt.verify`` compared.
+        differing_codes: number of compared codes that differ.
 
     >>> row = DemoRow("W4 QAT", "w4a8", 0.98, 0.978, 500, 499, 30_000, 180_000, 21.5, 1000, 0)
     >>> row.ratio, row.cells()
@@ -62,11 +67,13 @@ class DemoRow:
         if not all(0 <= share <= 1 for share in shares):
             raise SpecError(f"got accuracies {shares}, expected shares from 0 to 1")
         if min(self.samples, self.nbytes, self.nbytes_float) <= 0 or self.equal_predictions > self.samples:
-            raise SpecError(f"got {self}, expected samples and bytes above 0, and equal_predictions <= samples")
+            raise SpecError(
+                f"got {self}, expected samples, nbytes and nbytes_float above 0, and equal_predictions <= samples"
+            )
 
     @property
     def ratio(self) -> float:
-        """Size of the float network's file divided by that of this file."""
+        """Size of the float network's file divided by the size of this file."""
         return self.nbytes_float / self.nbytes
 
     def cells(self) -> tuple[str, ...]:
@@ -85,7 +92,7 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Results of the demo; ``str`` is a table.
+    """Results of the demo; ``str`` returns a table.
 
     Attributes:
         rows: one row per network, float first.
@@ -94,8 +101,8 @@ class DemoResult:
         files: paths of all files written, the report first.
         shown: label of the row whose file was written and whose layers are in the report.
         seed: seed of the run.
-        quick: whether it was a quick run.
-        facts: labels and texts about network, data and training.
+        quick: whether the run was shortened for tests.
+        facts: texts about network, data and training, by label.
 
     >>> rows = (DemoRow("float", None, 0.99, 0.99, 500, 500, 180_000, 180_000),
     ...         DemoRow("W8 QAT", "w8a8", 0.99, 0.99, 500, 500, 60_000, 180_000, 31.0, 1000, 0))
@@ -127,7 +134,7 @@ class DemoResult:
 
     @property
     def verification(self) -> VerifyReport:
-        """Verification of the written file, at all three levels; of a quick run only at level 1."""
+        """Verification of the written file: at all three levels, or only at level 1 after a quick run."""
         return self.verifications[self.shown]
 
     @property
@@ -137,12 +144,12 @@ class DemoResult:
 
     @property
     def compared_codes(self) -> int:
-        """Number of compared codes in all files."""
+        """Number of compared codes, over all files."""
         return sum(row.compared_codes for row in self.rows)
 
     @property
     def differing_codes(self) -> int:
-        """Number of codes that differ in all files."""
+        """Number of codes that differ, over all files."""
         return sum(row.differing_codes for row in self.rows)
 
     def codes_line(self) -> str:

@@ -23,21 +23,22 @@ def run(
     say: Callable[[str], object] | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> DemoResult:
-    """Train a small network, quantize it in six ways, export and verify each, and write a report.
+    """Train a small network, quantize it in six ways, export and verify each version, and write a report.
 
-    The network classifies handwritten digits. It is trained in float, then quantized after training (PTQ) and trained
-    quantized (QAT), with weights of 8, 4 and 2 bits. Each network is exported to ONNX, run in ONNX Runtime, and
-    compared code by code. The demo runs on one thread with a fixed seed, so results on one machine are the same each
-    time. PyTorch's random state, threads and settings are restored. It takes about a minute.
+    The network classifies handwritten digits. It is trained in float. Then it is quantized after training (PTQ) and
+    trained with quantization (QAT), each with weights of 8, 4 and 2 bits. Each version is exported to ONNX, run in ONNX
+    Runtime, and compared code by code with PyTorch. The demo runs on one thread with a fixed seed, so results on one
+    machine are the same each time. PyTorch's random state, threads and settings are restored at the end. The demo takes
+    about a minute.
 
     Args:
         directory: the output directory. Existing files named ``demo-report.html``, ``demo-float.onnx``,
-            ``demo-w4-qat.onnx`` and ``demo-calibration.npz`` are replaced at the end. A next step to try:
+            ``demo-w4-qat.onnx`` and ``demo-calibration.npz`` are replaced at the end. As a next step, run
             ``detent quantize demo-float.onnx --data demo-calibration.npz``.
         seed: seed for weight initialization and image order.
-        quick: whether to run in seconds, with 4 bits only and few epochs; for tests.
+        quick: if True, the demo uses only 4 bits and few epochs and takes seconds; for tests.
         say: function called with each line of progress text.
-        progress: function called with the name of a stage, its steps done, and their total.
+        progress: function called with the name of a stage, the number of steps done, and the total number of steps.
 
     Raises:
         UnsupportedError: a package is missing; the message has the command that installs it.

@@ -1,10 +1,10 @@
-"""Tensors for native kernels: arrays that share their memory, memory order, scratch memory, threads and processes.
+"""Helpers for native kernels: tensors as NumPy arrays, memory order, scratch memory, threads and processes.
 
-A dense tensor that is not in C order (channels last) is read through a permutation and keeps its order. Scratch memory
-is reused for quantized copies that only one matmul reads: allocating new pages for a large tensor takes longer than
-quantizing it. Kernels run on the threads of PyTorch's OpenMP runtime if it is found, as many as
-``torch.set_num_threads`` allows. These threads spin for a while after their work, so a second pool on the same cores
-would wait for them.
+Native kernels read dense tensors that are not in C order, such as channels last, as permuted views. Results have the
+same memory order. Quantized copies that only one matmul reads are written to scratch memory, which is reused:
+allocating new pages for a large tensor takes longer than quantizing it. Kernels run on the threads of PyTorch's OpenMP
+runtime if that runtime is found; ``torch.set_num_threads`` sets the number of threads. OpenMP threads keep spinning for
+a while after their work, so a second thread pool on the same cores would have to wait.
 """
 
 import ctypes
@@ -57,9 +57,10 @@ _BFLOAT16 = FLOATS["bfloat16"]
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether native kernels can read the tensor: plain, in CPU memory, neither traced nor under ``torch.func``.
+    """Whether native kernels can read the tensor.
 
-    False also in forward-mode differentiation: native kernels do not compute tangents.
+    The tensor must be an ordinary ``torch.Tensor`` in CPU memory, neither traced nor transformed by ``torch.func``. The
+    result is also False during forward-mode differentiation, because native kernels do not compute tangents.
     """
     return (
         type(x) in _PLAIN
@@ -79,7 +80,8 @@ def check_float(x: object, name: str = "x") -> None:
     """Raise unless x is a dense tensor of a supported float type."""
     if not isinstance(x, Tensor):
         raise DtypeError(
-            f"got {type(x).__name__} for {name}, expected a torch.Tensor: for NumPy arrays use the functions of detent"
+            f"got {type(x).__name__} for {name}, expected a torch.Tensor: for NumPy arrays, use the functions in "
+            "detent, not in detent.torch"
         )
     if x.layout != torch.strided:
         raise DtypeError(f"{name} has layout {x.layout}, expected a dense tensor: use {name}.to_dense()")
@@ -102,7 +104,7 @@ def to_array(x: Tensor) -> NDArray[Any]:
     if x.dtype == torch.bfloat16:
         array: NDArray[Any] = to_array(data.view(torch.int16)).view(_BFLOAT16)
         return array
-    if is_distributed():  # numpy() would keep the memory alive, which FSDP frees after each forward pass
+    if is_distributed():  # numpy() would keep memory alive that FSDP frees after each forward pass
         array = np.from_dlpack(data)
         if array.flags.writeable:
             return array
@@ -119,26 +121,26 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 class Order(NamedTuple):
-    """The memory order of a tensor's axes (None is C order), and the spec for the data in that order."""
+    """The memory order of a tensor's axes (None means C order), and the spec with its axis in that order."""
 
     axes: tuple[int, ...] | None
     spec: QuantSpec
 
     def lay(self, x: Tensor) -> Tensor:
-        """The tensor permuted to this order and C-contiguous; a view if it already is."""
+        """Permute x to this order and make it C-contiguous; the result is a view of x if no copy is needed."""
         return (x if self.axes is None else x.permute(self.axes)).contiguous()
 
     def restore(self, laid: Tensor) -> Tensor:
-        """Undo ``lay``, as a view."""
+        """Permute a result of ``lay`` back to the original order of axes, as a view."""
         if self.axes is None:
             return laid
         return laid.permute(sorted(range(laid.ndim), key=self.axes.__getitem__))
 
 
 def order_of(x: Tensor, spec: QuantSpec) -> Order:
-    """The memory order of x if it is dense and the granularity can be expressed in it; else C order."""
+    """The memory order of x if x is dense and the granularity can be expressed in this order; otherwise C order."""
     granularity = spec.granularity
-    if x.is_contiguous() or spec.rounding.kind == "stochastic":  # random numbers depend on the position in C order
+    if x.is_contiguous() or spec.rounding.kind == "stochastic":  # random numbers depend on positions in C order
         return Order(None, spec)
     strides = x.stride()
     axes = tuple(sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis)))
@@ -156,11 +158,11 @@ def _with_axis(spec: QuantSpec, axis: int) -> QuantSpec:
     return spec.replace(granularity=PerAxis(axis))
 
 
-MAX_COPIED_ELEMENTS = 64  # a key contains the bytes of tensors up to this size; a checksum of larger ones is faster
+MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tensor; above it, a checksum is faster
 
 
 def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
-    """A key that changes with any bit of the tensors; for other devices, with PyTorch's version counter."""
+    """A key that changes if the tensors change: by their bits on the CPU, by PyTorch's version counter elsewhere."""
     parts: list[object] = []
     for tensor in tensors:
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
@@ -173,7 +175,7 @@ def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
 
 Slot = Literal["input", "weight"]
 MIN_SCRATCH_BYTES = 1 << 17  # the allocator itself reuses smaller blocks
-MAX_SCRATCH_BYTES = 1 << 28  # larger blocks would keep too much memory
+MAX_SCRATCH_BYTES = 1 << 28  # larger blocks would take too much memory while unused
 MAX_VIEWS = 256  # cached views per thread, about one per layer and operand
 
 
@@ -187,7 +189,10 @@ _buffers = _Buffers()
 
 
 def borrow(slot: Slot | None, like: Tensor) -> Tensor:
-    """An uninitialized C-contiguous tensor, valid until its slot is borrowed again; slot None allocates new memory."""
+    """An uninitialized C-contiguous tensor with the shape and dtype of ``like``.
+
+    The tensor is valid until the same slot is borrowed again. With slot None, the tensor has new memory.
+    """
     size = like.numel() * like.element_size()
     if slot is None or not MIN_SCRATCH_BYTES <= size <= MAX_SCRATCH_BYTES:
         return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -207,14 +212,14 @@ def borrow(slot: Slot | None, like: Tensor) -> Tensor:
 
 
 class Arguments(NamedTuple):
-    """Positional and keyword arguments for a call of a module."""
+    """Positional and keyword arguments for calling a module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def arguments_of(batch: object, name: str = "a batch") -> Arguments:
-    """Turn a batch into call arguments: a tensor, a tuple or list of all arguments, or a dict by name."""
+    """Turn a batch (a tensor, a tuple or list of all arguments, or a dict of arguments) into call arguments."""
     if isinstance(batch, Arguments):
         return batch
     if isinstance(batch, Tensor):
@@ -230,7 +235,7 @@ def arguments_of(batch: object, name: str = "a batch") -> Arguments:
 
 
 def call_with(module: torch.nn.Module, batch: object) -> Any:
-    """Call a module with a batch: a tensor, a tuple or list of all arguments, or a dict by name."""
+    """Call a module with a batch, which is a tensor, a tuple or list of all arguments, or a dict of arguments."""
     args, kwargs = arguments_of(batch)
     return module(*args, **kwargs)
 
@@ -239,17 +244,20 @@ _HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def is_distributed() -> bool:
-    """Whether ``torch.distributed`` runs; if so, trainers may rewrite sharded weights without a new version number."""
+    """Whether ``torch.distributed`` is initialized.
+
+    If so, trainers may rewrite sharded weights without incrementing PyTorch's version counter.
+    """
     return _HAS_DISTRIBUTED and torch.distributed.is_initialized()
 
 
 def process_count() -> int:
-    """The world size of ``torch.distributed``; 1 if it is not running."""
+    """The world size of ``torch.distributed``; 1 if it is not initialized."""
     return torch.distributed.get_world_size() if is_distributed() else 1
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """Gather a DTensor, in a collective that every process must reach; return other tensors as they are."""
+    """Gather a DTensor in a collective, which every process must call; return any other tensor unchanged."""
     gather = getattr(x, "full_tensor", None)
     return x if gather is None else gather()
 
@@ -259,7 +267,7 @@ MEMORY_MAPS = Path("/proc/self/maps")
 
 
 def find_runtime() -> str | None:
-    """The path of the loaded OpenMP runtime; None unless exactly one is loaded."""
+    """The path of the loaded OpenMP runtime; None unless exactly one runtime is loaded."""
     try:
         lines = MEMORY_MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux
@@ -270,7 +278,7 @@ def find_runtime() -> str | None:
 
 
 def use_torch_threads() -> bool:
-    """Let native kernels run on PyTorch's threads; return False if that is not possible."""
+    """Let native kernels run on PyTorch's threads; return False if no suitable OpenMP runtime is loaded."""
     path = find_runtime()
     if path is None:
         return False

@@ -3,15 +3,15 @@
 ::
 
     g = gamma / sqrt(running_var + eps)                   gain, one per output channel
-    f = g, and 1 where g is 0                             factor: a channel with gain 0 has no weights to quantize
+    f = g where g is not 0, otherwise 1                   factor, by which a weight can be divided
 
-    y = norm(linear(x, fq(w * f) / f))                    running weight: training and evaluation
+    y = norm(linear(x, fq(w * f) / f))                    unfused weight: forward passes before qt.freeze
     y = linear(x, fq(w * g)) + (b - mean) * g + beta      exported weight: after qt.freeze, and in exported files
 
-``linear`` is the matmul or convolution of the layer. Both weights have the same codes; the outputs differ only by float
-rounding. Training needs no extra work on activations: as in float, the batch norm normalizes the layer's output with
-the statistics of the batch. Constant symmetric per-channel scales can absorb the gain: then the running weight is
-``fq(w)``.
+``linear`` is the layer's matmul or convolution, and ``fq`` is fake quantization. The unfused and the exported weight
+have the same codes, so in evaluation the outputs differ only by float rounding. Training needs no extra work on
+activations: as in float, the batch norm normalizes the layer's output with the statistics of the batch. Symmetric
+per-channel scales of mode Fixed or Learned can absorb the gain. Then the unfused weight is ``fq(w)``.
 """
 
 from collections import Counter
@@ -33,13 +33,16 @@ from detent.torch import traced_namespace as xp
 from detent.torch.arrays import fingerprint, full_tensor, on_cpu, scale_dtype, to_array, to_tensor
 from detent.torch.recomputation import is_recomputing
 
-__all__ = ["Fold", "QuantizedNorm", "find_folds", "running_weight"]
+__all__ = ["Fold", "QuantizedNorm", "find_folds", "unfused_weight"]
 
 
-def running_weight(
+def unfused_weight(
     weight: Tensor, factor: Tensor | None, quantize: Callable[[Tensor], Tensor], *, in_place: bool = False
 ) -> Tensor:
-    """``fq(w * f) / f``, or ``fq(w)`` without a factor; ``in_place`` divides in the memory that quantize returns."""
+    """Compute ``fq(w * f) / f``, or ``fq(w)`` if the factor is None.
+
+    With ``in_place``, the division overwrites the tensor that ``quantize`` returns.
+    """
     if factor is None:
         return quantize(weight)
     quantized = quantize(weight * factor)
@@ -47,35 +50,38 @@ def running_weight(
 
 
 class Fold:
-    """The batch norm that is folded into a layer; not a module, so that the module tree does not change."""
+    """The batch norm that is folded into a layer.
+
+    A fold is not a module, so that folding does not change the module tree.
+    """
 
     def __init__(self, norm: _BatchNorm) -> None:
         self.norm = norm
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layer computes the batch norm, too."""
+        """Whether the layer computes the batch norm together with its own output."""
         return bool(getattr(self.norm, "fused", False))
 
     def fuse(self) -> None:
-        """Let the layer compute the batch norm, which then passes its input through."""
+        """Let the layer compute the batch norm; the batch norm module then returns its input unchanged."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = True
 
     def unfuse(self) -> None:
-        """Let the batch norm module compute again."""
+        """Let the batch norm module normalize again."""
         if isinstance(self.norm, QuantizedNorm):
             self.norm.fused = False
 
     def gain(self) -> Tensor:
         """Per-channel gain g, ``gamma / sqrt(running_var + eps)``."""
         norm = self.norm
-        variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds requires statistics
+        variance = norm.running_var.detach()  # type: ignore[union-attr]  # find_folds skips norms without statistics
         gain = torch.rsqrt(variance + norm.eps)
         return gain if norm.weight is None else gain * full_tensor(norm.weight.detach())
 
     def factor(self, weight: Tensor) -> Tensor:
-        """Per-channel factor f, broadcastable to the weight: the gain, and 1 where the gain is 0."""
+        """Per-channel factor f, in a shape that broadcasts to the weight: the gain, or 1 where the gain is 0."""
         gain = self.gain().to(weight.dtype)
         return _per_channel(torch.where(gain == 0, torch.ones_like(gain), gain), weight)
 
@@ -84,7 +90,7 @@ class Fold:
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Multiply symmetric per-channel weights by g: the scale by |g|, the codes by its sign."""
+        """Multiply a weight with symmetric per-channel scales by g: the scales by |g|, the codes by the sign of g."""
         scale = to_tensor(quantized.params.scale)
         gain = on_cpu(self.gain()).to(scale.dtype)
         params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))
@@ -92,7 +98,10 @@ class Fold:
         return QuantizedTensor.from_codes(quantized.codes * signs, params, quantized.dtype)
 
     def fake_quantize_with_gain(self, weight: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-        """The dequantized ``codes_with_gain`` of a float weight, in torch operations and without gradients."""
+        """Quantize a float weight, multiply it by g as ``codes_with_gain`` does, and dequantize it.
+
+        The computation uses torch operations and records no gradients.
+        """
         scale = scale.detach().to(scale_dtype(weight))
         gain = self.gain().to(scale.dtype)
         old, new, sign = (_per_channel(part, weight) for part in (scale, _scale_with_gain(scale, gain), gain.sign()))
@@ -108,7 +117,7 @@ class Fold:
         return shift * gain if norm.bias is None else shift * gain + full_tensor(norm.bias.detach())
 
     def version(self) -> object:
-        """A key that changes with the gain; PyTorch's version counter does not count updates of the statistics."""
+        """A key that changes if the gain changes; PyTorch's version counter misses updates of the statistics."""
         return fingerprint(*(part for part in (self.norm.running_var, self.norm.weight) if part is not None))
 
 
@@ -122,11 +131,11 @@ def _scale_with_gain(scale: Tensor, gain: Tensor) -> Tensor:
 
 
 class QuantizedNorm(nn.Module):
-    """Mixin of every batch norm in a prepared model."""
+    """Mixin class of every batch norm in a prepared model."""
 
     float_class: ClassVar[type[nn.Module]]
-    fused: bool  # the layer before computes this batch norm
-    frozen: bool  # training uses the running statistics and does not update them
+    fused: bool  # whether the layer before computes this batch norm
+    frozen: bool  # whether training uses the running statistics and does not update them
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, unless the layer before has already done so."""
@@ -148,7 +157,10 @@ class QuantizedNorm(nn.Module):
 
 
 def find_folds(model: nn.Module) -> dict[str, str]:
-    """Map each layer whose only reader is a batch norm to that norm, by a symbolic trace or by Sequential order."""
+    """Map the name of each layer whose output is read only by a batch norm to the name of that batch norm.
+
+    The pairs come from a symbolic trace of the model. If it fails, they come from the order of ``nn.Sequential``.
+    """
     try:
         pairs = _traced_pairs(model)
     except Exception:  # noqa: BLE001 - tracing runs the model's code, which may raise anything
@@ -166,7 +178,10 @@ def _pairs_in_order(model: nn.Module) -> dict[str, str]:
 
 
 def _traced_pairs(model: nn.Module) -> dict[str, str]:
-    """Pairs that occur both in training and in evaluation, traced on a copy that shares the parameters."""
+    """Pairs of a layer and its batch norm that occur both in training mode and in evaluation mode.
+
+    The trace runs on a copy of the model that shares its parameters.
+    """
     copy = deepcopy(model, {id(each): each for each in model.parameters()})
     with torch.random.fork_rng(devices=[]):
         training, evaluation = (_pairs_of(fx.Tracer().trace(copy.train(mode))) for mode in (True, False))

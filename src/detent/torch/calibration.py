@@ -1,6 +1,6 @@
 """Calibration: set scales from the ranges that forward passes observe.
 
-Quantizers of activations observe calibration batches; quantizers of weights use the range of the exported weight.
+Activation quantizers observe the calibration batches. Weight quantizers use the range of the exported weight.
 """
 
 import warnings
@@ -14,6 +14,7 @@ from detent.errors import StateError
 from detent.observers import Observer
 from detent.rule import ObserverSpec, get_observer_spec
 from detent.scale_mode import PerBatch
+from detent.tables import counted
 from detent.torch.arrays import on_cpu, to_array
 from detent.torch.distributed import merge_observers, without_collectives
 from detent.torch.preparation import evaluating, is_frozen, plan_of, quantizers_of, weight_layers
@@ -21,29 +22,30 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["calibrating", "initialize_weights"]
 
-MINMAX_BITS = 8  # bit width from which the min-max range is the default; below, clipping reduces the error
+MINMAX_BITS = 8  # with this many bits or more, the default is the min-max range; with fewer, clipping reduces the error
 MAX_NAMES_SHOWN = 5
 
 
 @contextmanager
 def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None = None) -> Iterator[nn.Module]:
-    """Calibrate: forward passes in this context only observe, and on exit all scales are set from the observed ranges.
+    """Calibrate a model: forward passes in this context observe ranges, from which the scales are set on exit.
 
     In the context, the model computes in float, in evaluation mode and without gradients. Under ``torch.distributed``,
-    the observers of all processes are merged on exit, which every process must reach. An exception leaves the model
-    unchanged. Contexts can be nested, also for parts of a model: each observes all forward passes inside it.
+    the observers of all processes are merged on exit, so every process must leave the context. If the body raises an
+    exception, the model stays unchanged. Contexts can be nested, for the same model or for parts of it. Each context
+    observes all forward passes inside it.
 
     Args:
         model: a prepared model.
-        observer: observer for quantizers whose rule does not name one: "minmax", "mse", "percentile(0.1, 99.9)" or
-            "entropy"; None is "minmax" from 8 bits on and "mse" below.
+        observer: "minmax", "mse", "percentile(0.1, 99.9)" or "entropy", for quantizers whose rule sets no observer.
+            None means "minmax" for 8 bits or more, and "mse" for fewer bits.
 
     Yields:
         The model.
 
     Raises:
         StateError: the model is not prepared, or is frozen.
-        NaNError: the data of a quantizer contain NaN.
+        NaNError: the input of a quantizer contains NaN.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -54,7 +56,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     """
     plan_of(model)
     if is_frozen(model):
-        raise StateError("the model is frozen, which is final: call qt.unprepare and qt.prepare, then calibrate")
+        raise StateError("a frozen model cannot be calibrated: call qt.unprepare and qt.prepare, and then calibrate")
     default = None if observer is None else get_observer_spec(observer)
     quantizers, weights = quantizers_of(model), {quantizer for *_, quantizer in weight_layers(model)}
     observers = {
@@ -82,8 +84,8 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     if unseen:
         shown = ", ".join(unseen[:MAX_NAMES_SHOWN]) + (", ..." if len(unseen) > MAX_NAMES_SHOWN else "")
         warnings.warn(
-            f"{len(unseen)} quantizers got no data and have no parameters: {shown}. Evaluation will fail if data "
-            "reach them: calibrate with data that do",
+            f"no calibration data reached {counted(len(unseen), 'quantizer')}: {shown}. In evaluation, a quantizer "
+            "without parameters raises an error: calibrate with batches that reach every quantizer",
             stacklevel=3,
         )
 
@@ -95,7 +97,7 @@ def _observer_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> Obse
 
 @torch.no_grad()
 def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -> None:
-    """Set the parameters of every weight's quantizer from the current weight."""
+    """Set the parameters of every weight quantizer from the current weight."""
     for _, layer, name, quantizer in weight_layers(model):
         if not quantizer.enabled:
             continue

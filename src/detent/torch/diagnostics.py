@@ -1,23 +1,24 @@
 """Diagnostics: the health of each quantizer in quantization-aware training, with advice.
 
-=============  =====================================================================================================
+=============  =======================================================================================================
 clip           share of elements whose code is clamped
-codes          share of the spec's codes that occur
-drift          current scale divided by the first calibrated or observed scale; the most changed one of several
+codes          share of the spec's codes that are in use
+drift          current scale divided by the first calibrated or observed scale; of several, the scale that changed most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
-=============  =====================================================================================================
+=============  =======================================================================================================
 
-Exported weights are measured in full. Activations are measured on the given batches, or on the latest samples of
-``qt.watch``. A watched forward pass samples about ``MAX_SAMPLE`` elements of a tensor, at equal distances that cover
-every index of every axis: weights after each change, activations every few calls. Unwatched models have no overhead.
+All elements of exported weights are measured. Activations are measured on the batches passed to ``qt.health``, or on
+the latest samples of ``qt.watch``. A watched forward pass samples about ``MAX_SAMPLE`` elements of a tensor, at equal
+distances, so that every index of every axis occurs. Weights are sampled after each change, activations every few calls.
+Models that are not watched have no overhead.
 
-A weight *oscillates* if its code changes against the direction of its last change. The frequency is an exponential
-average over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
+The code of a weight *reverses* if it changes against the direction of its last change. The frequency f of reversals is
+an exponential average over steps (Nagel et al. 2022, "Overcoming oscillations in quantization-aware training")::
 
-    f = MOMENTUM * reversed + (1 - MOMENTUM) * f              oscillating: f > MAX_FREQUENCY
+    f = MOMENTUM * reversed + (1 - MOMENTUM) * f              the weight oscillates if f > MAX_FREQUENCY
 
-Left out: compiled forward passes, which run no Python code; pass batches to ``qt.health`` instead.
+Compiled forward passes cannot be watched, because they run no Python code: pass batches to ``qt.health`` instead.
 """
 
 import json
@@ -66,19 +67,19 @@ __all__ = [
     "watch",
 ]
 
-MAX_SAMPLE = 4096  # elements per tensor and forward pass; enough for shares of 0.1 %, and fast
-KEPT_SAMPLES = 16  # latest samples of an activation; older ones belong to older weights
+MAX_SAMPLE = 4096  # elements per tensor and forward pass; enough to measure shares of 0.1 %
+KEPT_SAMPLES = 16  # latest samples kept per activation; older samples were computed with older weights
 MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals, as in the paper
 MAX_FREQUENCY = 0.005  # reversals per step; above it a weight oscillates, as in the paper
-SATURATED_GAIN = 0.01  # a gradient is saturated if the STE passes a smaller share of it
+SATURATED_GAIN = 0.01  # a gradient counts as saturated if the STE passes a smaller share of it
 
-# Warnings are given beyond these limits.
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # clip fraction by minimum bit width; with few bits the best range clips more
+# ``qt.health`` warns if a metric is beyond its limit.
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction by minimum bit width; few bits need to clip more
 USAGE_LIMIT = 0.5  # minimum share of codes in use
-ELEMENTS_PER_CODE = 16  # with fewer elements, unused codes are normal
+ELEMENTS_PER_CODE = 16  # with fewer elements per code, unused codes are normal
 DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
-OSCILLATION_LIMIT = 0.1  # share of oscillating weights
-SATURATION_LIMIT = 0.2  # share of saturated gradients; not checked if clipping already gives a warning
+OSCILLATION_LIMIT = 0.1  # maximum share of oscillating weights
+SATURATION_LIMIT = 0.2  # maximum share of saturated gradients; not checked if there is a warning about clipping
 
 HEAD = ("quantizer", "data", "clip", "codes", "drift", "oscillation", "saturated")
 METRIC_COLUMNS = range(2, len(HEAD))
@@ -86,7 +87,7 @@ Metric = Literal["clip_fraction", "code_usage", "drift", "oscillation", "saturat
 METRIC_LABELS: Mapping[str, str] = {
     "clip_fraction": "clipped elements in %",
     "code_usage": "codes in use in %",
-    "drift": "scale over the first scale",
+    "drift": "current scale / first scale",
     "oscillation": "oscillating weights in %",
     "saturated": "stopped gradients in %",
 }
@@ -100,12 +101,12 @@ class Measure:
 
     size: int
     clipped: int
-    saturated: int | None  # None for a callable STE
+    saturated: int | None  # None if the STE is a callable
     codes: Array  # the distinct codes, in the format's storage type
 
     @staticmethod
     def merge(parts: Sequence["Measure"]) -> "Measure":
-        """The counts over all data together."""
+        """Add up the counts of several parts of the data."""
         saturated = [part.saturated for part in parts if part.saturated is not None]
         return Measure(
             sum(part.size for part in parts),
@@ -116,14 +117,14 @@ class Measure:
 
 
 def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
-    """Count clipped elements, saturated gradients and codes of x under these parameters and this STE."""
+    """Count the clipped elements and saturated gradients of x, and collect the codes in use."""
     clipped = round(clip_fraction(x, params) * x.size)
     saturated: int | None
     if isinstance(ste, Custom):
         saturated = None
     elif isinstance(ste, Identity):
         saturated = 0
-    elif ste == Clipped():  # stops exactly the gradients of clipped elements
+    elif ste == Clipped():  # this STE stops exactly the gradients of clipped elements
         saturated = clipped
     else:
         gradient = fake_quantize_backward(np.ones_like(x), x, params, ste=ste)
@@ -134,13 +135,13 @@ def measure(x: Array, params: QuantParams, ste: Estimator) -> Measure:
 def _distinct(codes: Array) -> Array:
     if codes.dtype.kind in "iu":
         return np.unique(codes)
-    return np.unique(codes.view(np.uint8)).view(codes.dtype)  # small floats, by their bits
+    return np.unique(codes.view(np.uint8)).view(codes.dtype)  # compare float8 and narrower formats by their bits
 
 
 def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
-    """Sample about ``MAX_SAMPLE`` elements of x, flat, with their parameters."""
+    """Return about ``MAX_SAMPLE`` elements of x as a vector, and the parameters of these elements."""
     step = _distance(x.numel())
-    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # callers may keep it
+    data = to_array(x.detach().reshape(-1)[::step].cpu()).copy()  # a copy, because callers may keep it
     if isinstance(params.spec.granularity, PerTensor):
         return data, params
     sets = _sets(params.spec.granularity, tuple(x.shape))
@@ -150,7 +151,7 @@ def sample(x: Tensor, params: QuantParams) -> tuple[Array, QuantParams]:
 
 @lru_cache(maxsize=1024)
 def _distance(size: int) -> int:
-    """The distance of sampled elements; coprime to the size, so that every index of every axis is sampled."""
+    """The distance between samples: coprime to the size, so that every index of every axis is sampled."""
     step = max(1, -(-size // MAX_SAMPLE))
     while gcd(step, size) > 1:
         step += 1
@@ -159,7 +160,7 @@ def _distance(size: int) -> int:
 
 @lru_cache(maxsize=256)
 def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
-    """The parameter set of each sampled element."""
+    """The index of the parameter set of each sampled element."""
     tiling = granularity.tiling(shape)
     size = int(np.prod(shape))
     indices = np.unravel_index(np.arange(0, size, _distance(size)), shape)
@@ -169,7 +170,7 @@ def _sets(granularity: Granularity, shape: tuple[int, ...]) -> NDArray[np.intp]:
 
 @lru_cache(maxsize=256)
 def _each(spec: QuantSpec) -> QuantSpec:
-    """The spec with a float scale for each element of a vector."""
+    """The spec for a vector with one float scale per element."""
     return spec.replace(granularity=PerAxis(0), scale_format="float")
 
 
@@ -189,12 +190,12 @@ class Oscillation:
         return float(np.mean(self._frequency > MAX_FREQUENCY)) if self.steps else None
 
     def update(self, data: Array, params: QuantParams) -> None:
-        """Add the weights after a step; unchanged weights do not count as a step."""
+        """Count the codes that reversed since the last update; unchanged weights do not count as a step."""
         if self._data is not None and np.array_equal(self._data, data):
             return
         levels = _levels(quantize(data, params, nan="zero_point"))
         if self._levels is None or self._levels.shape != levels.shape:
-            self.__init__()  # type: ignore[misc]  # the weight was replaced: restart
+            self.__init__()  # type: ignore[misc]  # the weight was replaced: restart the average
             self._direction, self._frequency = np.zeros((2, *levels.shape), np.float32)
         else:
             moved = np.sign(levels - self._levels)
@@ -206,14 +207,17 @@ class Oscillation:
 
 
 def _levels(q: QuantizedTensor) -> Array:
-    """Numbers in the order of the dequantized codes."""
+    """Numbers with the same order as the dequantized codes."""
     if q.spec.format.kind == "float":
         return np.asarray(q.spec.format.levels, np.float32)[q.codes.view(np.uint8)]
     return q.codes.astype(np.float32)
 
 
 class Watcher:
-    """Samples the data of one quantizer, which calls it in each quantizing forward pass; only in training."""
+    """Samples the data of one quantizer in training.
+
+    The quantizer calls its watcher in each forward pass that quantizes.
+    """
 
     def __init__(self, quantizer: FakeQuantize, *, is_weight: bool, every: int = 1) -> None:
         has_scale = quantizer.is_initialized and not isinstance(quantizer.mode, PerBatch)
@@ -223,7 +227,7 @@ class Watcher:
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x every few calls; without params, use those of the quantizer's state."""
+        """Sample x: a weight in each call, an activation every few calls. None computes the parameters."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1
@@ -238,12 +242,12 @@ class Watcher:
             self.oscillation.update(data, data_params)
 
     def measured(self) -> Measure | None:
-        """The counts over the latest samples of an activation; None without samples."""
+        """The counts over the latest samples of an activation; None if there are no samples."""
         return Measure.merge(self._recent) if self._recent else None
 
 
 class Watch:
-    """A watched model, from ``qt.watch``; as a context manager it stops on exit.
+    """A watched model, as ``qt.watch`` returns it; used as a context manager, it stops watching on exit.
 
     >>> import detent.torch as qt
     >>> with qt.watch(qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")) as watched:
@@ -279,13 +283,13 @@ class Watch:
 def watch(model: nn.Module, *, every: int = 16) -> Watch:
     """Sample a model while it trains, for ``qt.health``.
 
-    Call it after calibration: drift refers to the scales at this time. In training mode, weights are sampled after each
-    optimizer step, activations every few calls. Compiled forward passes are not sampled. A second call on the same
-    model discards the samples of the first.
+    Call ``qt.watch`` after calibration, because drift is measured relative to the scales at the time of the call. In
+    training mode, weights are sampled after each optimizer step, and activations every few calls of their quantizers.
+    Compiled forward passes are not sampled. A second call on the same model discards the samples of the first call.
 
     Args:
         model: a prepared model.
-        every: sample an activation in every n-th call of its quantizer.
+        every: number of quantizer calls per sample of an activation.
 
     Raises:
         StateError: the model is not prepared.
@@ -306,16 +310,21 @@ def watch(model: nn.Module, *, every: int = 16) -> Watch:
 
 @dataclass(frozen=True)
 class QuantizerHealth:
-    """The health of one quantizer; metrics without data are None.
+    """The health of one quantizer; metrics that could not be measured are None.
 
     Attributes:
         name: full name of the quantizer in the model.
-        spec, mode: its spec and scale mode, as text.
-        source: measured data: "weight", "batches" or "watch"; "" if nothing was measured.
+        spec: spec of the quantizer, as text.
+        mode: scale mode of the quantizer, as text.
+        source: origin of the measured data: "weight", "batches" or "watch"; "" if nothing was measured.
         elements: number of measured elements.
-        clip_fraction, code_usage, drift, oscillation, saturated: the metrics of ``detent.torch.diagnostics``.
-        note: reason why metrics are missing, or "".
-        warnings: problems, each with advice.
+        clip_fraction: share of elements whose code is clamped.
+        code_usage: share of the spec's codes that are in use.
+        drift: current scale divided by the first scale; of several scales, the one that changed most.
+        oscillation: share of weights whose code goes back and forth.
+        saturated: share of elements whose gradient the straight-through estimator stops.
+        note: why nothing was measured; "" if something was measured.
+        warnings: one text per problem, with advice.
     """
 
     name: str
@@ -339,7 +348,7 @@ class QuantizerHealth:
 class HealthReport:
     """The health of every quantizer of a model.
 
-    ``str`` is a table with the warnings below it; notebooks show it as HTML.
+    ``str`` returns a table with the warnings below it; notebooks show the report as HTML.
 
     >>> report = HealthReport((QuantizerHealth("fc.weight_quantizer", "int8", "PerBatch()", "weight", 8, 0.0, 0.5),))
     >>> report
@@ -386,13 +395,13 @@ class HealthReport:
 
         Args:
             metric: the attribute of ``QuantizerHealth`` to plot.
-            ax: matplotlib Axes to draw on; None makes new ones.
+            ax: matplotlib Axes to draw on; None creates new Axes.
 
         Returns:
             The Axes.
 
         Raises:
-            SpecError: there is no such metric.
+            SpecError: the metric is unknown.
             UnsupportedError: ``ax`` is None and matplotlib is not installed.
         """
         if metric not in METRIC_LABELS:
@@ -432,8 +441,8 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
 
     Args:
         model: a prepared model, calibrated or in training.
-        batches: model inputs to run in evaluation mode: tensors, tuples of arguments, or dicts by argument name.
-            Without batches, activations are measured only if ``qt.watch(model)`` is on.
+        batches: model inputs, which run in evaluation mode: tensors, tuples of arguments, or dicts of arguments. If
+            None, activations are measured only if ``qt.watch(model)`` is active.
 
     Returns:
         A report to print, plot or query; each warning says what to do.
@@ -463,7 +472,7 @@ def health(model: nn.Module, batches: Iterable[Batch] | None = None) -> HealthRe
 
 
 def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measure]:
-    """Count over all batches, for each quantizer of an activation."""
+    """Run all batches, and return the counts of each activation quantizer."""
     if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
         raise DtypeError(
             f"got {type(batches).__name__} for batches, expected an iterable of inputs: put a single batch in a list"
@@ -482,12 +491,12 @@ def _run(model: nn.Module, batches: Iterable[Batch]) -> dict[FakeQuantize, Measu
             call_with(model, batch)
             count += 1
     if not count:
-        raise SpecError("got no batches, expected at least one: pass model inputs, or leave batches out")
+        raise SpecError("got no batches, expected at least one: pass model inputs, or omit the argument batches")
     return {quantizer: Measure.merge(measures) for quantizer, measures in parts.items()}
 
 
 def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batches: Measure | None) -> QuantizerHealth:
-    """The health of a quantizer: of a weight if one is given, else of an activation."""
+    """The health of a weight quantizer if ``weight`` is given, otherwise of an activation quantizer."""
     row = QuantizerHealth(name, str(quantizer.spec), str(quantizer.mode))
     unmeasured = _unmeasured(row, quantizer, weight)
     if unmeasured is not None:
@@ -516,15 +525,15 @@ def _examine(name: str, quantizer: FakeQuantize, weight: Tensor | None, on_batch
 
 
 def _unmeasured(row: QuantizerHealth, quantizer: FakeQuantize, weight: Tensor | None) -> QuantizerHealth | None:
-    """The row of a quantizer that cannot be measured; None for one that can."""
+    """The row of a quantizer that cannot be measured; None if the quantizer can be measured."""
     if not quantizer.enabled:
         return replace(row, note="disabled")
     if not isinstance(quantizer.mode, PerBatch) and not quantizer.is_initialized:
-        warning = f"{row.name} has no parameters yet: calibrate, `with qt.calibrating(model): ...`, or train"
+        warning = f"{row.name} has no parameters yet: calibrate (`with qt.calibrating(model): ...`) or train"
         return replace(row, note="not calibrated", warnings=(warning,))
     if weight is not None and not bool(torch.isfinite(weight).all()):
         warning = (
-            f"{row.name}: its weight contains NaN or infinity: go back to a checkpoint, and lower the learning rate"
+            f"{row.name}: the weight contains NaN or infinity: go back to a checkpoint, and lower the learning rate"
         )
         return replace(row, note="not finite", warnings=(warning,))
     return None
@@ -553,7 +562,7 @@ def _first_scale(quantizer: FakeQuantize, watcher: Watcher | None) -> NDArray[An
 
 
 def _drift(first: NDArray[Any] | None, now: NDArray[Any]) -> float | None:
-    """The ratio of the most changed scale to its first value; None if the number of scales differs."""
+    """The ratio of the most changed scale to its first value; None if the number of scales has changed."""
     if first is None or first.size != now.size or not now.size:
         return None
     ratio = now.reshape(-1).astype(np.float64) / first.reshape(-1)
@@ -567,10 +576,10 @@ def _warnings(
     limit = next(share for bits, share in CLIP_LIMITS.items() if quantizer.spec.bits >= bits)
     clips = row.clip_fraction is not None and row.clip_fraction > limit
     if result is not None and result.codes.size == 1 and result.size > 1:
-        cause = "its range is too narrow" if clips else f"its {data} is constant, or its scale is far too large"
+        cause = "its range is too narrow" if clips else f"its {data} is constant or its scale is far too large"
         yield (
-            f"{name} is dead: all {result.size} codes of its {data} are equal; {cause}: check the layers before it, "
-            "and calibrate again"
+            f"{name} is dead: all {result.size} codes of its {data} are equal because {cause}: check the layers before "
+            "it, and calibrate again"
         )
         return
     if clips:
@@ -579,20 +588,20 @@ def _warnings(
     enough = row.elements >= ELEMENTS_PER_CODE * quantizer.spec.num_levels
     if row.code_usage is not None and result is not None and row.code_usage < USAGE_LIMIT and enough:
         advice = _usage_advice(quantizer, result, is_weight=is_weight)
-        yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused: {advice}"
+        yield f"{name} leaves {_share(1 - row.code_usage)} of its codes unused because {advice}"
     if row.drift is not None and not 1 / DRIFT_LIMIT < row.drift < DRIFT_LIMIT:
         yield (
-            f"{name}: its scale is {row.drift:.3g}x its first value: lower the learning rate, or calibrate again and "
-            "freeze scales earlier, qt.Schedule(model, freeze_scales=...)"
+            f"{name}: the scale is {row.drift:.3g}x its first value: lower the learning rate, or calibrate again and "
+            "freeze scales earlier with qt.Schedule(model, freeze_scales=...)"
         )
     if row.oscillation is not None and row.oscillation > OSCILLATION_LIMIT:
         yield (
             f"{name}: {_share(row.oscillation)} of its weights oscillate between two codes: lower the learning rate, "
-            "or freeze scales and batch norm statistics, qt.Schedule(model, freeze_norms=..., freeze_scales=...)"
+            "or freeze scales and batch norm statistics with qt.Schedule(model, freeze_norms=..., freeze_scales=...)"
         )
     if row.saturated is not None and row.saturated > SATURATION_LIMIT and not clips:
         yield (
-            f"{name}: its straight-through estimator {quantizer.ste} stops the gradients of "
+            f"{name}: the straight-through estimator {quantizer.ste} stops the gradients of "
             f"{_share(row.saturated, 1)} of its {data}: widen the range (observer='minmax'), or use ste='clipped' or "
             "'identity'"
         )
@@ -600,7 +609,7 @@ def _warnings(
 
 def _clipping_advice(quantizer: FakeQuantize, *, is_weight: bool) -> str:
     if isinstance(quantizer.mode, Learned):
-        return "its learned range is too narrow; calibrate again, with observer='minmax', or lower the learning rate"
+        return "calibrate again with observer='minmax' to widen the learned range, or lower the learning rate"
     return "calibrate again" if is_weight else "calibrate with more data, or with observer='minmax'"
 
 
@@ -608,7 +617,7 @@ def _usage_advice(quantizer: FakeQuantize, result: Measure, *, is_weight: bool) 
     spec = quantizer.spec
     one_sign = spec.format.is_integer and (result.codes.min() >= 0 or result.codes.max() <= 0)
     if spec.symmetric and spec.qmin < 0 and one_sign:
-        return "all of its data have one sign; use an unsigned or asymmetric spec"
+        return "all of its data have one sign: use an unsigned or asymmetric spec"
     if is_weight:
-        return "a few large weights stretch the range; use a finer granularity, or calibrate with observer='mse'"
-    return "a few outliers stretch the range; calibrate with observer='mse' or 'percentile(0.1, 99.9)'"
+        return "a few large weights stretch the range: use a finer granularity, or calibrate with observer='mse'"
+    return "a few outliers stretch the range: calibrate with observer='mse' or 'percentile(0.1, 99.9)'"

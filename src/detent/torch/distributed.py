@@ -1,14 +1,14 @@
-"""Distributed training: merge the ranges of several processes exactly, in collectives that all processes reach.
+"""Distributed training: merge the ranges of several processes exactly, in collectives that all processes call.
 
 ::
 
-    calibration   all-gather of each process's plan and observers, as bytes       once, on leaving qt.calibrating
+    calibration   all-gather of quantizer settings and observers, as bytes        once, on leaving qt.calibrating
     training      all-reduce, MAX of (-lo, hi), in one flat tensor                once per step, in qt.sync
 
 Observers merge in rank order and ranges merge by MAX, so every process computes the same bits. Nothing is pickled. If
 one process skipped a collective, the others would hang. So a process that fails in calibration sends ``FAILED`` instead
-of its observers, and processes without data send empty ranges. Tensors go through the default process group: on the CPU
-if its backend supports that, as gloo does, else on the device of the quantizers.
+of its observers, and processes without data send empty ranges. Collectives use the default process group. Their tensors
+are on the CPU if the backend supports it, as gloo does, and otherwise on the device of the quantizers.
 """
 
 import json
@@ -37,14 +37,14 @@ from detent.torch.quantizer import FakeQuantize
 
 __all__ = ["merge_observers", "sync", "without_collectives"]
 
-FAILED = -1  # sent as the length of the data
+FAILED = -1  # a process that failed sends this as the length of its data
 DESCRIPTION = "detent.calibration"  # metadata key for the settings of the quantizers
 MAX_DIFFERENCES_SHOWN = 10
-_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()  # plans that were equal on all processes
+_compared: WeakKeyDictionary[nn.Module, ModelPlan] = WeakKeyDictionary()  # plans that were found equal on all processes
 
 
 def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict[str, Observer]:
-    """Merge the observers of all processes, by quantizer name; observers without data must be included."""
+    """Merge the observers of all processes by quantizer name; observers without data must be included."""
     if process_count() == 1:
         return dict(observers)
     description = json.dumps(_describe(model, observers))
@@ -62,10 +62,11 @@ def merge_observers(observers: Mapping[str, Observer], model: nn.Module) -> dict
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Let each process run any number of forward passes: inside the context, DDP does not broadcast buffers.
+    """Let processes run different numbers of forward passes: inside the context, DDP does not broadcast buffers.
 
-    If the context raises on one process, the others raise in ``merge_observers``. If a process is killed, or fails
-    while others wait in the forward pass of a sharded model, only the backend's timeout ends the others.
+    If the body raises on one process, the other processes raise in ``merge_observers``. If a process is killed, only
+    the backend's timeout ends the other processes. The same holds if a process fails while other processes wait in the
+    forward pass of a sharded model.
     """
     wrappers = {
         each: each.require_forward_param_sync for each in model.modules() if isinstance(each, DistributedDataParallel)
@@ -76,7 +77,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         if process_count() > 1:
-            with suppress(RuntimeError):  # in a broken process group, the first error explains more
+            with suppress(RuntimeError):  # if the process group is broken, the first error explains more
                 _gather(torch.tensor([FAILED]), model)
         raise
     finally:
@@ -87,10 +88,10 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
 def sync(model: nn.Module) -> None:
     """Update the EMA ranges with the merged ranges that all processes have observed since the last call.
 
-    Call it once per optimizer step on every process, after ``optimizer.step()``; ``qt.Schedule.step()`` calls it. Until
-    the next call, forward passes use the result, which has the same bits on every process. In a single process, it is
-    needed if the model was prepared with ``sync=True``. Folded batch norms get the running statistics of rank 0, as
-    under DDP; otherwise each process would quantize different weights.
+    Call ``sync`` once per optimizer step on every process, after ``optimizer.step()``; ``qt.Schedule.step()`` includes
+    this call. The updated ranges have the same bits on every process, and forward passes use them until the next call.
+    A single process needs ``sync`` only if the model was prepared with ``sync=True``. Folded batch norms get the
+    running statistics of rank 0, as under DDP; otherwise the processes would quantize different weights.
 
     Args:
         model: a prepared model, or a wrapper around one.
@@ -118,7 +119,7 @@ def sync(model: nn.Module) -> None:
         _compare_once(model)
     synchronized = [each for each in with_ema if each.sync]
     statistics = _folded_statistics(model) if is_parallel else []
-    # other ranks send -inf, so that MAX is the value on rank 0
+    # other ranks send -inf, so that MAX returns the value of rank 0
     from_rank_0 = [each if dist.get_rank() == 0 else torch.full_like(each, -torch.inf) for each in statistics]
     parts = [each.pending for each in synchronized] + from_rank_0
     if not parts:
@@ -145,7 +146,7 @@ def _check_synchronized(with_ema: list[FakeQuantize]) -> None:
     local = [each.label for each in with_ema if not each.sync]
     if local:
         raise StateError(
-            f"{len(local)} quantizers update their EMA ranges in each process separately, the first is {local[0]}: "
+            f"{len(local)} quantizers update their EMA ranges in each process separately (first: {local[0]}): "
             "start torch.distributed before qt.prepare, or use qt.prepare(..., sync=True)"
         )
 
@@ -161,7 +162,7 @@ def _compare_once(model: nn.Module) -> None:
         _check_same([json.loads(part) for part in _exchange(description.encode(), model)])
     if all(
         each.scale.numel() for each in quantizers_of(model).values()
-    ):  # otherwise some shapes are not known yet: compare again
+    ):  # otherwise compare again later, because some shapes are not known yet
         _compared[model] = plan_of(model)
 
 
@@ -196,7 +197,7 @@ def _check_same(described: list[dict[str, str]]) -> None:
 
 
 def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
-    """Gather the bytes of every process, in rank order: first the lengths, then the bytes, padded to one length."""
+    """Gather the bytes of every process in rank order: first the lengths, then the bytes, padded to equal length."""
     sizes = [int(size) for size in _gather(torch.tensor([len(data)]), model)]
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:

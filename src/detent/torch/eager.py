@@ -1,6 +1,7 @@
 """Eager mode: the operations of ``detent.ops`` on plain tensors in CPU memory, by native kernels and without copies.
 
-Results have the memory order of x. Left out: autograd, and all checks except ``check``.
+Results have the memory order of x. There is no autograd. Arguments are not checked: call ``check`` to check that
+parameters fit x.
 """
 
 from typing import Any, cast
@@ -37,7 +38,7 @@ def check(x: Tensor, params: QuantParams) -> None:
 
 
 def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | None = None) -> Tensor:
-    """Fake-quantize x into new memory, or into a scratch slot."""
+    """Fake-quantize x into new memory, or into scratch memory if a slot is given."""
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = borrow(slot, data)
@@ -46,7 +47,10 @@ def fake_quantize(x: Tensor, params: QuantParams, step: int = 0, slot: Slot | No
 
 
 def fake_quantize_masked(x: Tensor, params: QuantParams, ste: Estimator, step: int = 0) -> tuple[Tensor, Tensor, Order]:
-    """Fake-quantize x; return also a mask, one bit per element whose gradient passes, and the memory order of both."""
+    """Fake-quantize x; return the result, a mask, and the memory order of both.
+
+    The mask has one bit per element, which is 1 if the gradient of the element passes.
+    """
     order = order_of(x, params.spec)
     data = order.lay(x)
     y = torch.empty_like(data)
@@ -67,7 +71,7 @@ def masked_backward(g: Tensor, mask: Tensor, order: Order, params: QuantParams) 
 def backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0, *, reuse: bool = False
 ) -> Tensor:
-    """The gradient of x; ``reuse`` overwrites g."""
+    """The gradient of x; ``reuse`` permits overwriting g."""
     order = order_of(x, params.spec)
     data, gradient = order.lay(x), order.lay(g)
     gx = gradient if reuse else torch.empty_like(gradient)
@@ -79,7 +83,7 @@ def backward(
 def learned_backward(
     g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point; sums run in C order for any memory order."""
+    """The gradients of x, scale and zero point; gradients are summed in C order, whatever the memory order of x."""
     data, gradient = x.contiguous(), g.contiguous()
     plan = _plan("fake_quantize_learned_backward", data, params.spec, ste)
     gradients = plan.run(to_array(gradient), to_array(data), params, step=step)
@@ -97,9 +101,10 @@ def bounds(x: Tensor, spec: QuantSpec) -> tuple[Array, Array, int]:
 def fake_quantize_dynamic(
     x: Tensor, spec: QuantSpec, slot: Slot | None = None
 ) -> tuple[Tensor, QuantParams, int] | None:
-    """Take the range of x and fake-quantize x in one pass over memory; None if no kernel supports it.
+    """Compute the range of x and fake-quantize x, in one pass over memory.
 
-    Returns the fake-quantized x, the parameters, and the number of non-finite elements.
+    Returns the fake-quantized x, the parameters, and the number of non-finite elements; None if no kernel supports the
+    spec and the type of x.
     """
     order = order_of(x, spec)
     data = order.lay(x)

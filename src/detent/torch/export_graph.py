@@ -1,12 +1,12 @@
-"""Exported graph: replace marks by codes, scales and Q/DQ nodes.
+"""Exported graph: replace the marks of ``export_marks`` by codes, scales and Q/DQ nodes.
 
 =========================================== ===========================================================================
 mark                                        replaced by
 =========================================== ===========================================================================
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
-weight of Linear whose input stays float    codes, transposed to [in, out] for weight-only kernels -> DequantizeLinear
-weight that Gather reads                    codes -> Gather -> DequantizeLinear, or times the gathered scales
+weight of a Linear with float input         codes, transposed to [in, out] for weight-only kernels -> DequantizeLinear
+weight that Gather reads                    codes -> Gather -> DequantizeLinear, or Cast -> Mul by gathered scales
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
 =========================================== ===========================================================================
 
@@ -39,8 +39,8 @@ from detent.torch.quantizer import FakeQuantize
 __all__ = ["Lowering", "clean", "finalize"]
 
 MAX_IR_VERSION = 10  # later versions need newer runtimes
-BATCH = "batch"  # name of axis 0
-_TORCH_SYMBOL = re.compile(r"s\d+")  # torch's name for a symbolic size without a name from the user
+BATCH = "batch"  # name of axis 0 if its size varies
+_TORCH_SYMBOL = re.compile(r"s\d+")  # torch's names for symbolic sizes that the user did not name
 
 
 def clean(model: ModelProto) -> ModelProto:
@@ -63,7 +63,7 @@ def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
 
 
 def finalize(model: ModelProto, version: str) -> ModelProto:
-    """Set supported versions and a name for axis 0, and drop shapes of removed tensors, in place."""
+    """Set versions that runtimes support, name axis 0, and remove the shapes of intermediate tensors, in place."""
     graph = model.graph
     kept = [(entry.domain, entry.version) for entry in model.opset_import if entry.domain != DOMAIN]
     del model.opset_import[:], graph.value_info[:]
@@ -89,19 +89,19 @@ FLOAT8_OPSET = 19  # first opset with float8 codes
 
 
 class Lowering:
-    """Replaces the marks of an exported model in place; stored weight types have at least ``min_bits`` bits."""
+    """Replaces the marks of an exported model in place; weights are stored in types of ``min_bits`` bits or more."""
 
     def __init__(self, model: ModelProto, marked: Marked, target: Target, *, min_bits: int) -> None:
         self.graph = Graph(model)
         self.marked = marked
         self.target = target
         self.min_bits = min_bits
-        self.weights: dict[str, str] = {}  # weight key by the initializer of its codes
-        self.activations: dict[str, str] = {}  # quantizer name by QuantizeLinear node
+        self.weights: dict[str, str] = {}  # full weight name by name of the initializer with its codes
+        self.activations: dict[str, str] = {}  # quantizer name by name of its QuantizeLinear node
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
         self._new_nodes: list[NodeProto] = []
         self._removed: list[NodeProto] = []
-        self._qparams: dict[str, QdqParams] = {}  # by output of DequantizeLinear
+        self._qparams: dict[str, QdqParams] = {}  # parameters by output name of DequantizeLinear
 
     def run(self) -> ModelProto:
         """Replace all marks and return the model."""
@@ -115,7 +115,7 @@ class Lowering:
             key = attribute_of(node, "key").decode()
             if graph.kind(node.output[0]) not in {TensorProto.FLOAT, TensorProto.UNDEFINED}:
                 raise UnsupportedError(
-                    f"{key}: the model is not float32, the only type that is exported: use model.float()"
+                    f"{key}: the model is not float32, but only float32 models can be exported: use model.float()"
                 )
             if node.op_type == "Weight":
                 by_key[key].append(node)
@@ -156,17 +156,18 @@ class Lowering:
         spec, convention = quantizer.spec, quantizer.spec.convention
         if isinstance(quantizer.mode, PerBatch):
             raise UnsupportedError(
-                f"{key} has mode PerBatch, and ONNX's DynamicQuantizeLinear would compute different scales: use mode "
+                f"{key} has mode PerBatch, but ONNX's DynamicQuantizeLinear would compute different scales: use mode "
                 "EMA, Fixed or Learned for activations"
             )
         if not isinstance(spec.granularity, PerTensor | PerAxis):
             raise UnsupportedError(
-                f"{key} has granularity {spec.granularity}, whose scales depend on the batch: use tensor or axis"
+                f"{key} has granularity {spec.granularity}, whose scales depend on the batch: use per-tensor or "
+                "per-channel scales for activations"
             )
         if not spec.format.is_integer and self.target.runtime == "onnxruntime":
             raise UnsupportedError(
-                f"{key}: ONNX Runtime cannot run {spec.format.name} activations: use an integer format or keep them in "
-                "float"
+                f"{key}: ONNX Runtime cannot run {spec.format.name} activations: use an integer format, or keep the "
+                "activation in float"
             )
         rules = (convention.division, str(spec.rounding), convention.zero_point)
         if spec.format.is_integer and rules != ("divide", "half_even", "after_round"):
@@ -179,7 +180,7 @@ class Lowering:
     def _quantization(
         self, key: str, params: QuantParams, rank: int, *, of_weight: bool, depthwise: bool = False, min_bits: int = 4
     ) -> QdqParams:
-        """The parameters as the file stores them; raises UnsupportedError if target or opset does not support them."""
+        """The parameters as the file stores them; raises an error if the target or the opset does not support them."""
         target, format = self.target, params.spec.format
         try:
             if of_weight:
@@ -207,7 +208,7 @@ class Lowering:
         readers = [node for mark in marks for node in graph.consumers(mark.output[0])]
         gathers = [node for node in readers if node.op_type == "Gather" and attribute_of(node, "axis", 0) == 0]
         if isinstance(tensor.spec.granularity, PerGroup) and any(graph.shape(g.input[1]) is None for g in gathers):
-            gathers = []  # groups become an axis after those of the indices, so the rank of the indices is needed
+            gathers = []  # the group axis comes after the axes of the indices, whose rank must be known
         is_transposed = not gathers and all(self._is_read_transposed(mark.output[0]) for mark in marks)
         signed = weight.depthwise or len(gathers) == len(readers)
         min_bits = BYTE if gathers else self.min_bits  # Gather does not support 4-bit types
@@ -280,7 +281,10 @@ class Lowering:
                     self._bias(node, x, weight)
 
     def _bias(self, node: NodeProto, x: QdqParams, weight: QdqParams) -> None:
-        """Quantize the bias with scale x_scale * weight_scale; it stays float if it or the layer does not fit."""
+        """Quantize the bias with scale x_scale * weight_scale.
+
+        The bias stays float if integer kernels do not support the layer, or if a code of the bias exceeds int32.
+        """
         is_int8 = BITS[x.kind] == BITS[weight.kind] == BYTE and x.format.is_integer and weight.format.is_integer
         if (
             not is_int8
@@ -319,7 +323,8 @@ def _check_no_marks(nodes: list[NodeProto]) -> None:
         if node.domain == DOMAIN:
             key = attribute_of(node, "key").decode()
             raise UnsupportedError(
-                f"{key} is used inside a loop or branch, where quantization is not exported: move it out, or skip it"
+                f"{key} is used inside a loop or branch, where quantization cannot be exported: move the layer out, or "
+                "skip the layer in the recipe"
             )
         for body in subgraphs(node):
             _check_no_marks(body.node)

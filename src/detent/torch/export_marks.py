@@ -1,8 +1,8 @@
-"""Export marks: a copy of a prepared model in which each quantizer is a custom operator, its mark.
+"""Export marks: custom operators that stand for the quantizers in an exported copy of a prepared model.
 
-A mark contains the name of the quantizer. The copy is in evaluation mode, with batch norms folded. The mark of an
-activation has the data as input. The mark of a weight has no input, so that no float copy of the weight is exported.
-``export_graph`` replaces marks by codes and Q/DQ nodes.
+A mark contains the name of its weight or activation quantizer. The copy is in evaluation mode, and its batch norms are
+folded. The mark of an activation has the data as input. The mark of a weight has no input, so that no float copy of the
+weight is exported. ``export_graph`` replaces marks by codes and Q/DQ nodes.
 """
 
 from copy import deepcopy
@@ -28,11 +28,11 @@ _Convolutions = nn.Conv1d | nn.Conv2d | nn.Conv3d
 class MarkedQuantizer(FakeQuantize):
     """A quantizer that inserts its mark instead of quantizing."""
 
-    key: str  # full name of the weight, or of the quantizer of an activation
+    key: str  # full name of the weight, or of the activation quantizer
     of_weight: bool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Insert the mark, a tensor with the shape and dtype of x; its values are undefined."""
+        """Insert the mark; its output has the shape and dtype of x, but undefined values."""
         if not self.enabled:
             return x
         operator, inputs = ("Weight", ()) if self.of_weight else ("Activation", (x,))
@@ -48,12 +48,12 @@ class MarkedWeight:
     """The codes of a marked weight."""
 
     tensor: QuantizedTensor
-    depthwise: bool = False  # True for a depthwise convolution
+    depthwise: bool = False  # whether the layer is a depthwise convolution
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A marked copy of a model, with its weights and activation quantizers by mark key."""
+    """A marked copy of a model, its weights by full name, and its activation quantizers by full name."""
 
     model: nn.Module
     weights: dict[str, MarkedWeight]
@@ -61,7 +61,7 @@ class Marked:
 
 
 def copy_for_export(model: nn.Module) -> nn.Module:
-    """Copy a model to evaluation mode on the CPU; the copy shares parameters that are already on the CPU."""
+    """Copy a model to the CPU, in evaluation mode; if it is on the CPU already, the copy shares its parameters."""
     plan_of(model)
     parameters = list(model.parameters())
     if any(hasattr(each, "full_tensor") for each in parameters):
@@ -70,8 +70,8 @@ def copy_for_export(model: nn.Module) -> nn.Module:
         )
     for quantizer in quantizers_of(model).values():
         if quantizer.is_passing:
-            cause = "qt.calibrating" if quantizer.is_calibrating else "Schedule delay"
-            raise StateError(f"{quantizer.label} is not quantizing yet ({cause}): export after that")
+            cause = "qt.calibrating" if quantizer.is_calibrating else "the delay of qt.Schedule"
+            raise StateError(f"{quantizer.label} does not quantize during {cause}: export the model afterwards")
     memo: dict[int, Any] = {id(each.watcher): None for each in quantizers_of(model).values()}  # watchers are not copied
     is_on_cpu = all(each.device.type == "cpu" for each in (*parameters, *model.buffers()))
     if is_on_cpu:
@@ -80,17 +80,17 @@ def copy_for_export(model: nn.Module) -> nn.Module:
         copy = deepcopy(model, memo).eval()
         return copy if is_on_cpu else copy.cpu()
     except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"the model cannot be copied: {error}") from error
+        raise UnsupportedError(f"the model cannot be copied for export: {error}") from error
 
 
 @torch.no_grad()
 def mark(model: nn.Module) -> Marked:
-    """Fold the batch norms of a copy, and turn its quantizers into marks."""
+    """Fold the batch norms of a copied model, and turn its quantizers into marks, in place."""
     state = quantized_state(model)
     weights: dict[str, MarkedWeight] = {}
     keys: dict[FakeQuantize, str] = {}
     for full, layer, _, quantizer in weight_layers(model):
-        if quantizer.enabled and keys.setdefault(quantizer, full) == full:  # tied weights have one quantizer
+        if quantizer.enabled and keys.setdefault(quantizer, full) == full:  # tied weights share one quantizer
             weights[full] = MarkedWeight(state[full], _is_depthwise(layer))
     activations = {}
     for name, quantizer in quantizers_of(model).items():
@@ -116,7 +116,7 @@ def _is_depthwise(layer: QuantizedLayer) -> bool:
 
 
 def fold_in(layer: QuantizedMatmul, fold: Fold) -> None:
-    """Fold the batch norm's constants into the weight and bias of the layer."""
+    """Fold the batch norm into the bias of the layer, and into its weight if the weight is not quantized."""
     if layer.quantizer("weight_quantizer") is None:
         layer.weight = nn.Parameter(fold.with_gain(layer.weight.detach()))
     layer.bias = nn.Parameter(fold.bias(layer.bias))

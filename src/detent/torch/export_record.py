@@ -1,8 +1,8 @@
-"""ExportRecord: the arguments of an export, with which the same model exports to the same bytes.
+"""ExportRecord: the arguments of an export; with the same arguments, a model exports to the same bytes.
 
-It is stored as ``export`` in a file's metadata. Example inputs are recorded by shape and type, because their values do
-not affect the graph. The versions of torch and onnxscript are recorded, because other versions may write a different
-graph.
+The record is stored as ``export`` in the metadata of the file. Example inputs are recorded by shape and type, because
+their values do not affect the graph. The versions of torch and onnxscript are recorded, because other versions may
+write a different graph.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ from detent.torch.onnx_export import FIRST_OPSET, LAST_OPSET
 
 __all__ = ["ExportRecord"]
 
-WHERE = "export record"  # how error messages begin
+WHERE = "export record"  # beginning of error messages
 VERSION = 1
-MAX_ELEMENTS = 1 << 26  # in all inputs together, which are allocated for an untrusted file
-MAX_DEPTH = 8  # nesting of dynamic_shapes
-MAX_SIZE = 1 << 62  # size of an axis; torch uses larger values for "unlimited"
+MAX_ELEMENTS = 1 << 26  # in all example inputs together; an untrusted file decides how large they are
+MAX_DEPTH = 8  # maximum nesting of dynamic_shapes
+MAX_SIZE = 1 << 62  # maximum size of an axis; torch uses larger values for "unlimited"
 EXPORTERS = ("torch", "onnxscript")
 _HINTS = ("AUTO", "DYNAMIC", "STATIC")
 _DTYPES = {str(each).removeprefix("torch."): each for each in (
@@ -44,9 +44,9 @@ class ExampleInput:
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """Arguments of a call of ``qt.export_onnx``, and the versions of the exporter.
+    """Arguments of a call to ``qt.export_onnx``, and the versions of the packages that write the graph.
 
-    ``dynamic_shapes`` is the argument as JSON; "unknown" if it cannot be written as JSON.
+    ``dynamic_shapes`` has the argument as JSON under the key "value"; ``{"unknown": true}`` if JSON cannot express it.
     """
 
     opset: int
@@ -106,16 +106,20 @@ class ExportRecord:
 
     @property
     def problem(self) -> str:
-        """The reason why the export cannot be repeated here, or ""."""
+        """The reason why the export cannot be repeated here; "" if it can."""
         installed = exporter_versions()
         for name in EXPORTERS:
             if self.exporters.get(name) != installed[name]:
                 return (
-                    f"the file was exported with {name} {self.exporters.get(name)}, but {installed[name]} is installed "
-                    "and may write a different graph: install that version, or export again"
+                    f"the file was exported with {name} {self.exporters.get(name)}, but {name} {installed[name]} is "
+                    f"installed and may write a different graph: install {name} {self.exporters.get(name)}, or export "
+                    "again"
                 )
         if self.dynamic_shapes["value"] == {"unknown": True}:
-            return "the file does not record its dynamic_shapes, which could not be written as JSON"
+            return (
+                "the file does not record dynamic_shapes, because JSON cannot express them: export again with "
+                "dynamic_shapes that contain only dicts, sequences, names and torch.export.Dim"
+            )
         elements = sum(prod(size or 1 for size in each.shape) for each in self.inputs)
         if elements > MAX_ELEMENTS:
             return (
@@ -125,7 +129,7 @@ class ExportRecord:
         return ""
 
     def example(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Make zero inputs of the recorded shapes and types; call it only if ``problem`` is empty."""
+        """Make example inputs of zeros with the recorded shapes and types; call it only if ``problem`` is empty."""
         tensors = [torch.zeros(each.shape, dtype=_DTYPES[each.dtype]) for each in self.inputs]
         names = [each.name for each in self.inputs]
         return dict(zip(names, tensors, strict=True)) if all(names) else tuple(tensors)

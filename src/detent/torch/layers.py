@@ -1,13 +1,15 @@
-"""Layers: the weights of each module type, and the matmul or convolution that it computes.
+"""Layers: for each module type, its weights and the matmul or convolution that it computes.
 
-Plain autograd would save the fake-quantized inputs of a matmul for backward, in addition to the originals that other
-layers keep alive. ``matmul`` saves only the originals and quantizes again in backward, which is one pass over memory::
+Plain autograd would save the fake-quantized inputs of a matmul for backward, in addition to the original inputs, which
+other layers keep alive. ``matmul`` saves only the original inputs. It quantizes them again in backward, which takes one
+pass over memory::
 
     forward   y  = matmul(fq(x), fq(w))                                    saved: x and w, as in the float model
     backward  gx = ste(matmul_x(g, fq(w)), x),   gw = ste(matmul_w(g, fq(x)), w)
 
-where ``ste`` is the straight-through estimator. A convolution counts as a matmul here. ``quantized_layer`` handles
-layers that run their own forward on quantized weights, and tensors that native kernels cannot read.
+Here ``fq`` is fake quantization, ``ste`` is the straight-through estimator, and a convolution counts as a matmul.
+``quantized_layer`` handles layers that run their own forward on quantized weights, and tensors that native kernels
+cannot read.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +26,7 @@ from detent.errors import SpecError
 from detent.ste import Estimator, Identity
 from detent.torch import eager
 from detent.torch.arrays import Slot
-from detent.torch.batchnorm import running_weight
+from detent.torch.batchnorm import unfused_weight
 from detent.torch.operator import (
     Values,
     apply,
@@ -59,7 +61,7 @@ class Matmul(Protocol):
         """Compute the output."""
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
-        """Compute the gradients of x, weight and bias; None for those that are not needed."""
+        """Compute the gradients of x, weight and bias; a gradient that is not needed is None."""
 
 
 class Linear:
@@ -70,7 +72,7 @@ class Linear:
         return F.linear(x, weight, bias)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
-        """Compute the gradients of x, weight and bias; None for those that are not needed."""
+        """Compute the gradients of x, weight and bias; a gradient that is not needed is None."""
         rows = g.reshape(-1, g.shape[-1])
         gx = (rows @ weight).view_as(x) if needs[0] else None
         gw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs[1] else None
@@ -88,11 +90,11 @@ class Convolution:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the output."""
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # the functions that autocast handles
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]  # autocast handles these functions
         return convolve(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def backward(self, g: Tensor, x: Tensor, weight: Tensor, needs: Sequence[bool]) -> Gradients:
-        """Compute the gradients of x, weight and bias; None for those that are not needed."""
+        """Compute the gradients of x, weight and bias; a gradient that is not needed is None."""
         sizes = [g.shape[1]] if needs[2] else None
         settings = (self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups)
         gx, gw, gb = torch.ops.aten.convolution_backward.default(g, x, weight, sizes, *settings, list(needs))
@@ -100,9 +102,9 @@ class Convolution:
 
 
 class Quantizer(nn.Module):
-    """Placeholder for a quantizer in a model, for operations that are not layers: matmul, add, cat.
+    """Placeholder module for a quantizer, before operations that are not layers, such as matmul, add or cat.
 
-    Data pass unchanged until ``qt.prepare`` assigns the ``input`` spec of the matching rule.
+    Data pass unchanged until ``qt.prepare`` gives the module the ``input`` spec of the matching rule.
 
     >>> import torch
     >>> Quantizer()(torch.tensor([0.3]))
@@ -110,7 +112,7 @@ class Quantizer(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x; after ``qt.prepare``, the fake-quantized x."""
+        """Return x unchanged; after ``qt.prepare``, return the fake-quantized x."""
         return x
 
 
@@ -118,11 +120,11 @@ class Quantizer(nn.Module):
 class LayerKind:
     """Weights, inputs and computation of a layer type."""
 
-    weights: Mapping[str, int]  # output-channel axis by weight name; axis 0 in a rule stands for it
+    weights: Mapping[str, int]  # output-channel axis by weight name; in a rule, axis 0 means this axis
     inputs: int = 1  # number of leading arguments of forward that are float data
-    shares_input: bool = False  # one quantizer for all inputs, which often are the same tensor
-    matmul: Callable[[Any], Matmul] | None = None  # None runs the module's own forward
-    names: Callable[[Any], Iterator[str]] | None = None  # weight names, if their number varies
+    shares_input: bool = False  # whether all inputs, often the same tensor, share one quantizer
+    matmul: Callable[[Any], Matmul] | None = None  # if None, the module's own forward runs
+    names: Callable[[Any], Iterator[str]] | None = None  # weight names of a module, if their number varies
 
     def weight_names(self, module: nn.Module) -> list[str]:
         """The names of this module's weights."""
@@ -142,7 +144,7 @@ class LayerKind:
 def _convolution(module: Any) -> Matmul:
     padding = module.padding
     if module.padding_mode != "zeros" or isinstance(padding, str):
-        padding = (0,) * len(module.stride)  # QuantizedMatmul pads the input itself
+        padding = (0,) * len(module.stride)  # QuantizedMatmul pads the input before the convolution
     return Convolution(module.stride, padding, module.dilation, groups=module.groups)
 
 
@@ -173,14 +175,15 @@ def register_layer(
 
     Args:
         layer: the class; subclasses are included unless they are registered themselves.
-        weights: output-channel axis by attribute name of each weight; a tuple of names means axis 0.
+        weights: a dict from the attribute name of each weight to its output-channel axis, or a tuple of attribute names
+            if this axis is 0.
         inputs: number of leading arguments of forward that are float data to quantize.
 
     Returns:
         The class.
 
     Raises:
-        SpecError: ``layer`` is not a module class, or ``weights`` is a text.
+        SpecError: ``layer`` is not a module class, or ``weights`` is a string.
 
     >>> import torch
     >>> class Scale(torch.nn.Module):
@@ -195,7 +198,7 @@ def register_layer(
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise SpecError(f"got {layer!r} for layer, expected a class derived from torch.nn.Module")
     if isinstance(weights, str):
-        raise SpecError(f"got the text {weights!r} for weights, expected a tuple of names: write ({weights!r},)")
+        raise SpecError(f"got the string {weights!r} for weights, expected a tuple of names: write ({weights!r},)")
     axes = dict(weights) if isinstance(weights, Mapping) else dict.fromkeys(weights, 0)
     _KINDS[layer] = LayerKind(MappingProxyType(axes), as_integer("inputs", inputs, at_least=0))
     return layer
@@ -207,7 +210,7 @@ def float_class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def kind_of(layer: nn.Module | type[nn.Module]) -> LayerKind | None:
-    """The kind of the nearest registered base class; None if no base class is registered."""
+    """The ``LayerKind`` of the class or of its nearest registered base class; None if neither is registered."""
     bases = (layer if isinstance(layer, type) else type(layer)).__mro__
     return next((_KINDS[base] for base in bases if base in _KINDS), None)
 
@@ -221,9 +224,9 @@ def runs_as_matmul(layer: type[nn.Module]) -> bool:
 
 
 class Operand(NamedTuple):
-    """Quantization of one operand of a matmul."""
+    """Quantization settings for one operand of a matmul."""
 
-    values: Values | None  # params include learned values; None keeps the operand in float
+    values: Values | None  # the params contain the learned values; None keeps the operand in float
     ste: Estimator
     step: int = 0  # counter of stochastic rounding
 
@@ -232,17 +235,17 @@ class Operand(NamedTuple):
         return x if self.values is None else eager.fake_quantize(x, self.values.params, self.step, slot)
 
     def quantize_again(self, x: Tensor) -> Tensor:
-        """Fake-quantize x, differentiable in x."""
+        """Fake-quantize x again in backward, differentiably in x, for second derivatives."""
         return x if self.values is None else apply(x, Values(self.values.params), self.ste, self.step)
 
     def for_backward(self) -> "Operand":
-        """The operand without tensors of the autograd graph, for backward to keep."""
+        """A copy of the operand for backward, without tensors of the autograd graph."""
         if self.values is None or not self.values.is_learned:
             return self
         return self._replace(values=self.values.without_graph())
 
     def learned(self) -> tuple[Tensor | None, Tensor | None]:
-        """The trained scale and zero point."""
+        """The learned scale and zero point; None for a constant."""
         return (None, None) if self.values is None else (self.values.scale, self.values.zero_point)
 
 
@@ -250,25 +253,25 @@ class QuantizedWeight(NamedTuple):
     """A quantized weight as an operand of a matmul."""
 
     operand: Operand
-    factor: Tensor | None  # factor of a folded batch norm, see ``running_weight``
+    factor: Tensor | None  # factor of a folded batch norm, see ``unfused_weight``
     tensor: Tensor  # the fake-quantized weight
-    keep: bool = False  # the tensor stays in memory; otherwise backward quantizes again
+    keep: bool = False  # whether ``tensor`` stays in memory; otherwise backward quantizes again
 
     def requantize(self, weight: Tensor) -> Tensor:
         """Compute ``tensor`` again from the float weight, in scratch memory."""
-        return running_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
+        return unfused_weight(weight, self.factor, lambda w: self.operand.quantize(w, "weight"), in_place=True)
 
     def quantize_again(self, weight: Tensor) -> Tensor:
-        """``requantize``, differentiable in the float weight; a constant stays constant."""
+        """Requantize differentiably, for second derivatives; a weight that is a constant is returned unchanged."""
         if self.keep and self.operand.values is None:
             return weight
-        return running_weight(weight, self.factor, self.operand.quantize_again)
+        return unfused_weight(weight, self.factor, self.operand.quantize_again)
 
 
 def matmul(
     kind: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None, operand: Operand, quantized: QuantizedWeight
 ) -> Tensor:
-    """Multiply x, fake-quantized by ``operand``, by the quantized weight; the float weight receives the gradient."""
+    """Multiply the fake-quantized x by the quantized weight; the float ``weight`` receives the gradient."""
     learned = *operand.learned(), *quantized.operand.learned()
     y: Tensor = _QuantizedMatmul.apply(x, weight, bias, *learned, kind, operand, quantized)
     return y
@@ -278,7 +281,11 @@ _EMPTY = torch.empty(0)
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """Inputs: x, weight, bias; learned scale and zero point of x and of the weight, or None; kind and both operands."""
+    """The autograd function of ``matmul``.
+
+    Its inputs are x, weight, bias, the learned scale and zero point of x, and the learned scale and zero point of the
+    weight; each of these four is None if it is constant. The last inputs are ``kind``, ``operand`` and ``quantized``.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -295,7 +302,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         kind, operand, quantized = ctx.call
         x, weight = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        learns_x, learns_w = any(needs[3:5]), any(needs[5:7])  # learned scales or zero points need gradients
+        learns_x, learns_w = any(needs[3:5]), any(needs[5:7])  # whether learned values need gradients
         if is_differentiated_twice():
             x_values, w_values = operand.quantize_again(x), quantized.quantize_again(weight)
         else:
@@ -310,7 +317,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
 
 def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool) -> Gradients:
-    """The gradients of x, scale and zero point, given the gradient g of the quantized x, which is overwritten."""
+    """The gradients of x, scale and zero point, given the gradient g of the quantized x; g may be overwritten."""
     if g is None or operand.values is None:
         return g, None, None
     params, ste = operand.values.params, operand.ste
@@ -322,7 +329,7 @@ def _ste_gradients(g: Tensor | None, x: Tensor, operand: Operand, *, learn: bool
 
 
 def _ste_weight_gradients(g: Tensor | None, weight: Tensor, quantized: QuantizedWeight, *, learn: bool) -> Gradients:
-    """``_ste_gradients`` for the weight ``fq(w * f) / f``."""
+    """The gradients of weight, scale and zero point, given the gradient g of ``fq(w * f) / f``."""
     operand, factor = quantized.operand, quantized.factor
     if g is None or factor is None or (isinstance(operand.ste, Identity) and not learn):
         return _ste_gradients(g, weight, operand, learn=learn)

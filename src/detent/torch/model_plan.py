@@ -1,6 +1,6 @@
-"""ModelPlan: how a recipe quantizes a model, before anything runs.
+"""ModelPlan: what a recipe will quantize in a model, before anything runs.
 
-Each layer has one line: the rule that applies, the specs, the bytes, or the reason why the layer is kept in float.
+Each layer has one line with its rule, specs and bytes, and with the reason if the layer is kept in float.
 """
 
 from collections.abc import Iterator, Mapping
@@ -40,18 +40,21 @@ class LayerPlan:
     """The plan for one layer.
 
     Attributes:
-        name, type: full name of the layer in the model, and the name of its class.
+        name: full name of the layer in the model.
+        type: name of the layer's class.
         rule: index of the rule that applies; None if no rule matches.
         reason: why the layer is kept in float; "" if it is quantized.
-        weights: spec of each quantized weight, by name.
-        input, output: specs of its activations; None if they stay float.
-        mode, weight_mode: scale modes of activations and of weights.
-        ste: straight-through estimator; None is the mask of the spec's convention.
+        weights: spec of each quantized weight, by weight name.
+        input: spec of the layer's input; None if it stays float.
+        output: spec of the layer's output; None if it stays float.
+        mode: scale mode of the activations.
+        weight_mode: scale mode of the weights.
+        ste: straight-through estimator; None uses the gradient mask of the spec's convention.
         observer: observer for calibration; None leaves the choice to ``qt.calibrating``.
-        norm: full name of the batch norm that is folded into the layer, or "".
-        tied: weights shared with an earlier layer, each with its full name there.
-        nbytes_before, nbytes_after: bytes of the weights in float and quantized; a tied weight counts in its first
-            layer only.
+        norm: full name of the batch norm that is folded into the layer; "" if no batch norm is folded.
+        tied: for each weight shared with an earlier layer, the full name of the weight in that layer.
+        nbytes_before: bytes of the float weights; a tied weight counts only in its first layer.
+        nbytes_after: bytes of the quantized weights; a tied weight counts only in its first layer.
     """
 
     name: str
@@ -81,7 +84,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class ModelPlan(PlanTotals[LayerPlan]):
-    """The plan for a model, layer by layer; ``str`` is a table, which notebooks show as HTML.
+    """The plan for a model, layer by layer; ``str`` returns a table, which notebooks show as HTML.
 
     >>> import detent.torch as qt
     >>> model_plan = qt.plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), "w8a8")
@@ -114,7 +117,7 @@ class ModelPlan(PlanTotals[LayerPlan]):
         """Plot the bit widths of each layer's weight and input as bars; layers kept in float have no bars.
 
         Args:
-            ax: matplotlib Axes to draw on; None makes new ones.
+            ax: matplotlib Axes to draw on; None creates new Axes.
 
         Returns:
             The Axes.
@@ -133,7 +136,7 @@ class ModelPlan(PlanTotals[LayerPlan]):
                 ax.text(0, row, " float", va="center", color="gray")
         ax.set_xlabel("bits")
         ax.set_title(f"{len(self.quantized)} of {len(self.layers)} layers quantized")
-        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars
+        ax.legend(loc="upper left", bbox_to_anchor=(1, 1))  # next to the bars
         return ax
 
 
@@ -142,7 +145,7 @@ def _row(layer: LayerPlan) -> tuple[str, ...]:
     notes = [layer.reason] if layer.reason else []
     if layer.norm:
         notes.append(f"folds {layer.norm}")
-    notes += [f"{name} is {other}" for name, other in layer.tied.items()]
+    notes += [f"{name} is shared with {other}" for name, other in layer.tied.items()]
     if layer.is_quantized:
         notes.append(str(layer.mode if layer.input or layer.output else layer.weight_mode))
     return (
@@ -193,9 +196,10 @@ def plan(model: nn.Module, recipe: RecipeLike) -> ModelPlan:
 
 
 def _rule_layers(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> list[Layer]:
-    """The layers as rules match them: name, types, and whether it is the first or the last layer with weights."""
+    """Describe each layer for rules: its name, its types, and whether it is the first or last layer with weights."""
     weighted = [name for name, _, kind in candidates if kind is not None and (kind.weights or kind.names)]
-    weighted = weighted or [name for name, _, kind in candidates if kind is None]  # all layers stay float
+    # if no type is registered, all layers stay float
+    weighted = weighted or [name for name, _, kind in candidates if kind is None]
     first, last = (weighted[0], weighted[-1]) if weighted else ("", "")
     return [
         Layer(name, tuple(base.__name__ for base in float_class_of(module).__mro__), name == first, name == last)
@@ -204,14 +208,15 @@ def _rule_layers(candidates: list[tuple[str, nn.Module, LayerKind | None]]) -> l
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module, LayerKind | None]]:
-    """Modules of a registered type, and modules of other types that have matrix parameters of their own."""
+    """Yield modules of a registered type, and other modules with a parameter of two or more axes."""
     for name, module in model.named_modules():
         kind = kind_of(module)
         if isinstance(module, ParametrizationList):
-            continue  # belongs to a layer that is listed
+            continue  # part of a layer that is listed
         if any(isinstance(each, UninitializedParameter) for each in module._parameters.values()):
             raise SpecError(
-                f"{name or 'the model'} is a lazy module without weights yet: run a batch through the model first"
+                f"{name or 'the model'} is a lazy module whose weights do not exist yet: run a batch through the model "
+                "first"
             )
         if kind is not None and not (isinstance(module, nn.MultiheadAttention) and not kind.weight_names(module)):
             yield name, module, kind
@@ -235,7 +240,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
         return kept_in_float(problem)
     if kind is None:
         return kept_in_float(
-            f"its type is not registered: to quantize it, call qt.register_layer({plain.type}, weights=...)"
+            f"layer type not registered: to quantize the layer, call qt.register_layer({plain.type}, weights=...)"
         )
     if rule is None or decision.skip:
         return kept_in_float(NO_RULE if rule is None else EXCLUDED)
@@ -248,7 +253,7 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
             return kept_in_float(problem)
     has_input = kind.inputs > 0
     if not weights and not (decision.output or (decision.input and has_input)):
-        return kept_in_float("its rule has no spec that applies to it")
+        return kept_in_float("the rule has no spec that applies to this layer")
     mode = _ACTIVATIONS if decision.mode is None else decision.mode
     return replace(
         plain,
@@ -264,25 +269,25 @@ def _plan_layer(name: str, module: nn.Module, kind: LayerKind | None, decision: 
 
 
 def _layer_problem(module: nn.Module) -> str:
-    """The reason why a layer cannot be quantized, or ""."""
+    """The reason why a layer cannot be quantized; "" if it can."""
     if getattr(module, "sparse", False):
-        return "its gradients are sparse: construct it with sparse=False"
+        return "sparse gradients are not supported: construct the layer with sparse=False"
     if getattr(module, "max_norm", None) is not None:
-        return "max_norm changes its weights in forward, which quantized weights do not support"
+        return "max_norm changes weights in forward, which is not supported: construct the layer with max_norm=None"
     kind = kind_of(module)
     if kind is not None and (kind.weights or kind.names) and not kind.weight_names(module):
         names = " or ".join(kind.weights)
-        return f"it has no parameter {names}: it may be pruned, parametrized, or registered with a wrong name"
+        return f"there is no parameter {names}: the layer may be pruned, parametrized, or registered with a wrong name"
     return ""
 
 
 def _placed(spec: QuantSpec, axis: int) -> QuantSpec:
-    """The spec with axis 0 moved to the layer's output channels."""
+    """The spec for a weight: axis 0 of a per-channel rule becomes the output-channel axis."""
     return spec.replace(granularity=PerAxis(axis)) if spec.granularity == PerAxis(0) and axis else spec
 
 
 def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
-    """The reason why a weight of this shape cannot have the spec, or ""."""
+    """The reason why a weight of this shape cannot have the spec; "" if it can."""
     kind = spec.granularity
     if isinstance(kind, PerToken):
         return "per-token granularity applies only to activations"
@@ -291,12 +296,12 @@ def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     except ValueError as error:
         return str(error)
     if isinstance(kind, PerGroup) and shape[kind.axis] % kind.size:
-        return f"group size {kind.size} does not divide axis {kind.axis} of the weight, shape {shape}"
+        return f"group size {kind.size} does not divide axis {kind.axis} of the weight, whose shape is {shape}"
     return ""
 
 
 def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple[object, ...]]]) -> LayerPlan:
-    """Record weights shared with an earlier layer, which must have the same spec."""
+    """Record the weights that a layer shares with an earlier layer; both layers must have the same settings."""
     tied = {}
     for name, parameter in module._parameters.items():
         if parameter is None or parameter.ndim < 2:
@@ -312,8 +317,8 @@ def _tie(layer: LayerPlan, module: nn.Module, owners: dict[int, tuple[str, tuple
                 ", ".join(str(part) for part in each if part) or "nothing" for each in (settings, owner_settings)
             )
             raise SpecError(
-                f"{full} and {owner} are one parameter, but the recipe gives {here} to {full} and {there} to {owner}: "
-                "add a rule that gives both the same settings, or skip both"
+                f"{full} and {owner} are the same parameter, but the recipe gives {here} to {full} and {there} to "
+                f"{owner}: add a rule that gives both the same settings, or skip both layers"
             )
         tied[name] = owner
     if not tied:

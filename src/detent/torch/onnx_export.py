@@ -38,9 +38,9 @@ _log = logging.getLogger(__name__)
 Ranges = dict[str, tuple[Any, Any]]
 Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-FIRST_OPSET, LAST_OPSET = 18, 23  # the first that torch writes without converting, the last for our IR version
-TORCH_MIN_SIZE = 2  # lower bound of torch for every symbolic size
-UNLIMITED = 1 << 31  # an upper bound of at least this is not a limit
+FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes 18 and later without conversion; 23 is the last for our IR version
+TORCH_MIN_SIZE = 2  # torch's lower bound for every symbolic size
+UNLIMITED = 1 << 31  # torch's upper bounds from this value on mean that there is no limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
@@ -60,13 +60,13 @@ def export_onnx(
 
     Args:
         model: a prepared model, calibrated or trained.
-        example: model inputs: a tensor, a tuple of tensors, or a dict of tensors by argument name of forward.
+        example: model inputs: a tensor, a tuple of tensors, or a dict from argument names of forward to tensors.
         path: output path.
         target: runtime that will run the file; see ``detent.onnx_model.targets``.
-        dynamic_shapes: as for ``torch.onnx.export``; None lets axis 0 of every input vary.
-        opset: ONNX opset, 18 to 23; 4-bit and 16-bit codes and per-group scales need 21.
-        container: "int8" stores weights of fewer than 8 bits in int8, which ONNX Runtime's integer kernels need; None
-            uses the smallest type.
+        dynamic_shapes: passed to ``torch.onnx.export``; None lets the size of axis 0 of every input vary.
+        opset: ONNX opset, 18 to 23; 4-bit codes, 16-bit codes and per-group scales need 21 or later.
+        container: "int8" stores weights of fewer than 8 bits in int8, because ONNX Runtime's integer kernels need 8-bit
+            types. None stores them in the smallest type.
 
     Returns:
         The output path.
@@ -96,7 +96,7 @@ def export_onnx(
         model, example, target=target, dynamic_shapes=dynamic_shapes, opset=opset, container=container
     )
     checked = onnx_model.load(exported)
-    # fail before a file is written that the runtime cannot load
+    # raise an error before writing a file that the runtime cannot load
     if runtime_target.runtime == "onnxruntime":
         sessions.runtime_record(onnx_model.optimized(checked)).write(checked)
     else:
@@ -129,7 +129,7 @@ def exported_model(
     marked = mark(evaluated)
     proto = export_graph.clean(_exported(marked, (args, kwargs), dynamic_shapes, opset, outputs))
     lowering = export_graph.Lowering(proto, marked, runtime_target, min_bits=4 if container is None else 8)
-    version: str = import_module("detent").__version__  # by name, because the package imports higher layers
+    version: str = import_module("detent").__version__  # imported by name: detent imports higher layers
     lowered = export_graph.finalize(lowering.run(), version)
     onnx_model.Provenance(
         weights=lowering.weights,
@@ -175,7 +175,10 @@ def _arguments(example: object) -> Arguments:
 
 
 def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[nn.Module, list[str]]:
-    """Run a copy on the example, to raise the model's own errors; return the copy and the output names."""
+    """Run a copy of the model on the example, so that the model's own errors appear first.
+
+    Returns the copy and the output names.
+    """
     evaluated = copy_for_export(model)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -188,7 +191,7 @@ def _run_once(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tens
 
 
 def _output_names(result: object, taken: set[str]) -> list[str]:
-    """Output names, by key or position; empty if an output is not a tensor or its name is taken."""
+    """Output names from dict keys or positions; empty if an output is not a tensor or a name is already in use."""
     leaves = pytree.tree_leaves(result)
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return []
@@ -206,7 +209,7 @@ def _exported(
     opset: int,
     outputs: list[str],
 ) -> "ModelProto":
-    """Export the marked model; by default axis 0 varies, unless torch's exporter rejects that."""
+    """Export the marked model; by default the size of axis 0 varies, unless torch's exporter rejects this."""
     args, kwargs = example
     shapes = _free_axes(marked.model, args, kwargs) if dynamic_shapes is None else dynamic_shapes
     try:
@@ -224,7 +227,7 @@ def _exported(
 
 
 def _free_axes(model: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
-    """Dynamic shapes that free axis 0 of every argument, in the structure of forward's parameters."""
+    """The dynamic shapes in which axis 0 of every argument varies, structured like the arguments of forward."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     arguments = dict(bound) if kwargs else tuple(bound.values())
     return pytree.tree_map(lambda x: {0: torch.export.Dim.AUTO} if x.ndim else None, arguments)
@@ -253,7 +256,7 @@ def run_exporter(
 
 
 def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
-    """Warn if the exporter limits the size of axis 0; replace symbolic sizes that have a single value."""
+    """Warn if the exporter limits the size of axis 0; replace symbolic sizes that have only one possible value."""
     for value in (*model.graph.input, *model.graph.output):
         for size in value.type.tensor_type.shape.dim:
             low, high = ranges.get(size.dim_param, (0, 1))
@@ -268,12 +271,12 @@ def _warn_of_limits(model: "ModelProto", ranges: Ranges) -> None:
         elif low > TORCH_MIN_SIZE or high < UNLIMITED:
             limits.append(f"axis 0 of {value.name} is limited to sizes from {low} to {high}")
     if limits:
-        reason = "because the model computes with that size: pass dynamic_shapes to choose which axes vary"
+        reason = "because the model's code depends on this size: pass dynamic_shapes to choose which axes vary"
         warnings.warn(f"{', '.join(limits)}, {reason}", stacklevel=4)
 
 
 def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
-    """The error with the first line of the exporter's message, and with the layers that it often rejects."""
+    """The error with the first line of the exporter's message, and with the names of recurrent layers."""
     cause: BaseException = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     message = lines[0] if lines else type(cause).__name__
@@ -282,7 +285,7 @@ def _exporter_error(model: nn.Module, error: Exception) -> UnsupportedError:
         for name, each in model.named_modules()
         if isinstance(each, _RECURRENT)
     ]
-    hint = f"; it often rejects recurrent layers: {', '.join(layers)}" if layers else ""
+    hint = f" (the exporter often rejects recurrent layers, here {', '.join(layers)})" if layers else ""
     return UnsupportedError(f"torch.onnx.export failed: {message}{hint}")
 
 

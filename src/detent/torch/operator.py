@@ -1,14 +1,14 @@
 """Fake quantization as a differentiable operation on tensors.
 
-Plain tensors in CPU memory run on native kernels, and the backward pass saves one bit per element. Under
+Native kernels process plain tensors in CPU memory and save one bit per element for the backward pass. Under
 ``torch.compile``, ``torch.export`` and ``torch.func``, and on other devices, the reference kernels run in torch
-operations (``traced``), which a compiler can fuse. Both give the same bits. The backward pass uses the straight-through
-estimator (STE) of ``detent.ste``; learned scales and zero points receive the gradients of LSQ (Esser et al. 2020) and
-LSQ+ (Bhalgat et al. 2020).
+operations (``traced``), which a compiler can fuse. Native kernels and torch operations give the same bits. The backward
+pass uses a straight-through estimator (STE) from ``detent.ste``. Learned scales and zero points receive the gradients
+of LSQ (Esser et al. 2020) and LSQ+ (Bhalgat et al. 2020).
 
 ``torch.ops.detent.fake_quantize`` is fake quantization in PyTorch's operator registry, for code that writes or reads
-graphs. Its arguments are tensors, texts and integers. It supports meta and fake tensors, gradients and ``torch.vmap``.
-In a graph it stays one node, while ``torch.compile`` decomposes and fuses ``qt.fake_quantize``.
+graphs. Its arguments are tensors, strings and integers. It supports meta and fake tensors, gradients and
+``torch.vmap``. In a graph, it stays one node, while ``torch.compile`` decomposes and fuses ``qt.fake_quantize``.
 """
 
 from collections.abc import Callable
@@ -59,22 +59,22 @@ def fake_quantize(
     ste: EstimatorLike = None,
     step: int = 0,
 ) -> Tensor:
-    """Fake-quantize a tensor with the bits of ``detent.fake_quantize``, and with straight-through gradients.
+    """Fake-quantize a tensor, bit-exact with ``detent.fake_quantize`` and with straight-through gradients.
 
     Args:
         x: float data.
-        params: scales and zero points that fit x's shape; or a spec, which takes the range of x (``from_data``).
+        params: ``QuantParams`` that fit the shape of x, or a spec, for which the range of x determines the parameters.
             Compilers cannot trace a spec as text: under ``torch.compile``, pass ``dt.QuantSpec.parse(text)``.
-        scale: tensor that replaces the params' scale and receives its gradient (LSQ).
-        zero_point: tensor that replaces the params' zero point and receives its gradient (LSQ+); forward rounds and
-            clamps it.
-        ste: straight-through estimator; None is the mask of the spec's convention. A callable gets ``(g, x, params)``,
-            with tensors g and x.
-        step: counter of stochastic rounding.
+        scale: tensor that replaces the scale of ``params`` and receives the gradient of the scale (LSQ).
+        zero_point: tensor that replaces the zero point of ``params`` and receives the gradient of the zero point
+            (LSQ+). The forward pass rounds and clamps this tensor.
+        ste: straight-through estimator; None uses the gradient mask of the spec's convention. A callable is called with
+            ``(g, x, params)``, where g and x are tensors.
+        step: counter for stochastic rounding.
 
     Raises:
         ShapeError, DtypeError, ParamsError, SpecError: an argument has the wrong shape, type or value.
-        RangeError: params is a spec, and x is empty or contains NaN or infinities (not checked in torch operations).
+        RangeError: params is a spec, and x is empty or contains NaN or infinities; torch operations do not check this.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> x = torch.tensor([0.3, 0.9, 99.0], requires_grad=True)
@@ -102,7 +102,7 @@ def fake_quantize(
 def _fake_quantize_by_range(
     x: Tensor, spec: QuantSpec, scale: Tensor | None, zero_point: Tensor | None, ste: EstimatorLike, step: int
 ) -> Tensor:
-    """``fake_quantize`` with a spec and the range of x, in torch operations."""
+    """Fake-quantize x with a spec and the range of x, in torch operations."""
     s, z = traced.derive(spec, *traced.minmax(x, spec))
     learned = scale is not None or zero_point is not None
     s, z = s if scale is None else scale, z if zero_point is None else zero_point
@@ -122,12 +122,12 @@ class Values(NamedTuple):
         return self.scale is not None or self.zero_point is not None
 
     def without_graph(self) -> "Values":
-        """The values without the data of learned tensors, for backward to keep."""
+        """A copy of the values for backward, in which learned tensors have only shape and dtype."""
         return Values(self.params, *_without_data(self.scale, self.zero_point))
 
 
 def apply(x: Tensor, values: Values, ste: Estimator, step: int = 0) -> Tensor:
-    """``fake_quantize`` for checked arguments."""
+    """Fake-quantize x as ``fake_quantize`` does, with arguments that are already checked."""
     params, scale, zero_point = values
     if is_plain(x) and all(is_plain(part) for part in (scale, zero_point) if part is not None):
         current = params_with(values) if values.is_learned else params
@@ -154,9 +154,9 @@ def apply_traced(
     *,
     learned: bool = False,
 ) -> Tensor:
-    """``apply`` in torch operations; scale and zero point are tensors."""
+    """Fake-quantize x in torch operations, with scale and zero point as tensors."""
     if isinstance(ste, Custom):
-        raise DtypeError("got a callable STE, which runs only in eager mode on the CPU: use an estimator of detent.ste")
+        raise DtypeError("got a callable STE, which runs only in eager mode on the CPU: use an estimator in detent.ste")
     shape = spec.granularity._tiling(tuple(x.shape)).scale_shape  # without the cache, which compilers cannot trace
     if scale.numel() != prod(shape):
         raise ShapeError(
@@ -170,7 +170,7 @@ def apply_traced(
 
 
 def params_with(values: Values) -> QuantParams:
-    """The params with the values of the learned tensors, whose shapes may differ by axes of length 1."""
+    """The params with the values of the learned tensors; the shapes may differ in axes of length 1."""
     params, spec = values.params, values.params.spec
     scale, zero_point = params.scale, params.zero_point
     if values.scale is not None:
@@ -182,9 +182,9 @@ def params_with(values: Values) -> QuantParams:
 
 
 def check_finite_zero_point(zero_point: Tensor) -> None:
-    """Raise for NaN and infinity, which rounding and clamping would hide."""
+    """Raise if a zero point is NaN or infinite, which rounding and clamping would hide."""
     if not torch.isfinite(zero_point).all():
-        raise ParamsError(f"zero_point contains NaN or infinity, expected finite values: {zero_point!r}")
+        raise ParamsError(f"got zero_point {zero_point!r}, expected finite values: check learning rate and data")
 
 
 def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
@@ -195,10 +195,12 @@ def rounded_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
 
 def _in_shape(name: str, value: Tensor, shape: tuple[int, ...]) -> Any:
     if value.numel() != int(np.prod(shape)):
-        raise ShapeError(f"{name} has shape {tuple(value.shape)}, expected the shape of the params, {shape}")
+        raise ShapeError(
+            f"got {name} of shape {tuple(value.shape)}, expected {shape}, the shape in params: reshape {name}"
+        )
     array = to_array(on_cpu(value)).reshape(shape)
     if not np.isfinite(array).all():
-        raise ParamsError(f"{name} contains NaN or infinity, expected finite values: {array!r}")
+        raise ParamsError(f"got {name} {array!r}, expected finite values: check learning rate and data")
     return array
 
 
@@ -210,7 +212,10 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
         gx = ste.function(g, x, params)
         if not isinstance(gx, Tensor) or gx.shape != g.shape or gx.dtype != g.dtype:
             returned = f"{gx.dtype} of shape {tuple(gx.shape)}" if isinstance(gx, Tensor) else type(gx).__name__
-            raise DtypeError(f"the callable STE returned {returned}, expected {g.dtype} of shape {tuple(g.shape)}")
+            raise DtypeError(
+                f"the callable STE returned {returned}, expected {g.dtype} of shape {tuple(g.shape)}: return a tensor "
+                "with the shape and dtype of g"
+            )
         return gx
     if is_differentiated_twice():
         check_second_derivatives(ste)
@@ -219,7 +224,7 @@ def gradient_of(g: Tensor, x: Tensor, params: QuantParams, ste: Estimator, step:
 
 
 def is_differentiated_twice() -> bool:
-    """Whether autograd records this backward pass for a second one (``create_graph=True``)."""
+    """Whether autograd records this backward pass for a second backward pass (``create_graph=True``)."""
     return torch.is_grad_enabled()
 
 
@@ -240,7 +245,7 @@ def learned_derivative_error() -> UnsupportedError:
 
 
 def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """``function(g)``, a selection of elements, differentiable in g if autograd records this backward pass."""
+    """Select elements of g by a function; differentiable in g if autograd records this backward pass."""
     if not is_differentiated_twice():
         return function(g)
     selected: Tensor = _Selection.apply(g, function)
@@ -248,7 +253,7 @@ def _linear(g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class _Selection(torch.autograd.Function):
-    """A linear function that selects elements, and so is its own derivative."""
+    """A linear function that selects elements and is therefore its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -263,7 +268,7 @@ class _Selection(torch.autograd.Function):
 def learned_gradients(
     g: Tensor, x: Tensor, values: Values, ste: Estimator, step: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x, scale and zero point; learned tensors determine shape and dtype of their gradients."""
+    """The gradients of x, scale and zero point, each in the shape and dtype of its tensor; None for a constant."""
     kernel_ste = Identity() if isinstance(ste, Custom) else ste
     gx, *parts = eager.learned_backward(g, x, values.params, kernel_ste, step)
     if isinstance(ste, Custom):
@@ -280,7 +285,10 @@ def _without_data(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """Fake quantization with constant parameters; saves one bit per element, and nothing for Identity."""
+    """Fake quantization with constant parameters.
+
+    For the backward pass, Clipped saves one bit per element, Identity saves nothing, and other estimators save x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, params: QuantParams, ste: Estimator, step: int) -> Tensor:
@@ -369,7 +377,7 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Tensor) -> None:
         _CompiledFakeQuantize.setup_context(ctx, inputs, output)
         ctx.save_for_forward(*inputs[:3])
-        ctx.set_materialize_grads(False)  # None means a constant scale
+        ctx.set_materialize_grads(False)  # tangents of constants are None, not zeros
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -392,7 +400,7 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
 
 
 class _TracedGradient(torch.autograd.Function):
-    """The gradient of x by the STE: linear in g, and its own transpose."""
+    """The gradient of x by the STE, a linear function of g that is its own transpose."""
 
     generate_vmap_rule = True
 
@@ -421,7 +429,7 @@ class _TracedGradient(torch.autograd.Function):
 
 
 class _TracedLearnedGradient(torch.autograd.Function):
-    """The gradients of x, scale and zero point, without further derivatives."""
+    """The gradients of x, scale and zero point, which have no further derivatives."""
 
     generate_vmap_rule = True
 
@@ -471,10 +479,11 @@ def registered_fake_quantize(
 
     Args:
         x: float data.
-        scale, zero_point: float and int32 tensors in the spec's scale shape.
-        spec: short text or JSON of a QuantSpec.
-        ste: name of the straight-through estimator; "" is the mask of the spec's convention.
-        step: counter of stochastic rounding.
+        scale: float tensor, in the shape that the spec needs for x.
+        zero_point: int32 tensor in the same shape as the scale.
+        spec: a QuantSpec as short text or as JSON.
+        ste: name of the straight-through estimator; "" uses the gradient mask of the spec's convention.
+        step: counter for stochastic rounding.
 
     >>> import detent.torch, torch
     >>> torch.ops.detent.fake_quantize(torch.tensor([0.4, 0.6]), torch.tensor(1.0), torch.tensor(0), "int8")
@@ -496,7 +505,7 @@ def registered_backward(
     parsed, estimator = _parse(spec, ste)
     if isinstance(estimator, Custom):
         raise UnsupportedError(
-            "got a callable STE, which a graph cannot contain: use the name of an estimator of detent.ste"
+            "got a callable STE, which a graph cannot contain: use the name of an estimator in detent.ste"
         )
     if is_plain(x) and is_plain(g):
         return eager.backward(g, x, _params(scale, zero_point, parsed), estimator, step).clone()
@@ -526,7 +535,7 @@ registered_fake_quantize.register_autograd(_gradient, setup_context=_setup)
 
 
 def _one_by_one(operation: Any, tensors: int) -> Any:
-    """A vmap rule that runs the operation on each slice; granularities refer to the axes of a slice."""
+    """A vmap rule that runs the operation on each slice; the granularity refers to the axes of a slice."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
         def pick(i: int, j: int) -> Any:

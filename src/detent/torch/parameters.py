@@ -1,18 +1,19 @@
 """ParameterState: the quantization parameters of a quantizer as the state of a module.
 
-The buffers are authoritative: checkpoints, device moves and trainers use only them. Values read from the buffers are
-cached as long as the buffers have the same bits. This module contains all changes of the buffers; ``quantizer`` decides
-when they happen.
+The buffers have the true values: checkpoints, device moves and trainers read and write only the buffers. Values read
+from the buffers are cached until the bits of the buffers change. All code that changes the buffers is in this module;
+the module ``quantizer`` decides when to call it.
 
 Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small shifts from the calibrated values::
 
-    scale      = initial_scale * max(1 + scale_shift, 2^-10)                     one step of 1e-3 is 0.1 %
-    zero point = initial_zero_point + (qmax - qmin) * zero_point_shift           one step of 1e-3 is 0.1 % of the range
+    scale      = initial_scale * max(1 + scale_shift, 2^-10)                a shift of 1e-3 is 0.1 % of the scale
+    zero point = initial_zero_point + (qmax - qmin) * zero_point_shift      a shift of 1e-3 is 0.1 % of the code range
 
-If the scale itself were the parameter, one Adam step of 1e-3 could change it by 10 %, and an 8-bit model would
-collapse. Shifts start at 0, so that weight decay pulls towards the calibrated values. They exist before there is data,
-so that an optimizer can be built at any time. Their gradients are those of LSQ and LSQ+, divided by the unit of each
-shift: SGD then makes the relative step of LSQ. Adam normalizes gradients and is not affected.
+If the scale itself were the trained parameter, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model
+would collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
+before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+
+with a factor: one SGD step then changes the scale as in LSQ, and the offset as in LSQ+. Adam normalizes gradients, so
+the factor does not affect it.
 """
 
 import json
@@ -40,37 +41,40 @@ from detent.torch.transforms import is_batched_beyond, lifted, outside
 __all__ = ["ParameterState"]
 
 Array = NDArray[Any]
-MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale: a learned scale stays positive
-MAX_EXTRA_STATE_BYTES = 1 << 16  # JSON of one quantizer in a checkpoint, which is untrusted; a real one has about 500
+MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale, so that a learned scale stays positive
+MAX_EXTRA_STATE_BYTES = 1 << 16  # of JSON per quantizer in an untrusted checkpoint; about 500 are usual
 _ONE = np.ones((), np.uint8)
 
 
 class _Memo:
-    """Cached values; not in the module, where setting an attribute takes longer than quantizing a small tensor."""
+    """Cached values.
+
+    They are not attributes of the module, where setting an attribute takes longer than quantizing a small tensor.
+    """
 
     __slots__ = ("arrays", "forwards", "params")
 
     def __init__(self, params: QuantParams | None = None) -> None:
-        self.params = params  # last read from or written to the buffers
-        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # buffer name: tensor, address, memory as an array
+        self.params = params  # params last read from or written to the buffers
+        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # by buffer: tensor, address, memory as an array
         self.forwards = 0  # training forward passes since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Memo, (self.params,)  # without the arrays: a copy has its own buffers
+        return _Memo, (self.params,)  # the arrays are not copied, because a copy has its own buffers
 
 
 class ParameterState(nn.Module):
-    """Scale and zero point of a spec, as the scale mode stores them.
+    """Module with the scale and zero point of a spec, and with the state that the scale mode needs.
 
     ====================================== ========== =============================================================
     state                                  modes      content
     ====================================== ========== =============================================================
-    scale, zero_point, initialized         all        the parameters; initialized is 1 once they are set
+    scale, zero_point, initialized         all        current parameters; initialized is 1 once they are set
     lo, hi                                 EMA        the EMA range
     pending (not in the state dict)        EMA        (-lo, hi) of forward passes since the last ``qt.sync``
     initial_scale, initial_zero_point      Learned    calibrated values, to which the shifts are relative
     scale_shift, zero_point_shift          Learned    trained parameters; symmetric specs have no zero_point_shift
-    step                                   all        counter of stochastic rounding, only for specs that use it
+    step                                   all        counter for stochastic rounding; only for specs that use it
     ====================================== ========== =============================================================
     """
 
@@ -105,7 +109,7 @@ class ParameterState(nn.Module):
             return (1,) if isinstance(self.mode, Learned) else ()
         if shape is None and isinstance(self.mode, Learned):
             raise SpecError(
-                f"got mode {self.mode} without shape, but the number of learned scales of granularity "
+                f"got mode {self.mode} without shape, but the number of learned scales with granularity "
                 f"{self.spec.granularity} depends on the shape of the data: pass shape=, or use a per-tensor spec"
             )
         return (0,) if shape is None else self.spec.granularity.tiling(shape).scale_shape or (1,)
@@ -121,7 +125,7 @@ class ParameterState(nn.Module):
         if isinstance(self.mode, EMA):
             self.register_buffer("lo", unset(torch.float32))
             self.register_buffer("hi", unset(torch.float32))
-            # not a buffer: DDP would overwrite it with the buffer of rank 0
+            # not a buffer, because DDP would overwrite it with the value of rank 0
             self.pending = torch.full((2, *shape), -torch.inf, device=device)
         if isinstance(self.mode, Learned):
             self.register_buffer("initial_scale", unset())
@@ -135,7 +139,7 @@ class ParameterState(nn.Module):
 
     @property
     def label(self) -> str:
-        """The name in messages."""
+        """The name of the quantizer in messages."""
         return self.name or "FakeQuantize"
 
     @property
@@ -150,17 +154,17 @@ class ParameterState(nn.Module):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are parameters."""
+        """Whether parameters were set."""
         return self._memo.params is not None or bool(self.initialized)
 
     @property
     def is_ready(self) -> bool:
-        """Whether the same data get the same parameters in the next forward pass."""
+        """Whether a forward pass need not set initial parameters: they are set, or the mode is PerBatch."""
         return isinstance(self.mode, PerBatch) or self.is_initialized
 
     @property
     def absorbs_gain(self) -> bool:
-        """Whether the scales can absorb a per-channel factor of the data, so that the codes do not change."""
+        """Whether scales can absorb per-channel factors of the data, so that only the signs of codes may change."""
         spec = self.spec
         is_constant = isinstance(self.mode, Learned | Fixed)
         return is_constant and spec.granularity == PerAxis(0) and spec.symmetric and spec.qmin == -spec.qmax
@@ -188,7 +192,8 @@ class ParameterState(nn.Module):
             return memo.params
         if not bool(self.initialized):
             raise NotCalibratedError(
-                f"{self.label} has no parameters yet: calibrate it first, `with qt.calibrating(model): ...`, or train"
+                f"{self.label} has no parameters yet: calibrate the model (`with qt.calibrating(model): ...`) or train "
+                "it"
             )
         shape = () if isinstance(self.spec.granularity, PerTensor) else tuple(self.scale.shape)
         scale, zero_point = (to_array(on_cpu(part)).reshape(shape).copy() for part in (self.scale, self.zero_point))
@@ -196,7 +201,7 @@ class ParameterState(nn.Module):
         return memo.params
 
     def _contains(self, params: QuantParams) -> bool:
-        """Whether the buffers, which may have a narrower dtype, contain these parameters."""
+        """Whether the buffers contain these parameters, rounded to the dtype of the buffers."""
         if self.scale.device.type != "cpu":
             return False
         scale, zero_point = self._array("scale"), self._array("zero_point")
@@ -205,8 +210,8 @@ class ParameterState(nn.Module):
         return np.array_equal(scale.ravel(), params.scale.ravel().astype(scale.dtype, copy=False))
 
     def learned_values(self) -> tuple[Tensor, Tensor | None]:
-        """Mode Learned: scale and zero point, differentiable in their shifts; zero point None for symmetric specs."""
-        compiling = torch.compiler.is_compiling()  # compilers reject functions with a jvp
+        """Mode Learned: scale and zero point, differentiable in the shifts; symmetric specs have zero point None."""
+        compiling = torch.compiler.is_compiling()  # compilers reject autograd functions with a jvp
         scale_function = _Scale if compiling else _ReverseModeScale
         scale: Tensor = scale_function.apply(self.initial_scale, full_tensor(self.scale_shift))
         if self.zero_point_shift is None:
@@ -230,7 +235,7 @@ class ParameterState(nn.Module):
     # Changing the parameters
 
     def set_params(self, params: QuantParams) -> Self:
-        """Set the parameters; learned shifts restart at 0, and an EMA range restarts from the params' range."""
+        """Set the parameters; learned shifts restart at 0, and an EMA range restarts from the range of the params."""
         if params.spec != self.spec:
             raise SpecError(
                 f"got params of spec {params.spec!r} for {self.label}, expected {self.spec!r}: use the same spec"
@@ -242,7 +247,7 @@ class ParameterState(nn.Module):
         self._store(params)
         if isinstance(self.mode, EMA):
             bounds = ("lo", params.min_val, self.spec.qmin), ("hi", params.max_val, self.spec.qmax)
-            for name, bound, code in bounds:  # parameters without a range: use the range of their codes
+            for name, bound, code in bounds:  # params without a range: use the range of their codes
                 self._write(name, (code - params.zero_point) * params.scale if bound is None else bound)
             self.pending.fill_(-torch.inf)
         if isinstance(self.mode, Learned):
@@ -255,14 +260,20 @@ class ParameterState(nn.Module):
         return self
 
     def hold(self, params: QuantParams) -> None:
-        """Keep the parameters of a batch: in the buffers if the shapes match; per-token shapes vary between batches."""
+        """Keep the parameters of a batch in the buffers, or only in the cache if the shapes do not match.
+
+        The shape of per-token parameters varies between batches.
+        """
         if self.scale.shape == params.scale.shape:
             self._store(params)
         else:
             self._memo.params = params
 
     def hold_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``hold`` in torch operations; the separate parameters of samples under ``vmap`` are not kept."""
+        """Keep the parameters of a batch in the buffers, in torch operations.
+
+        If samples have separate parameters under ``vmap``, these are not kept.
+        """
         if self.scale.shape != scale.shape or is_batched_beyond(scale, self.scale):
             return
         scale, zero_point = (lifted(part, self.scale, torch.amax) for part in (scale, zero_point))
@@ -270,7 +281,7 @@ class ParameterState(nn.Module):
             self._copy_traced(scale, zero_point)
 
     def merge_range(self, lo: Array, hi: Array) -> QuantParams:
-        """Mode EMA: update the EMA range with a batch, ``decay * average + (1 - decay) * batch``; return parameters."""
+        """Mode EMA: update the range to ``decay * range + (1 - decay) * batch``, and return the new parameters."""
         mode = self.mode
         if not isinstance(mode, EMA):
             raise SpecError(f"got mode {mode}, but only mode EMA has an EMA range: use mode EMA")
@@ -284,7 +295,7 @@ class ParameterState(nn.Module):
         return params
 
     def _params_from(self, lo: Array, hi: Array) -> QuantParams:
-        """The parameters of a range; calls the slower ``from_range`` only for its error messages."""
+        """The parameters for a range; ``from_range`` is slower, and is called only to raise an error."""
         dtype = self._scale_dtype
         if not (lo <= hi).all():
             return QuantParams.from_range(self.spec, lo, hi, dtype=dtype)
@@ -296,7 +307,7 @@ class ParameterState(nn.Module):
         return np.dtype(FLOAT_TYPES[self.scale.dtype])
 
     def merge_range_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """``merge_range`` in torch operations, which cannot branch on the state."""
+        """Mode EMA: update the range as ``merge_range`` does, in torch operations, which cannot branch on the state."""
         decay = self.mode.decay  # type: ignore[attr-defined]  # called in mode EMA only
         lo, hi = lifted(lo, self.lo, torch.amin), lifted(hi, self.hi, torch.amax)
         with outside(self.lo):
@@ -312,14 +323,14 @@ class ParameterState(nn.Module):
         np.maximum(pending, np.stack((-lo, hi)), out=pending, casting="same_kind")
 
     def add_pending_traced(self, lo: Tensor, hi: Tensor) -> None:
-        """``add_pending`` in torch operations."""
+        """Mode EMA: widen the pending range for the next ``qt.sync``, in torch operations."""
         lo, hi = lifted(lo, self.pending, torch.amin), lifted(hi, self.pending, torch.amax)
         with outside(self.pending):
             self.pending.copy_(torch.maximum(self.pending, torch.stack((-lo, hi))))
 
     def apply_pending(self, merged: Tensor) -> None:
-        """Mode EMA: update the EMA range with (-lo, hi) as ``qt.sync`` merged it, and reset the pending range."""
-        # + 0.0 turns -0.0 into 0.0: which zero MAX keeps depends on the backend
+        """Mode EMA: update the EMA range with the merged (-lo, hi) of ``qt.sync``, and reset the pending range."""
+        # + 0.0 turns -0.0 into 0.0, because MAX of -0.0 and 0.0 depends on the backend
         negated_lo, hi = to_array(on_cpu(merged.float())) + np.float32(0.0)
         lo = np.float32(0.0) - negated_lo
         if (lo <= hi).any():
@@ -338,7 +349,7 @@ class ParameterState(nn.Module):
         self._memo.params = params
 
     def _copy_traced(self, scale: Tensor, zero_point: Tensor) -> None:
-        """``_store`` in torch operations; ``params`` later detects that the buffers changed."""
+        """Write scale and zero point to the buffers in torch operations; ``params`` later detects the change."""
         self.scale.copy_(scale)
         self.zero_point.copy_(zero_point)
         self.initialized.fill_(1)
@@ -368,7 +379,7 @@ class ParameterState(nn.Module):
     # Moves, copies and checkpoints
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move to other devices, but keep the dtype: scales keep their precision in a half-precision model."""
+        """Move the state to another device, but keep its dtype: half-precision models need precise scales."""
 
         def keep_type(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -386,13 +397,13 @@ class ParameterState(nn.Module):
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Raise StateError if the saved spec or mode differs."""
+        """Raise StateError if the saved spec or mode differs from this quantizer's."""
         difference = self.compare_state(state)
         if difference:
             raise StateError(f"{self.label}: {difference}")
 
     def compare_state(self, state: object) -> str:
-        """Describe how spec and mode of a saved state differ; "" if they agree."""
+        """Describe how the spec and mode of a saved state differ from this quantizer; "" if they agree."""
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:
                 raise StateError("expected a short uint8 tensor")
@@ -402,7 +413,7 @@ class ParameterState(nn.Module):
             return f"the checkpoint's spec and mode cannot be read ({error})"
         if (spec, mode) == (self.spec, self.mode):
             return ""
-        return f"the checkpoint has {spec} with {mode}, the model {self.spec} with {self.mode}"
+        return f"the checkpoint has {spec} with {mode}, but the model has {self.spec} with {self.mode}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self.refresh()
@@ -410,7 +421,7 @@ class ParameterState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "scale")
-        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # the checkpoint knows the shape
+        if self.scale.shape == (0,) and isinstance(saved, Tensor) and saved.ndim:  # use the shape in the checkpoint
             self._make_state(self.scale.dtype, tuple(saved.shape), self.scale.device)
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._memo.params = None
@@ -459,7 +470,7 @@ class _ZeroPoint(torch.autograd.Function):
 
 
 class _ReverseModeScale(_Scale):
-    """``_Scale`` that raises for forward-mode derivatives."""
+    """A ``_Scale`` that raises an error in forward-mode differentiation."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:
@@ -467,7 +478,7 @@ class _ReverseModeScale(_Scale):
 
 
 class _ReverseModeZeroPoint(_ZeroPoint):
-    """``_ZeroPoint`` that raises for forward-mode derivatives."""
+    """A ``_ZeroPoint`` that raises an error in forward-mode differentiation."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> Tensor:

@@ -1,6 +1,6 @@
-"""Preparation: turn a model into one for quantization-aware training, in place, and back.
+"""Preparation: change a model in place for quantization-aware training, and change it back.
 
-The root module of a prepared model stores the plan. All other state is in the modules themselves, so that the model can
+The root module of a prepared model stores the plan. All other state is in the changed modules, so that the model can
 be wrapped, copied and moved as usual.
 """
 
@@ -49,25 +49,25 @@ class _Prepared:
 
     plan: ModelPlan
     hooks: list[Any]
-    nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was switched off
+    nested: list[nn.TransformerEncoder]  # encoders whose use_nested_tensor was set to False
     frozen: bool = False
 
 
 def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -> nn.Module:
-    """Prepare a model for quantization-aware training in place, as ``qt.plan`` shows, and return it.
+    """Prepare a model in place for quantization-aware training, as ``qt.plan`` shows, and return the model.
 
     Parameters stay the same objects, so an existing optimizer keeps working. Learned scales are new parameters: an
-    optimizer that was made before does not train them, and its first step gives a warning. A state_dict of the float
-    model loads with ``strict=False``. ``qt.unprepare`` restores the float model bit for bit.
+    optimizer constructed before ``qt.prepare`` does not train them, and its first step gives a warning. A state_dict of
+    the float model loads with ``strict=False``. ``qt.unprepare`` turns the model back into a float model.
 
     Args:
         model: any module, with its weights in memory.
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
-        sync: True updates EMA ranges only in ``qt.sync``, which merges the ranges of all processes; None is True if
-            ``torch.distributed`` runs with more than one process.
+        sync: if True, only ``qt.sync`` updates EMA ranges, with the merged ranges of all processes. None means True if
+            ``torch.distributed`` runs with more than one process, and otherwise False.
 
     Raises:
-        SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises.
+        SpecError: the model is already prepared, sharded or on the meta device, or ``qt.plan`` raises SpecError.
 
     >>> import detent.torch as qt
     >>> model = qt.prepare(nn.Sequential(nn.Linear(4, 2)), "w8a8")
@@ -85,7 +85,7 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
     quantizers = {
         layer.name: _make_quantizers(layer, modules[layer.name], shared, sync=sync) for layer in model_plan.quantized
     }
-    # all checks are done: nothing below raises, so a failed call leaves the model unchanged
+    # all checks are done above, so a call that raises leaves the model unchanged
     for layer in model_plan.quantized:
         module = modules[layer.name]
         _set_class(module, quantized_class(type(module)))
@@ -101,22 +101,25 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
 
 
 def _change_other_classes(model: nn.Module) -> None:
-    """Change the classes of batch norms, which can freeze and fuse, and of attention with a quantized projection."""
+    """Change the classes of batch norms, so that they can be frozen and fused, and of some attention modules.
+
+    An attention module changes its class if its output projection is quantized.
+    """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
             _set_class(module, quantized_class(type(module)))
-        # attention reads the weight of out_proj itself; it is quantized only in the forward of a quantized layer
+        # attention reads the weight of out_proj, which is quantized only inside the forward of a quantized layer
         elif isinstance(module, nn.MultiheadAttention) and isinstance(module.out_proj, QuantizedLayer):
             _set_class(module, quantized_class(float_class_of(module)))
 
 
 def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.TransformerEncoder]]:
-    """Turn off PyTorch's fused paths; return the hooks, and the encoders whose use_nested_tensor was switched off."""
+    """Turn off PyTorch's fused paths; return the hooks, and the encoders whose use_nested_tensor was set to False."""
     nested = [each for each in model.modules() if isinstance(each, nn.TransformerEncoder) and each.use_nested_tensor]
     for encoder in nested:
         encoder.use_nested_tensor = False  # nested tensors have no shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
-    # fused paths read the float parameters of inner layers; PyTorch skips them for a module that has a hook
+    # fused paths read float parameters of layers inside; PyTorch uses no fused path for a module with a hook
     hooks += [each.register_forward_pre_hook(_empty_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     return hooks, nested
 
@@ -127,14 +130,14 @@ def _check_preparable(model: nn.Module) -> None:
     on_meta = [name for name, each in model.named_parameters() if each.is_meta]
     if on_meta:
         raise SpecError(
-            f"{len(on_meta)} parameters are on the meta device, the first is {on_meta[0]!r}: load the weights before "
+            f"{len(on_meta)} parameters are on the meta device (first: {on_meta[0]!r}): load the weights before "
             "qt.prepare"
         )
     sharded = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
     if sharded:
         raise SpecError(
-            f"{len(sharded)} parameters are sharded, the first is {sharded[0]!r}: call qt.prepare before fully_shard, "
-            "which then shards learned scales, too"
+            f"{len(sharded)} parameters are sharded (first: {sharded[0]!r}): call qt.prepare before fully_shard, so "
+            "that learned scales are sharded, too"
         )
 
 
@@ -143,7 +146,8 @@ def _check_free_names(model_plan: ModelPlan, modules: dict[str, nn.Module]) -> N
         for name in ("fold", *_quantizer_names(layer, modules[layer.name])):
             if hasattr(modules[layer.name], name):
                 raise SpecError(
-                    f"{layer.name or 'the model'} already has an attribute {name!r}, which qt.prepare needs: rename it"
+                    f"{layer.name or 'the model'} already has an attribute {name!r}, which qt.prepare needs: rename "
+                    "the attribute"
                 )
 
 
@@ -198,7 +202,7 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
             differences.append(f"  {name}: {difference}")
     if differences:
         count = len(differences)
-        head = f"the checkpoint is from a model prepared with a different recipe, {count} quantizers differ:"
+        head = f"the checkpoint is from a model prepared with a different recipe ({count} quantizers differ):"
         advice = "prepare the model with the recipe of the checkpoint"
         raise StateError("\n".join([head, *differences[:MAX_DIFFERENCES_SHOWN], advice]))
 
@@ -280,7 +284,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def quantized_state(model: nn.Module) -> dict[str, QuantizedTensor]:
-    """Return the quantized weights as they are exported, batch norms folded in, by full name.
+    """Return the quantized weights by full name, as they are exported, with batch norms folded in.
 
     Args:
         model: a prepared model, calibrated or trained.
@@ -305,13 +309,13 @@ def _check_folds(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedMatmul) and layer.fold is not None and layer.fold.norm not in present:
             raise StateError(
-                f"the batch norm that is folded into {name} was replaced after qt.prepare: replace batch norms first, "
-                "also by SyncBatchNorm.convert_sync_batchnorm, and then call qt.prepare"
+                f"the batch norm folded into {name} was replaced after qt.prepare: replace batch norms before "
+                "qt.prepare (this includes SyncBatchNorm.convert_sync_batchnorm)"
             )
 
 
 def plan_of(model: nn.Module) -> ModelPlan:
-    """The plan of a prepared model; StateError if the model is not prepared."""
+    """The plan of a prepared model; raises StateError if the model is not prepared."""
     roots = _roots(model)
     if not roots:
         raise StateError("the model is not prepared: call qt.prepare(model, recipe) first")
@@ -319,7 +323,7 @@ def plan_of(model: nn.Module) -> ModelPlan:
 
 
 def _roots(model: nn.Module) -> list[_Prepared]:
-    """The state of all prepared models inside this one, which may be a trainer's wrapper."""
+    """The states of all prepared models inside this module, which may be a trainer's wrapper."""
     plans = (vars(module).get(_PLAN) for module in model.modules())
     return [each for each in plans if isinstance(each, _Prepared)]
 
@@ -330,12 +334,12 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 def quantizers_of(model: nn.Module) -> dict[str, FakeQuantize]:
-    """The quantizers of a model by full name, each once."""
+    """The quantizers of a model by full name; a quantizer of tied weights occurs once."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FakeQuantize)}
 
 
 def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, FakeQuantize]]:
-    """List (full name, layer, name, quantizer) of every quantized weight; a tied weight occurs once per name."""
+    """List (full name, layer, name, quantizer) for every quantized weight; a tied weight occurs once per name."""
     weights = []
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer):
@@ -347,7 +351,8 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
             full = f"{prefix}.{name}".lstrip(".")
             if layer._parameters.get(name) is None:
                 raise StateError(
-                    f"{full} was a parameter in qt.prepare and no longer is: prune and parametrize before qt.prepare"
+                    f"{full} is not a parameter any more, but was one in qt.prepare: prune and parametrize before "
+                    "qt.prepare"
                 )
             weights.append((full, layer, name, quantizer))
     return weights
@@ -355,7 +360,7 @@ def weight_layers(model: nn.Module) -> list[tuple[str, QuantizedLayer, str, Fake
 
 @contextmanager
 def evaluating(model: nn.Module, watcher: WatcherFunction | None = None) -> Iterator[None]:
-    """Switch to evaluation mode, with this watcher on every quantizer if given; restore everything on exit."""
+    """Switch to evaluation mode, and set the watcher of every quantizer if one is given; restore both on exit."""
     modes = {module: module.training for module in model.modules()}
     quantizers = [] if watcher is None else list(quantizers_of(model).values())
     watchers = [quantizer.watcher for quantizer in quantizers]

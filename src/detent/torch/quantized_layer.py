@@ -1,7 +1,7 @@
 """Quantized layers: the forward pass of prepared layers.
 
 ``qt.prepare`` changes only the class of a module; the module object and its parameters stay the same. The new class
-derives from the module's own class and from one of these two:
+derives from the module's own class and from one of these two classes:
 
 ================ =====================================================================================================
 QuantizedMatmul  a layer that is one matmul or convolution (Linear, Conv): quantizes x and w (``layers.matmul``)
@@ -27,7 +27,7 @@ from detent.spec import QuantSpec
 from detent.ste import Identity
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import full_tensor, is_distributed, is_plain, on_cpu, order_of, to_array, to_tensor
-from detent.torch.batchnorm import Fold, QuantizedNorm, running_weight
+from detent.torch.batchnorm import Fold, QuantizedNorm, unfused_weight
 from detent.torch.layers import LayerKind, Operand, QuantizedWeight, kind_of, matmul, runs_as_matmul
 from detent.torch.operator import Values, apply_traced
 from detent.torch.quantizer import FakeQuantize
@@ -37,14 +37,14 @@ __all__ = ["QuantizedLayer", "QuantizedMatmul", "WeightCache", "WeightKey", "qua
 
 FLOAT = Operand(None, Identity())
 FROZEN = (
-    "the model is frozen: layers with a folded batch norm compute with constants, so their weights no longer train; to "
-    "continue training, call qt.unprepare and qt.prepare"
+    "the model is frozen, so layers with a folded batch norm no longer train: to continue training, call qt.unprepare "
+    "and qt.prepare"
 )
 _ANY_ORDER = QuantSpec("int8")
 
 
 class QuantizedLayer(nn.Module):
-    """Mixin of every prepared layer: inside its forward, and only there, weight attributes return quantized values."""
+    """Mixin class of every prepared layer; inside forward, and only there, weight attributes are quantized."""
 
     float_class: ClassVar[type[nn.Module]]
     kind: ClassVar[LayerKind]
@@ -60,7 +60,7 @@ class QuantizedLayer(nn.Module):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         layers = [self, *(child for child in self.children() if isinstance(child, QuantizedLayer))]
-        for name in self.input_arguments[len(args) :]:  # passed by keyword
+        for name in self.input_arguments[len(args) :]:  # inputs passed by keyword
             if name not in kwargs:
                 break
             args = (*args, kwargs.pop(name))
@@ -73,12 +73,12 @@ class QuantizedLayer(nn.Module):
         return self._quantized_output(result)
 
     def quantizer(self, name: str) -> FakeQuantize | None:
-        """The quantizer of that name, if it exists and is enabled."""
+        """The quantizer with this name; None if it does not exist or is disabled."""
         module = self._modules.get(name)
         return module if isinstance(module, FakeQuantize) and module.enabled else None
 
     def _quantized_inputs(self, args: tuple[Any, ...]) -> list[Any]:
-        """Quantize the arguments that are float data; a repeated tensor is quantized once."""
+        """Quantize the arguments that are float data; a tensor that occurs twice is quantized once."""
         names, data, quantized = self.kind.input_names(), list(args), {}
         for i in range(min(self.kind.inputs, len(data)) if names else 0):
             x, quantizer = data[i], self.quantizer(names[min(i, len(names) - 1)])
@@ -96,7 +96,7 @@ class QuantizedLayer(nn.Module):
         return (quantizer(result[0]), *result[1:]) if isinstance(result, tuple) else quantizer(result)
 
     def weight_in_forward(self, name: str) -> Tensor:
-        """The quantized weight inside forward, the parameter outside."""
+        """The quantized weight inside forward, and the float parameter outside."""
         parameter = self._parameter(name)
         quantizer = self.quantizer(f"{name}_quantizer") if self._forwards else None
         return parameter if quantizer is None or quantizer.is_passing else quantizer(parameter)
@@ -129,7 +129,7 @@ _counter_lock = threading.Lock()
 
 
 def _count_forwards(layers: list[QuantizedLayer], change: int) -> None:
-    """Count forward passes of these layers that begin (1) or end (-1); several threads may run one layer."""
+    """Count a forward pass that begins (1) or ends (-1) in these layers; several threads may run the same layer."""
     if torch.compiler.is_compiling():  # compilers cannot trace a lock; a trace runs in one thread
         for layer in layers:
             layer._forwards += change
@@ -148,15 +148,15 @@ def _check_not_jit() -> None:
 class QuantizedMatmul(QuantizedLayer):
     """A prepared layer that is one matmul or convolution.
 
-    Its weights, with g and f as ``batchnorm`` defines them::
+    Its quantized weight has two forms. ``batchnorm`` defines the gain g and the factor f::
 
-        running weight    fq(w)             without a batch norm, or if the scales absorb its gain
-                          fq(w * f) / f     before a batch norm
+        unfused weight    fq(w)             without a batch norm, or if the scales absorb its gain
+                          fq(w * f) / f     with a batch norm otherwise
         exported weight   fq(w)             without a batch norm
                           fq(w) * g         if the scales absorb the gain: codes * sign(g), scale * |g|
-                          fq(w * g)         otherwise; w * g without a quantizer
+                          fq(w * g)         with a batch norm otherwise; w * g if the weight is not quantized
 
-    Forward passes use the running weight, and after ``qt.freeze``, which fuses the batch norm, the exported weight.
+    Forward passes use the unfused weight. After ``qt.freeze``, layers with a batch norm use the exported weight.
     """
 
     weight: Tensor
@@ -164,7 +164,7 @@ class QuantizedMatmul(QuantizedLayer):
     fold: Fold | None = None
     _cache: "WeightCache | None" = None
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the float layer's name for it
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the argument name of the float layer
         """Multiply the quantized input by the quantized weight."""
         result: Tensor = super().forward(input)
         return result
@@ -210,7 +210,7 @@ class QuantizedMatmul(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pad the input for padding modes that ``Convolution`` does not support: non-zero modes, and "same"."""
+        """Pad the input if ``Convolution`` does not support its padding: a mode except "zeros", or padding as text."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):
@@ -223,7 +223,7 @@ class QuantizedMatmul(QuantizedLayer):
         """The tensor that receives the gradient, and the quantized weight for the matmul."""
         fold = self.fold
         if fold is None or not fold.is_fused:
-            return weight, self._running_weight(weight, quantizer)
+            return weight, self._unfused_weight(weight, quantizer)
         if self.training and torch.is_grad_enabled() and weight.requires_grad:
             warnings.warn(FROZEN, stacklevel=3)
         constant = self._exported_constant(weight, quantizer, fold)
@@ -233,7 +233,7 @@ class QuantizedMatmul(QuantizedLayer):
         """The quantized weight for the matmul, in torch operations."""
         fold = self.fold
         if fold is None or not fold.is_fused:
-            return weight if quantizer is None else running_weight(weight, self._factor(weight, quantizer), quantizer)
+            return weight if quantizer is None else unfused_weight(weight, self._factor(weight, quantizer), quantizer)
         weight = weight.detach()  # the exported weight is a constant
         if quantizer is not None and quantizer.absorbs_gain:
             return fold.fake_quantize_with_gain(weight, quantizer.traced_values_for(weight)[0], quantizer.spec)
@@ -248,8 +248,8 @@ class QuantizedMatmul(QuantizedLayer):
             return None
         return once(id(fold), lambda: fold.factor(weight), lambda: fold.factor(weight))
 
-    def _running_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
-        """The running weight, from the cache if nothing has changed."""
+    def _unfused_weight(self, weight: Tensor, quantizer: FakeQuantize | None) -> QuantizedWeight:
+        """The weight of forward passes before ``qt.freeze``, from the cache if nothing has changed."""
         if quantizer is None:
             return QuantizedWeight(FLOAT, None, weight.detach(), keep=True)
         step = quantizer.next_step()
@@ -262,9 +262,9 @@ class QuantizedMatmul(QuantizedLayer):
             tensor = quantized.tensor if factor is None else quantized.tensor.div_(factor)
             return QuantizedWeight(Operand(quantized.values, quantized.ste, step), factor, tensor)
 
-        if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # changes, or is recorded
+        if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # cannot be cached
             return make(False)
-        if quantizer.is_learned:  # needed in the graph of each forward pass, also with a cached weight
+        if quantizer.is_learned:  # part of the graph of each forward pass, even if the weight is cached
             factor = self._factor(weight, quantizer)
             learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
         fold = None if self.fold is None or quantizer.absorbs_gain else self.fold
@@ -284,7 +284,7 @@ class QuantizedMatmul(QuantizedLayer):
     def _cached(
         self, weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None, make: Callable[[bool], QuantizedWeight]
     ) -> QuantizedWeight:
-        # sharded weights change without a new version and must not stay gathered; inference tensors have no version
+        # not cached: sharded weights change without a new version, and inference tensors have no version
         if is_distributed() or weight.is_inference():
             return make(False)
         if self._cache is None:
@@ -315,14 +315,14 @@ class WeightKey(NamedTuple):
     """Everything that determines a quantized weight, except for the values of the float weight."""
 
     address: int  # changes if the parameter is replaced or moved
-    version: int  # PyTorch's counter of writes, such as an optimizer's
+    version: int  # PyTorch's counter of writes, for example by an optimizer
     quantizer: object
     fold: object
-    is_fused: bool  # True for the exported weight, False for the running weight
+    is_fused: bool  # True for the exported weight, False for the unfused weight
 
     @staticmethod
     def of(weight: Tensor, quantizer: FakeQuantize | None, fold: Fold | None) -> "WeightKey":
-        """The key of the weight as it is now."""
+        """The key for the current state of the weight."""
         return WeightKey(
             weight.data_ptr(),
             weight._version,
@@ -335,10 +335,11 @@ class WeightKey(NamedTuple):
 class WeightCache:
     """A cache of at most one quantized weight.
 
-    Evaluation always caches it. In training, weights change with every step, and a copy needs as much memory as the
-    weight. So training caches it only while the same weight is used more than once, as in gradient accumulation. A
-    cached weight is reused if its key and the checksum of the float weight are unchanged: PyTorch's version counter
-    misses writes through ``.data`` and trainers that refill sharded weights. A checksum is much faster than quantizing.
+    Evaluation always caches the quantized weight. In training, weights change with every step, and a cached copy needs
+    as much memory as the weight. So training caches a weight only while it is used more than once, as in gradient
+    accumulation. A cached weight is reused if its key and the checksum of the float weight are unchanged. The checksum
+    is needed because PyTorch's version counter misses writes through ``.data``. Computing the checksum is much
+    faster than quantizing.
     """
 
     def __init__(self) -> None:
@@ -350,14 +351,17 @@ class WeightCache:
     def find(
         self, key: object, weight: Tensor, make: Callable[[bool], QuantizedWeight], *, training: bool
     ) -> QuantizedWeight:
-        """Return the cached weight or ``make(keep)``, which must allocate its own memory if ``keep``."""
+        """Return the cached weight, or otherwise the result of ``make(keep)``.
+
+        If ``keep`` is True, the result stays in the cache, and ``make`` must allocate new memory for it.
+        """
         is_same = key == self._key
         if is_same:
             self._repeats = True
             if self._quantized is not None and self._checksum == _checksum(weight):
                 return self._quantized
         keep = not training or self._repeats
-        self._repeats, self._key, self._quantized = is_same, key, None  # empty if make raises
+        self._repeats, self._key, self._quantized = is_same, key, None  # the cache is empty if make raises
         quantized = make(keep)
         if keep:
             self._quantized = quantized = quantized._replace(keep=True)
@@ -389,7 +393,7 @@ def _make_class(layer: type[nn.Module]) -> type[nn.Module]:
     kind = kind_of(layer)
     if kind is None:
         raise UnsupportedError(
-            f"{layer.__name__} is not registered: call qt.register_layer({layer.__name__}, weights=...)"
+            f"layer type {layer.__name__} is not registered: call qt.register_layer({layer.__name__}, weights=...)"
         )
     attributes["kind"] = kind
     attributes["input_arguments"] = tuple(inspect.signature(layer.forward).parameters)[1 : 1 + kind.inputs]

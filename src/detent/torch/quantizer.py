@@ -6,19 +6,19 @@
 mode        training                           evaluation                         first training batch, uncalibrated
 =========== ================================== ================================== ====================================
 PerBatch    range of this batch                range of this batch                range of this batch
-EMA         EMA range, updated by this batch   EMA range                          starts the EMA range
+EMA         EMA range, updated by this batch   EMA range                          this batch starts the EMA range
 Fixed       stored parameters                  stored parameters                  NotCalibratedError
-Learned     stored parameters, with gradients  stored parameters, with gradients  sets the parameters
+Learned     stored parameters, with gradients  stored parameters, with gradients  this batch sets the parameters
 =========== ================================== ================================== ====================================
 
-In evaluation, modes other than PerBatch raise NotCalibratedError if there are no parameters yet. Switches change this
-table. With ``observing=False``, training works as evaluation does. With ``sync``, as in distributed training, only
-``qt.sync`` updates the EMA range, by the ranges of all forward passes since its last call. During calibration or a
-delay, data pass unchanged: calibration observes them, and a delay updates EMA ranges.
+In evaluation, modes other than PerBatch raise NotCalibratedError if there are no parameters yet. Attributes change this
+table. With ``observing=False``, training works like evaluation. With ``sync=True``, as in distributed training, only
+``qt.sync`` updates the EMA range, with the ranges of all forward passes since the last ``qt.sync``. During calibration
+or a delay, data pass unchanged: calibration observes the data, and during a delay the data update EMA ranges.
 
-Some tensors cannot be read by native kernels: in ``torch.compile`` and ``torch.export``, under ``torch.func``, and on
-other devices. For these, ``traced_values_for`` implements the table in torch operations. It cannot branch on data or
-state, so it neither rejects NaN nor starts mode Learned from its first batch.
+Native kernels cannot read tensors in ``torch.compile`` and ``torch.export``, under ``torch.func``, or on other devices.
+For such tensors, ``traced_values_for`` implements the table in torch operations. It cannot branch on data or state. So
+it does not reject NaN, and in mode Learned it does not set the parameters from the first batch.
 """
 
 import warnings
@@ -49,7 +49,7 @@ from detent.torch.transforms import outside
 __all__ = ["FakeQuantize", "Quantized", "WatcherFunction"]
 
 EMA_DEFAULT = EMA(0.99)
-FORWARDS_WITHOUT_SYNC = 100  # training forward passes before a warning; more than gradient accumulation uses
+FORWARDS_WITHOUT_SYNC = 100  # training forward passes before a warning; gradient accumulation uses fewer
 Range = tuple[NDArray[Any], NDArray[Any]]
 WatcherFunction = Callable[["FakeQuantize", Tensor, QuantParams | None], None]
 
@@ -68,20 +68,20 @@ class FakeQuantize(ParameterState):
     Args:
         spec: a QuantSpec, a format or a short text such as "int8/axis0".
         mode: scale mode: PerBatch, EMA, Fixed or Learned.
-        ste: straight-through estimator for the backward pass; None is the mask of the spec's convention.
-        shape: shape of the data, which determines the number of scales; learned scales need it unless they are
+        ste: straight-through estimator for the backward pass; None uses the gradient mask of the spec's convention.
+        shape: shape of the data, which determines the number of scales. Learned scales need ``shape`` unless they are
             per-tensor. Axes along which scales do not vary may have any length.
         dtype: dtype of the scale: float32, or float64 for float64 data.
 
     Attributes:
-        enabled: False passes data unchanged and keeps the state.
-        observing: False keeps the parameters constant in training.
-        delayed: True passes data unchanged and updates the EMA range; ``qt.Schedule`` sets it.
-        sync: True updates the EMA range only in ``qt.sync``.
-        watcher: called with this module, x and its parameters in each quantizing forward pass; ``qt.watch`` sets it.
-            Forward passes in torch operations pass None for the parameters: ``params_for(x)`` returns them.
+        enabled: if False, data pass unchanged, and the state does not change.
+        observing: if False, stored parameters stay constant in training.
+        delayed: if True, data pass unchanged and update the EMA range; ``qt.Schedule`` sets this attribute.
+        sync: if True, only ``qt.sync`` updates the EMA range.
+        watcher: function that each quantizing forward pass calls with this module, x and its parameters; ``qt.watch``
+            sets it. In torch operations, None is passed for the parameters: ``params_for(x)`` computes them.
         name: full name in the model, for messages.
-        observer: observer for ``qt.calibrating``.
+        observer: observer for ``qt.calibrating``; None leaves the choice to ``qt.calibrating``.
 
     >>> import detent as dt, detent.torch as qt, torch
     >>> fq = qt.FakeQuantize("int8", mode=dt.EMA(decay=0.9))
@@ -117,8 +117,8 @@ class FakeQuantize(ParameterState):
         """Update the state as the mode requires, and fake-quantize x.
 
         Raises:
-            NotCalibratedError: there are no parameters yet, in evaluation or in mode Fixed.
-            NaNError: x contains NaN, and the mode takes the range of x.
+            NotCalibratedError: there are no parameters yet, and the module is in evaluation or in mode Fixed.
+            NaNError: x contains NaN, and the mode uses the range of x.
         """
         if not self.training or torch.compiler.is_compiling() or is_recorded():
             return self._forward(x)
@@ -182,7 +182,7 @@ class FakeQuantize(ParameterState):
         return Values(params, *learned)
 
     def traced_values_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """``values_for`` in torch operations; returns scale and zero point as tensors."""
+        """Do the same as ``values_for`` in torch operations, and return scale and zero point as tensors."""
         mode, recomputed = self.mode, is_recomputing()
         values = self.scale, self.zero_point
         if isinstance(mode, PerBatch):
@@ -199,18 +199,21 @@ class FakeQuantize(ParameterState):
         return values
 
     def _values_after(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mode EMA: update with x, and return copies of scale and zero point, which the next forward pass changes."""
+        """Mode EMA: update the EMA range with x, and return copies of scale and zero point.
+
+        Copies are needed because the next forward pass changes the buffers.
+        """
         self._update_ema_traced(x)
         return self.scale.clone(), self.zero_point.clone()
 
     def params_for(self, x: Tensor) -> QuantParams:
-        """Return the parameters for x without changing the state; raise NotCalibratedError if there are none."""
+        """Return the parameters for x without changing the state; raise NotCalibratedError if they are not set."""
         return self._params_of_batch(x) if isinstance(self.mode, PerBatch) else self.params
 
     def quantize(self, x: Tensor, step: int, slot: Slot | None = None, values: Values | None = None) -> Quantized:
         """Fake-quantize x, a plain tensor without gradients, with the given values or ``values_for(x)``.
 
-        In mode PerBatch, one pass over memory takes the range and quantizes if a kernel supports it.
+        In mode PerBatch, one pass over memory computes the range and quantizes, if a kernel supports this.
         """
         dynamic = eager.fake_quantize_dynamic(x, self.spec, slot) if isinstance(self.mode, PerBatch) else None
         if dynamic is None:
@@ -228,14 +231,14 @@ class FakeQuantize(ParameterState):
 
     @property
     def _never_clips(self) -> bool:
-        """Whether the range of a batch clips none of its finite elements: the largest one rounds to the last code."""
+        """Whether the range of a batch never clips its finite elements, because the largest rounds to the last code."""
         spec, zero_point = self.spec, self.spec.symmetric_zero_point if self.spec.symmetric else 0
         return (
             (isinstance(self.ste, Identity) or self.ste == Clipped())
             and spec.symmetric
             and spec.convention.symmetric_scale == "qmax"
             and spec.qmin - zero_point <= zero_point - spec.qmax  # otherwise the smallest element may be clipped
-            # x / s may exceed the last code by a rounding error; only rounding to nearest integers removes it
+            # x / s may exceed the last code by a rounding error; only rounding to the nearest integer removes it
             and spec.format.is_integer
             and spec.rounding.kind in ("half_even", "half_away")
         )
@@ -252,12 +255,13 @@ class FakeQuantize(ParameterState):
             self._refuse_nan(x)
             if (lo > hi).all():
                 raise RangeError(
-                    f"{self.label}: its input of shape {tuple(x.shape)} has no finite value: check the layers before it"
+                    f"{self.label}: the input of shape {tuple(x.shape)} has no finite value: check the layers before "
+                    "this quantizer"
                 )
         return lo, hi
 
     def _update_ema(self, x: Tensor) -> QuantParams | None:
-        """Mode EMA: update the EMA range with x and return its parameters; None if only ``qt.sync`` updates it."""
+        """Mode EMA: update the range with x and return its parameters; None if only ``qt.sync`` updates the range."""
         if self.sync and not (self.is_initialized or self.delayed):
             self._check_can_start()
         lo, hi = self._range_of(x)
@@ -270,7 +274,7 @@ class FakeQuantize(ParameterState):
         return None
 
     def _update_ema_traced(self, x: Tensor) -> None:
-        """``_update_ema`` in torch operations."""
+        """Mode EMA: update the EMA range with x, in torch operations."""
         if not torch.compiler.is_compiling():
             self._warn_without_sync()
         lo, hi = (bound.to(torch.float32) for bound in traced.minmax(x.detach(), self.spec))
@@ -283,8 +287,8 @@ class FakeQuantize(ParameterState):
         if self.scale.shape != (0,):
             raise StateError(
                 f"{self.label} has scales of shape {tuple(self.scale.shape)}, but an input of shape {tuple(x.shape)} "
-                f"with granularity {self.spec.granularity} needs scales of shape {shape}: do not change the size of "
-                "that axis, or use mode PerBatch"
+                f"with granularity {self.spec.granularity} needs scales of shape {shape}: use inputs of equal shape, "
+                "or mode PerBatch"
             )
         self._make_state(self.scale.dtype, shape, self.scale.device)
 
@@ -292,21 +296,21 @@ class FakeQuantize(ParameterState):
         if self.sync:
             raise NotCalibratedError(
                 f"{self.label} has no parameters yet, and with sync=True a process cannot take them from its own "
-                "batches: calibrate first, `with qt.calibrating(model): ...`"
+                "batches: calibrate the model first (`with qt.calibrating(model): ...`)"
             )
 
     def _refuse_nan(self, x: Tensor) -> None:
         if torch.isnan(x).any():
-            repair = "check the layers before it, the learning rate and the data"
+            repair = "check the layers before this quantizer, the learning rate and the data"
             refuse_nan(f"{self.label}: x", to_array(on_cpu(x)), repair)
 
     def _warn_without_sync(self) -> None:
-        """Warn if ranges are not merged; all quantizers give the same message, so that Python shows it once."""
+        """Warn if processes do not merge ranges; all quantizers give the same message, so Python shows it once."""
         self._memo.forwards += 1
         if self.sync and self._memo.forwards == FORWARDS_WITHOUT_SYNC:
             warnings.warn(
-                f"qt.sync(model) was not called for {FORWARDS_WITHOUT_SYNC} training forward passes, so ranges are not "
-                "updating: call it once per optimizer step on every process",
+                f"qt.sync(model) was not called for {FORWARDS_WITHOUT_SYNC} training forward passes, so EMA ranges are "
+                "not updated: call qt.sync once per optimizer step on every process",
                 stacklevel=2,
             )
         elif not self.sync and self._memo.forwards == 1 and process_count() > 1:
@@ -324,11 +328,11 @@ class FakeQuantize(ParameterState):
         return self.is_calibrating or self.delayed
 
     def start_calibration(self, observer: Observer | None) -> None:
-        """Let forward passes only observe, or pass data without an observer; calibrations can be nested."""
+        """Let data pass unchanged, and observe them if an observer is given; calibrations can be nested."""
         self.is_calibrating, self.observers_in_use = True, (*self.observers_in_use, observer)
 
     def stop_calibration(self) -> None:
-        """End the innermost calibration; after the outermost, forward passes quantize again."""
+        """End the innermost calibration; after the outermost calibration, forward passes quantize again."""
         self.observers_in_use = self.observers_in_use[:-1]
         self.is_calibrating = bool(self.observers_in_use)
 
@@ -361,7 +365,7 @@ class FakeQuantize(ParameterState):
 
 
 def _may_write_in_evaluation() -> bool:
-    """Whether evaluation may write to buffers: exported programs must be pure, ``torch.func`` cannot write."""
+    """Whether evaluation may write to buffers; it must not in exported programs, and cannot under ``torch.func``."""
     if torch.compiler.is_compiling():
         return not torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active()

@@ -1,15 +1,16 @@
 """Recomputation: activation checkpointing repeats forward passes in backward, with the values of the first pass.
 
 The first forward pass changes state: EMA ranges, the counter of stochastic rounding, batch norm statistics. The
-repeated pass must change nothing, and must use the values of its own first pass. These need not be the newest, because
-a layer may run several times before one backward. PyTorch does not tell which pass is repeated. So layers record the
-values they used, with a checksum of their input, and look them up by the input of the repeated pass, newest first. Some
-operators give different bits with and without gradients; the layers after them use the records in the order of the
-first pass. Records are small (parameters, counters, gains). They are made only if a pass may be repeated: with
-gradients off (``use_reentrant=True``) or with hooks on saved tensors (``use_reentrant=False``).
+repeated pass must not change state, and must use the values of its own first pass. These values need not be the newest,
+because a layer may run several times before one backward pass. PyTorch does not tell which pass is repeated. So each
+layer records the values that it used, with a checksum of its input. A repeated pass uses the newest record with the
+same input. Some operators give different bits with and without gradients, so later layers may find no such record;
+they use their records in the order of the first passes. Records are small (parameters, counters, gains). A layer makes
+records only if its pass may be repeated. This is the case if gradients are off (``use_reentrant=True``), or if saved
+tensors have hooks (``use_reentrant=False``).
 
-Left out: compiled code inside an eager checkpoint, which cannot detect that it is repeated. Compilers themselves handle
-checkpoints inside compiled code.
+Compiled code inside an eager checkpoint is not supported, because it cannot detect that it is repeated. Checkpoints
+inside compiled code are handled by the compiler.
 """
 
 import itertools
@@ -28,9 +29,9 @@ __all__ = ["Recording", "is_recomputing", "is_recorded", "once"]
 
 Value = TypeVar("Value")
 MAX_RECORDS = 1024  # forward passes of one layer before a backward pass; older records are dropped
-MAX_REPLAYED = 8  # records kept after their use, for graphs that are retained
+MAX_REPLAYED = 8  # records kept after use, for backward with retain_graph=True
 HASH_MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64: odd, with well-mixed bits
-CHECKSUM_CHUNK = 1 << 20  # elements; their weights take 8 bytes each
+CHECKSUM_CHUNK = 1 << 20  # elements per chunk; the weight of each element takes 8 bytes
 
 _hooks_of_saved_tensors: Callable[[bool], object] = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True
@@ -50,7 +51,7 @@ _order = itertools.count()
 
 
 class _Record:
-    """Values that one forward pass of a layer used, in order, by owner."""
+    """The values that one forward pass of a layer used: for each owner, a list in the order of use."""
 
     def __init__(self, key: object = None) -> None:
         self.key = key  # key of the layer's input
@@ -73,7 +74,7 @@ _active = _Active()
 
 
 class Recording:
-    """Context of one training forward pass of a layer: records it if it may be repeated, replays a repeated one."""
+    """Context of a training forward pass: records a pass that may be repeated, and replays a repeated pass."""
 
     def __init__(self, layer: nn.Module, x: object) -> None:
         self._layer, self._x = layer, x
@@ -117,7 +118,7 @@ class Recording:
         return (values[index],) if index < len(values) else ()
 
     def _find(self) -> _Record | None:
-        """The record of the repeated pass: the newest one with this input, else the next one in order."""
+        """The record for a repeated pass: the newest record with this input, otherwise the next record in order."""
         key = _key_of(self._x)
         with _lock:
             records = list(_journals.get(self._layer, ()))
@@ -141,7 +142,10 @@ def is_recorded() -> bool:
 
 
 def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) -> Value:
-    """``first()``, which may change state; in a repeated pass its recorded value, or ``again()`` without a record."""
+    """Return ``first()``, which may change state, and record the result.
+
+    A repeated pass returns the recorded result instead, or ``again()`` if there is no record.
+    """
     if torch.compiler.is_compiling():
         return first()
     recording = _active.recordings[-1] if _active.recordings else None
@@ -155,13 +159,13 @@ def once(owner: object, first: Callable[[], Value], again: Callable[[], Value]) 
 
 
 def _key_of(x: Any) -> object:
-    """A key for the bits of an input; on other devices, a checksum that is computed there."""
+    """A key for the bits of an input; for devices other than the CPU, a checksum computed on that device."""
     x = x.detach().contiguous()
     return tuple(x.shape), fingerprint(x) if x.device.type == "cpu" else _checksum(x)
 
 
 def _checksum(x: Tensor) -> int:
-    """A sum of all bits, weighted by position, on any device."""
+    """A checksum of the elements' bit patterns, weighted by position; runs on any device."""
     bits = x.view((torch.uint8, torch.int16, torch.int32, torch.int64)[x.element_size().bit_length() - 1]).flatten()
     mixed = torch.arange(1, min(bits.numel(), CHECKSUM_CHUNK) + 1, device=x.device) * HASH_MULTIPLIER
     weights = (mixed ^ (mixed >> 31)) * HASH_MULTIPLIER | 1

@@ -1,15 +1,14 @@
-"""Schedule: the optimizer steps at which quantization starts and its parts freeze.
+"""Schedule: the optimizer steps at which quantization starts, and at which ranges, statistics and scales freeze.
 
 The state of step n applies to forward passes after n optimizer steps::
 
     0 .. delay            the model computes in float; EMA ranges are updated
-    delay ..              quantized
+    delay ..              the model computes with quantization
     observe_until ..      EMA ranges frozen
     freeze_norms ..       batch norms use their running statistics and do not update them
     freeze_scales ..      all scales frozen, learned ones included
 
-A schedule sets attributes of quantizers and batch norms, and only at these steps. Scales of mode PerBatch always follow
-their data.
+A schedule sets attributes of quantizers and batch norms only at these steps. Scales of mode PerBatch never freeze.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ EVENTS = {
 
 
 class Schedule:
-    """Optimizer steps at which quantization starts and parts of it freeze; call ``step()`` after each of them.
+    """Optimizer steps at which quantization starts and its parts freeze; call ``step()`` after each optimizer step.
 
     The constructor applies the state of step 0. Learned scales start from the first quantized batch, so do not
     calibrate before a delay. A frozen or delayed learned scale gets no gradient: under DistributedDataParallel, a delay
@@ -92,14 +91,14 @@ class Schedule:
         for early, late, why in (
             ("delay", "observe_until", "ranges would freeze before quantization starts"),
             ("delay", "freeze_scales", "scales would freeze before quantization starts"),
-            ("observe_until", "freeze_scales", "frozen scales do not observe"),
+            ("observe_until", "freeze_scales", "EMA ranges cannot be updated after all scales are frozen"),
         ):
             first, last = getattr(self, early), getattr(self, late)
             if first is not None and last is not None and last < first:
                 raise SpecError(f"got {late}={last} before {early}={first}, expected {late} >= {early}: {why}")
 
     def step(self) -> None:
-        """Count an optimizer step, and call ``qt.sync`` if the model needs it; call it after ``optimizer.step()``."""
+        """Count an optimizer step, and call ``qt.sync`` if needed; call this method after ``optimizer.step()``."""
         if self._syncs:
             sync(self.model)
         self.steps += 1
@@ -112,12 +111,12 @@ class Schedule:
         return {name: value for name, value in pairs if value is not None and (name, value) != ("delay", 0)}
 
     def _before(self, name: str) -> bool | None:
-        """Whether the step of that argument is still ahead; None if the argument was not given."""
+        """Whether the current step is before the step in this argument; None if the argument is None."""
         value: int | None = getattr(self, name)
         return None if value is None else self.steps < value
 
     def _apply(self) -> None:
-        """Set all switches to the state of the current step, except for arguments that were not given."""
+        """Set the attributes of quantizers and batch norms for the current step; an argument None sets nothing."""
         scales_learn, ranges_update, norms_update = (
             self._before(name) for name in ("freeze_scales", "observe_until", "freeze_norms")
         )
@@ -141,13 +140,13 @@ class Schedule:
         return {"steps": self.steps, **{name: getattr(self, name) for name in EVENTS}}
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
-        """Continue at the step of a checkpoint, and set the model's switches accordingly.
+        """Continue at the step of a checkpoint, and set the attributes of quantizers and batch norms for this step.
 
         Args:
             state: result of ``state_dict``; ``{"steps": n}`` alone continues at step n with this schedule's arguments.
 
         Raises:
-            StateError: not the state of a schedule, or the state of a schedule with different arguments.
+            StateError: ``state`` is not the state of a schedule, or is from a schedule with different arguments.
         """
         if not isinstance(state, Mapping) or "steps" not in state or not set(state) <= {"steps", *EVENTS}:
             given = f"keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
@@ -159,14 +158,14 @@ class Schedule:
         ]
         if different:
             raise StateError(
-                f"the checkpoint is from a schedule with {', '.join(different)}: construct this one with the same "
-                f"arguments, or load only the step, load_state_dict({{'steps': {steps}}})"
+                f"the checkpoint is from a schedule with {', '.join(different)}: construct this schedule with the same "
+                f"arguments, or load only the step with load_state_dict({{'steps': {steps}}})"
             )
         self.steps = steps
         self._apply()
 
     def describe(self) -> str:
-        """Return the timeline, which is also the ``str``; ``>`` marks the current part."""
+        """Return the timeline as text, as ``str`` does; ``>`` marks the current part."""
         events = {0: ["float, EMA ranges are updated"]} if self.delay else {}
         for name, value in {"delay": self.delay, **self._given()}.items():
             events.setdefault(value, []).append(EVENTS[name])

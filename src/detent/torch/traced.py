@@ -1,12 +1,12 @@
 """Traced mode: fake quantization in plain torch operations, for compilers and for devices without native kernels.
 
-The arithmetic is the code of ``detent.kernels.reference`` and ``detent.scale_rule``, on an array namespace whose casts
-and selections survive compilers (``traced_namespace``). So eager and compiled results have the bits of
-``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Nothing is checked, because a trace cannot
-raise. Nothing records gradients: these functions are forward and backward of autograd functions. Scale and zero point
-have the scale shape of x.
+The functions run the code of ``detent.kernels.reference`` and ``detent.scale_rule`` on the array namespace
+``traced_namespace``, whose casts and selections compilers do not change. So eager and compiled results have the same
+bits as ``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Arguments are not checked, because a
+trace cannot raise errors. The functions record no gradients, because autograd functions use them as forward and
+backward. Scale and zero point must have the scale shape of x.
 
-Left out: the scales of MX and NVFP4, and callable estimators.
+The scales of MX and NVFP4, and callable estimators, are not supported.
 """
 
 from typing import Any, cast
@@ -62,10 +62,10 @@ def fake_quantize_learned_backward(
     grad_scale: float | None = None,
     step: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, scale and zero point (LSQ, LSQ+); those of scale and zero point have the scale's shape.
+    """The gradients of x, scale and zero point (LSQ, LSQ+); the last two have the shape of the scale.
 
-    The accumulation order is fixed, so that a compiled graph depends on the number of elements in a parameter set: it
-    has one more addition for each doubling above 1024.
+    The accumulation order is fixed, so a compiled graph depends on the number of elements in a parameter set. Above
+    1024 elements, the graph has one more addition for each doubling.
     """
     tensors = (g.detach(), x.detach(), scale.detach(), zero_point)
     options = _options(x, zero_point, spec, step) | {"ste": ste, "grad_scale": grad_scale}
@@ -74,13 +74,16 @@ def fake_quantize_learned_backward(
 
 
 def minmax(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """The smallest and largest finite element of each parameter set in the compute type; (inf, -inf) if all are not."""
+    """The smallest and largest finite element of each parameter set; (inf, -inf) if no element is finite."""
     lo, hi = reference.minmax(x.detach(), _tiling(x, spec), xp=xp)
     return lo, hi
 
 
 def derive(spec: QuantSpec, lo: Tensor, hi: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each range, the scale in lo's dtype by default; undefined where ``from_range`` raises."""
+    """Scale and zero point for each range; undefined for a range that ``from_range`` rejects.
+
+    The scale has the type ``dtype``, or the type of lo if ``dtype`` is None.
+    """
     if spec.scale_format != "float":
         raise UnsupportedError(
             f"got {spec}, but scales of format {spec.scale_format} are not supported in torch operations: use "
@@ -98,6 +101,6 @@ def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
 
 def _options(x: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor) -> dict[str, Any]:
     if spec.rounding.kind == "stochastic":
-        # Inductor recomputes a value that reads no memory at each use, and Philox uses each value at least twice
+        # Inductor would recompute a value that reads no memory at each use, and Philox uses each value at least twice
         step = (zero_point.reshape(-1)[:1].to(torch.int64) & 0) + step
     return {"spec": spec, "tiling": _tiling(x, spec), "step": step, "xp": xp}

@@ -1,7 +1,8 @@
-"""Array namespace for traced tensors: torch's functions, with casts and selections that survive compilers.
+"""Array namespace for traced tensors: torch's functions, with casts and selections that compilers do not change.
 
 A compiler may drop the rounding to float16 or bfloat16 between two operators that it fuses, and may treat -0.0 as 0.0.
-It changes no integers. So narrow floats are cast through their bits, and selections and signs work on bits.
+Compilers do not change integer arithmetic. So float16 and bfloat16 values are cast through their bits, and selections
+and signs work on bits.
 """
 
 # ruff: noqa: F401 - the imported names are part of the namespace
@@ -54,7 +55,7 @@ def searchsorted(bounds: Tensor, values: Tensor, side: str) -> Tensor:
 
 
 def astype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast x; narrow floats are rounded before and after."""
+    """Cast x; float16 and bfloat16 values are rounded before and after the cast."""
     return _rounded(_rounded(x).to(dtype)) if x.dtype != dtype else x
 
 
@@ -65,7 +66,7 @@ def asarray(
     device: torch.device | None = None,
     copy: builtins.bool | None = None,
 ) -> Tensor:
-    """Convert a value to a tensor; narrow floats are rounded."""
+    """Convert a value to a tensor; float16 and bfloat16 tensors are rounded."""
     if isinstance(value, Tensor):
         return _rounded(value.clone() if copy else value)
     return torch.tensor(value, dtype=dtype, device=device)
@@ -79,7 +80,7 @@ def where(condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def signbit(x: Tensor) -> Tensor:
-    """Whether the sign bit is set, also for -0.0."""
+    """Whether the sign bit is set; True for -0.0."""
     return _bits(x) < 0
 
 
@@ -88,5 +89,5 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Keep x rounded to its narrow dtype: integer arithmetic on its bits, even ``| 0``, forces the rounding."""
+    """Force the rounding of x to float16 or bfloat16 by integer arithmetic on its bits, even ``| 0``."""
     return (_bits(x) | 0).view(x.dtype) if x.dtype in _NARROW else x

@@ -1,9 +1,9 @@
 """Transforms of ``torch.func``: update the state of a module inside a differentiated or vectorized function.
 
 ``torch.func`` forbids writes to tensors that a transformed function has captured, and buffers of quantizers are
-captured unless they are arguments. A range needs no derivative. So it is lifted out of the transforms that the buffer
-is not part of: unchanged out of ``grad``, ``vjp`` and ``jvp``, and as the range of all samples out of ``vmap``. The
-state then changes once per call, as it does without transforms.
+captured unless they are arguments. Ranges need no derivatives. So a range is lifted out of the transforms that the
+buffer is not part of, and then written to the buffer. Outside ``grad``, ``vjp`` and ``jvp``, the range has the same
+value. Outside ``vmap``, it is the range of all samples. The state changes once per call, as it does without transforms.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def _level(x: Tensor) -> int:
 
 
 def lifted(x: Tensor, buffer: Tensor, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The value of x outside the transforms that the buffer is not part of; ``reduce`` merges samples of ``vmap``."""
+    """The value of x outside the transforms that the buffer is not part of; ``reduce`` merges ``vmap`` samples."""
     if not _is_transformed():
         return x
     functorch = torch._C._functorch
@@ -51,7 +51,7 @@ def is_batched_beyond(x: Tensor, buffer: Tensor) -> bool:
 
 @contextmanager
 def outside(buffer: Tensor) -> Iterator[None]:
-    """Leave the transforms that the buffer is not part of, so that it can be written to."""
+    """Leave the transforms that the buffer is not part of, so that the buffer can be written to."""
     if not _is_transformed():
         yield
         return

@@ -1,9 +1,9 @@
 """Untrained scales: a warning at the first optimizer step if no optimizer contains the learned scales.
 
-An optimizer made before ``qt.prepare`` contains the weights but not the learned scales, which did not exist yet. A hook
-runs after each optimizer step, until one changes the weight of a layer whose learned scales have gradients. If no
-optimizer contains the scales at that time, nothing trains them, and the hook warns. Steps that a gradient scaler skips
-do not count, nor do scales that are frozen or have no gradient yet.
+An optimizer constructed before ``qt.prepare`` contains the weights but not the learned scales, which did not exist yet.
+A hook runs after each optimizer step, until a step updates a layer whose learned scales have gradients. If no optimizer
+contains these scales at that time, nothing trains them, and the hook warns. The hook ignores steps that a gradient
+scaler skips, and scales that are frozen or have no gradient yet.
 """
 
 import gc
@@ -26,7 +26,7 @@ _hooks: list[Any] = []
 
 
 def warn_if_untrained(model: nn.Module) -> None:
-    """Warn once if the learned scales of this model are in no optimizer."""
+    """Warn at an optimizer step, once, if the learned scales of this model are in no optimizer."""
     if not any(isinstance(each, FakeQuantize) and each.is_learned for each in model.modules()):
         return
     _undecided.add(model)
@@ -49,10 +49,10 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
             missing = {name: each for name, each in missing.items() if id(each) not in trained}
         if missing:
             warnings.warn(
-                f"no optimizer contains {len(missing)} learned scales and zero points with gradients, the first is "
-                f"{next(iter(missing))!r}: construct the optimizer after qt.prepare, or add them to it, optimizer."
-                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}); to '
-                "keep them constant, call requires_grad_(False)",
+                f"{len(missing)} learned scales and zero points are in no optimizer and will not be trained (first: "
+                f"{next(iter(missing))!r}). Construct the optimizer after qt.prepare, or add them: optimizer."
+                'add_param_group({"params": [p for n, p in model.named_parameters() if n.endswith("_shift")]}). To '
+                "keep them constant, call requires_grad_(False) on them.",
                 stacklevel=3,
             )
     if not _undecided:
@@ -61,7 +61,7 @@ def _after_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _scales_of(model: nn.Module, stepped: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Learned scales and zero points that are not frozen, in layers whose weights this step has changed."""
+    """Yield learned scales and zero points that are not frozen, of layers with parameters in ``stepped``."""
     for prefix, layer in model.named_modules():
         if not isinstance(layer, QuantizedLayer) or all(id(each) not in stepped for each in layer.parameters(False)):
             continue
