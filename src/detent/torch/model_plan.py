@@ -290,13 +290,16 @@ def _weight_problem(spec: QuantSpec, shape: tuple[int, ...]) -> str:
     """The reason why a weight of this shape cannot have the spec; "" if it can."""
     kind = spec.granularity
     if isinstance(kind, PerToken):
-        return "per-token granularity applies only to activations"
+        return "per-token granularity applies only to activations: use 'axis0', 'tensor' or groups for weights"
     try:
         kind.tiling(shape)
     except ValueError as error:
         return str(error)
     if isinstance(kind, PerGroup) and shape[kind.axis] % kind.size:
-        return f"group size {kind.size} does not divide axis {kind.axis} of the weight, whose shape is {shape}"
+        return (
+            f"group size {kind.size} does not divide {shape[kind.axis]}, the size of axis {kind.axis} of the weight: "
+            "use a group size that divides it"
+        )
     return ""
 
 

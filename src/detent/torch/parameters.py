@@ -9,8 +9,8 @@ Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small
     scale      = initial_scale * max(1 + scale_shift, 2^-10)                a shift of 1e-3 is 0.1 % of the scale
     zero point = initial_zero_point + (qmax - qmin) * zero_point_shift      a shift of 1e-3 is 0.1 % of the code range
 
-If the scale itself were the trained parameter, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model
-would collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
+If the scale itself were trained, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model would
+collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
 before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+
 with a factor: one SGD step then changes the scale as in LSQ, and the offset as in LSQ+. Adam normalizes gradients, so
 the factor does not affect it.
