@@ -53,7 +53,7 @@ def _files(result: dict) -> str:
     times = {tool: _span(rows[model, tool]["ratio"] for model in result["models"]) for tool in (OURS, FAST)}
     return (
         f"**ONNX files**: on {wins} of {len(result['models'])} real models, w8a8 with default settings has a higher "
-        "SQNR than every quantization method of ONNX Runtime and NNCF. A run takes "
+        "SQNR than every quantization method of ONNX Runtime and NNCF. Inference takes "
         f"{times[OURS]} times as long as in float, and {times[FAST]} times with the target `onnxruntime-avx2` "
         "(lower is better). [Table](../benchmarks.md#onnx-files)"
     )
