@@ -7,7 +7,8 @@
 Each model has 32 calibration samples and other samples for evaluation (``unseen_models``). Every tool quantizes every
 model in a separate process, and one more process evaluates all files of a model in turns (``unseen_worker``). The
 table shows the goals (``unseen_goals``) that a file does not meet. Progress goes to stderr. Each model has its own file
-of results in the cache, so several runs of this script can share the work; ``--resume`` keeps these results.
+of results in the cache, so several runs of this script can share the work. ``--resume`` runs only tools without a
+result. To measure a change of detent, name its tools: ``--tools detent "detent, vnni"``; results of others stay.
 """
 
 import argparse
@@ -27,6 +28,7 @@ FILES = Path(__file__).parent / ".cache" / "unseen"
 QUICK_MODELS = ("mobilenet-v2", "keras-dense", "detector-nms")
 QUICK_TOOLS = ("detent", "ORT MinMax, reduced")
 ROUNDS, QUICK_ROUNDS = 15, 5
+NOT_INSTALLED = "not installed"  # begins the error of a tool that is missing
 PACKAGES = ("nncf", "openvino", "onnxscript")
 
 
@@ -44,7 +46,7 @@ def quantize(model: str, tool: str, limit: float) -> dict:
         if "failed" not in result:
             return result | {"failed_attempts": reasons}
         reasons.append(result["failed"])
-        if any(text in reasons[-1] for text in (OUT_OF_MEMORY, TIMED_OUT, "not installed")):
+        if any(text in reasons[-1] for text in (OUT_OF_MEMORY, TIMED_OUT, NOT_INSTALLED)):
             break
     return {"failed": reasons[0]}
 
@@ -65,21 +67,30 @@ def measure_model(name: str, arguments: argparse.Namespace, start: float) -> Non
     """Quantize and evaluate one model, and write the results to the model's file of results."""
     log(start, f"{name}, float model")
     details = run_worker([str(WORKER), "write", name], FILES / "none", arguments.limit)
-    old = stored_results([name]).get(name, {}) if arguments.resume else {}
-    rows: dict[str, dict] = dict(old)
-    missing = [tool for tool in arguments.tools if tool not in rows]
-    if "failed" in details or not missing:
+    rows = stored_results([name]).get(name, {})
+    chosen = [tool for tool in arguments.tools if not arguments.resume or is_missing(rows.get(tool))]
+    if "failed" in details or not (chosen or any(is_unevaluated(row) for row in rows.values())):
         log(start, f"{name}: {details.get('failed', 'nothing to do')}")
         return
-    for tool in missing:
+    for tool in chosen:
         rows[tool] = {"model": name, "tool": tool} | quantize(name, tool, arguments.limit)
         cost = rows[tool].get("failed") or f"{rows[tool]['cpu_seconds']:.1f} s of CPU time"
         log(start, f"{name}, {tool}: {cost}")
+        save_json({"model": name} | details | {"rows": list(rows.values())}, FILES / f"{name}.json")
     log(start, f"{name}, evaluating")
     evaluate(name, rows, QUICK_ROUNDS if arguments.quick else ROUNDS, arguments.limit)
-    content = {"model": name} | details | {"rows": list(rows.values())}
-    _save(content, FILES / f"{name}.json")
+    save_json({"model": name} | details | {"rows": list(rows.values())}, FILES / f"{name}.json")
     print(table({name: rows}), flush=True)
+
+
+def is_missing(row: dict | None) -> bool:
+    """Whether a tool has no row yet, or was not installed."""
+    return row is None or NOT_INSTALLED in row.get("failed", "")
+
+
+def is_unevaluated(row: dict) -> bool:
+    """Whether a file was written but not evaluated."""
+    return "failed" not in row and "cpu_1" not in row
 
 
 def stored_results(models: Sequence[str]) -> dict[str, dict[str, dict]]:
@@ -97,7 +108,8 @@ def combined(models: Sequence[str]) -> dict:
     return result
 
 
-def _save(result: dict, path: Path) -> None:
+def save_json(result: dict, path: Path) -> None:
+    """Write a JSON file; an existing file is replaced at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -124,7 +136,7 @@ def main() -> None:
     results = stored_results(arguments.models)
     print(f"\n{table(results)}\n\n{summary(results)}", flush=True)
     if arguments.output:
-        _save(combined(arguments.models), arguments.output)
+        save_json(combined(arguments.models), arguments.output)
 
 
 if __name__ == "__main__":

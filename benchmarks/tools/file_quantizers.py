@@ -80,6 +80,8 @@ def _detent(target: str, source: Path, output: Path, feeds: Sequence[Feed], **op
         "layers": len(report.layers),
         "quantized_layers": len(layers),
         "integer_kernel_layers": sum(layer.runs_on_integer_kernel for layer in layers),
+        "float_layers": {layer.name: layer.reason for layer in report.layers if layer.reason},
+        "float_kernels": {layer.name: layer.kernel for layer in layers if not layer.runs_on_integer_kernel},
     }
 
 
