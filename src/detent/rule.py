@@ -165,7 +165,7 @@ def _no_average(value: object) -> SpecError:
 
 
 class Layer(NamedTuple):
-    """Layer for the matching of rules: its name, its types, and whether it is the first or last one with weights."""
+    """A layer as rules match it: name, types, and whether it is the first or last layer with weights."""
 
     name: str
     types: tuple[str, ...]

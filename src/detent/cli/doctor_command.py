@@ -36,7 +36,10 @@ EXTRA_USES = {
 
 def run(
     everything: Annotated[
-        bool, typer.Option("--all", help="List all kernel operations, types and rules.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option(
+            "--all", help="List the kernel of each operation and type, and all conventions.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     as_json: AsJson = False,
     quiet: Quiet = False,

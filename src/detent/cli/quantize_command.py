@@ -110,7 +110,7 @@ def run(
     no_keep_float: Annotated[
         bool,
         typer.Option(
-            "--no-keep-float", help="No float fallback: quantize the noisiest layers.", rich_help_panel=ACCURACY
+            "--no-keep-float", help="No float fallback: quantize even the noisiest layers.", rich_help_panel=ACCURACY
         ),
     ] = False,
     no_equalize: Annotated[

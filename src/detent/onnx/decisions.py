@@ -100,7 +100,7 @@ class QuantizerPlacement:
         tensor: name of the tensor.
         spec: spec of the tensor's codes.
         group: first tensor of the group that shares one scale and zero point; ``tensor`` itself if it is the first.
-        readers: names of the nodes that read the quantized values; empty if all nodes that read the tensor do.
+        readers: names of the nodes that read the quantized values; empty means all nodes that read the tensor.
         clip_min: lower bound of the Relu or Clip before the tensor; -inf without one.
         clip_max: upper bound of the Relu or Clip before the tensor; inf without one.
         source_tensor: the tensor whose codes this tensor shares; "" if it has its own codes.
@@ -464,9 +464,14 @@ class Decisions(_ComparedByContent):
         for each in self.placements:
             where = f"placement of {each.tensor!r}"
             if each.source_tensor and each.source_tensor not in earlier:
-                raise SpecError(f"{where}: source_tensor {each.source_tensor!r} must have an earlier placement")
+                raise SpecError(
+                    f"{where}: source_tensor {each.source_tensor!r} has no placement before this one: add one, or "
+                    "reorder placements"
+                )
             if each.group != each.tensor and each.group not in earlier:
-                raise SpecError(f"{where}: group {each.group!r} must have an earlier placement")
+                raise SpecError(
+                    f"{where}: group {each.group!r} has no placement before this one: add one, or reorder placements"
+                )
             first = earlier.get(each.source_tensor or each.group, each)
             if each.spec != first.spec:
                 raise SpecError(f"{where}: got spec {each.spec}, expected {first.spec}, the spec of {first.tensor!r}")

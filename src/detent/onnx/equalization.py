@@ -104,12 +104,14 @@ def _checked(graph: Graph, decision: Equalized) -> _Between:
     where = f"equalized {decision.tensor!r}"
     between = next((each for each in _between(graph) if each.tensor == decision.tensor), None)
     if between is None:
-        raise SpecError(f"{where}: the model has no such tensor between convolutions")
+        raise SpecError(
+            f"{where}: the model has no tensor {decision.tensor!r} between convolutions: remove this entry of equalized"
+        )
     names = graph.node_name(between.maker), tuple(graph.node_name(node) for node in between.readers)
     if names != (decision.maker, decision.readers):
         raise SpecError(
-            f"{where}: got maker {decision.maker!r} and readers {decision.readers}, expected {names[0]!r} and "
-            f"{names[1]}"
+            f"{where}: got maker {decision.maker!r} and readers {decision.readers}, expected maker {names[0]!r} and "
+            f"readers {names[1]}"
         )
     sizes = {len(graph.array(between.maker.input[1]))}
     for node in between.readers:

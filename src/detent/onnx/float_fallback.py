@@ -94,7 +94,7 @@ class NoiseByLayer:
         return self._noise(self._all - self._parts(layers), samples)
 
     def worst(self, share: float) -> dict[str, float]:
-        """Return the noise shares of layers that alone cause at least ``share`` of the noise on the first sample."""
+        """Return the noise share of each layer that causes at least ``share`` of the noise on the first sample."""
         total = self.noise_without(samples=SEARCH_SAMPLES)
         shares: dict[str, float] = {}
 

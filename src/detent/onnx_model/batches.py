@@ -143,7 +143,7 @@ class ArrayFile:
 def _check_members(members: list[ZipInfo], size: int) -> None:
     names = [member.filename for member in members]
     if len({*names}) != len(names):
-        raise FileFormatError("two members have the same name")
+        raise FileFormatError("two members have the same name: write the file again with numpy.savez")
     if sum(member.compress_size for member in members) > size:
         raise FileFormatError(f"the members claim more bytes than the file has ({size})")
     for member in members:
@@ -167,7 +167,7 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     start = file.read(len(MAGIC) + 2)
     width = LENGTH_BYTES.get(start[-2]) if len(start) == len(MAGIC) + 2 else None  # major version
     if not start.startswith(MAGIC) or width is None:
-        raise FileFormatError(f"{what} does not begin like an .npy file")
+        raise FileFormatError(f"{what} does not begin like an .npy file: write it with numpy.save or numpy.savez")
     length = int.from_bytes(file.read(width), "little")
     if length > HEADER_LIMIT:
         raise FileFormatError(f"{what} has a header of {length} bytes, expected at most {HEADER_LIMIT}")
@@ -175,12 +175,16 @@ def _read_header(name: str, size: int, file: IO[bytes]) -> _ArrayHeader:
     dtype, order, shape = (pattern.search(text) for pattern in (_DTYPE, _ORDER, _SHAPE))
     if dtype is None or order is None or shape is None or len(text) != length:
         raise FileFormatError(
-            f"{what} does not hold plain numbers, or its header is damaged: {text[:MAX_CHARS_SHOWN].strip()}"
+            f"{what} has the header {text[:MAX_CHARS_SHOWN].strip()!r}, expected that of an array of numbers: convert "
+            "the array, for example with x.astype('float32'), and save it again"
         )
     try:
         kind = np.dtype("?" if dtype[2] == "b" else "".join(dtype.groups()))
     except TypeError as error:
-        raise FileFormatError(f"{what} has the unknown type {''.join(dtype.groups())!r}") from error
+        raise FileFormatError(
+            f"{what} has the unknown type {''.join(dtype.groups())!r}, expected one such as '<f4': save the array "
+            "again with numpy.save"
+        ) from error
     sizes = tuple(int(part) for part in shape[1].split(",") if part.strip())
     nbytes, stored = prod(sizes) * kind.itemsize, size - len(start) - width - length
     if len(sizes) > RANK_LIMIT or nbytes != stored:

@@ -204,7 +204,7 @@ class CodedInput:
 
 @dataclass(frozen=True, eq=False)
 class Unread:
-    """A node with codes that this reader does not support."""
+    """A node that reads or writes codes in a form that this reader does not support."""
 
     node: NodeProto
     reason: str
@@ -295,7 +295,7 @@ class QuantizedGraph:
         return [*notes, f"{count} Q/DQ nodes in subgraphs of If, Loop or Scan were not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
-        """Whether detent wrote the Clip before a QuantizeLinear, which uses fewer codes than its type has."""
+        """Whether detent wrote the Clip before a QuantizeLinear, to use fewer codes than the type has."""
         is_clipped = quantizer.unclipped != quantizer.x and "_clipped" in quantizer.x
         return self.provenance is not None and is_clipped
 
@@ -416,7 +416,7 @@ class _Scope:
         return WeightCodes(gather.input[0], table, node, qparams, names, tuple(path), "table", readers, self.inner)
 
     def _row_constant(self, node: NodeProto, before: str, gather: NodeProto) -> str:
-        """Return the name of the constant that a table's Sub or Mul reads: a scalar, or one per row; otherwise ""."""
+        """Return the name of the scalar or per-row constant that a table's Sub or Mul reads, or ""."""
         other = next((name for name in node.input if name != before), "")
         lookup = self._producers.get(trace_back(other, self._producers.get, (*MOVING, "Cast")))
         if lookup is not None and lookup.op_type == "Gather" and lookup.input[1] == gather.input[1]:
@@ -441,7 +441,10 @@ class _Scope:
         return QdqParams(scales.reshape(shape), zeros.reshape(shape), kind, 0, 0, *_code_range(kind))
 
     def _trace(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Follow codes backward through operators that move or cast them; return the first tensor and the operators."""
+        """Follow codes backward through operators that move or cast them.
+
+        Returns the tensor from which the codes come, and the operators in graph order.
+        """
         path: list[str] = []
         while name not in self.constants:
             node = self._producers.get(name)

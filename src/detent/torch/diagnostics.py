@@ -3,7 +3,7 @@
 =============  =======================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
-drift          current scale divided by the first calibrated or observed scale; of several, the scale that changed most
+drift          current scale divided by the first calibrated or observed scale; the most changed of several scales
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =======================================================================================================
@@ -227,7 +227,7 @@ class Watcher:
         self._every, self._calls = every, 0
 
     def __call__(self, quantizer: FakeQuantize, x: Tensor, params: QuantParams | None) -> None:
-        """Sample x: a weight in each call, an activation every few calls. None computes the parameters."""
+        """Sample x: a weight in each call, an activation every few calls. If ``params`` is None, they are computed."""
         if not quantizer.training or torch._C._are_functorch_transforms_active() or not x.numel():
             return
         self._calls += 1

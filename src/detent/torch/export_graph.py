@@ -6,7 +6,7 @@ mark                                        replaced by
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
 weight of a Linear with float input         codes, transposed to [in, out] for weight-only kernels -> DequantizeLinear
-weight that Gather reads                    codes -> Gather -> DequantizeLinear, or Cast -> Mul by gathered scales
+weight that Gather reads                    codes -> Gather -> DequantizeLinear, or codes -> Gather -> Cast -> Mul
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
 =========================================== ===========================================================================
 

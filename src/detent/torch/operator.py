@@ -400,7 +400,10 @@ class _TracedFakeQuantize(_CompiledFakeQuantize):
 
 
 class _TracedGradient(torch.autograd.Function):
-    """The gradient of x by the STE, a linear function of g that is its own transpose."""
+    """The gradient of x by the STE, as a function of g.
+
+    The function is elementwise and linear, so its backward and jvp are the same function.
+    """
 
     generate_vmap_rule = True
 

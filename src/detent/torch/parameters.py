@@ -42,7 +42,7 @@ __all__ = ["ParameterState"]
 
 Array = NDArray[Any]
 MIN_GROWTH = 2.0**-10  # minimum of scale / initial_scale, so that a learned scale stays positive
-MAX_EXTRA_STATE_BYTES = 1 << 16  # of JSON per quantizer in an untrusted checkpoint; about 500 are usual
+MAX_EXTRA_STATE_BYTES = 1 << 16  # JSON of one quantizer in an untrusted checkpoint; about 500 bytes are usual
 _ONE = np.ones((), np.uint8)
 
 
@@ -400,14 +400,15 @@ class ParameterState(nn.Module):
         """Raise StateError if the saved spec or mode differs from this quantizer's."""
         difference = self.compare_state(state)
         if difference:
-            raise StateError(f"{self.label}: {difference}")
+            raise StateError(f"{self.label}: {difference}: load a checkpoint with the same spec and mode")
 
     def compare_state(self, state: object) -> str:
         """Describe how the spec and mode of a saved state differ from this quantizer; "" if they agree."""
+        got = f"{state.dtype} of shape {tuple(state.shape)}" if isinstance(state, Tensor) else type(state).__name__
         try:
             if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.numel() > MAX_EXTRA_STATE_BYTES:
-                raise StateError("expected a short uint8 tensor")
-            saved = parse(bytes(state.cpu().tolist()).decode(), "its JSON")
+                raise StateError(f"got {got}, expected a uint8 tensor of at most {MAX_EXTRA_STATE_BYTES} elements")
+            saved = parse(bytes(state.cpu().tolist()).decode(), "their JSON")
             spec, mode = QuantSpec.from_json(saved["spec"]), ScaleMode.from_json(saved["mode"])
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             return f"the checkpoint's spec and mode cannot be read ({error})"

@@ -105,7 +105,9 @@ class QuantizedLayer(nn.Module):
         """The quantizer of a weight, enabled or not."""
         module = self._modules.get(f"{name}_quantizer")
         if not isinstance(module, FakeQuantize):
-            raise UnsupportedError(f"{self.float_class.__name__} has no quantized weight {name!r}")
+            raise UnsupportedError(
+                f"{self.float_class.__name__} has no quantized weight {name!r}: name a weight that the recipe quantizes"
+            )
         return module
 
     def float_weight(self, name: str) -> Tensor:
@@ -193,7 +195,10 @@ class QuantizedMatmul(QuantizedLayer):
 
     def _matmul(self, x: Tensor, inputs: FakeQuantize | None, weights: FakeQuantize | None) -> Tensor:
         if self.kind.matmul is None:
-            raise UnsupportedError(f"{self.float_class.__name__} is not a matmul or convolution")
+            raise UnsupportedError(
+                f"{self.float_class.__name__} is not a registered matmul or convolution: register the class with "
+                "qt.register_layer before qt.prepare"
+            )
         kind, weight, fold = self.kind.matmul(self), self.weight, self.fold  # attribute access is slow: do it once
         x = self.padded(x) if weight.ndim > 2 else x
         unbatched = weight.ndim > 2 and x.ndim == weight.ndim - 1

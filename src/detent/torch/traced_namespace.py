@@ -89,5 +89,8 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Force the rounding of x to float16 or bfloat16 by integer arithmetic on its bits, even ``| 0``."""
+    """Return x, rounded to its dtype even in fused code.
+
+    Before the integer operation ``bits | 0``, a compiler has to round float16 and bfloat16 values.
+    """
     return (_bits(x) | 0).view(x.dtype) if x.dtype in _NARROW else x

@@ -154,7 +154,7 @@ class TorchSegments:
 
     @contextmanager
     def _injecting(self, model: nn.Module, codes: Mapping[str, Array], take: Take) -> Iterator[None]:
-        """Make the quantizers of a model output the file's codes, and pass the quantizers' inputs to ``take``."""
+        """Replace the outputs of a model's quantizers by the file's codes, and pass their inputs to ``take``."""
         injector = _CodeInjector(model, self._nodes, codes, take, self._tally)
         layers = [module for module in model.modules() if isinstance(module, QuantizedMatmul)]
         inputs = {id(each._modules.get("input_quantizer")) for each in layers}

@@ -127,7 +127,7 @@ def fake_quantize_backward(
 def fake_quantize_masked(
     x: Any, scale: Any, zero_point: Any, *, spec: QuantSpec, tiling: Tiling, ste: Estimator, step: int = 0
 ) -> tuple[Any, Any]:
-    """Return fake-quantized x, and a boolean mask: where Identity or Clipped pass the gradient."""
+    """Return fake-quantized x, and a boolean mask of the elements whose gradient Identity or Clipped passes."""
     xp = array_namespace(x)
     y = fake_quantize(x, scale, zero_point, spec=spec, tiling=tiling, step=step)
     if not isinstance(ste, Clipped):
@@ -194,7 +194,10 @@ def fake_quantize_learned_backward(  # noqa: PLR0913 - the operation's own argum
 
 
 def _gradient_factor(xp: Any, spec: QuantSpec, tiling: Tiling, grad_scale: float | None, like: Any) -> Any:
-    """Return ``grad_scale``; if None, ``1 / sqrt(N * max(|qmax|, 1))`` for each parameter set of N elements."""
+    """Return ``grad_scale``, or the factor of LSQ for each parameter set if ``grad_scale`` is None.
+
+    The factor is ``1 / sqrt(N * max(|qmax|, 1))``, where N is the number of elements that share the parameter set.
+    """
     if grad_scale is not None:
         return xp.asarray(grad_scale, dtype=xp.float64, device=like.device)
     weight = max(abs(spec.qmax), 1)
