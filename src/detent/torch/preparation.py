@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from detent.errors import SpecError, StateError
+from detent.tables import counted
 from detent.tensor import QuantizedTensor
 from detent.torch.arrays import process_count, scale_dtype
 from detent.torch.batchnorm import Fold, QuantizedNorm
@@ -201,8 +202,8 @@ def _check_checkpoint(module: nn.Module, state: dict[str, Any], prefix: str, *_:
         if difference:
             differences.append(f"  {name}: {difference}")
     if differences:
-        count = len(differences)
-        head = f"the checkpoint is from a model prepared with a different recipe ({count} quantizers differ):"
+        count = counted(len(differences), "quantizer")
+        head = f"the checkpoint is from a model prepared with a different recipe (differences in {count}):"
         advice = "prepare the model with the recipe of the checkpoint"
         raise StateError("\n".join([head, *differences[:MAX_DIFFERENCES_SHOWN], advice]))
 
