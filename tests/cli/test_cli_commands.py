@@ -188,7 +188,7 @@ def test_verify_bad_input(shop, arguments, complaint, monkeypatch, capsys):
 def test_inspect_quantized(shop):
     done = detent("inspect", "model.w8a8.onnx", cwd=shop)
     assert done.returncode == 0, done.stderr
-    for part in ("recipe w8a8, target onnxruntime", "sha256", "3 weights, 3 biases", "uint8 axis0", "activation"):
+    for part in ("recipe w8a8, target onnxruntime", "sha256", "3 weights, 3 biases", "int8 axis0", "activation"):
         assert part in done.stdout
     rows = [TensorRow(**{**row, "shape": row["shape"] and tuple(row["shape"])}).cells() for row in tensors(shop)]
     for row in rows:
@@ -299,7 +299,7 @@ def test_compare_sees_other_codes_in_the_same_bytes(pair, monkeypatch, capsys):
     document = json.loads(run(monkeypatch, capsys, pair, *both, "--json")[1])
     second = next(layer for layer in document["layers"] if layer["name"] == "second")
     assert (second["nbytes_change"], second["is_changed"]) == (0, True)
-    assert second["a"]["weight"]["spec"] == second["b"]["weight"]["spec"] == "uint8/axis0"
+    assert second["a"]["weight"]["spec"] == second["b"]["weight"]["spec"] == "int8/axis0"
     text = run(monkeypatch, capsys, pair, *both)[1]
     assert "codes -127..127" in text
     assert "codes -7..7" in text
@@ -309,7 +309,7 @@ def test_compare_sees_other_codes_in_the_same_bytes(pair, monkeypatch, capsys):
 
 def test_compare_shows_what_quantize_measured(pair, monkeypatch, capsys):
     line = next(line for line in (pair / "quantize.txt").read_text().splitlines() if line.startswith("  SQNR:"))
-    assert f", {line.split()[1]} dB" in run(monkeypatch, capsys, pair, "compare", "a.json", "b.json")[1].splitlines()[0]
+    assert f" {line.split()[1]} dB" in run(monkeypatch, capsys, pair, "compare", "a.json", "b.json")[1].splitlines()[0]
 
 
 def test_compare_strangers(pair, tmp_path, monkeypatch, capsys):

@@ -193,8 +193,8 @@ def test_report_of_a_mix_is_of_what_was_measured(inside, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "model.onnx", "model.onnx", "--shape", "x=999999999999999999999,3,6,6"], "sizes of up to 10 digits"),
-        (["bench", "model.onnx", "model.onnx", "--shape", f"x={'9' * 5000},8,8,8"], "sizes of up to 10 digits"),
+        (["bench", "model.onnx", "model.onnx", "--shape", "x=999999999999999999999,3,6,6"], "sizes of 1 to 10 digits"),
+        (["bench", "model.onnx", "model.onnx", "--shape", f"x={'9' * 5000},8,8,8"], "sizes of 1 to 10 digits"),
         (["bench", "model.onnx", "model.onnx", "--shape", "x=4294967296,8,8,8"], "has 2,199,023,255,552 elements"),
         (["bench", "model.onnx", "model.onnx", "--threads", "99999999999999999999"], "--threads"),
         (

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -21,6 +22,7 @@ GROUPS = {
     "bench": ["Data", "Timing", "Output"],
     "doctor": ["Output"],
 }
+PAGE = Path(__file__).parents[2] / "docs/howto/cli.md"
 SHARED = {"--json", "--quiet", "--verbose"}
 
 
@@ -59,6 +61,9 @@ def test_command_help_fits_a_screen(name, monkeypatch, capsys):
 def test_every_option_is_listed_once_with_a_text(name, monkeypatch, capsys):
     lines = help_lines(monkeypatch, capsys, name)
     for parameter in commands()[name].params:
+        if getattr(parameter, "hidden", False):
+            assert f"| `{option_names(parameter)}" in PAGE.read_text()
+            continue
         rows = [line for line in lines if line.startswith(f"  {option_names(parameter)}  ")]
         assert len(rows) == 1, option_names(parameter)
         assert re.search(r"[a-z]{3}", rows[0].removeprefix(f"  {option_names(parameter)}"))

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import detent as dt
 from detent.cli.quantize_command import _skip_flag
 from detent.cli.screen import Screen
 from detent.codec import encode
@@ -79,34 +80,31 @@ def test_target_and_cpu(monkeypatch, target, vnni, complaint):
     assert bool(warning) == bool(complaint)
 
 
+NARROW = {"qmin": -64, "qmax": 64}
+
+
 @pytest.mark.parametrize(
-    ("target", "vnni", "avx2", "hint"),
+    ("target", "spec", "vnni", "hint"),
     [
         (
             "onnxruntime",
-            True,
+            {},
             True,
             "--target onnxruntime-vnni computes the same codes faster, but only on CPUs with VNNI",
         ),
-        ("onnxruntime", False, True, "--target onnxruntime-avx2 is faster here, with one weight bit less"),
-        ("onnxruntime", False, False, ""),
-        ("onnxruntime", None, None, ""),
-        ("onnxruntime-vnni", True, True, ""),
-        ("openvino", True, True, ""),
+        ("onnxruntime", {}, False, "--prefer speed stores them with 7 bits"),
+        ("openvino", {}, None, "--prefer speed stores them with 7 bits"),
+        ("onnxruntime", NARROW, True, ""),
+        ("onnxruntime-avx2", NARROW, False, ""),
+        ("onnxruntime-vnni", {}, True, ""),
     ],
 )
-def test_faster_targets(target, vnni, avx2, hint):
-    text = targets.faster(target, vnni, avx2)
+def test_faster_files(target, spec, vnni, hint):
+    text = targets.faster(
+        targets.get_target(target), [dt.QuantSpec("int8", **NARROW), dt.QuantSpec("int8", **spec)], vnni=vnni
+    )
     assert hint in text
     assert bool(text) == bool(hint)
-
-
-@pytest.mark.parametrize(("text", "expected"), [(FLAGS, True), ("flags : fpu\n", False), ("nothing", None)])
-def test_avx2(monkeypatch, tmp_path, text, expected):
-    (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(targets, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    assert targets.has_avx2() is expected
 
 
 def test_target_on_another_machine(monkeypatch):

@@ -136,7 +136,7 @@ def test_float_fallback_keeps_the_noisiest_layers_in_float(tmp_path):
     model, feeds = hurting(), images(4, channels=16)
     plan = qo.plan(qo.prepare(model))
     seen = qo.calibrate(plan, feeds)
-    shares = choose_float(plan, choose_params(plan, seen), seen.samples[:1])
+    shares = choose_float(NoiseByLayer(plan, choose_params(plan, seen), seen.samples[:1]), plan)
     assert next(iter(shares)) in {"spread", "mix"}
     assert shares[next(iter(shares))] >= 0.25
     others = {"progress": False, "bias_correction": False, "equalize": False}

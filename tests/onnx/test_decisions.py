@@ -58,7 +58,7 @@ def smoothed():
 @pytest.fixture(scope="module")
 def equalized():
     model, feeds = uneven()
-    return model, qo.decide(model, feeds, progress=False)
+    return model, qo.decide(model, feeds, prefer="accuracy", progress=False)
 
 
 def rewritten(model, decisions):
@@ -225,13 +225,58 @@ def lookup():
     )
 
 
+def last():
+    """A pool of float data, a corrected bias, a multiple of a tensor, and a quantized output."""
+    values = np.arange(576, dtype=np.float32) % 13 - 6
+    tensors = [
+        numpy_helper.from_array(values.reshape(8, 8, 3, 3) / 8, "w"),
+        numpy_helper.from_array(values[:64].reshape(8, 8, 1, 1) / 4, "v"),
+        numpy_helper.from_array(np.float32(0.5), "half"),
+    ]
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["pooled"], name="pool", kernel_shape=[2, 2]),
+        helper.make_node("Conv", ["pooled", "w"], ["a"], name="first"),
+        helper.make_node("Relu", ["a"], ["b"], name="relu"),
+        helper.make_node("Mul", ["b", "half"], ["c"], name="halved"),
+        helper.make_node("Conv", ["c", "v"], ["y"], name="last"),
+    ]
+    shapes = helper.make_tensor_value_info("x", 1, [1, 8, 6, 6]), helper.make_tensor_value_info("y", 1, [1, 8, 3, 3])
+    graph = helper.make_graph(nodes, "last", [shapes[0]], [shapes[1]], tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    narrow, unsigned = QuantSpec("int8", "axis0", qmin=-64, qmax=64), QuantSpec("uint8")
+    stored = narrow, unsigned, np.full(8, 0.0625, np.float32), np.zeros(8, np.int32)
+    layers = (
+        qo.LayerDecision("first", "", *stored, np.arange(8, dtype=np.int32)),
+        qo.LayerDecision("last", "", QuantSpec("int8", "axis0"), *stored[1:]),
+    )
+    return model, qo.Decisions(
+        written_by="golden",
+        opset=17,
+        ir_version=8,
+        recipe="{}",
+        layers=layers,
+        placements=(
+            qo.QuantizerPlacement("b", unsigned, "b", clip_min=0.0),
+            qo.QuantizerPlacement("c", unsigned, "c", source_tensor="b", factor=0.5),
+            qo.QuantizerPlacement("y", unsigned, "y"),
+            qo.QuantizerPlacement("pooled", unsigned, "pooled", ("first",)),
+        ),
+        ranges={
+            "b": qo.RangeDecision(0.03125, 0),
+            "y": qo.RangeDecision(0.25, 100),
+            "pooled": qo.RangeDecision(0.015625, 128),
+        },
+    )
+
+
 GOLDEN = {  # by rewrite_version: different bytes need a new version, and a new line
     1: {"chain": "8053dc73dec88715", "lookup": "9a5b911b1408f6e2"},
     2: {"chain": "3ec2536f89a809c1", "lookup": "85be936afdd9f625"},
+    3: {"chain": "45979517ffe8cd42", "lookup": "c91c4f59f306a345", "last": "1b8e12a2328e22c4"},
 }
 
 
-@pytest.mark.parametrize("make", [chain, lookup])
+@pytest.mark.parametrize("make", [chain, lookup, last])
 def test_frozen_bytes(make):
     assert sha256(rewritten(*make())).hexdigest()[:16] == GOLDEN[REWRITE_VERSION][make.__name__]
 

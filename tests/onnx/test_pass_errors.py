@@ -15,6 +15,8 @@ PASSES = {
     "plan": "planning",
     "calibrate_groups": "calibration",
     "choose_clipped": "choosing ranges",
+    "multiplications": "choosing kernels",
+    "choose_wide": "choosing weight bits",
     "choose_float": "float fallback",
     "corrected_biases": "bias correction",
     "layer_decisions": "choosing weight scales",

@@ -38,14 +38,14 @@ def test_report_and_file(tmp_path):
     report = quantize(tmp_path / "float.onnx", tmp_path)
     assert report.output == tmp_path / "q.onnx"
     assert report.nbytes_after == report.output.stat().st_size
-    assert [layer.kernel for layer in report.layers] == ["QLinearConv", "QLinearConv", "Conv"]
-    assert [layer.runs_on_integer_kernel for layer in report.layers] == [True, True, False]
+    assert [layer.kernel for layer in report.layers] == ["QLinearConv"] * 3
+    assert [layer.runs_on_integer_kernel for layer in report.layers] == [True] * 3
     assert report.output_sqnr_db > 30
     assert report.seconds > 0
     plain = json.loads(report.to_json())
     assert plain["layers"][0]["runs_on_integer_kernel"] is True
     assert plain["target"] == "onnxruntime"
-    assert "2 on integer kernels" in str(report)
+    assert "3 on integer kernels" in str(report)
     provenance = Provenance.read(qo.load(report.output))
     assert provenance.target == "onnxruntime"
     assert provenance.made_by == dt.__version__
@@ -82,7 +82,7 @@ def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):
     t = m.add("Relu", [m.conv("x", 8, 16, weight=dead, name="dense")])
     t = m.add("Relu", [m.conv(t, 16, 16, group=16, name="depthwise")])
     y = m.conv(t, 16, 4, name="last")
-    quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path, keep_float="none")
+    quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path, keep_float="none", prefer="accuracy")
     tensors, graph = codes_of(tmp_path / "q.onnx")
     assert tensors["dense"].data_type == TensorProto.UINT8
     assert tensors["depthwise"].data_type == TensorProto.INT8
@@ -91,15 +91,21 @@ def test_dense_weights_are_unsigned_around_128_in_every_channel(tmp_path):
     assert zeros.shape == (16,)
 
 
+@pytest.mark.parametrize("prefer", ["speed", "balanced", "accuracy"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_targets(target, tmp_path):
-    report = quantize(conv_chain(), tmp_path, target=target)
+def test_targets(target, prefer, tmp_path):
+    report = quantize(conv_chain(), tmp_path, target=target, prefer=prefer)
     tensors, graph = codes_of(report.output)
-    kinds = {tensor.data_type for tensor in tensors.values()}
-    signed = target in {"onnxruntime-avx2", "onnxruntime-vnni", "openvino-vnni"}
-    assert kinds == ({TensorProto.INT8} if signed else {TensorProto.UINT8})
-    largest = max(np.abs(graph.array(t.name).astype(int) - (0 if signed else 128)).max() for t in tensors.values())
-    assert largest == (64 if target == "onnxruntime-avx2" else 127)
+    for tensor in tensors.values():
+        codes = graph.array(tensor.name).astype(int)
+        if tensor.data_type == TensorProto.UINT8:
+            assert target in {"onnxruntime", "openvino"}
+            assert prefer != "speed"
+            assert np.abs(codes - 128).max() == 127
+        else:
+            is_wide = target.endswith("-vnni")
+            assert is_wide or prefer != "accuracy" or target == "onnxruntime-avx2"
+            assert np.abs(codes).max() == (127 if is_wide else 64)
     for node in graph.nodes:
         if node.op_type == "QuantizeLinear":
             assert graph.kind(node.input[2]) == TensorProto.UINT8
@@ -118,7 +124,7 @@ def test_openvino_runs_the_file(tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "opset", "kind"),
-    [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.INT4), ("w4a8", 21, TensorProto.UINT8)],
+    [("w8a16", 13, TensorProto.UINT8), ("w4a16-g32", 21, TensorProto.INT4), ("w4a8", 21, TensorProto.INT8)],
 )
 def test_recipes_determine_the_opset(recipe, opset, kind, tmp_path):
     m = Maker(opset=13)
@@ -366,9 +372,12 @@ def test_layers_that_share_a_weight_have_kernels_of_their_own(tmp_path):
     weight = m.constant(weights(8, 8, 3, 3))
     t = m.add("Relu", [m.add("Conv", ["x", weight], name="on an integer kernel", pads=[1] * 4)])
     y = m.add("Conv", [t, weight], name="with a float result", pads=[1] * 4)
-    report = qo.quantize(m.model([("x", [2, 8, 8, 8])], [y]), tmp_path / "q.onnx", images(2), progress=False)
+    model = m.model([("x", [2, 8, 8, 8])], [y])
+    report = qo.quantize(model, tmp_path / "q.onnx", images(2), prefer="accuracy", progress=False)
     assert [layer.kernel for layer in report.layers] == ["QLinearConv", "Conv"]
     assert operators(qo.load(report.output))["QLinearConv"] == 1
+    report = qo.quantize(model, tmp_path / "q.onnx", images(2), progress=False)
+    assert [layer.kernel for layer in report.layers] == ["QLinearConv", "QLinearConv"]
 
 
 def test_without_an_output_the_file_is_written_next_to_the_model(tmp_path):

@@ -149,7 +149,7 @@ def attention(width=16):
 
 def test_attention_and_normalization_are_kept_in_float():
     model, feeds = attention(), rows()
-    quantized, plan = quantize_model(model, feeds)
+    quantized, plan = quantize_model(model, feeds, prefer="accuracy")
     counts = operators(quantized)
     assert counts["MatMulIntegerToFloat"] == 5
     assert counts["LayerNormalization"] == 1

@@ -389,7 +389,7 @@ def test_container_int8_stores_low_bits_in_bytes(tmp_path):
         graph = inspect(model, path, feeds)
         outputs[container] = run(path, feeds)[0]
         kind = graph.constants["2.weight_codes"].data_type
-        assert kind == (TensorProto.INT4 if container is None else TensorProto.UINT8)
+        assert kind == (TensorProto.INT4 if container is None else TensorProto.INT8)
         count = sum(node.op_type == "QGemm" for node in optimized(path).graph.node)
         assert count == (2 if container is None else 3)
     assert np.allclose(outputs[None], outputs["int8"], atol=1e-2)

@@ -96,6 +96,15 @@ def run(
             rich_help_panel=ACCURACY,
         ),
     ] = "onnxruntime",
+    prefer: Annotated[
+        str,
+        typer.Option(
+            "--prefer",
+            metavar="NAME",
+            help="speed (7-bit weights), balanced, accuracy.",
+            rich_help_panel=ACCURACY,
+        ),
+    ] = "balanced",
     observer: Annotated[
         str | None,
         typer.Option(
@@ -114,15 +123,14 @@ def run(
         ),
     ] = False,
     no_equalize: Annotated[
-        bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", rich_help_panel=ACCURACY)
+        bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
     ] = False,
-    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", rich_help_panel=ACCURACY)] = False,
+    # Hidden: their effect is measured, so few people need them; docs/howto/cli.md lists them.
+    no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", hidden=True)] = False,
     no_bias_correction: Annotated[
-        bool, typer.Option("--no-bias-correction", help="Skip bias correction.", rich_help_panel=ACCURACY)
+        bool, typer.Option("--no-bias-correction", help="Skip bias correction.", hidden=True)
     ] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Random seed.", rich_help_panel=ACCURACY)
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, metavar="N", help="Random seed.", hidden=True)] = 0,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Write nothing; estimate size, memory and time.", rich_help_panel=CHECKS),
@@ -168,6 +176,7 @@ def run(
     options: dict[str, Any] = {
         "recipe": recipe,
         "target": target,
+        "prefer": prefer,
         "observer": observer,
         "skip": list(skip or ()),
         "keep_float": "none" if no_keep_float else "auto",

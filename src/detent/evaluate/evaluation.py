@@ -22,7 +22,7 @@ from detent.onnx.pipeline import LayerReport, QuantizeReport
 from detent.onnx_model.batches import BatchSource
 from detent.onnx_model.files import LoadedModel, ModelSource, load_model
 from detent.onnx_model.provenance import Provenance
-from detent.onnx_model.targets import faster, has_avx2, has_vnni
+from detent.onnx_model.targets import faster, has_vnni
 from detent.recipe import Recipe
 from detent.tables import bytes_text, html_table
 from detent.verification import VerifyReport, verify
@@ -372,5 +372,7 @@ class _Evaluator:
         """Return hints if layer inputs are quantized and the quantized model is still not faster than the float one."""
         if timing is None or timing.is_faster or not any(layer.input for layer in self.result.layers):
             return ()
-        hint = faster(self.result.plan.target.name, has_vnni(), has_avx2())
+        plan = self.result.plan
+        rows = [line for line in plan.quantized if line.input and not plan.layers_by_name[line.name].depthwise]
+        hint = faster(plan.target, [line.weight for line in rows if line.weight is not None], vnni=has_vnni())
         return (hint,) if hint else ()

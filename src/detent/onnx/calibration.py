@@ -226,13 +226,15 @@ class _Stream:
         return self.count or 0
 
     def __iter__(self) -> Iterator[Feed]:
-        before = {name: observer.nonfinite for name, observer in self.observers.items()}
+        order = {name: i for i, node in enumerate(self.model.graph.node) for name in node.output}
+        names = sorted(self.names, key=lambda name: order.get(name, -1))
+        before = {name: self.observers[name].nonfinite for name in names}
         for number, tensors in enumerate(record(self.model, self.names, self.feeds)):
             yield tensors
-            for name, observer in self.observers.items():
-                if observer.nonfinite > before[name]:
+            for name, count in before.items():  # in graph order, so that the first tensor with NaN is named
+                if self.observers[name].nonfinite > count:
                     refuse_nan(f"tensor {name!r} of batch {number}", tensors[name], FLOAT_FAILS)
-                    before[name] = observer.nonfinite
+                    before[name] = self.observers[name].nonfinite
             tensors.clear()  # free the tensors before the model runs on the next batch
 
 

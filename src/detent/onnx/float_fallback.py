@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto
 
-from detent.onnx.graph_plan import GraphPlan
+from detent.onnx.graph_plan import GraphPlan, LayerPlan
 from detent.onnx.layer_error import Switch, SwitchableModel, noise
 from detent.onnx_model.sessions import array_outputs
 from detent.ops import fake_quantize
 from detent.params import QuantParams
+from detent.spec import QuantSpec
 
 __all__ = ["NoiseByLayer", "choose_float"]
 
@@ -37,12 +38,11 @@ Array = NDArray[Any]
 Feed = dict[str, Array]
 
 
-def choose_float(plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> dict[str, float]:
+def choose_float(layers: "NoiseByLayer", plan: GraphPlan) -> dict[str, float]:
     """Choose at most 5 layers to keep in float; returns each layer's share of the noise, by layer name.
 
     The module docstring lists the conditions.
     """
-    layers = NoiseByLayer(plan, params, samples)
     total = layers.noise_without()
     if not np.isfinite(total) or total <= NEGLIGIBLE_NOISE * layers.count:
         return {}
@@ -69,21 +69,36 @@ class NoiseByLayer:
 
     def __init__(self, plan: GraphPlan, params: Mapping[str, QuantParams], samples: Sequence[Feed]) -> None:
         self.layers = [line.name for line in plan.quantized]
-        self._weights = {line.name: line for line in plan.quantized if line.weight is not None}
+        self.set_weights(plan)
         self._owners = {tensor: _owners(plan, tensor, self.layers) for tensor in params}
-        self._plan, self._samples, self._rounded = plan, samples, dict[str, Array]()
-        switches = [Switch(f"{tensor}//input", tensor, each) for tensor, each in params.items()]
+        self._samples = samples
+        switches = [Switch(_flag(tensor), tensor, each) for tensor, each in params.items()]
         by_layer = {name: [name] for name in self._weights}
         self._model = SwitchableModel(plan.model, by_layer, switches, plan.target)
         self._outputs = [each for each in array_outputs(plan.model) if plan.graph.kind(each) in {0, TensorProto.FLOAT}]
         self._references = [self._run(feed, frozenset()) for feed in samples]
-        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
         self._all = frozenset((*self.layers, *params))
 
     @property
     def count(self) -> int:
         """Number of compared outputs times number of samples."""
         return len(self._outputs) * len(self._samples)
+
+    def set_weights(self, plan: GraphPlan) -> None:
+        """Take the specs of weights from a plan that differs from the first one only in them."""
+        self._plan, self._weights = plan, {line.name: line for line in plan.quantized if line.weight is not None}
+        self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}
+        self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
+
+    def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
+        """Measure the noise with all layers quantized, some of them with the weight spec of another row."""
+        weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
+        flags = [_flag(tensor) for tensor in self._owners]
+        return sum(
+            ratio
+            for i, feed in enumerate(self._samples)
+            for ratio in self._ratios_to(i, self._model.run(self._outputs, feed, weights, flags))
+        )
 
     def noise(self, layers: Iterable[str], samples: int | None = None) -> float:
         """Measure the noise with only these layers quantized."""
@@ -127,21 +142,29 @@ class NoiseByLayer:
         return total
 
     def _sample_noise(self, parts: frozenset[str], sample: int) -> Iterator[float]:
-        """Yield the noise at each float output, relative to the power of that output."""
-        for old, new in zip(self._references[sample], self._run(self._samples[sample], parts), strict=True):
+        """Yield the noise at each float output, relative to its power."""
+        return self._ratios_to(sample, self._run(self._samples[sample], parts))
+
+    def _ratios_to(self, sample: int, outputs: Sequence[Array]) -> Iterator[float]:
+        """Yield the noise of each float output of a sample, relative to its power."""
+        for old, new in zip(self._references[sample], outputs, strict=True):
             if old.dtype == np.float32:
                 yield noise(old, new) / max(noise(old, np.zeros_like(old)), 1e-30)
 
     def _run(self, feed: Feed, parts: frozenset[str]) -> list[Array]:
-        weights = {name: self._rounded_weight(name) for name in self._weights if name in parts}
-        flags = [f"{tensor}//input" for tensor in self._owners if tensor in parts]
+        weights = {name: self._rounded_weight(name, line) for name, line in self._weights.items() if name in parts}
+        flags = [_flag(tensor) for tensor in self._owners if tensor in parts]
         return self._model.run(self._outputs, feed, weights, flags)
 
-    def _rounded_weight(self, name: str) -> Array:
-        if name not in self._rounded:
-            params = self._plan.weight_params(self._weights[name])
-            self._rounded[name] = fake_quantize(self._model.weights[name], params)
-        return self._rounded[name]
+    def _rounded_weight(self, name: str, line: LayerPlan) -> Array:
+        key = name, line.weight
+        if key not in self._rounded:
+            self._rounded[key] = fake_quantize(self._model.weights[name], self._plan.weight_params(line))
+        return self._rounded[key]
+
+
+def _flag(tensor: str) -> str:
+    return f"{tensor}//input"
 
 
 def _owners(plan: GraphPlan, tensor: str, names: Sequence[str]) -> frozenset[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 from numpy.typing import NDArray
 from onnx import ModelProto
@@ -29,10 +29,21 @@ from detent.rule import ObserverSpec, check_axis
 from detent.spec import QuantSpec, onnx_widths, stored_nbytes
 from detent.tables import html_table, short_name, table_lines
 
-__all__ = ["GraphPlan", "LayerPlan", "activation_problem", "plan", "weight_params", "weight_problem"]
+__all__ = [
+    "PREFERENCES",
+    "GraphPlan",
+    "LayerPlan",
+    "Preference",
+    "activation_problem",
+    "plan",
+    "weight_params",
+    "weight_problem",
+]
 
 Array = NDArray[Any]
 RecipeLike = Recipe | str | PathLike[str]
+Preference = Literal["speed", "balanced", "accuracy"]
+PREFERENCES: tuple[Preference, ...] = ("speed", "balanced", "accuracy")
 
 MINMAX_BITS = 8  # weights with at least 8 bits get their min-max range; with fewer bits, their MSE-optimal range
 SLOW_BITS = 16  # ONNX Runtime has no integer kernels for 16-bit activations on CPUs
@@ -55,6 +66,7 @@ class LayerPlan:
         nbytes_before: bytes of its weight in the float file.
         nbytes_after: bytes of its weight in the quantized file, including scales and zero points.
         note: remark on a quantized layer.
+        wide_weight: the 8-bit spec of the recipe, if ``weight`` is limited to 7 bits for fast kernels.
 
     >>> LayerPlan("fc", "MatMul", reason="excluded").is_quantized
     False
@@ -70,6 +82,7 @@ class LayerPlan:
     nbytes_before: int = 0
     nbytes_after: int = 0
     note: str = ""
+    wide_weight: QuantSpec | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -96,6 +109,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         target: the runtime that the plan is for.
         layers: one row per layer.
         model: the prepared model.
+        last_layers: names of layers that no quantized layer follows, and whose output is quantized nevertheless.
 
     >>> from onnx import parser
     >>> graph_plan = plan(parser.parse_model('''<ir_version: 8, opset_import: ["" : 17]>
@@ -112,6 +126,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
     target: Target
     layers: tuple[LayerPlan, ...]
     model: ModelProto = field(repr=False, compare=False)
+    last_layers: frozenset[str] = frozenset()
     _weight_params: dict[tuple[str, QuantSpec], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -128,7 +143,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
         """Return the placements of Q/DQ pairs; ``ranges`` can exclude some of them, see ``place_quantizers``."""
         chosen = {layer.name: self.layers_by_name[layer.name] for layer in self.quantized}
         specs = {layer.name: layer.input for layer in self.quantized if layer.input is not None}
-        return place_quantizers(self.graph, chosen, specs, ranges)
+        return place_quantizers(self.graph, chosen, specs, ranges, self.last_layers & set(chosen))
 
     def weight_params(self, line: LayerPlan) -> QuantParams:
         """Return the parameters of a quantized layer's weight; layers with the same weight and spec share them."""
@@ -144,7 +159,7 @@ class GraphPlan(PlanTotals[LayerPlan]):
 
     def with_model(self, model: ModelProto) -> "GraphPlan":
         """Return this plan for a model with the same layers and different weights."""
-        return GraphPlan(self.recipe, self.target, self.layers, model)
+        return GraphPlan(self.recipe, self.target, self.layers, model, self.last_layers)
 
     def without(self, names: Iterable[str], reason: str) -> "GraphPlan":
         """Return this plan with some layers kept in float for ``reason``."""
@@ -152,6 +167,19 @@ class GraphPlan(PlanTotals[LayerPlan]):
         return replace(
             self, layers=tuple(each.kept_in_float(reason) if each.name in removed else each for each in self.layers)
         )
+
+    def widened(self, names: Iterable[str]) -> "GraphPlan":
+        """Return this plan with 8 instead of 7 bits for the weights of some layers."""
+        wide = set(names)
+        layers = (
+            replace(each, weight=each.wide_weight, wide_weight=None) if each.name in wide else each
+            for each in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    def with_quantized_outputs(self, names: Iterable[str]) -> "GraphPlan":
+        """Return this plan with quantized outputs of layers that no quantized layer follows."""
+        return replace(self, last_layers=self.last_layers | set(names))
 
     def __str__(self) -> str:
         rows = [_row(each, short_name(each.name)) for each in self.layers]
@@ -186,7 +214,12 @@ def _row(layer: LayerPlan, name: str) -> tuple[str, ...]:
 
 
 def plan(
-    model: ModelProto, recipe: RecipeLike = "w8a8", *, target: Target | str = "onnxruntime", skip: Iterable[str] = ()
+    model: ModelProto,
+    recipe: RecipeLike = "w8a8",
+    *,
+    target: Target | str = "onnxruntime",
+    skip: Iterable[str] = (),
+    prefer: Preference = "balanced",
 ) -> GraphPlan:
     """Plan how a recipe quantizes a prepared model; the model is not changed.
 
@@ -195,6 +228,7 @@ def plan(
         recipe: a ``dt.Recipe``, the name of a preset, or the path of a .toml or .json file.
         target: the runtime that the file is for, such as "onnxruntime-avx2".
         skip: names or glob patterns of layers to keep in float.
+        prefer: "accuracy" for weights of 8 bits where fast kernels would need 7. See ``qo.quantize``.
 
     Raises:
         SpecError: a rule or a pattern of ``skip`` matches no layer, or a weight lacks the axis that its rule names.
@@ -222,7 +256,8 @@ def plan(
     lines = []
     for each, layer in zip(rule_layers, layers, strict=True):
         decision = recipe.resolve(each.name, each.types, first=each.first, last=each.last)
-        lines.append(_plan_layer(graph, layer, decision, target, skipped=layer.name in skipped))
+        line = _plan_layer(graph, layer, decision, target, skipped=layer.name in skipped)
+        lines.append(line if prefer == "accuracy" else _with_fast_weight(line, layer, target))
     return GraphPlan(recipe, target, tuple(lines), model)
 
 
@@ -255,6 +290,14 @@ def _plan_layer(graph: Graph, layer: Layer, decision: Decision, target: Target, 
     note = "ONNX Runtime runs 16-bit activations in float on CPUs" if slow and target.runtime == "onnxruntime" else ""
     after = _stored_nbytes(weight, layer)
     return replace(line, weight=weight, input=input_spec, observer=decision.observer, nbytes_after=after, note=note)
+
+
+def _with_fast_weight(line: LayerPlan, layer: Layer, target: Target) -> LayerPlan:
+    """Limit the weight of a dense layer to codes that fast kernels multiply exactly."""
+    if line.weight is None or line.input is None or layer.depthwise:
+        return line
+    fast = target.fast_weight_spec(line.weight)
+    return line if fast == line.weight else replace(line, weight=fast, wide_weight=line.weight)
 
 
 def _runtime_problem(layer: Layer, target: Target) -> str:

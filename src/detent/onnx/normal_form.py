@@ -6,6 +6,8 @@
 - Every node has a unique name.
 - Batch norms, and constants that are added or multiplied after a layer, are folded into the layer. Constants that no
   node reads are removed.
+- A MatMul of 2-D data and the Add of its bias are merged into a Gemm. ONNX Runtime would merge them too, but then it
+  would run the Gemm in float, because its bias is float.
 
 The outputs stay the same, except that folding may change their last bits. Data is needed only to check that converting
 the opset does not change the outputs. ONNX Runtime computes the outputs of nodes that read only constants. Outputs
@@ -174,7 +176,12 @@ def to_normal_form(
     _flatten_biases(graph)
     fold(graph)
     graph.drop_unread()
-    return NormalForm(_with_shapes(graph.finish()), computed)
+    shaped = Graph(_with_shapes(graph.finish()))
+    if not _merge_biases(shaped):
+        return NormalForm(shaped.model, computed)
+    _flatten_biases(shaped)
+    shaped.drop_unread()
+    return NormalForm(shaped.finish(), computed)
 
 
 def _check_supported(model: ModelProto, *, force: bool) -> None:
@@ -268,6 +275,28 @@ def _flatten_biases(graph: Graph) -> None:
             if row and bias.dtype == np.float32 and weight is not None and weight[1] is not None:
                 flat = np.broadcast_to(bias.ravel(), weight[1]).copy()
                 graph.set_input(node, 2, graph.add_constant(f"{node.input[2]}_flat", flat))
+
+
+def _merge_biases(graph: Graph) -> bool:
+    """Merge each MatMul of a 2-D tensor and a constant with the Add of its bias into a Gemm; whether there was any."""
+    merged = False
+    for node in [each for each in graph.nodes if each.op_type == "MatMul" and each.domain in MAIN]:
+        weight, result = node.input[1], node.output[0]
+        shape, readers = graph.shape(node.input[0]), graph.consumers(result)
+        is_dense = shape is not None and len(shape) == 2 and weight in graph.constants
+        is_inner = len(readers) == 1 and result not in graph.outputs and result not in graph.captured
+        if not (is_dense and is_inner and readers[0].op_type == "Add" and graph.kind(weight) == onnx.TensorProto.FLOAT):
+            continue
+        (add,) = readers
+        bias = add.input[1] if add.input[0] == result else add.input[0]
+        columns = graph.constants[weight].dims[-1]
+        if bias not in graph.constants or list(graph.constants[bias].dims) not in ([columns], [1, columns]):
+            continue
+        graph.remove([node, add])
+        names = [node.input[0], weight, bias]
+        graph.insert([helper.make_node("Gemm", names, [add.output[0]], name=node.name)])
+        merged = True
+    return merged
 
 
 def _compute_constants(graph: Graph, decided: Mapping[str, NDArray[Any]] | None) -> dict[str, NDArray[Any]]:

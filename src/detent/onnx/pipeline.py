@@ -40,8 +40,9 @@ from detent.onnx.calibration import (
     tensor_groups,
 )
 from detent.onnx.decisions import Decisions, Equalized, Smoothed
-from detent.onnx.float_fallback import choose_float
-from detent.onnx.graph_plan import GraphPlan, RecipeLike, plan
+from detent.onnx.fast_kernels import FLOAT_REASON, choose_last_layers, choose_wide, multiplications
+from detent.onnx.float_fallback import NoiseByLayer, choose_float
+from detent.onnx.graph_plan import PREFERENCES, GraphPlan, Preference, RecipeLike, plan
 from detent.onnx.layer_error import IsolatedLayers
 from detent.onnx.normal_form import needed_opset, to_normal_form
 from detent.onnx.pass_errors import running
@@ -59,6 +60,7 @@ from detent.onnx_model.sessions import (
     runtime_record,
 )
 from detent.onnx_model.targets import Target, get_target
+from detent.params import QuantParams
 from detent.recipe import Recipe, get_recipe
 from detent.rule import ObserverLike, get_observer_spec
 from detent.storage import check_directory
@@ -218,6 +220,7 @@ class _Options:
     equalize: bool = True
     smooth: bool = True
     seed: int = 0
+    prefer: Preference = "balanced"
 
     def __post_init__(self) -> None:
         skip = (self.skip,) if isinstance(self.skip, str) or not isinstance(self.skip, Iterable) else tuple(self.skip)
@@ -225,6 +228,8 @@ class _Options:
             raise SpecError(f"skip must hold layer names or glob patterns, got {self.skip!r}")
         object.__setattr__(self, "skip", skip)
         object.__setattr__(self, "seed", as_integer("seed", self.seed, at_least=0))
+        if self.prefer not in PREFERENCES:
+            raise SpecError(f"prefer must be one of {', '.join(PREFERENCES)}, got {self.prefer!r}")
         if self.keep_float not in {"auto", "none"}:
             raise SpecError(
                 f"keep_float must be 'auto' or 'none', got {self.keep_float!r}; to keep chosen layers in float, pass "
@@ -279,6 +284,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     bias_correction: bool = True,
     equalize: bool = True,
     smooth: bool = True,
+    prefer: Preference = "balanced",
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -303,6 +309,9 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         bias_correction: add the mean error of a layer's output to the layer's bias.
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
+        prefer: "balanced" stores weights with 7 bits, because fast kernels are exact on every CPU then. The few layers
+            that lose the most get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits. Targets
+            for VNNI ignore this option: their fast kernels are exact with 8 bits.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
@@ -330,7 +339,7 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
     ('small.w8a8.onnx', 'MatMulIntegerToFloat')
     """
     start = time.perf_counter()
-    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
+    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer)
     rules, target = get_recipe(recipe), get_target(target)
     path = _output_path(model, output, recipe)
     check_directory(path.parent)
@@ -384,6 +393,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     bias_correction: bool = True,
     equalize: bool = True,
     smooth: bool = True,
+    prefer: Preference = "balanced",
     memory_budget: int | None = None,
     progress: Progress | None = None,
     resume_file: str | PathLike[str] | None = None,
@@ -402,7 +412,7 @@ def decide(  # noqa: PLR0913 - all options of the pipeline
     >>> decisions.layers[0].weight_scale, decisions.ranges["x"].observed_range
     (array([1.], dtype=float32), (51.0, 51.0))
     """
-    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed)
+    options = _Options(observer, skip, keep_float, bias_correction, equalize, smooth, seed, prefer)
     recipe, target = get_recipe(recipe), get_target(target)
     run = _Run(memory_budget, progress, resume_file)
     return _decide(_load(model), data, recipe, target, options, run, force=force).decisions
@@ -429,7 +439,7 @@ def _decide(
     with running("preparing the model"):
         prepared = to_normal_form(load(original), opset, feed=first, force=force)
     with running("planning"):
-        graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip)
+        graph_plan = plan(prepared.model, recipe, target=target, skip=options.skip, prefer=options.prefer)
     _reject_empty(graph_plan)
     facts = Decisions(
         written_by=__version__,
@@ -454,6 +464,10 @@ def _decide(
 def _decide_with_data(
     facts: Decisions, graph_plan: GraphPlan, batches: Batches, options: _Options, run: _Run
 ) -> _Decided:
+    with running("choosing kernels"):
+        work = multiplications(graph_plan, batches.check_first())
+        last = choose_last_layers(graph_plan, work, options.prefer)
+        graph_plan = graph_plan.without(last.in_float, FLOAT_REASON).with_quantized_outputs(last.quantized)
     groups: list[list[str]] | None = None
     if run.memory_budget is not None:  # fail early if the budget is too small
         groups = tensor_groups(graph_plan, batches, run.memory_budget)
@@ -470,10 +484,8 @@ def _decide_with_data(
         isolated = IsolatedLayers(graph_plan, calibration.samples)
         clipped = choose_clipped(graph_plan, calibration, placements, isolated) if options.observer is None else None
         params = choose_params(placements, calibration, clipped)
-    shares: dict[str, float] = {}
-    if options.keep_float == "auto":
-        with running("float fallback"):
-            shares = choose_float(graph_plan, params, calibration.samples[:FALLBACK_BATCHES])
+    samples = calibration.samples[:FALLBACK_BATCHES]
+    graph_plan, widened, shares = _choose_precision(graph_plan, params, samples, work, options)
     if shares:
         graph_plan = graph_plan.without(shares, FALLBACK_REASON)
         _reject_empty(graph_plan)
@@ -496,13 +508,43 @@ def _decide_with_data(
             ranges=range_decisions(used, calibration, clipped),
         )
         layers = layer_decisions(graph_plan, decisions.tensor_params(), biases)
-    steps = [*map(str, equalized), *map(str, smoothed)]
-    steps += [
-        f"kept {name} in float: it alone causes {share:.0%} of the output noise" for name, share in shares.items()
-    ]
+    steps = (
+        *map(str, equalized),
+        *map(str, smoothed),
+        *(f"8-bit weights for {name}: {share:.0%} less noise at the outputs" for name, share in widened.items()),
+        *(f"kept {name} in float: it alone causes {share:.0%} of the output noise" for name, share in shares.items()),
+    )
     for step in steps:
         _log.info("%s", step)
-    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, tuple(steps))
+    return _Decided(replace(decisions, layers=layers), graph_plan, calibration.samples, steps)
+
+
+def _choose_precision(
+    graph_plan: GraphPlan,
+    params: Mapping[str, QuantParams],
+    samples: Sequence[Feed],
+    work: Mapping[str, float],
+    options: _Options,
+) -> tuple[GraphPlan, dict[str, float], dict[str, float]]:
+    """Choose the layers with 8-bit weights, and those to keep in float.
+
+    Returns the plan with these 8-bit weights, the noise that each of them removes, and the layers to keep in float.
+    """
+    widened: dict[str, float] = {}
+    shares: dict[str, float] = {}
+    can_widen = options.prefer == "balanced" and any(line.wide_weight is not None for line in graph_plan.quantized)
+    if not can_widen and options.keep_float == "none":
+        return graph_plan, widened, shares
+    with running("choosing weight bits"):
+        noise = NoiseByLayer(graph_plan, params, samples)
+        if can_widen:
+            widened = choose_wide(noise, graph_plan, work)
+            graph_plan = graph_plan.widened(widened)
+            noise.set_weights(graph_plan)
+    if options.keep_float == "auto":
+        with running("float fallback"):
+            shares = choose_float(noise, graph_plan)
+    return graph_plan, widened, shares
 
 
 def _equalize_and_smooth(

@@ -14,7 +14,7 @@ in a chain get a Q/DQ pair for the operator that reads them. So do gates from ou
 a squeeze-and-excitation block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import prod
 
 import numpy as np
@@ -32,6 +32,7 @@ CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat"
 BINARY = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
 MAX_RANGE_RATIO = 4.0  # above, a shared scale would cost the Concat input with the smallest range over 2 bits
+LAST_SPEC = QuantSpec("uint8")  # for outputs of last layers, if their inputs have fewer bits
 Range = tuple[float, float]
 
 
@@ -40,12 +41,14 @@ def place_quantizers(
     layers: Mapping[str, Layer],
     specs: Mapping[str, QuantSpec],
     ranges: Mapping[str, Range] | None = None,
+    last_layers: Collection[str] = (),
 ) -> list[QuantizerPlacement]:
     """Place the Q/DQ pairs of activations, in graph order.
 
     If ``ranges`` of activations are passed, a Concat whose inputs have very different ranges ends a chain.
+    The outputs of ``last_layers`` are quantized, although they lead to no quantized layer.
     """
-    return _Placer(graph, layers, specs, ranges).run()
+    return _Placer(graph, layers, specs, ranges, last_layers).run()
 
 
 class _Placer:
@@ -55,12 +58,14 @@ class _Placer:
         layers: Mapping[str, Layer],
         specs: Mapping[str, QuantSpec],
         ranges: Mapping[str, Range] | None,
+        last_layers: Collection[str],
     ) -> None:
         self.graph, self.layers, self.specs, self.ranges = graph, layers, specs, ranges
         self.by_node = {id(layer.node): layer for layer in layers.values()}
         self.readers: dict[str, list[str]] = {}
         for name in specs:
             self.readers.setdefault(layers[name].data, []).append(name)
+        self.last_nodes = {id(layers[name].node) for name in last_layers}
         self.leading = self._leading()
         self.chain: dict[str, QuantizerPlacement] = {}
         self.gates: dict[str, list[str]] = {}
@@ -82,12 +87,12 @@ class _Placer:
             bound = self._bound_after(node)
             result = node.output[0] if bound is None else bound.output[0]
             spec = self._chain_spec(node)
-            if spec is not None and result in self.leading and not self._escapes(node, bound):
+            if spec is not None and self._needs_codes(node, bound):
                 clip_min, clip_max = (-np.inf, np.inf) if bound is None else _limits(self.graph, bound)
                 constants = tuple(
                     name for name in node.input if node.op_type in BINARY and name in self.graph.constants
                 )
-                finest = self._finest_spec(result, spec)
+                finest = self._finest_spec(result, LAST_SPEC if self._is_coarse(node, spec) else spec)
                 self.chain[result] = QuantizerPlacement(
                     result, finest, result, (), clip_min, clip_max, constants=constants
                 )
@@ -108,6 +113,17 @@ class _Placer:
                 spec = self._finest_spec(tensor, self.specs.get(names[0], self.gate_spec))
                 placements.append(QuantizerPlacement(tensor, spec, tensor, tuple(dict.fromkeys(names))))
         return placements
+
+    def _needs_codes(self, node: NodeProto, bound: NodeProto | None) -> bool:
+        """Whether the output of a node in a chain is quantized."""
+        result = node.output[0] if bound is None else bound.output[0]
+        if id(node) in self.last_nodes:
+            return result not in self.graph.captured
+        return result in self.leading and not self._escapes(node, bound)
+
+    def _is_coarse(self, node: NodeProto, spec: QuantSpec) -> bool:
+        """Whether a spec has too few bits for the output of a last layer."""
+        return id(node) in self.last_nodes and spec.bits < LAST_SPEC.bits
 
     def _finest_spec(self, tensor: str, default: QuantSpec) -> QuantSpec:
         """Return the input spec with the most bits among the layers that read a tensor."""

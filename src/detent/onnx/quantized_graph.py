@@ -31,7 +31,7 @@ from detent.onnx.stored_decisions import to_metadata
 from detent.onnx_model.files import ModelSource, load, load_model
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer, layers_of
-from detent.onnx_model.ort_workarounds import guard_float, share_floats
+from detent.onnx_model.ort_workarounds import guard_float, guard_pools, share_floats
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import QdqParams, QdqWriter, gather, stored_codes
 from detent.onnx_model.targets import Container, Target, get_target
@@ -277,6 +277,8 @@ def write_quantizers(model: ModelProto, decisions: Decisions, *, is_replayed: bo
         if line.is_quantized:
             writer.write_layer(line, layers[line.name], nodes[line.name])
     guard_float(graph, [line.name for line in decisions.layers if line.is_quantized and line.input is None])
+    if target.runtime == "onnxruntime":
+        guard_pools(graph)
     share_floats(graph)
     graph.drop_unread()
     finished = graph.finish()
@@ -442,7 +444,13 @@ class _Writer:
         readers = readers_of(graph, placement)
         if placement.group not in self._group_constants:
             self._group_constants[placement.group] = self._writer.parameters(placement.group, qparams)
-        pair = self._writer.pair(tensor, tensor, self._group_constants[placement.group], qparams)
+        is_output = tensor in graph.outputs and placement.is_read_by_all
+        source = graph.fresh(f"{tensor}_float") if is_output else tensor
+        pair = self._writer.pair(source, tensor, self._group_constants[placement.group], qparams)
+        if is_output:  # the dequantized tensor becomes the model's output
+            graph.rename(tensor, source)
+            pair.nodes[-1].output[0] = tensor
+            pair = pair._replace(dequantized=tensor)
         graph.redirect(tensor, pair.dequantized, readers)
         graph.insert(pair.nodes)
         self._codes[tensor] = pair.codes
@@ -480,7 +488,7 @@ class _Writer:
             self._write_table(line, layer, node)
             return
         min_bits = MIN_WEIGHT_BITS if layer.node.op_type in {"Conv", "ConvTranspose"} else 4
-        container = self.target.weight_container(params.spec.format, depthwise=layer.depthwise, least=min_bits)
+        container = self.target.weight_container(params.spec, depthwise=layer.depthwise, least=min_bits)
         stored = self._store(layer, params, container)
         if not stored.dequantized:
             stored.dequantized = graph.fresh(f"{layer.weight}_dequantized")
@@ -515,7 +523,7 @@ class _Writer:
     def _write_table(self, line: LayerDecision, layer: Layer, node: NodeProto) -> None:
         """Replace a Gather of float rows by a Gather of codes."""
         params, graph = line.weight_params, self.graph
-        container = self.target.weight_container(params.spec.format, depthwise=True, least=MIN_WEIGHT_BITS)
+        container = self.target.weight_container(params.spec, depthwise=True, least=MIN_WEIGHT_BITS)
         stored = self._store(layer, params, container)
         stem = graph.fresh(f"{layer.weight}_rows")
         nodes = gather(graph, node, stored.names, stored.qparams, layer.shape, stem, line.index_rank)

@@ -418,7 +418,13 @@ class Graph:
         self._producers[new] = node
 
     def drop_unread(self) -> list[str]:
-        """Remove constants that nothing reads; returns their names."""
+        """Remove DequantizeLinear nodes and constants that nothing reads; returns the names of the constants."""
+        unread_nodes = [
+            node
+            for node in self.nodes
+            if node.op_type == DEQUANTIZE and node.output[0] not in self.outputs and not self.consumers(node.output[0])
+        ]
+        self.remove(unread_nodes)
         needed = {*self.outputs, *(name for name, nodes in self._consumers.items() if nodes)}
         unread = [name for name in self.constants if name not in needed]
         for name in unread:

@@ -14,6 +14,9 @@ value, and blocks the fusion.
 
 ONNX Runtime also inserts a separate DequantizeLinear for every node that reads dequantized data. Then it no longer
 fuses patterns of float operators that start from one tensor, such as GELU. A Max node before the pattern prevents this.
+
+If a MaxPool reads float data, ONNX Runtime moves the QuantizeLinear after the MaxPool to before it. The MaxPool then
+runs on a kernel for bytes that is several times slower. A Max node after the MaxPool prevents this.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,7 +27,7 @@ from onnx import NodeProto, TensorProto, helper
 from detent.onnx_model.graph import DEQUANTIZE, QUANTIZE, Graph, subgraphs
 from detent.onnx_model.layers import COMPUTING
 
-__all__ = ["guard_float", "share_floats"]
+__all__ = ["guard_float", "guard_pools", "share_floats"]
 
 GUARDED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 # Operators that mix values or are not linear: no Q/DQ node can be moved across them.
@@ -60,6 +63,20 @@ def guard_float(graph: Graph, names: Collection[str] = ()) -> list[str]:
     for node in guarded:
         _keep(graph, node.input[0], [node])
     return [graph.node_name(node) for node in guarded]
+
+
+def guard_pools(graph: Graph) -> list[str]:
+    """Stop ONNX Runtime from moving a QuantizeLinear before a MaxPool of float data; return the guarded tensors."""
+    guarded = []
+    for node in [each for each in graph.nodes if each.op_type == QUANTIZE]:
+        pool = graph.producer(node.input[0])
+        if pool is None or pool.op_type != "MaxPool":
+            continue
+        source = graph.producer(pool.input[0])
+        if source is None or source.op_type != DEQUANTIZE:
+            guarded.append(node.input[0])
+            _keep(graph, node.input[0], [node])
+    return guarded
 
 
 def _keep(graph: Graph, tensor: str, readers: list[NodeProto]) -> None:

@@ -1,25 +1,33 @@
 """Targets: how codes must be stored for each runtime and CPU.
 
-==================== ============= ============== ===========================================================
 target               weights       depthwise      for
 ==================== ============= ============== ===========================================================
 onnxruntime          uint8, zp 128 int8           every CPU: exact, its kernels do not saturate
 onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one weight bit less
 onnxruntime-vnni     int8          int8           CPUs with VNNI; on other CPUs, int16 accumulators saturate
 openvino             uint8, zp 128 int8           every CPU
+=======
+==================== ============= ============== ================================================================
+target               7-bit weights 8-bit weights  for
+==================== ============= ============== ================================================================
+onnxruntime          int8          uint8, zp 128  every CPU, and exact there; 7 bits where 8 matter little
+onnxruntime-avx2     int8          not used       every CPU, and exact there
+onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere int16 accumulators saturate
+openvino             int8          uint8, zp 128  every CPU, and exact there; 7 bits where 8 matter little
 openvino-vnni        int8          int8           CPUs with VNNI
-==================== ============= ============== ===========================================================
+==================== ============= ============== ================================================================
 
-In the table, c is a weight code and zp the zero point. If codes and zero point are shifted together by 128, they
-represent the same values. AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator,
-which saturates if weights are signed and large. Kernels for unsigned weights widen the weights before they multiply.
+AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator. The sum fits if codes of
+weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15), and saturates for larger ones. Kernels for unsigned
+weights widen them first, so they are exact, but take up to three times as long. Codes and zero point shifted together
+by 128 represent the same values. Weights of depthwise convolutions are int8 everywhere: their kernels do not saturate.
 
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
 """
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,10 +40,12 @@ from detent.formats import Format
 from detent.onnx_model.graph import element_type
 from detent.spec import QuantSpec
 
-__all__ = ["TARGETS", "Container", "Target", "faster", "get_target", "has_avx2", "has_vnni", "mismatch"]
+__all__ = ["TARGETS", "Container", "Target", "faster", "get_target", "has_vnni", "largest_code", "mismatch"]
 
 Runtime = Literal["onnxruntime", "openvino"]
+BYTE = 8  # bits
 MIN_ACTIVATION_BITS = 8
+MAX_EXACT_CODE = 64  # largest weight code for which two products with 8-bit activations fit in an int16 accumulator
 
 
 class Container(NamedTuple):
@@ -52,17 +62,19 @@ class Target:
     Attributes:
         name: name in ``TARGETS``.
         runtime: the runtime that loads the file.
-        unsigned_weights: whether signed 8-bit weights are stored as unsigned codes, except in depthwise convolutions.
+        unsigned_weights: whether weight codes above 64 in dense layers are stored as unsigned codes.
         limit: largest magnitude of a weight's code; None for no limit.
         needs_vnni: whether the file needs a CPU with VNNI; on other CPUs, int16 accumulators saturate.
 
     >>> from detent.formats import get_format
-    >>> target = get_target("onnxruntime")
-    >>> target.weight_container(get_format("int8")), target.weight_container(get_format("int8"), depthwise=True)
+    >>> target, spec = get_target("onnxruntime"), QuantSpec("int8")
+    >>> target.weight_container(spec), target.weight_container(spec, depthwise=True)
     (Container(kind=2, shift=128), Container(kind=3, shift=0))
+    >>> target.fast_weight_spec(spec).qmax, target.weight_container(target.fast_weight_spec(spec))
+    (64, Container(kind=3, shift=0))
     >>> target.activation_container(get_format("int8"))
     Container(kind=2, shift=128)
-    >>> get_target("onnxruntime-avx2").weight_spec(QuantSpec("int8")).qmax
+    >>> get_target("onnxruntime-avx2").weight_spec(spec).qmax
     64
     """
 
@@ -74,16 +86,24 @@ class Target:
 
     def weight_spec(self, spec: QuantSpec) -> QuantSpec:
         """Limit a weight's spec to the codes of this target; raises SpecError for an affine spec with more codes."""
-        if self.limit is None or not spec.format.is_integer or max(-spec.qmin, spec.qmax) <= self.limit:
+        if self.limit is None or not spec.format.is_integer or largest_code(spec) <= self.limit:
             return spec
         if not spec.symmetric:
             raise SpecError(f"target {self.name!r} needs symmetric weights, got {spec}: use a symmetric spec")
         return spec.replace(qmin=-self.limit, qmax=self.limit)
 
-    def weight_container(self, format: Format, *, depthwise: bool = False, least: int = 4) -> Container:
+    def fast_weight_spec(self, spec: QuantSpec) -> QuantSpec:
+        """Limit a symmetric int8 weight to codes that fast kernels multiply exactly; other specs are unchanged."""
+        is_wide = spec.format.is_integer and spec.bits == BYTE and largest_code(spec) > MAX_EXACT_CODE
+        if not (self.unsigned_weights and is_wide and spec.symmetric):
+            return spec
+        return spec.replace(qmin=-MAX_EXACT_CODE, qmax=MAX_EXACT_CODE)
+
+    def weight_container(self, spec: QuantSpec, *, depthwise: bool = False, least: int = 4) -> Container:
         """Choose the storage of a weight's codes, in a type of at least ``least`` bits."""
-        kind = element_type(format, least)
-        if kind == TensorProto.INT8 and self.unsigned_weights and not depthwise:
+        kind = element_type(spec.format, least)
+        is_wide = kind == TensorProto.INT8 and largest_code(spec) > MAX_EXACT_CODE
+        if is_wide and self.unsigned_weights and not depthwise:
             return Container(TensorProto.UINT8, 128)
         return Container(kind)
 
@@ -94,6 +114,11 @@ class Target:
         """
         kind = element_type(format, least)
         return Container(TensorProto.UINT8, 128) if kind == TensorProto.INT8 else Container(kind)
+
+
+def largest_code(spec: QuantSpec) -> int:
+    """Return the largest magnitude of a spec's codes."""
+    return int(max(-spec.qmin, spec.qmax))
 
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
@@ -132,12 +157,6 @@ def has_vnni() -> bool | None:
     return None if flags is None else any(flag.endswith("_vnni") for flag in flags)
 
 
-def has_avx2() -> bool | None:
-    """Whether this CPU has AVX2; None if unknown."""
-    flags = _flags()
-    return None if flags is None else "avx2" in flags
-
-
 def _flags() -> list[str] | None:
     if platform.machine().lower() not in X86:
         return None
@@ -149,15 +168,14 @@ def _flags() -> list[str] | None:
     return next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
 
 
-def faster(target: str, vnni: bool | None, avx2: bool | None) -> str:
-    """Advise a target that is faster than the chosen one on a CPU with VNNI or AVX2; "" for no advice."""
-    if target != "onnxruntime":
+def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
+    """Advise what makes a file faster whose dense layers have weights of these specs; "" for no advice."""
+    if not any(target.weight_container(spec).shift for spec in specs):
         return ""
     if vnni:
-        return f"this CPU has VNNI: --target {target}-vnni computes the same codes faster, but only on CPUs with VNNI"
-    if vnni is False and avx2:
-        return f"this CPU has AVX2 and no VNNI: --target {target}-avx2 is faster here, with one weight bit less"
-    return ""
+        name = target.name
+        return f"this CPU has VNNI: --target {name}-vnni computes the same codes faster, but only on CPUs with VNNI"
+    return "8-bit weights run on slow kernels: --prefer speed stores them with 7 bits"
 
 
 def mismatch(target: str, vnni: bool | None = None) -> str:

@@ -184,7 +184,7 @@ class Lowering:
         target, format = self.target, params.spec.format
         try:
             if of_weight:
-                container = target.weight_container(format, depthwise=depthwise, least=min_bits)
+                container = target.weight_container(params.spec, depthwise=depthwise, least=min_bits)
             else:
                 # Clip has one bound for all channels, so per-channel codes must use the full range of their type
                 least = 4 if params.scale.ndim else BYTE

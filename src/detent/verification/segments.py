@@ -85,6 +85,7 @@ class SegmentCheck:
         self._model, self._graph = float_graph.model, float_graph
         self._arrays: dict[str, Array] = {}  # weights and biases, by input name
         self._tensors: dict[str, _QuantizedTensor] = {}
+        self._quantized_outputs: set[str] = set()
         self._by_tensor = self._quantizers()
         self._outputs = list(self._graph.outputs)
         self.differing_outputs: list[str] = []
@@ -156,6 +157,8 @@ class SegmentCheck:
                 graph.redirect(placement.source_tensor, source.replacement, [producer])
         replacement = self._input(f"{tensor}_fed")
         graph.redirect(tensor, replacement, readers_of(graph, placement))
+        if tensor in graph.outputs and placement.is_read_by_all:
+            self._quantized_outputs.add(tensor)
         shift, is_scaled = shift_of(params, quantizer.qparams.kind), bool(placement.source_tensor)
         self._tensors[tensor] = _QuantizedTensor(tensor, quantizer, params, shift, replacement, is_scaled)
 
@@ -190,6 +193,9 @@ class SegmentCheck:
             for name in names:
                 if name in self._tensors and not self._tensors[name].is_scaled:
                     self._compare(self._tensors[name], values[name], codes)
+                if name in self._quantized_outputs:
+                    tensor = self._tensors[name]
+                    values[name] = tensor.dequantized(codes[tensor.quantizer.node])
                 if name in expected:
                     self._compare_output(name, values[name], expected[name])
         for name in self._tensors.keys() & feeds.keys():  # inputs of the model

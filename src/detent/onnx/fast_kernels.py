@@ -1,0 +1,135 @@
+"""Fast kernels: the conditions under which ONNX Runtime runs a layer on a fast integer kernel.
+
+Two choices depend on the data, and are made here:
+
+- **Last layers.** ONNX Runtime runs a Conv on an integer kernel only if its output is quantized. A Conv that no
+  quantized layer follows would run in float, and dequantize its weight in every run. If it is small, it is kept in
+  float. Otherwise its output is quantized too.
+- **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
+  take up to three times as long. Some layers get 8 bits: those that lower the noise at the outputs the most, and
+  together do a small part of the multiplications.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from detent.onnx.float_fallback import NoiseByLayer
+from detent.onnx.graph_plan import GraphPlan, LayerPlan, Preference
+from detent.onnx_model.sessions import FLOAT_NBYTES, tensor_nbytes
+
+__all__ = ["LastLayers", "choose_last_layers", "choose_wide", "multiplications"]
+
+Array = NDArray[Any]
+Feed = Mapping[str, Array]
+
+FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
+MAX_FLOAT_WORK = 0.05  # share of the multiplications of a last layer that is kept in float
+MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
+MAX_WIDE_WORK = 0.03  # share of the multiplications of all layers with 8-bit weights
+ACCEPTED_NOISE = 1.1  # noise with 7-bit weights, relative to 8 bits, at which no layer is widened (0.4 dB)
+MIN_GAIN = 0.02  # of the noise; a layer that removes less keeps 7 bits
+NEGLIGIBLE_NOISE = 1e-5  # relative to the power of an output (50 dB)
+
+
+def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
+    """Count the multiplications of each quantized layer on a batch, by layer name; 0 for a Gather."""
+    layers = {line.name: plan.layers_by_name[line.name] for line in plan.quantized if line.type != "Gather"}
+    results = {name: layer.node.output[0] for name, layer in layers.items()}
+    sizes = tensor_nbytes(plan.model, list(results.values()), feed)
+    counts = {line.name: 0.0 for line in plan.quantized}
+    for name, layer in layers.items():
+        per_output = 1.0
+        for axis, size in enumerate(layer.shape):
+            per_output *= 1 if axis == layer.axis else size
+        counts[name] = sizes[results[name]] / FLOAT_NBYTES * per_output
+    return counts
+
+
+class LastLayers(NamedTuple):
+    """Layers that no quantized layer follows: those kept in float, and those whose output is quantized."""
+
+    in_float: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
+
+
+def choose_last_layers(plan: GraphPlan, work: Mapping[str, float], prefer: Preference) -> LastLayers:
+    """Choose what to do with each Conv that no quantized layer follows; nothing for other runtimes than ONNX Runtime.
+
+    ``work`` is the result of ``multiplications``.
+    """
+    if plan.target.runtime != "onnxruntime" or prefer == "accuracy":
+        return LastLayers()
+    total, allowed = sum(work.values()), MAX_FLOAT_BYTES * plan.nbytes_after
+    in_float: list[str] = []
+    quantized: list[str] = []
+    while last := _last_layers(plan):
+        small = []
+        for line in sorted(last, key=lambda line: line.nbytes_before):
+            added = line.nbytes_before - line.nbytes_after
+            if work[line.name] <= MAX_FLOAT_WORK * total and added <= allowed:
+                small.append(line.name)
+                allowed -= added
+        large = [line.name for line in last if line.name not in small]
+        in_float += small
+        quantized += large
+        # The layers before those in float are last layers now.
+        plan = plan.without(small, FLOAT_REASON).with_quantized_outputs(large)
+    return LastLayers(tuple(in_float), tuple(quantized))
+
+
+def _last_layers(plan: GraphPlan) -> list[LayerPlan]:
+    """Return the quantized convolutions whose output has no quantizer, and may have one."""
+    placed = {each.tensor for each in plan.placements()}
+    lines = [line for line in plan.quantized if line.type == "Conv" and line.input is not None]
+    return [line for line in lines if not _results(plan, line) & (placed | plan.graph.captured)]
+
+
+def _results(plan: GraphPlan, line: LayerPlan) -> set[str]:
+    """Return the output of a layer, and of a Relu or Clip after it."""
+    result = plan.layers_by_name[line.name].node.output[0]
+    readers = [node for node in plan.graph.consumers(result) if node.op_type in {"Relu", "Clip"}]
+    return {result, *(node.output[0] for node in readers)}
+
+
+def choose_wide(noise: NoiseByLayer, plan: GraphPlan, work: Mapping[str, float]) -> dict[str, float]:
+    """Choose the layers whose weights get 8 instead of 7 bits, each with the share of the noise that this removes."""
+    lines = {line.name: line for line in plan.quantized if line.wide_weight is not None}
+    narrow = noise.noise_with({}) if lines else 0.0
+    if narrow <= NEGLIGIBLE_NOISE * noise.count:
+        return {}
+    wide = noise.noise_with({name: _wide(line) for name, line in lines.items()})
+    total = sum(work.values())
+    cheap = [name for name in lines if work[name] <= MAX_WIDE_WORK * total]
+    if narrow <= ACCEPTED_NOISE * wide or not cheap:
+        return {}
+    gains: dict[str, float] = {}
+
+    def search(names: list[str]) -> None:
+        gain = (narrow - noise.noise_with({name: _wide(lines[name]) for name in names})) / narrow
+        if gain < MIN_GAIN:
+            return
+        if len(names) == 1:
+            gains[names[0]] = gain
+            return
+        half = len(names) // 2
+        search(names[:half])
+        search(names[half:])
+
+    search(cheap)
+    chosen: dict[str, float] = {}
+    remaining, spare = narrow, MAX_WIDE_WORK * total
+    for name in sorted(gains, key=lambda name: -gains[name] / (work[name] + 1)):
+        if work[name] > spare or remaining <= ACCEPTED_NOISE * wide:
+            continue
+        without = noise.noise_with({each: _wide(lines[each]) for each in (*chosen, name)})
+        if remaining - without >= MIN_GAIN * narrow:
+            chosen[name], remaining = (remaining - without) / narrow, without
+            spare -= work[name]
+    return chosen
+
+
+def _wide(line: LayerPlan) -> LayerPlan:
+    """Return the row of a layer with its 8-bit weight."""
+    return LayerPlan(line.name, line.type, weight=line.wide_weight, input=line.input)

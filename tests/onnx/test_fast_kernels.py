@@ -1,0 +1,162 @@
+"""Files are fast by default: 7-bit weights, quantized outputs of last layers, graphs that ONNX Runtime fuses."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto
+from onnx_graphs import Maker, conv_chain, images, operators, weights
+
+import detent as dt
+import detent.onnx as qo
+from detent.errors import SpecError
+from detent.onnx import fast_kernels
+from detent.onnx.fast_kernels import LastLayers, choose_last_layers, multiplications
+from detent.onnx.graph_plan import plan
+from detent.onnx_model.graph import Graph
+from detent.onnx_model.sessions import kernels_of, optimized
+
+
+def decided(model, feeds, **options):
+    decisions = qo.decide(model, feeds, keep_float="none", progress=False, **options)
+    file = qo.rewrite(model, decisions)
+    assert dt.verify(model, file, feeds[:1]).ok
+    return decisions, file
+
+
+def last_after(channels, **options):
+    """Two layers, and a last one with that many outputs, which no quantized layer follows."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="first")])
+    t = m.add("Relu", [m.conv(t, 64, 64, name="second")])
+    y = m.conv(t, 64, channels, 1, name="last", **options)
+    return m.model([("x", [1, 8, 8, 8])], [y])
+
+
+def test_multiplications():
+    m = Maker()
+    t = m.conv("x", 8, 16, name="dense")
+    t = m.conv(t, 16, 16, group=16, name="depthwise")
+    model = m.model([("x", [2, 8, 8, 8])], [t])
+    counts = multiplications(plan(qo.prepare(model)), images(1)[0])
+    assert counts == {"dense": 2 * 64 * 16 * 8 * 9, "depthwise": 2 * 64 * 16 * 9}
+
+
+@pytest.mark.parametrize("prefer", ["speed", "balanced"])
+def test_a_large_last_layer_gets_a_quantized_output(prefer):
+    model = last_after(64)
+    decisions, file = decided(model, images(2, batch=1), prefer=prefer)
+    assert Graph(model).outputs[0] in {each.tensor for each in decisions.placements}
+    assert kernels_of(file) == dict.fromkeys(("first", "second", "last"), "QLinearConv")
+    assert [value.name for value in file.graph.output] == [value.name for value in model.graph.output]
+
+
+def test_a_small_last_layer_is_kept_in_float():
+    decisions, file = decided(last_after(1), images(2, batch=1))
+    last = next(each for each in decisions.layers if each.name == "last")
+    assert last.reason == fast_kernels.FLOAT_REASON
+    assert kernels_of(file) == dict.fromkeys(("first", "second"), "QLinearConv")
+    assert file.graph.output[0].name not in {each.tensor for each in decisions.placements}
+
+
+def test_accuracy_keeps_the_outputs_of_last_layers_in_float():
+    decisions, _ = decided(last_after(64), images(2, batch=1), prefer="accuracy")
+    assert all(each.is_quantized for each in decisions.layers)
+    assert len(decisions.placements) == 3
+
+
+def test_other_runtimes_need_no_quantized_outputs():
+    prepared = qo.prepare(last_after(64))
+    for target, expected in (("openvino", LastLayers()), ("onnxruntime", LastLayers((), ("last",)))):
+        graph_plan = plan(prepared, target=target)
+        work = multiplications(graph_plan, images(1, batch=1)[0])
+        assert choose_last_layers(graph_plan, work, "balanced") == expected
+
+
+def sensitive(cheap=True):
+    """A small or a large layer whose weights need more than 7 bits, after a large one."""
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 64, name="large")])
+    t = m.add("GlobalAveragePool" if cheap else "Relu", [t])
+    peak = np.full((8, 64, 1, 1), 0.02, np.float32) + weights(8, 64, 1, 1) / 1000
+    peak[:, 0] = 3.0
+    return m.model([("x", [1, 8, 8, 8])], [m.add("Sigmoid", [m.conv(t, 64, 8, 1, weight=peak, name="small")])])
+
+
+def weight_bits(decisions):
+    return {each.name: 8 if each.weight.qmax > 64 else 7 for each in decisions.layers if each.is_quantized}
+
+
+def test_a_cheap_layer_that_needs_8_bits_gets_them():
+    feeds = images(4, batch=1)
+    assert weight_bits(decided(sensitive(), feeds)[0]) == {"large": 7, "small": 8}
+    assert weight_bits(decided(sensitive(), feeds, prefer="speed")[0]) == {"large": 7, "small": 7}
+    assert weight_bits(decided(sensitive(), feeds, prefer="accuracy")[0]) == {"large": 8, "small": 8}
+    assert weight_bits(decided(sensitive(), feeds, target="onnxruntime-vnni")[0]) == {"large": 8, "small": 8}
+
+
+def test_an_expensive_layer_keeps_7_bits():
+    assert weight_bits(decided(sensitive(cheap=False), images(4, batch=1))[0]) == {"large": 7, "small": 7}
+
+
+def test_the_report_says_what_8_bits_gained(tmp_path):
+    report = qo.quantize(sensitive(), tmp_path / "q.onnx", images(4, batch=1), keep_float="none", progress=False)
+    assert any(step.startswith("8-bit weights for small: ") for step in report.steps)
+
+
+@pytest.mark.parametrize("bias", [(16,), (1, 16)])
+def test_a_dense_layer_of_matmul_and_add_runs_on_an_integer_kernel(bias):
+    m = Maker()
+    t = m.add("Add", [m.matmul("x", 8, 16, name="up"), m.constant(weights(*bias))])
+    y = m.add("Add", [m.constant(weights(4)), m.matmul(m.add("Relu", [t]), 16, 4, name="down")])
+    model = m.model([("x", [3, 8])], [y])
+    feeds = [{"x": np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)}]
+    _, file = decided(model, feeds)
+    assert operators(file)["QGemm"] == 2
+    assert "DequantizeLinear" not in operators(file)
+
+
+def test_a_bias_after_3_d_data_stays_an_add():
+    m = Maker()
+    y = m.add("Add", [m.matmul("x", 8, 16, name="up"), m.constant(weights(16))])
+    prepared = qo.prepare(m.model([("x", [1, 3, 8])], [y]))
+    assert [node.op_type for node in prepared.graph.node] == ["MatMul", "Add"]
+
+
+@pytest.mark.parametrize("bias", [(), (1,), (3, 16)])
+def test_an_add_that_is_no_bias_stays_an_add(bias):
+    m = Maker()
+    y = m.add("Add", [m.matmul("x", 8, 16, name="up"), m.constant(np.ones(bias, np.float32))])
+    prepared = qo.prepare(m.model([("x", [3, 8])], [y]))
+    assert [node.op_type for node in prepared.graph.node] == ["MatMul", "Add"]
+
+
+def test_a_pool_of_float_data_stays_in_float():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 3, 8, name="first")])
+    t = m.add("MaxPool", [t], kernel_shape=[2, 2], strides=[2, 2], name="pool")
+    t = m.add("Relu", [m.conv(t, 8, 8, name="second")])
+    model = m.model([("x", [1, 3, 8, 8])], [m.conv(t, 8, 8, name="third")])
+    _, file = decided(model, images(2, channels=3, batch=1))
+    runtime = optimized(file)
+    pool = next(node for node in runtime.graph.node if node.op_type == "MaxPool")
+    assert Graph(runtime).producer(pool.input[0]).op_type != "QuantizeLinear"
+
+
+def test_no_node_is_written_that_nothing_reads():
+    m = Maker()
+    t = m.add("Relu", [m.conv("x", 8, 8, name="first")])
+    t = m.add("Mul", [t, m.constant(np.float32(0.5))])
+    model = m.model([("x", [2, 8, 8, 8])], [m.conv(t, 8, 8, name="second")])
+    _, file = decided(model, images(2))
+    read = {name for node in file.graph.node for name in node.input} | {value.name for value in file.graph.output}
+    assert all(read & set(node.output) for node in file.graph.node)
+
+
+def test_weights_of_few_bits_are_signed():
+    _, file = decided(conv_chain(), images(2), recipe="w4a8")
+    kinds = {tensor.data_type for tensor in file.graph.initializer if tensor.name.endswith("_codes")}
+    assert TensorProto.UINT8 not in kinds
+
+
+def test_an_unknown_preference():
+    with pytest.raises(SpecError, match="prefer must be one of speed, balanced, accuracy, got 'size'"):
+        qo.decide(conv_chain(), images(2), prefer="size")
