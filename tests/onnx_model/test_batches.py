@@ -201,7 +201,7 @@ def test_the_model_may_fix_the_batch_size(tmp_path):
     assert shapes(open_batches(tmp_path / "d.npz", [FIXED])) == [{"x": (4, 3)}] * 2
     refusal(dt.ShapeError, ["batch size of 2", "expects 4"], tmp_path / "d.npz", [FIXED], batch_size=2)
     np.savez(tmp_path / "d.npz", x(9))
-    refusal(dt.ShapeError, ["9 samples", "4 at a time", "remove 1 "], tmp_path / "d.npz", [FIXED])
+    refusal(dt.ShapeError, ["model is 4", "samples, 9", "remove 1, or add 3"], tmp_path / "d.npz", [FIXED])
 
 
 def test_numpys_own_names_stand_for_the_inputs_in_order(tmp_path):
@@ -229,7 +229,7 @@ def test_a_directory_of_npy_files(tmp_path):
         np.save(tmp_path / f"{i}.npy", x(i + 1))
     assert shapes(open_batches(tmp_path, [X])) == [{"x": (i + 1, 3)} for i in range(3)]
     np.savez(tmp_path / "4.npz", x=x())
-    refusal(dt.SpecError, [str(tmp_path), "expected one kind of file"], tmp_path, [X])
+    refusal(dt.SpecError, [str(tmp_path), "expected only .npz or only .npy files"], tmp_path, [X])
 
 
 def test_inputs_without_a_batch_axis_need_a_directory(tmp_path):

@@ -125,7 +125,7 @@ def run(
     no_equalize: Annotated[
         bool, typer.Option("--no-equalize", help="Skip cross-layer equalization.", hidden=True)
     ] = False,
-    # Hidden: their effect is measured, so few people need them; docs/howto/cli.md lists them.
+    # Hidden, because few people need them; docs/howto/cli.md lists them.
     no_smooth: Annotated[bool, typer.Option("--no-smooth", help="Skip SmoothQuant.", hidden=True)] = False,
     no_bias_correction: Annotated[
         bool, typer.Option("--no-bias-correction", help="Skip bias correction.", hidden=True)

@@ -5,7 +5,7 @@ Conv, ConvTranspose    followed by BatchNormalization
 Conv, ConvTranspose    followed by Add, Sub, Mul or Div with a scalar or per-channel constant
 ====================== ==============================================
 
-After folding, a Q/DQ pair can follow the layer directly, where runtimes can fuse it.
+Then a Q/DQ pair can follow the layer directly, and runtimes can fuse the two.
 """
 
 from typing import Any

@@ -35,6 +35,7 @@ from detent.onnx_model.sessions import record, tensor_nbytes
 from detent.ops import fake_quantize
 from detent.params import QuantParams
 from detent.rule import ObserverLike, ObserverSpec, get_observer_spec
+from detent.tables import counted
 
 __all__ = [
     "Calibration",
@@ -84,7 +85,7 @@ class Calibration:
     _params: dict[tuple[QuantizerPlacement, bool], QuantParams] = field(default_factory=dict, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        return f"<Calibration of {len(self.observers)} tensors on {self.batches} batches>"
+        return f"<Calibration of {counted(len(self.observers), 'tensor')} on {counted(self.batches, 'batch')}>"
 
     def source(self, tensor: str) -> tuple[str, float]:
         """Return the observed tensor that ``tensor`` is a multiple of, and the factor (1.0 for an observed tensor)."""

@@ -10,7 +10,7 @@ constants              results of constant folding by ONNX Runtime; another mach
 layers                 for each layer, specs, weight scales and corrected bias, or why it is kept in float
 equalized, smoothed    factors of cross-layer equalization and of SmoothQuant, in the order of application
 placements, ranges     the tensors with Q/DQ pairs, and their scales and zero points
-onnx_version           version of the onnx package that converted the opset; others may convert it differently
+onnx_version           version of the onnx package that converted the opset; other versions may differ
 source, data, recipe,  digests and texts for the metadata of the file; they do not change its graph
 options, written_by
 ====================== ===============================================================================================
@@ -105,7 +105,7 @@ class QuantizerPlacement:
         clip_max: upper bound of the Relu or Clip before the tensor; inf without one.
         source_tensor: the tensor whose codes this tensor shares; "" if it has its own codes.
         factor: scale of this tensor divided by the scale of ``source_tensor``.
-        constants: names of scalar constants that the operator computing the tensor reads; they are quantized, too.
+        constants: names of scalar constants that are quantized, too; the operator that computes the tensor reads them.
 
     >>> QuantizerPlacement("x", QuantSpec("uint8"), "x", ("fc",)).is_read_by_all
     False
@@ -249,7 +249,7 @@ class LayerDecision(_ComparedByContent):
             lo, hi = self.input_range
             if bias is None or not (isfinite(lo) and isfinite(hi) and lo <= hi):
                 raise SpecError(
-                    f"{where}: got input_range ({lo}, {hi}), expected two finite numbers, the smaller first, and a bias"
+                    f"{where}: input_range must be finite, the smaller number first, and needs a bias; got ({lo}, {hi})"
                 )
 
     @property

@@ -74,7 +74,7 @@ def choose(plan: GraphPlan, samples: Sequence[Feed]) -> tuple[Equalized, ...]:
         strength, factors, ratio = best
         names = tuple(line.name for line in readers)
         chosen.append(Equalized(each.tensor, graph.node_name(each.maker), names, factors, strength, gain_db(ratio)))
-        for node, weight in _changed_weights(graph, each, factors, weights):  # for later tensors
+        for node, weight in _changed_weights(graph, each, factors, weights):  # later tensors see the changed weights
             weights[graph.node_name(node)] = weight
     return tuple(chosen)
 

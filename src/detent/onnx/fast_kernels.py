@@ -25,12 +25,12 @@ Array = NDArray[Any]
 Feed = Mapping[str, Array]
 
 FLOAT_REASON = "last layer: an integer kernel would need a quantized output"
-MAX_FLOAT_WORK = 0.05  # share of the multiplications of a last layer that is kept in float
+MAX_FLOAT_WORK = 0.05  # a last layer with a larger share of the multiplications is not kept in float
 MAX_FLOAT_BYTES = 0.02  # bytes that last layers in float may add, relative to all quantized weights
-MAX_WIDE_WORK = 0.03  # share of the multiplications of all layers with 8-bit weights
-ACCEPTED_NOISE = 1.1  # noise with 7-bit weights, relative to 8 bits, at which no layer is widened (0.4 dB)
-MIN_GAIN = 0.02  # of the noise; a layer that removes less keeps 7 bits
-NEGLIGIBLE_NOISE = 1e-5  # relative to the power of an output (50 dB)
+MAX_WIDE_WORK = 0.03  # layers with 8-bit weights do at most this share of the multiplications
+ACCEPTED_NOISE = 1.1  # noise relative to all weights with 8 bits (0.4 dB); below it, no more layers get 8 bits
+MIN_GAIN = 0.02  # share of the noise; a layer that removes less with 8 bits keeps 7 bits
+NEGLIGIBLE_NOISE = 1e-5  # relative to the power of an output (50 dB); below it, all weights keep 7 bits
 
 
 def multiplications(plan: GraphPlan, feed: Feed) -> dict[str, float]:
@@ -55,9 +55,9 @@ class LastLayers(NamedTuple):
 
 
 def choose_last_layers(plan: GraphPlan, work: Mapping[str, float], prefer: Preference) -> LastLayers:
-    """Choose what to do with each Conv that no quantized layer follows; nothing for other runtimes than ONNX Runtime.
+    """Choose what to do with each Conv that no quantized layer follows.
 
-    ``work`` is the result of ``multiplications``.
+    ``work`` is the result of ``multiplications``. The result is empty for OpenVINO, and if ``prefer`` is "accuracy".
     """
     if plan.target.runtime != "onnxruntime" or prefer == "accuracy":
         return LastLayers()
@@ -80,7 +80,7 @@ def choose_last_layers(plan: GraphPlan, work: Mapping[str, float], prefer: Prefe
 
 
 def _last_layers(plan: GraphPlan) -> list[LayerPlan]:
-    """Return the quantized convolutions whose output has no quantizer, and may have one."""
+    """Return the quantized convolutions whose output has no quantizer but could get one."""
     placed = {each.tensor for each in plan.placements()}
     lines = [line for line in plan.quantized if line.type == "Conv" and line.input is not None]
     return [line for line in lines if not _results(plan, line) & (placed | plan.graph.captured)]

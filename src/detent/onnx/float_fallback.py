@@ -85,13 +85,13 @@ class NoiseByLayer:
         return len(self._outputs) * len(self._samples)
 
     def set_weights(self, plan: GraphPlan) -> None:
-        """Take the specs of weights from a plan that differs from the first one only in them."""
+        """Use the weight specs of ``plan``, which must otherwise equal the plan that was passed on creation."""
         self._plan, self._weights = plan, {line.name: line for line in plan.quantized if line.weight is not None}
         self._rounded: dict[tuple[str, QuantSpec | None], Array] = {}
         self._ratios: dict[tuple[frozenset[str], int], list[float]] = {}
 
     def noise_with(self, lines: Mapping[str, LayerPlan]) -> float:
-        """Measure the noise with all layers quantized, some of them with the weight spec of another row."""
+        """Measure the noise with all layers quantized; ``lines`` replaces the weight specs of some layers."""
         weights = {name: self._rounded_weight(name, lines.get(name, line)) for name, line in self._weights.items()}
         flags = [_flag(tensor) for tensor in self._owners]
         return sum(

@@ -100,7 +100,7 @@ def part_of(layer: Layer, x: Array) -> Array:
 
 
 def _blocks(length: int, side: int) -> NDArray[np.intp]:
-    """Return the indices of evenly spread blocks of adjacent pixels, at least ``side`` in total."""
+    """Return the indices of evenly spread blocks of adjacent pixels, at least ``side`` pixels in total."""
     count = -(-side // BLOCK_SIDE)
     starts = np.linspace(0, length - BLOCK_SIDE, count).astype(np.intp)
     return (starts[:, None] + np.arange(BLOCK_SIDE)).ravel()
@@ -126,13 +126,13 @@ def noise(reference: Array, result: Array) -> float:
 
 
 def gain_db(remaining: float) -> float:
-    """Convert the fraction of noise that remains to a gain in dB, at most 120."""
+    """Convert the remaining fraction of noise to a gain in dB, at most 120."""
     return float(-10 * np.log10(max(remaining, 1e-12)))
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A Q/DQ pair after a tensor that a flag turns on, for all nodes that read the tensor or for one ``reader``."""
+    """A Q/DQ pair after ``tensor``. A flag turns it on, for all nodes that read the tensor or for one ``reader``."""
 
     flag: str
     tensor: str
@@ -143,8 +143,8 @@ class Switch:
 class SwitchableModel:
     """A model whose layers can be quantized one by one, in one session.
 
-    Weights are inputs of the session, so each run can replace them; layers with the same label share a weight. Each
-    Q/DQ pair of an activation has a switch, and saturates as in a quantized file.
+    Weights are inputs of the session, so each run can replace them. ``weights`` maps a label for each weight to the
+    layers that share the weight. Each Q/DQ pair of an activation has a switch, and saturates as in a quantized file.
     """
 
     def __init__(

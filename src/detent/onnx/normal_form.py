@@ -253,7 +253,7 @@ def _drop_identities(graph: Graph) -> None:
 
 
 def _transpose_weights(graph: Graph) -> None:
-    """Store Gemm weights in the layout of MatMul, (inputs, outputs), which per-group scales need in runtimes."""
+    """Store Gemm weights in the layout of MatMul, (inputs, outputs); runtimes need it for per-group scales."""
     for node in graph.nodes:
         transposed = [each for each in node.attribute if each.name == "transB" and each.i]
         if node.op_type != "Gemm" or not transposed or node.input[1] not in graph.constants:
@@ -278,7 +278,7 @@ def _flatten_biases(graph: Graph) -> None:
 
 
 def _merge_biases(graph: Graph) -> bool:
-    """Merge each MatMul of a 2-D tensor and a constant with the Add of its bias into a Gemm; whether there was any."""
+    """Merge each MatMul of 2-D data and the Add of its constant bias into a Gemm; returns whether any was merged."""
     merged = False
     for node in [each for each in graph.nodes if each.op_type == "MatMul" and each.domain in MAIN]:
         weight, result = node.input[1], node.output[0]
@@ -397,7 +397,7 @@ def _is_rounded(computed: NDArray[Any], value: NDArray[Any], *, adds: bool) -> b
 
 
 def _evaluate(graph: Graph, nodes: list[NodeProto], outputs: list[str]) -> dict[str, NDArray[Any]]:
-    """Compute outputs of constant nodes; leaves out those that fail, and all if the nodes read too many bytes."""
+    """Compute outputs of constant nodes, except those that fail; computes none if the nodes read too many bytes."""
     read = {name for node in nodes for name in node.input if name in graph.constants}
     if not outputs or sum(array_of(graph.constants[name]).nbytes for name in read) > MAX_FOLDED_BYTES:
         return {}
@@ -428,7 +428,7 @@ def _with_shapes(model: ModelProto) -> ModelProto:
         inferred = onnx.shape_inference.infer_shapes(lean, data_prop=True)
     except Exception:  # noqa: BLE001 - shapes only help to explain plans
         return model
-    for name in ("node", "input", "output", "value_info"):  # also nodes: their subgraphs hold shapes
+    for name in ("node", "input", "output", "value_info"):  # nodes too, because their subgraphs hold shapes
         model.graph.ClearField(name)
         getattr(model.graph, name).extend(getattr(inferred.graph, name))
     return model

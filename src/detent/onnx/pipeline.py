@@ -76,7 +76,7 @@ KeepFloat = Literal["auto", "none"]
 COMPARED_BATCHES = 8  # batches on which equalization and SmoothQuant are evaluated
 FALLBACK_BATCHES = 2  # batches on which float fallback is evaluated
 EVALUATION_BATCHES = 4  # batches on which the outputs of both models are compared
-MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # limits in a message
+MAX_REASONS_SHOWN, MAX_NAMES_SHOWN, MAX_NAME_CHARS = 5, 3, 40  # how much a message shows
 DATA_SUFFIXES = (".npz", ".npy")  # files with these suffixes are calibration data, never models
 FALLBACK_REASON = "float fallback: it alone causes over a quarter of the output noise"
 WEIGHT_ONLY_HINT = (
@@ -310,8 +310,8 @@ def quantize(  # noqa: PLR0913 - all options of the pipeline
         equalize: apply cross-layer equalization to convolutions where it helps.
         smooth: apply SmoothQuant to matmuls where it helps.
         prefer: "balanced" stores weights with 7 bits, because fast kernels are exact on every CPU then. The few layers
-            that lose the most get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits. Targets
-            for VNNI ignore this option: their fast kernels are exact with 8 bits.
+            that lose the most accuracy get 8 bits. "speed" stores all weights with 7 bits, "accuracy" all with 8 bits.
+            Targets for VNNI ignore this option: their fast kernels are exact with 8 bits.
         memory_budget: maximum bytes of activations in memory; a small budget needs several passes over the data.
         progress: whether to show a progress bar on a terminal (None means True), or a callback f(batches_done, total);
             total is None if unknown.
@@ -363,7 +363,7 @@ def _output_path(model: ModelSource, output: object, recipe: RecipeLike) -> Path
             return default_output(model_path, recipe)
         load_model(model)  # rejects anything that is not a model
         raise SpecError(
-            "output is missing, and a model in memory has no file to write next to: pass output='quantized.onnx', or "
+            "output is missing, and only a model from a file has a default output: pass output='quantized.onnx', or "
             "call qo.rewrite(model, qo.decide(model, data)) to get a model instead of a file"
         )
     if not isinstance(output, str | PathLike):
@@ -573,7 +573,7 @@ def _reject_empty(graph_plan: GraphPlan) -> None:
     for line in graph_plan.layers:
         layers.setdefault(line.reason, []).append(line.name)
     reasons = [f"{reason} ({_names(names)})" for reason, names in layers.items()]
-    more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more reasons" if len(reasons) > MAX_REASONS_SHOWN else ""
+    more = f"; and {len(reasons) - MAX_REASONS_SHOWN} more" if len(reasons) > MAX_REASONS_SHOWN else ""
     why = f"{'; '.join(reasons[:MAX_REASONS_SHOWN])}{more}"
     recipe = f"recipe {graph_plan.recipe.name}" if graph_plan.recipe.name else "the recipe"
     raise UnsupportedError(

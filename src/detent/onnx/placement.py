@@ -31,7 +31,7 @@ CHAIN_LAYERS = ("Conv", "Gemm")  # layers that begin a chain
 CHAINED = ("Add", "Mul", "AveragePool", "GlobalAveragePool", "Sigmoid", "Concat", "LeakyRelu")
 BINARY = ("Add", "Mul")
 GATES = ("Sigmoid", "HardSigmoid", "Tanh")
-MAX_RANGE_RATIO = 4.0  # above, a shared scale would cost the Concat input with the smallest range over 2 bits
+MAX_RANGE_RATIO = 4.0  # above, the Concat input with the smallest range would lose over 2 bits
 LAST_SPEC = QuantSpec("uint8")  # for outputs of last layers, if their inputs have fewer bits
 Range = tuple[float, float]
 

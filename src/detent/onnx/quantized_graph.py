@@ -180,7 +180,7 @@ def _is_normal_form(model: ModelProto) -> bool:
 def placed(
     plan: GraphPlan, placements: Iterable[QuantizerPlacement], params: Mapping[str, QuantParams]
 ) -> tuple[list[QuantizerPlacement], dict[str, QuantParams]]:
-    """Return the placements, each with the spec of its group's parameters, and the parameters that are used."""
+    """Return the placements, each with the spec of its group, and the parameters of these groups."""
     specs: dict[str, QuantSpec] = {}
     with_specs, used = [], {}
     for each in placements:
@@ -207,7 +207,7 @@ def layer_decisions(
     """Convert the rows of a plan to decisions, one per layer name."""
     chosen: dict[str, LayerDecision] = {}
     for line in plan.layers:
-        if line.name not in chosen or line.is_quantized:  # branches of an If, which stay float, may share names
+        if line.name not in chosen or line.is_quantized:  # float layers in branches of an If may share names
             chosen[line.name] = _layer_decision(plan, line, tensor_params, biases.get(line.name))
     return tuple(chosen.values())
 
@@ -338,7 +338,7 @@ def _layer_problem(
         if activation_problem(line.input):
             return activation_problem(line.input)
         if placement is None or not (placement.is_read_by_all or line.name in placement.readers):
-            return f"its input must be quantized, but no placement of tensor {layer.data!r} includes this layer"
+            return f"its input must be quantized, but no placement of tensor {layer.data!r} has this reader"
     if line.bias is not None and (problem := _bias_problem(graph, layer, line.bias, params)):
         return problem
     is_grouped_table = layer.node.op_type == "Gather" and isinstance(params.spec.granularity, PerGroup)
@@ -375,18 +375,18 @@ def _placement_problem(graph: Graph, placement: QuantizerPlacement) -> str:
         return problem
     tensor, producer = placement.tensor, graph.producer(placement.tensor)
     if producer is None and tensor not in graph.inputs:
-        return "the model has no such tensor"
+        return "the model has no such tensor: remove the placement"
     if graph.kind(tensor) not in {TensorProto.UNDEFINED, TensorProto.FLOAT}:
         return f"expected a FLOAT tensor, got {TensorProto.DataType.Name(graph.kind(tensor))}"
     names = {graph.node_name(node) for node in graph.consumers(tensor)}
     wrong_readers = sorted(set(placement.readers) - names)
     if wrong_readers:
-        return f"nodes {wrong_readers} do not read this tensor"
+        return f"nodes {wrong_readers} do not read this tensor: remove them from readers"
     for name in placement.constants:
         if name not in graph.constants or int(np.prod(graph.constants[name].dims)) != 1:
-            return f"{name!r} is not a scalar constant"
+            return f"{name!r} is not a scalar constant: remove it from constants"
         if _reader_of_scalar(graph, name, tensor) is None:
-            return f"the operator that computes this tensor does not read constant {name!r}"
+            return f"the operator that computes this tensor does not read {name!r}: remove it from constants"
     if placement.source_tensor:
         return _scaled_problem(graph, placement, producer)
     return ""
@@ -456,7 +456,7 @@ class _Writer:
         self._codes[tensor] = pair.codes
         self.activation_names[pair.nodes[-2].name] = tensor
         for node in readers:
-            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # it is the first input
+            if not (len(node.input) > 1 and node.input[0] != pair.dequantized):  # the tensor is the first input
                 self._input_params[node.name] = params
         for name in placement.constants:
             self._write_scalar(name, placement.tensor)

@@ -149,7 +149,7 @@ def _factors(x: Array, w: Array, strength: float) -> Array:
 
 
 def _norm_before(graph: Graph, tensor: str, names: Sequence[str]) -> list[tuple[NodeProto, int]] | None:
-    """Find the constants before a tensor that can absorb the division; None if the division cannot be folded."""
+    """Find the constants of the normalization before a tensor; None if they cannot absorb the division."""
     readers = graph.consumers(tensor)
     if tensor in graph.outputs or tensor in graph.captured or {graph.node_name(each) for each in readers} != set(names):
         return None

@@ -131,7 +131,9 @@ def _read(provenance: Provenance, reader: "_Reader") -> Decisions:
     entry: dict[str, Any] = {**_defaults(Decisions), **(provenance.decisions or {})}
     repeated = sorted(_REPEATED.keys() & (provenance.decisions or {}).keys())
     if repeated:
-        raise FileFormatError(f"{WHERE}: unexpected keys {repeated}, which belong next to the decisions")
+        raise FileFormatError(
+            f"{WHERE}: unexpected keys {repeated}, expected them outside of the decisions, in the entry 'detent'"
+        )
     for name, cls in _PARTS.items():
         entry[name] = _each(entry.get(name), _defaults(cls), _whole)
     entry.update({name: getattr(provenance, of) for name, of in _REPEATED.items()})

@@ -248,7 +248,9 @@ def inputs_of(model: ModelProto) -> list[InputInfo]:
         try:
             dtype = np.dtype(helper.tensor_dtype_to_np_dtype(kind.elem_type))
         except (KeyError, ValueError, TypeError) as error:
-            raise UnsupportedError(f"input {value.name!r} has the unknown type {kind.elem_type}") from error
+            raise UnsupportedError(
+                f"input {value.name!r} has the unknown type {kind.elem_type}: update onnx, or export the model again"
+            ) from error
         shape = None
         if kind.HasField("shape"):  # some exporters write 0 or -1 for sizes that vary
             shape = tuple(axis.dim_value if axis.dim_value > 0 else None for axis in kind.shape.dim)
@@ -488,7 +490,8 @@ def _open_directory(directory: Path, inputs: Sequence[InputInfo]) -> Batches:
     paths = sorted(path for path in directory.iterdir() if path.suffix in {".npz", ".npy"})
     if len({path.suffix for path in paths}) != 1:
         raise SpecError(
-            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected one kind of file, one file per batch"
+            f"{fspath(directory)} holds {len(paths)} .npz and .npy files: expected only .npz or only .npy files, "
+            "one per batch"
         )
     files = [ArrayFile(path) for path in paths]
     for file in files:
@@ -538,7 +541,8 @@ def _batch_size(inputs: Sequence[InputInfo], requested: int | None, length: int,
         raise ShapeError(f"{where}: got a batch size of {requested}, but the model expects {size}")
     if fixed and length % size:
         raise ShapeError(
-            f"{where} holds {length} samples, but the model expects {size} at a time: remove {length % size} samples"
+            f"{where}: the batch size of the model is {size}, which does not divide the number of samples, {length}: "
+            f"remove {length % size}, or add {size - length % size}"
         )
     return size
 

@@ -313,7 +313,7 @@ def _tensors_of_nodes(nodes: Iterable[NodeProto]) -> Iterator[TensorProto]:
 
 def _check_tensor(tensor: TensorProto) -> None:
     if tensor.data_type != TensorProto.STRING and tensor.data_type not in BITS:
-        raise FileFormatError(f"has the unknown data type {tensor.data_type}")
+        raise FileFormatError(f"has the unknown data type {tensor.data_type}: update onnx, or export the model again")
     if tensor.HasField("raw_data"):
         expected, stored, unit = _raw_nbytes(tensor), len(tensor.raw_data), "bytes"
     else:
@@ -344,7 +344,9 @@ class _ExternalData:
         if self._directory is None:
             raise FileFormatError("has external data, but the model is in memory: pass the model's path")
         if tensor.data_type not in BITS:
-            raise FileFormatError(f"has external data of the unknown data type {tensor.data_type}")
+            raise FileFormatError(
+                f"has external data of the unknown data type {tensor.data_type}: update onnx, or export the model again"
+            )
         entries = {entry.key: entry.value for entry in tensor.external_data if entry.key in _KEYS}
         expected = _raw_nbytes(tensor)
         offset, length = _number(entries, "offset", 0), _number(entries, "length", expected)
@@ -409,7 +411,8 @@ def _inside(directory: Path, location: str) -> Path:
         path = path / part
         if path.is_symlink():
             raise FileFormatError(
-                f"has external data in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link"
+                f"has external data in {location[:MAX_CHARS_SHOWN]!r}, where {part!r} is a symbolic link: "
+                "replace it by a copy"
             )
     return path
 

@@ -8,9 +8,9 @@ This can cost more accuracy than the quantization of all other layers. Before it
 - It removes operators without effect (Dropout, Identity, Cast).
 - It fuses other operators (Pad, BatchNormalization, Add and Mul with a constant; MatMul and Add become a Gemm).
 
-So detent assumes that a Q/DQ node can move across every operator that reads one computed tensor, except those in
-``IMPASSABLE``. The workaround is a Max node before the layer, with the lowest float as its second input. It changes no
-value, and blocks the fusion.
+So detent assumes that a Q/DQ node can move across every operator that reads exactly one computed tensor, except
+those in ``IMPASSABLE``. The workaround is a Max node before the layer, with the lowest float as its second input. It
+changes no value, and blocks the fusion.
 
 ONNX Runtime also inserts a separate DequantizeLinear for every node that reads dequantized data. Then it no longer
 fuses patterns of float operators that start from one tensor, such as GELU. A Max node before the pattern prevents this.
@@ -140,7 +140,7 @@ class _Threats:
         """Whether ONNX Runtime may quantize a layer that must compute in float."""
         if node.input[0] not in self.dequantized:
             return False
-        if self.graph.node_name(node) in names:  # its weight is quantized: a DequantizeLinear before it is enough
+        if self.graph.node_name(node) in names:  # no QuantizeLinear after it is needed
             return True
         return node.output[0] in self.quantized and self._is_float_constant(node.input[1])
 

@@ -79,7 +79,7 @@ class Provenance:
         if fields is None:
             return None
         version = fields.pop("version", None)
-        if version == 1:  # it had hashes of quantizers instead of decisions
+        if version == 1:  # version 1 had hashes of quantizers instead of decisions
             fields.pop("digests", None)
         else:
             check_version(version, VERSION, entry)

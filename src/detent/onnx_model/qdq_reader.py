@@ -50,6 +50,7 @@ from detent.onnx_model.graph import (
 )
 from detent.onnx_model.provenance import Provenance
 from detent.onnx_model.qdq_writer import QdqParams
+from detent.tables import counted
 
 __all__ = [
     "CodedInput",
@@ -292,7 +293,8 @@ class QuantizedGraph:
         notes = [f"{node_name(each.node)} was not compared: {each.reason}" for each in quantizers]
         inner = (each for node in self.graph.nodes for body in subgraphs(node) for each in _all_nodes(body))
         count = sum(node.op_type in QUANTIZERS for node in inner)
-        return [*notes, f"{count} Q/DQ nodes in subgraphs of If, Loop or Scan were not compared"] if count else notes
+        what, verb = counted(count, "Q/DQ node"), "was" if count == 1 else "were"
+        return [*notes, f"{what} in subgraphs of If, Loop or Scan {verb} not compared"] if count else notes
 
     def has_own_clip(self, quantizer: QuantizeNode) -> bool:
         """Whether detent wrote the Clip before a QuantizeLinear, to use fewer codes than the type has."""
@@ -461,7 +463,7 @@ class _Scope:
         return self._consumers.get(name, [])
 
     def _code_readers(self, codes: str) -> tuple[str, ...]:
-        """Describe the nodes that read codes; instead of a DequantizeLinear, the nodes that read its output."""
+        """Describe the nodes that read codes; a DequantizeLinear is replaced by the nodes that read its output."""
         return _described(
             each
             for reader in self._readers(codes)

@@ -7,7 +7,7 @@ granularity     scale in the file                             attributes
 =============== ============================================= ======================
 PerTensor       a scalar
 PerAxis(a)      a vector with one scale per channel           axis=a
-PerGroup(n, a)  shape of the data, with ceil(D / n) on axis a axis=a, block_size=n
+PerGroup(n, a)  shape of the data; D on axis a -> ceil(D / n) axis=a, block_size=n
 =============== ============================================= ======================
 
 ``QdqWriter`` adds constants and makes nodes; callers compute the codes and insert the nodes. If fewer codes are used

@@ -1,19 +1,12 @@
 """Targets: how codes must be stored for each runtime and CPU.
 
-target               weights       depthwise      for
-==================== ============= ============== ===========================================================
-onnxruntime          uint8, zp 128 int8           every CPU: exact, its kernels do not saturate
-onnxruntime-avx2     int8, |c|<=64 int8           CPUs without VNNI: faster, one weight bit less
-onnxruntime-vnni     int8          int8           CPUs with VNNI; on other CPUs, int16 accumulators saturate
-openvino             uint8, zp 128 int8           every CPU
-=======
 ==================== ============= ============== ================================================================
 target               7-bit weights 8-bit weights  for
 ==================== ============= ============== ================================================================
-onnxruntime          int8          uint8, zp 128  every CPU, and exact there; 7 bits where 8 matter little
+onnxruntime          int8          uint8, zp 128  every CPU, and exact there; ``prefer`` chooses the bits
 onnxruntime-avx2     int8          not used       every CPU, and exact there
 onnxruntime-vnni     int8          int8           CPUs with VNNI; elsewhere int16 accumulators saturate
-openvino             int8          uint8, zp 128  every CPU, and exact there; 7 bits where 8 matter little
+openvino             int8          uint8, zp 128  every CPU, and exact there; ``prefer`` chooses the bits
 openvino-vnni        int8          int8           CPUs with VNNI
 ==================== ============= ============== ================================================================
 
@@ -62,7 +55,7 @@ class Target:
     Attributes:
         name: name in ``TARGETS``.
         runtime: the runtime that loads the file.
-        unsigned_weights: whether weight codes above 64 in dense layers are stored as unsigned codes.
+        unsigned_weights: whether dense layers store weights with codes above 64 as unsigned codes.
         limit: largest magnitude of a weight's code; None for no limit.
         needs_vnni: whether the file needs a CPU with VNNI; on other CPUs, int16 accumulators saturate.
 
@@ -169,7 +162,7 @@ def _flags() -> list[str] | None:
 
 
 def faster(target: Target, specs: Iterable[QuantSpec], *, vnni: bool | None) -> str:
-    """Advise what makes a file faster whose dense layers have weights of these specs; "" for no advice."""
+    """Advise how to make a file faster, from the weight specs of its dense layers; "" for no advice."""
     if not any(target.weight_container(spec).shift for spec in specs):
         return ""
     if vnni:
