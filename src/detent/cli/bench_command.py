@@ -52,7 +52,7 @@ def run(
             min=1,
             metavar="N",
             help="Runs per model.",
-            show_default="as many as fit in 5 s, 3 to 50",
+            show_default="3 to 50, as many as fit in 5 s",
             rich_help_panel=TIMING,
         ),
     ] = None,

@@ -101,7 +101,7 @@ def run(
         typer.Option(
             "--prefer",
             metavar="NAME",
-            help="speed (7-bit weights), balanced, accuracy.",
+            help="Weight bits: speed (7), balanced (mostly 7) or accuracy (8).",
             rich_help_panel=ACCURACY,
         ),
     ] = "balanced",

@@ -6,8 +6,8 @@ Two choices depend on the data, and are made here:
   quantized layer follows would run in float, and dequantize its weight in every run. If it is small, it is kept in
   float. Otherwise its output is quantized too.
 - **Bits of weights.** Kernels that are fast on every CPU need weights of 7 bits (see ``targets``). Kernels for 8 bits
-  take up to three times as long. Some layers get 8 bits: those that lower the noise at the outputs the most, and
-  together do a small part of the multiplications.
+  take up to three times as long. So 8 bits are only for the layers where they lower the noise at the outputs the most.
+  Together, these layers do a small part of the multiplications.
 """
 
 from collections.abc import Mapping

@@ -73,7 +73,7 @@ _CODE_TYPES = [
 ]
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _OWN_CODES = (*CODE_OPERATORS, "GatherBlockQuantized", "MatMulBnb4")  # operators with their own layout of codes
-_TABLE_STEPS = {  # operators that may follow each operator between a table's Gather and its Mul
+_TABLE_STEPS = {  # by operator, those that may follow it on the way from a table's Gather to its Mul
     "Gather": ("Cast",),
     "Cast": ("Reshape", "Sub", "Mul"),
     "Reshape": ("Sub", "Mul"),

@@ -12,8 +12,9 @@ openvino-vnni        int8          int8           CPUs with VNNI
 
 AVX2 multiplies unsigned by signed bytes and adds two products into an int16 accumulator. The sum fits if codes of
 weights are between -64 and 64 ("7 bits": 2 * 255 * 64 < 2^15), and saturates for larger ones. Kernels for unsigned
-weights widen them first, so they are exact, but take up to three times as long. Codes and zero point shifted together
-by 128 represent the same values. Weights of depthwise convolutions are int8 everywhere: their kernels do not saturate.
+weights widen the weights first. These kernels are exact, but take up to three times as long. Codes and zero point
+shifted together by 128 represent the same values. Weights of depthwise convolutions are int8 everywhere: their kernels
+do not saturate.
 
 Signed 8-bit activations are also shifted by 128, because kernels for signed activations are slow. Activations of fewer
 than 8 bits are clipped and stored in 8 bits. Weights of fewer than 8 bits are stored in 4 or 8 bits.
