@@ -172,5 +172,6 @@ NB_MODULE(_native, m) {
       .def("minmax", &Runner::minmax)
       .def("derive", &Runner::derive)
       .def("observe", &Runner::observe)
-      .def("histogram", &Runner::histogram);
+      .def("histogram", &Runner::histogram)
+      .def("best_scales", &Runner::best_scales);
 }

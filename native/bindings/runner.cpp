@@ -95,6 +95,14 @@ int64_t Runner::boxes(bool columns) const {
   return count;
 }
 
+// Number of elements of the largest set.
+int64_t Runner::largest_set() const {
+  const Layout& layout = call_.layout;
+  int64_t count = std::min(layout.block, layout.cols);
+  for (int i = 0; i < layout.lead; ++i) count *= std::min(layout.axis[i].block, layout.axis[i].size);
+  return count;
+}
+
 int64_t Runner::code_bytes() const {
   const int64_t size = call_.layout.size;
   return call_.codes == Codes::packed ? (size * call_.bits + 7) / 8 : call_.codes == Codes::words ? 2 * size : size;
@@ -201,9 +209,7 @@ void Runner::learned(const Input& g, const Input& x, const Input& scale, const I
   call.exclusive = false;  // learned parameters always use inclusive bounds
   // Every set has room for as many block sums as the largest set needs; single columns are summed together.
   const bool columns = layout.block == 1 && layout.cols > 1;
-  int64_t most = layout.block < layout.cols ? layout.block : layout.cols;
-  for (int i = 0; i < layout.lead; ++i) most *= std::min(layout.axis[i].block, layout.axis[i].size);
-  call.blocks = ceil_div(most, kLeaf);
+  call.blocks = ceil_div(largest_set(), kLeaf);
   call.tile = columns ? kTile : 1;
   const bool integers = call.kind == Kind::integers, direct = call.blocks == 1;
   nb::gil_scoped_release unlocked;
@@ -349,6 +355,50 @@ std::tuple<int64_t, bool> Runner::observe(const Input& x, const Output& low, con
     if (!refused.load()) launch(call, kernels_.fake_quantize, size, kGrain, size, Cut::many, true);
   }
   return {nonfinite.load(), !refused.load()};
+}
+
+void Runner::best_scales(const Input& x, const Input& low, const Input& high, const Input& scale, const Input& zero,
+                         const Input& factors, int64_t coarse, bool refine, double least, const Output& best_scale,
+                         const Output& best_zero, const Output& errors) const {
+  require_bytes("x", x.nbytes(), data_bytes());
+  require_bytes("errors", errors.nbytes(), 8 * sets_);
+  for (const auto& [name, bytes] :
+       {std::pair{"low", low.nbytes()}, std::pair{"high", high.nbytes()}, std::pair{"scale", scale.nbytes()},
+        std::pair{"zero point", zero.nbytes()}, std::pair{"the best scale", best_scale.nbytes()},
+        std::pair{"the best zero point", best_zero.nbytes()}}) {
+    require_bytes(name, bytes, set_bytes());
+  }
+  Call call = call_;
+  call.positions = static_cast<int64_t>(factors.nbytes()) / 8;
+  if (coarse < 1 || call.positions < 1) throw std::invalid_argument("a search has at least one position");
+  if (!call.layout.size) return;
+  call.x = x.data();
+  call.low = const_cast<void*>(low.data());  // only read by this kernel
+  call.high = const_cast<void*>(high.data());
+  call.scale = scale.data();
+  call.zero = zero.data();
+  call.factors = static_cast<const double*>(factors.data());
+  call.coarse = coarse;
+  call.refine = refine;
+  call.least = least;
+  call.scale_out = best_scale.data();
+  call.zero_out = best_zero.data();
+  call.errors = static_cast<double*>(errors.data());
+  const bool columns = call.layout.block == 1 && call.layout.cols > 1;
+  call.tile = columns ? kTile : 1;
+  constexpr int64_t kMeasured = 32;  // times that an element is measured, about
+  nb::gil_scoped_release unlocked;
+  const int threads = threads_for(call.layout.size * kMeasured);
+  // Sets that are contiguous and of the compute type are searched in place; copies of large sets are one per thread.
+  const bool in_place = !shared_ && !columns && (call.dtype == Dtype::f32 || call.dtype == Dtype::f64);
+  const int64_t numbers = in_place ? 0 : largest_set() * call.tile;
+  call.room = call.dtype == Dtype::f64 ? numbers : ceil_div(numbers, 2);
+  constexpr int64_t kFewCopies = 1 << 16;
+  const int64_t pieces = boxes(columns), parts = int64_t{threads} * (threads == 1 || numbers > kFewCopies ? 1 : 16);
+  call.step = ceil_div(pieces, parts);
+  const auto scratch = std::make_unique_for_overwrite<double[]>(static_cast<size_t>(ceil_div(pieces, call.step) * call.room));
+  call.scratch = scratch.get();
+  launch_parts(call, kernels_.best_scales, pieces, call.step, threads);
 }
 
 }  // namespace detent

@@ -63,8 +63,15 @@ class Runner {
                                       const Output& counts, const Output& missed, const Output& low,
                                       const Output& high) const;
 
+  // Searches the scale and zero point with the least squared error of every set, from the given ones downward; `low` and
+  // `high` are the bounds of the sets. `factors` has the scale of each position relative to the first.
+  void best_scales(const Input& x, const Input& low, const Input& high, const Input& scale, const Input& zero,
+                   const Input& factors, int64_t coarse, bool refine, double least, const Output& best_scale,
+                   const Output& best_zero, const Output& errors) const;
+
  private:
   int64_t boxes(bool columns) const;
+  int64_t largest_set() const;
   int64_t data_bytes() const { return call_.layout.size * item_size(call_.dtype); }
   int64_t set_bytes() const { return sets_ * (call_.dtype == Dtype::f64 ? 8 : 4); }
   int64_t code_bytes() const;

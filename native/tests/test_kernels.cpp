@@ -419,6 +419,71 @@ class Tests : public Arrays {
     }
   }
 
+  // The reported error is that of the reported scale and zero point, and not above that of the first candidate.
+  template <class In>
+  void best_scales(Case& c, int64_t sets) {
+    using T = Compute<In>;
+    if (!c.layout.size) return;
+    if (c.format) c.rule.symmetric = Symmetric::qmax;
+    std::vector<In> x = data<In>(c, kX, c.x, false);
+    for (In& each : x) each = std::isfinite(value_of(each)) ? each : model::nearest<In>(T(1));
+    c.x = array<In>(kX, x);
+    std::vector<std::vector<T>> elements(static_cast<size_t>(sets));
+    for (int64_t i = 0; i < c.layout.size; ++i) {
+      elements[static_cast<size_t>(model::set_of(c.layout, i))].push_back(value_of(x[static_cast<size_t>(i)]));
+    }
+    std::vector<T> low, high;
+    size_t most = 0;
+    for (const auto& set : elements) {
+      low.push_back(*std::min_element(set.begin(), set.end()));
+      high.push_back(*std::max_element(set.begin(), set.end()));
+      most = std::max(most, set.size());
+    }
+    std::vector<double> factors;
+    for (int i = 0; i < 40; ++i) factors.push_back(std::exp2(-i / 256.0));
+    c.factors = array<double>(kG, factors);
+    c.positions = static_cast<int64_t>(factors.size());
+    c.coarse = dice_.heads() ? 16 : 1 + dice_.below(50);
+    c.refine = dice_.heads();
+    c.least = static_cast<double>(std::numeric_limits<T>::min());
+    c.low = array<T>(kLow, low);
+    c.high = array<T>(kHigh, high);
+    c.scale_out = array<T>(kOut, sets);
+    c.zero_out = array<T>(kMask, sets);
+    c.errors = array<double>(kSums, sets);
+    const bool columns = c.layout.block == 1 && c.layout.cols > 1;
+    const bool contiguous = !columns && c.layout.size / c.layout.cols * ceil_div(c.layout.cols, c.layout.block) == sets;
+    c.tile = columns ? kTile : 1;
+    int64_t boxes = ceil_div(c.layout.cols, columns ? kTile : c.layout.block);
+    for (int i = 0; i < c.layout.lead; ++i) boxes *= ceil_div(c.layout.axis[i].size, c.layout.axis[i].block);
+    const bool in_place = contiguous && std::is_same_v<In, T> && dice_.heads();
+    const int64_t numbers = in_place ? 0 : static_cast<int64_t>(most) * c.tile;
+    c.room = ceil_div(numbers * static_cast<int64_t>(sizeof(T)), 8);
+    c.step = any_step(boxes);
+    c.scratch = array<double>(kScratch, ceil_div(boxes, c.step) * c.room);
+    launch(c, boxes, c.step);
+    for (int64_t set = 0; set < sets; ++set) {
+      const auto& own = elements[static_cast<size_t>(set)];
+      const T scale = read<T>(c.scale_out, set), first = read<T>(c.scale, set);
+      const double error = squared_error(c, own, scale, read<T>(c.zero_out, set));
+      expect(same(c.errors[set], error), c, set, "another error");
+      expect(scale <= first, c, set, "a larger scale");
+      expect(error <= squared_error(c, own, first, read<T>(c.zero, set)), c, set, "a larger error");
+    }
+  }
+
+  // In the order of the kernel: 8 partial sums, added up by halves.
+  template <class T>
+  static double squared_error(const Case& c, const std::vector<T>& x, T scale, T zero) {
+    std::vector<double> sums(8);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const T y = model::meaning(c, model::code(c, x[i], scale, zero), zero) * scale;
+      const double distance = static_cast<double>(x[i]) - static_cast<double>(y);
+      sums[i % 8] += distance * distance;
+    }
+    return model::folded(sums, 8);
+  }
+
   static constexpr int64_t kMostBins = 20000, kMostCounts = 300000;
 
   // Data with numbers just outside the range of a float.

@@ -26,7 +26,7 @@ from detent.kernels.reference.elements import encode, round_with
 from detent.rounding import half_away, half_even
 from detent.spec import QuantSpec
 
-__all__ = ["Parameters", "derive", "float_parameters", "whole_zero_point"]
+__all__ = ["Parameters", "derive", "float_parameters", "least_scale", "whole_zero_point"]
 
 Float64 = NDArray[np.float64]
 Array: TypeAlias = Any  # an array of any library; xp is the library's namespace
@@ -50,6 +50,13 @@ def derive(spec: QuantSpec, lo: Float64, hi: Float64, dtype: np.dtype) -> Parame
     if derived is not None:
         return Parameters(derived[0], derived[1].astype(np.int32))
     return _derive(spec, lo, hi, dtype)  # scale formats other than "float", and ranges that raise an error
+
+
+def least_scale(spec: QuantSpec, dtype: np.dtype) -> float:
+    """Return the smallest scale that the spec allows."""
+    if spec.scale_format == "float" and spec.convention.zero_range.kind in {"eps", "width"}:
+        return float(derive(spec, np.zeros(1), np.zeros(1), dtype).scale[0])
+    return float(np.finfo(dtype).smallest_normal)
 
 
 @np.errstate(all="ignore")

@@ -80,8 +80,8 @@ struct Call {
   double* high_sums = nullptr;
   int64_t blocks = 1, tile = 1;
 
-  // Scratch memory. A part of `step` pieces of work needs 2 * kLeaf * tile numbers (learned); for grid_errors, see
-  // kGridArrays.
+  // Scratch memory. A part of `step` pieces of work needs 2 * kLeaf * tile numbers (learned) or `room` (best_scales);
+  // for grid_errors, see kGridArrays.
   double* scratch = nullptr;
   int64_t step = 1;
 
@@ -105,6 +105,14 @@ struct Call {
   double* errors = nullptr;
   int64_t bins = 0, candidates = 0, level_count = 0;
   double norm = 2;
+
+  // best_scales: the scale of each position relative to the first, the distance between positions in the descent,
+  // whether positions between them are tried, the smallest scale, and the scratch memory of a part in doubles, which is
+  // 0 if sets are searched in place.
+  const double* factors = nullptr;
+  int64_t positions = 0, coarse = 1, room = 0;
+  bool refine = true;
+  double least = 0;
 
   ScaleRule rule;             // observe, derive: how scales and zero points are derived from bounds
   bool wide_bounds = false;   // derive: low and high are double for every compute type
@@ -130,7 +138,7 @@ constexpr int64_t kGridArrays = 5, kGridPadding = 8;
 #define DETENT_FOR_EACH_KERNEL(ROW)                                                                              \
   ROW(quantize) ROW(dequantize) ROW(fake_quantize) ROW(backward) ROW(dequantize_backward) ROW(masked_backward)   \
   ROW(minmax) ROW(derive) ROW(observe) ROW(learned) ROW(fold_sums) ROW(error_sums) ROW(largest_error)            \
-  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(checksum)
+  ROW(pack) ROW(unpack) ROW(histogram) ROW(grid_errors) ROW(best_scales) ROW(checksum)
 
 using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
 

@@ -7,6 +7,7 @@ native kernel equals its reference kernel bit for bit.
 from detent.kernels.native import dtype_name, join_team
 from detent.kernels.problem import OPERATIONS, Kernel, NaNPolicy, Operation, Problem, Result, find_operation
 from detent.kernels.reductions import (
+    best_scales,
     checksum,
     derive,
     error_sum,
@@ -31,6 +32,7 @@ __all__ = [
     "Operation",
     "Problem",
     "Result",
+    "best_scales",
     "bin_edges",
     "capabilities",
     "checksum",

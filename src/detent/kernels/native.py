@@ -23,6 +23,7 @@ from detent.kernels.problem import OPERATIONS, Problem
 from detent.kernels.reference import Factor, Term
 from detent.kernels.reference.bins import whole_cells
 from detent.kernels.reference.elements import boundaries
+from detent.kernels.reference.scale_search import COARSE, FACTORS, PER_OCTAVE
 from detent.spec import QuantSpec
 from detent.ste import Clipped, HardTanh, Identity
 
@@ -314,6 +315,23 @@ def observe(problem: Problem, x: Array, out: Array) -> tuple[Array, Array, Array
     high += 0.0
     parts.setflags(write=False)
     return (low, high, scale, zero_point, int(nonfinite)) if good else None
+
+
+def best_scales(
+    problem: Problem, x: Array, bounds: tuple[Array, Array], start: tuple[Array, Array], least: float
+) -> tuple[Array, Array, Array] | None:
+    if refusal(problem) is not None or problem.dtype not in DTYPES:
+        return None
+    if not hasattr(_native.Runner, "best_scales"):  # type: ignore[union-attr]  # an extension built before this kernel
+        return None
+    best_scale, best_zero = (np.empty(each.shape, each.dtype) for each in start)
+    errors = np.zeros(best_scale.shape)
+    exponents_only = problem.spec.scale_format == "e8m0"
+    runner = _runner(_Level.index, problem.tiling, observe_rules, problem)
+    starts = (ready(each) for each in (*bounds, *start))
+    grid = FACTORS, PER_OCTAVE if exponents_only else COARSE, not exponents_only, least
+    runner.best_scales(ready(x), *starts, *grid, best_scale, best_zero, errors)
+    return best_scale, best_zero, errors
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor, second_factor: Factor) -> float | None:

@@ -1,4 +1,4 @@
-"""Reductions: ranges, sums and histograms of arrays, and packing of codes, without a plan.
+"""Reductions: ranges, sums, histograms and best scales of arrays, and packing of codes, without a plan.
 
 A reduction runs on a native kernel if there is one, else on the reference kernel; both give equal bits. Packed codes
 have no gaps: element 0 is in the lowest bits of byte 0, and the last byte is padded with zeros.
@@ -20,6 +20,7 @@ from detent.kernels.settings import current_kernels
 from detent.spec import QuantSpec
 
 __all__ = [
+    "best_scales",
     "checksum",
     "derive",
     "error_sum",
@@ -120,6 +121,23 @@ def grid_errors(
     if current_kernels() != "reference":
         result = native.grid_errors(norm, code_range, levels, bins, scale, zero)
     return reference.grid_errors(norm, code_range, levels, bins, scale, zero) if result is None else result
+
+
+def best_scales(
+    x: Array, tiling: Tiling, spec: QuantSpec, bounds: tuple[Array, Array], start: tuple[Array, Array], least: float
+) -> tuple[Array, Array, Array]:
+    """Return the scale, the zero point and the squared error of each set, searched as ``reference.scale_search`` says.
+
+    ``bounds`` are the smallest and the largest values, ``start`` are the min-max scales and zero points. All have the
+    scale's shape and the compute type of x. No scale is below ``least``.
+    """
+    choice = current_kernels()
+    problem = Problem("fake_quantize", tiling, native.dtype_name(x.dtype), spec, None, "propagate")
+    result = None if choice == "reference" else native.best_scales(problem, x, bounds, start, least)
+    if result is not None:
+        return result
+    _refuse_if(choice == "native", f"a scale search of {x.dtype} data with {spec}")
+    return reference.best_scales(x, tiling, spec, bounds, start, least)
 
 
 def error_sum(term: Term, x: Array, y: Array, factor: Factor = ONE, second_factor: Factor = ONE) -> float:

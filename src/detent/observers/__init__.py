@@ -8,7 +8,7 @@ observers also have the names that PyTorch uses: ``MinMaxObserver`` is ``MinMax`
 from detent.observers.entropy import Entropy
 from detent.observers.histogram import BinnedObserver
 from detent.observers.minmax import EMAMinMax, MinMax, MinMaxObserver, MovingAverageMinMaxObserver
-from detent.observers.mse import MSE, HistogramObserver
+from detent.observers.mse import MSE, HistogramObserver, best_params
 from detent.observers.observer import Observer, Range
 from detent.observers.passes import budget, calibrate
 from detent.observers.percentile import Percentile
@@ -25,6 +25,7 @@ __all__ = [
     "Observer",
     "Percentile",
     "Range",
+    "best_params",
     "budget",
     "calibrate",
 ]

@@ -10,24 +10,30 @@ the zero point::
     3. two more searches around the lowest local minima, each with an eighth of the previous step
 
 All parameter sets are searched at once. The work does not depend on the number of observed elements.
+
+``best_params`` searches on the values of one array instead, such as a weight. It is more accurate for small parameter
+sets and needs no memory for histograms; ``detent.kernels.reference.scale_search`` describes the search.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from detent.checks import as_number
+from detent.checks import as_number, compute_dtype, float_array
 from detent.errors import RangeError, UnsupportedError
+from detent.formats import Format
 from detent.granularity import Granularity, PerTensor
-from detent.kernels import grid_errors
+from detent.kernels import best_scales, grid_errors
 from detent.observers.histogram import Bins, SearchObserver
-from detent.scale_rule import derive
-from detent.spec import QuantSpec
+from detent.params import QuantParams
+from detent.rounding import half_even
+from detent.scale_rule import Parameters, derive, least_scale
+from detent.spec import QuantSpec, get_spec
 
-__all__ = ["MSE", "HistogramObserver"]
+__all__ = ["MSE", "HistogramObserver", "best_params"]
 
 Float64 = NDArray[np.float64]
 COARSE_SCALES, COARSE_STEP = 41, 0.5  # number of scales, and octaves between them; down to 20 octaves below min-max
@@ -73,8 +79,7 @@ class Grid:
 
 def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[Float64, Float64]:
     """Search for the range with the least error of each parameter set."""
-    if spec.scale_format == "e4m3":
-        raise UnsupportedError(f"MSE does not support the two-level scales of {spec}: use MinMax")
+    _refuse_two_levels(spec)
     grid = Grid(spec, norm, np.dtype(dtype))
     search = _symmetric if spec.symmetric else _affine
     lo, hi = bins.lo.copy(), bins.hi.copy()
@@ -84,6 +89,11 @@ def least_error(spec: QuantSpec, bins: Bins, norm: float, dtype: str) -> tuple[F
         own = Bins(bins.lower, bins.upper, bins.mass[part], bins.lo[part], bins.hi[part])
         lo[part], hi[part] = search(grid, own)
     return lo, hi
+
+
+def _refuse_two_levels(spec: QuantSpec) -> None:
+    if spec.scale_format == "e4m3":
+        raise UnsupportedError(f"MSE does not support the two-level scales of {spec}: use MinMax")
 
 
 def _symmetric(grid: Grid, bins: Bins) -> tuple[Float64, Float64]:
@@ -205,8 +215,9 @@ class MSE(SearchObserver):
     """Range with the least mean ``|x - quantized x|^norm``; also named ``HistogramObserver``.
 
     The error includes clipping and rounding, so the range depends on the spec. Use ``MSE`` for parameter sets of some
-    hundred values or more; for fewer values, use a higher ``precision`` or ``MinMax``. Weights multiply the errors of
-    elements. Weights are rounded to multiples of 2^-24, so that observers with weights merge exactly.
+    hundred values or more. For fewer values, use a higher ``precision``, or ``best_params`` if all data are one array.
+    Weights multiply the errors of elements. Weights are rounded to multiples of 2^-24, so that observers with weights
+    merge exactly.
 
     >>> import detent as dt, numpy as np
     >>> x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
@@ -229,3 +240,35 @@ class MSE(SearchObserver):
 
 
 HistogramObserver = MSE
+
+
+def best_params(x: ArrayLike, spec: QuantSpec | Format | str) -> QuantParams:
+    """Search the parameters with the least squared error of quantizing x, on the values of each parameter set.
+
+    The error is that of the spec's own quantizer; stochastic rounding is searched as ``half_even``. No scale is larger
+    than the min-max scale, and no error is larger than with the min-max parameters.
+
+    Raises:
+        RangeError: x is empty or contains NaN or infinities.
+        UnsupportedError: the spec has two-level scales (NVFP4).
+
+    >>> import detent as dt, numpy as np
+    >>> x = np.random.default_rng(0).normal(size=(100, 32)).astype(np.float32)
+    >>> minmax, best = dt.QuantParams.from_data("int3/axis0", x), dt.observers.best_params(x, "int3/axis0")
+    >>> [round(dt.metrics.mse(x, dt.fake_quantize(x, params)), 3) for params in (minmax, best)]
+    [0.051, 0.037]
+    """
+    spec, data = get_spec(spec), float_array(x)
+    _refuse_two_levels(spec)
+    minmax = QuantParams.from_data(spec, data)
+    dtype = compute_dtype(data.dtype)
+    rounded = replace(spec, rounding=half_even) if spec.rounding.kind == "stochastic" else spec
+    lo, hi = minmax.min_val, minmax.max_val
+    bounds = np.asarray(lo, dtype), np.asarray(hi, dtype)
+    start = minmax.scale.astype(dtype), minmax.zero_point.astype(dtype)
+    tiling, least = spec.granularity.tiling(data.shape), least_scale(spec, minmax.scale.dtype)
+    scale, zero, _ = best_scales(data, tiling, rounded, bounds, start, least)
+    stored = Parameters(scale.astype(minmax.scale.dtype), zero.astype(np.int32))
+    ends = [(code - zero.astype(np.float64)) * scale for code in (spec.qmin, spec.qmax)]
+    clipped = [np.clip(np.asarray(bound), *ends) for bound in (lo, hi)]
+    return QuantParams.trusted(spec, stored, *clipped)

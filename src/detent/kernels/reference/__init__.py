@@ -21,12 +21,14 @@ from detent.kernels.reference.operators import (
     quantize,
     quantize_backward,
 )
+from detent.kernels.reference.scale_search import best_scales
 from detent.kernels.reference.sets import ONE, Factor, Term, error_sum, largest_error, minmax, power_of_two, tree_sum
 
 __all__ = [
     "ONE",
     "Factor",
     "Term",
+    "best_scales",
     "bin_edges",
     "dequantize",
     "dequantize_backward",
