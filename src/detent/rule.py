@@ -27,7 +27,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from detent.checks import plain
 from detent.codec import Setting, as_text, parse_call, reading, write_call
@@ -35,7 +38,8 @@ from detent.convention import Convention
 from detent.errors import SpecError, closest
 from detent.formats import Format
 from detent.granularity import CHANNEL, Granularity, PerAxis, PerGroup, PerTensor
-from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile
+from detent.observers import MSE, EMAMinMax, Entropy, MinMax, Observer, Percentile, best_params
+from detent.params import QuantParams
 from detent.scale_mode import EMA, Fixed, Learned, PerBatch, ScaleMode, get_scale_mode
 from detent.spec import QuantSpec, get_spec, spec_text
 from detent.ste import Clipped, Custom, Estimator, EstimatorLike, HardTanh, Identity, Tanh, get_estimator
@@ -57,6 +61,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "mse": ("norm", "precision"),
     "entropy": ("precision",),
 }
+SQUARED = 2.0  # norm
 _AVERAGES = ("ema", "emaminmax", "ema_minmax")
 SpecLike = QuantSpec | Format | str
 PLACES = ("@first", "@last")
@@ -109,6 +114,12 @@ class ObserverSpec:
     def make(self, granularity: Granularity | str = PerTensor()) -> Observer:
         """Make an observer with this granularity that has observed no data."""
         return _CLASSES[self.kind](granularity=granularity, **dict(self.settings))
+
+    def params_of(self, x: NDArray[Any], spec: QuantSpec) -> QuantParams:
+        """Compute the parameters of one array, such as a weight; the squared error is searched without a histogram."""
+        if self.kind == "mse" and dict(self.settings)["norm"] == SQUARED and np.isfinite(x).all():
+            return best_params(x, spec)
+        return self.make(spec.granularity).observe(x).params(spec)
 
     def _defaults(self) -> dict[str, Setting]:
         default = _CLASSES[self.kind]()

@@ -947,6 +947,29 @@ def test_fixed_scales_of_weights_are_those_of_calibration() -> None:
     assert errors["fixed"] < 0.8 * errors["ema"]
 
 
+@pytest.mark.parametrize("observer", [None, "mse", "mse(3)"])
+def test_weights_below_8_bits_get_the_least_squared_error(observer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    qt.prepare(model, dt.Recipe([dt.Rule(weight="int4/group16", mode="fixed")]))
+    with qt.calibrating(model, observer):
+        model(torch.randn(2, 64))
+    weight, scale = model[0].weight.detach().numpy(), model[0].weight_quantizer.scale.numpy()
+    best = dt.observers.best_params(weight, "int4/group16").scale
+    assert np.array_equal(scale, best) == (observer != "mse(3)")
+
+
+def test_a_weight_with_nan_can_be_calibrated():
+    """Its finite values set the scale, as at 8 bits; NaN stays NaN in forward."""
+    model = nn.Sequential(nn.Linear(64, 8, bias=False))
+    qt.prepare(model, dt.Recipe([dt.Rule(weight="int4/axis0", mode="fixed")]))
+    with torch.no_grad():
+        model[0].weight[2, 3] = torch.nan
+    with qt.calibrating(model):
+        model(torch.randn(2, 64))
+    assert torch.isfinite(model[0].weight_quantizer.scale).all()
+
+
 @pytest.mark.parametrize("spec", ["int4/axis9", "int8/axis-3", "int8/group4@2"])
 def test_an_axis_that_a_weight_does_not_have(spec):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))

@@ -73,6 +73,20 @@ def test_a_weight_scale_follows_from_the_weight(decisions, factor):
         assert "do not follow from the min-max range of the weight" in report.failure
 
 
+def test_the_scales_of_a_histogram_search_are_accepted():
+    """Files of earlier versions have them, and for few values they can be worse than min-max scales."""
+    decisions = qo.decide(model(), DATA, "w4a8", equalize=False, bias_correction=False, progress=False)
+    spec, weight = layer(decisions, "depthwise").weight, Graph(model()).array("w2")
+    histogram = dt.observers.MSE(granularity=spec.granularity).observe(weight).params(spec)
+    pair = histogram, dt.QuantParams.from_data(spec, weight)
+    errors = [np.square(weight - dt.fake_quantize(weight, each)).sum(axis=(1, 2, 3)) for each in pair]
+    assert (errors[0] > errors[1] * 1.001).any()
+    report = verdict(with_layer(decisions, "depthwise", weight_scale=histogram.scale))
+    assert report.ok, report.failure
+    worst = with_layer(decisions, "depthwise", weight_scale=histogram.scale * np.float32(0.7))
+    assert "larger squared error than the min-max scale" in verdict(worst).failure
+
+
 @pytest.mark.parametrize("factor", [0.1, 8.0])
 def test_a_weight_scale_that_is_far_off_is_caught_at_any_width(decisions, factor):
     scale = layer(decisions).weight_scale * np.float32(factor)

@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from detent.errors import RangeError, SpecError, UnsupportedError
 from detent.granularity import PerAxis, PerGroup, PerTensor, PerToken
-from detent.observers import MSE
+from detent.observers import best_params
 from detent.onnx.decisions import QuantizerPlacement
 from detent.onnx.placement import place_quantizers
 from detent.onnx_model.graph import MATMULS, Graph
@@ -361,7 +361,7 @@ def _stored_nbytes(spec: QuantSpec, layer: Layer) -> int:
 
 
 def weight_params(weight: Array, spec: QuantSpec) -> QuantParams:
-    """Compute the parameters of a weight from its min-max range, or from its MSE-optimal range below 8 bits."""
+    """Compute the parameters of a weight: its min-max range, or below 8 bits those with the least squared error."""
     if spec.bits >= MINMAX_BITS:
         return QuantParams.from_data(spec, weight)
-    return MSE(granularity=spec.granularity).observe(weight).params(spec)
+    return best_params(weight, spec)

@@ -62,7 +62,7 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
     observers = {
         name: None
         if quantizer in weights or isinstance(quantizer.mode, PerBatch)
-        else _observer_for(quantizer, default)
+        else _observer_spec_for(quantizer, default).make(quantizer.spec.granularity)
         for name, quantizer in quantizers.items()
     }
     for name, quantizer in quantizers.items():
@@ -90,9 +90,9 @@ def calibrating(model: nn.Module, observer: str | ObserverSpec | Observer | None
         )
 
 
-def _observer_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> Observer:
-    spec = quantizer.observer or default or get_observer_spec("minmax" if quantizer.spec.bits >= MINMAX_BITS else "mse")
-    return spec.make(quantizer.spec.granularity)
+def _observer_spec_for(quantizer: FakeQuantize, default: ObserverSpec | None) -> ObserverSpec:
+    by_bits = "minmax" if quantizer.spec.bits >= MINMAX_BITS else "mse"
+    return quantizer.observer or default or get_observer_spec(by_bits)
 
 
 @torch.no_grad()
@@ -101,9 +101,7 @@ def initialize_weights(model: nn.Module, observer: ObserverSpec | None = None) -
     for _, layer, name, quantizer in weight_layers(model):
         if not quantizer.enabled:
             continue
-        if isinstance(quantizer.mode, PerBatch):
-            weight_observer = get_observer_spec("minmax").make(quantizer.spec.granularity)
-        else:
-            weight_observer = _observer_for(quantizer, observer)
-        weight_observer.observe(to_array(on_cpu(layer.float_weight(name))))
-        quantizer.set_params(weight_observer.params(quantizer.spec))
+        is_dynamic = isinstance(quantizer.mode, PerBatch)
+        chosen = get_observer_spec("minmax") if is_dynamic else _observer_spec_for(quantizer, observer)
+        weight = to_array(on_cpu(layer.float_weight(name)))
+        quantizer.set_params(chosen.params_of(weight, quantizer.spec))

@@ -5,8 +5,8 @@ both sides of a pair of layers, wrong constants and opsets. The numbers are chec
 
 =============== =====================================================================================================
 weight scale    8 bits and more: equal to the min-max scale. Fewer bits: at most the min-max scale, and the squared
-                error is at most that of the min-max scale, or of the scale that a new search finds. A scale may be
-                larger if the int32 bias would overflow otherwise
+                error is at most that of the min-max scale, or that of the histogram search of earlier versions. A
+                scale may be larger if the int32 bias would overflow otherwise
 zero point      8 bits and more: equal to that of the min-max range. Fewer bits: within the range of codes.
                 Symmetric: 0 (``QuantParams`` checks it)
 corrected bias  differs from the float bias by at most the mean error that quantization can cause in an output:
@@ -19,24 +19,29 @@ activation      any scale and zero point. ``decided`` lists them, and level 2 me
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from detent.granularity import PerAxis
+from detent.observers import MSE
 from detent.onnx.decisions import MAX_BIAS_CODE, Decisions, LayerDecision
-from detent.onnx.graph_plan import MINMAX_BITS, weight_params
+from detent.onnx.graph_plan import MINMAX_BITS
 from detent.onnx.quantized_graph import ROOMY_BIAS_CODE, bias_scale, stays_float
 from detent.onnx_model.graph import Graph
 from detent.onnx_model.layers import Layer
 from detent.ops import fake_quantize
 from detent.params import QuantParams
+from detent.spec import QuantSpec
 from detent.verification.verify_report import Difference
 
 __all__ = ["decided", "problems"]
 
 Array = NDArray[Any]
-SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the scale search depends slightly on the CPU
+SEARCH_TOLERANCE = 1e-2  # relative, for squared errors: the search on a histogram depends slightly on the CPU
+HISTOGRAMS_AT_ONCE = 4096  # parameter sets, which bounds the memory
 TOLERANCE = 1e-5  # relative, for the rounding of float32 sums
 MAX_CLIPPED_RANGES = 1  # inputs outside the quantizer's range by more than this many widths of it do not count
 BIAS_CODE_MARGIN = 1 << 8  # if a scale was raised for the bias, a bias code is at most this far below ROOMY_BIAS_CODE
@@ -107,22 +112,44 @@ def _scale_problems(
 
 
 def _is_worse(weight: Array, params: QuantParams, minmax: QuantParams) -> Array:
-    """Return a mask of the scales whose squared error exceeds that of the min-max scale and that of a new search."""
+    """Return a mask of the scales whose squared error exceeds that of the min-max scale.
+
+    The search of earlier versions used a histogram, so its scales may be slightly worse. They are accepted.
+    """
     minmax_errors, errors = (_squared_errors(weight, each) for each in (minmax, params))
-    worse = errors > minmax_errors * (1 + TOLERANCE)
-    if worse.any():  # the search uses a histogram, so for few weights its scale may be slightly worse than min-max
-        searched = weight_params(weight, params.spec)
-        worse &= errors > _squared_errors(weight, searched) * (1 + SEARCH_TOLERANCE)
+    worse = np.asarray(errors > minmax_errors * (1 + TOLERANCE))
+    if worse.any():
+        worse[worse] = errors[worse] > _histogram_errors(weight, params.spec, worse) * (1 + SEARCH_TOLERANCE)
     return worse
 
 
 def _squared_errors(weight: Array, params: QuantParams) -> Array:
     """Return, for each scale, the sum of the squared quantization errors of its elements."""
-    shape = params.scale.shape
-    numbers = np.arange(params.scale.size).reshape(shape)
-    spread = np.broadcast_to(params.spec.granularity.tiling(weight.shape).spread(numbers), weight.shape)
     squares = np.square(weight.astype(np.float64) - fake_quantize(weight, params))
-    return np.bincount(spread.ravel(), squares.ravel(), params.scale.size).reshape(shape)
+    sums = np.bincount(_set_numbers(weight, params.spec), squares.ravel(), params.scale.size)
+    return sums.reshape(params.scale.shape)
+
+
+def _set_numbers(weight: Array, spec: QuantSpec) -> NDArray[np.intp]:
+    """Return the parameter set of each element, in C order."""
+    tiling = spec.granularity.tiling(weight.shape)
+    return np.asarray(np.broadcast_to(tiling.spread(np.arange(tiling.sets)), weight.shape).ravel(), np.intp)
+
+
+def _histogram_errors(weight: Array, spec: QuantSpec, some: Array) -> Array:
+    """Return the squared errors of the parameters that a search on a histogram gives to some parameter sets."""
+    numbers, flat = _set_numbers(weight, spec), weight.ravel()
+    members = np.flatnonzero(some.ravel()[numbers])
+    members = members[np.argsort(numbers[members], kind="stable")]
+    sizes = np.unique(numbers[members], return_counts=True)[1]
+    rows = np.full((sizes.size, int(sizes.max())), np.nan, weight.dtype)  # observers skip NaN
+    rows[np.arange(rows.shape[1]) < sizes[:, None]] = flat[members]
+    by_row, errors = replace(spec, granularity=PerAxis(0)), []
+    for start in range(0, len(rows), HISTOGRAMS_AT_ONCE):
+        part = rows[start : start + HISTOGRAMS_AT_ONCE]
+        searched = MSE(granularity=by_row.granularity).observe(part).params(by_row)
+        errors.append(np.nansum(np.square(part.astype(np.float64) - fake_quantize(part, searched)), axis=1))
+    return np.concatenate(errors)
 
 
 def _needed_by_bias(params: QuantParams, incoming: QuantParams | None, bias: Array | None) -> Array:
