@@ -63,7 +63,7 @@ def main() -> None:
     path = qt.export_onnx(model, images(1, seed=0)[0], Path("cnn.onnx"))
 
     graph, state = Graph(load(path)), qt.quantized_state(model)
-    weights = Provenance.read(graph.model).weights  # weight name by name of the initializer
+    weights = Provenance.read(graph.model).weights  # initializer name -> weight name
     for initializer, name in weights.items():
         codes = graph.array(initializer).astype(int) - graph.array(f"{name}_zero_point").reshape(-1)[0]
         assert np.array_equal(codes, state[name].codes)

@@ -52,7 +52,7 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2))
     qt.prepare(model, "w4a8", sync=True)
-    with qt.calibrating(model):  # each process observes its share of the batches; exit merges the observers
+    with qt.calibrating(model):  # each process observes its share of the batches; on exit, the observers are merged
         for i in range(rank, 8, size):
             model(points(1000 + i)[0])
 

@@ -342,7 +342,7 @@ def test_unequal_recipes_raise_on_all_ranks(ranks):
     for succeeded, error in ranks.outcomes(calibrate_unequal):
         assert not succeeded
         assert error[0] == "StateError"
-        assert "the models on ranks 1 are prepared differently from the model on rank 0" in error[1]
+        assert "the model on rank 0 is prepared differently from the model on rank 1:" in error[1]
         assert "- rank 0: 2.weight_quantizer: int8/axis0" in error[1]
         assert "+ rank 1: 2.weight_quantizer: int4/axis0" in error[1]
 
@@ -360,7 +360,7 @@ def test_a_failing_rank_stops_the_others(ranks, failure, error_name):
     (_, first), (_, second) = ranks.outcomes(calibrate_failing, failure)
     assert first[:2] == (
         "StateError",
-        "calibration failed on rank 1, so this process stops, too: see the error on that rank",
+        "calibration failed on rank 1, so this process stops, too: see the error there",
     )
     assert second[0] == error_name
 
@@ -450,7 +450,7 @@ def test_sync_rejects_ranges_that_each_process_updates(ranks):
     for succeeded, error in ranks.outcomes(sync_alone):
         assert not succeeded
         assert error[0] == "StateError"
-        assert "3 quantizers update their EMA ranges in each process separately (first: 0.input_quantizer)" in error[1]
+        assert "each process updates the EMA ranges of 3 quantizers separately (first: 0.input_quantizer)" in error[1]
 
 
 def test_separate_ema_ranges_draw_a_warning(ranks):

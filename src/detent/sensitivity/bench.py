@@ -54,7 +54,7 @@ MIN_BITS, MAX_BITS = 1, 16
 
 
 def as_widths(widths: Iterable[int | str]) -> dict[str, QuantSpec]:
-    """Convert bit widths to weight specs, by the spec's short text. A number means ``int{bits}/axis0``."""
+    """Return a dict from the short text of each weight spec to the spec. A number means ``int{bits}/axis0``."""
     if isinstance(widths, str | int) or not isinstance(widths, Iterable):
         raise SpecError(f"got widths={widths!r}, expected a sequence such as (3, 4, 6, 8) or (4, 'int4/group32')")
     specs: dict[str, QuantSpec] = {}
@@ -135,7 +135,8 @@ class OutputNoise:
         self._names = list(names)
         if not self._names:
             raise UnsupportedError(
-                "the model has no output of a float type, and noise is measured only on such outputs"
+                "the model has no output of a float type, and noise is measured only on such outputs: add a float "
+                "output, such as the logits"
             )
         self._reference = [list(batch) for batch in reference]
         self._powers = np.zeros(len(self._names))

@@ -267,7 +267,7 @@ class Sensitivity:
     ``str`` returns a table with the most sensitive layers first.
 
     Invariants: layer names, including those of tied layers, are unique. Every candidate of a layer is in ``options``.
-    The total size with each layer's largest candidate, or float, is at most 2**62 bytes.
+    The sum of each layer's largest size, float included, is at most 2**62 bytes.
 
     Attributes:
         layers: the layers in the order of the model.

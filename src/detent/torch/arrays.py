@@ -121,7 +121,7 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
 
 
 class Order(NamedTuple):
-    """The memory order of a tensor's axes (None means C order), and the spec with its axis in that order."""
+    """A memory order of axes (None means C order), and the spec for a tensor whose axes are permuted to this order."""
 
     axes: tuple[int, ...] | None
     spec: QuantSpec
@@ -162,7 +162,11 @@ MAX_COPIED_ELEMENTS = 64  # up to this size, a key contains the bytes of a tenso
 
 
 def fingerprint(*tensors: Tensor) -> tuple[object, ...]:
-    """A key that changes if the tensors change: by their bits on the CPU, by PyTorch's version counter elsewhere."""
+    """A key that changes if the tensors change.
+
+    For plain tensors on the CPU, the key contains their bits or a checksum. For other tensors, it contains the address
+    and PyTorch's version counter.
+    """
     parts: list[object] = []
     for tensor in tensors:
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu":

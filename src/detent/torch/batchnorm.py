@@ -90,7 +90,7 @@ class Fold:
         return weight * _per_channel(self.gain().to(weight.dtype), weight)
 
     def codes_with_gain(self, quantized: QuantizedTensor) -> QuantizedTensor:
-        """Multiply a weight with symmetric per-channel scales by g: the scales by |g|, the codes by the sign of g."""
+        """Multiply a quantized weight by g: its symmetric per-channel scales by |g|, and its codes by the sign of g."""
         scale = to_tensor(quantized.params.scale)
         gain = on_cpu(self.gain()).to(scale.dtype)
         params = QuantParams(quantized.spec, to_array(_scale_with_gain(scale, gain)))

@@ -3,7 +3,7 @@
 =============  =======================================================================================================
 clip           share of elements whose code is clamped
 codes          share of the spec's codes that are in use
-drift          current scale divided by the first calibrated or observed scale; the most changed of several scales
+drift          current scale / first calibrated or observed scale; of several scales, the one that changed most
 oscillation    share of weights whose code goes back and forth
 saturated      share of elements whose gradient the straight-through estimator (STE) stops
 =============  =======================================================================================================
@@ -71,10 +71,10 @@ MAX_SAMPLE = 4096  # elements per tensor and forward pass; enough to measure sha
 KEPT_SAMPLES = 16  # latest samples kept per activation; older samples were computed with older weights
 MOMENTUM = 0.01  # weight of a new step in the average frequency of reversals, as in the paper
 MAX_FREQUENCY = 0.005  # reversals per step; above it a weight oscillates, as in the paper
-SATURATED_GAIN = 0.01  # a gradient counts as saturated if the STE passes a smaller share of it
+SATURATED_GAIN = 0.01  # a gradient counts as saturated if the STE multiplies it by less than this
 
 # ``qt.health`` warns if a metric is beyond its limit.
-CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction by minimum bit width; few bits need to clip more
+CLIP_LIMITS = {6: 0.02, 4: 0.06, 1: 0.2}  # maximum clip fraction from each bit width on; few bits need to clip more
 USAGE_LIMIT = 0.5  # minimum share of codes in use
 ELEMENTS_PER_CODE = 16  # with fewer elements per code, unused codes are normal
 DRIFT_LIMIT = 4.0  # factor by which a scale may have grown or shrunk
@@ -277,7 +277,7 @@ class Watch:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Watch({len(self._watched)} quantizers, activations every {self.every} calls)"
+        return f"Watch({counted(len(self._watched), 'quantizer')}, activations every {counted(self.every, 'call')})"
 
 
 def watch(model: nn.Module, *, every: int = 16) -> Watch:

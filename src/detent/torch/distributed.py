@@ -29,6 +29,7 @@ from detent.errors import StateError
 from detent.observers import Observer
 from detent.scale_mode import EMA
 from detent.ste import Custom
+from detent.tables import counted
 from detent.torch.arrays import process_count, to_tensor
 from detent.torch.model_plan import ModelPlan
 from detent.torch.preparation import plan_of, quantizers_of
@@ -77,7 +78,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
         yield
     except Exception:
         if process_count() > 1:
-            with suppress(RuntimeError):  # if the process group is broken, the first error explains more
+            with suppress(RuntimeError):  # with a broken process group, the error of the body explains more
                 _gather(torch.tensor([FAILED]), model)
         raise
     finally:
@@ -146,8 +147,8 @@ def _check_synchronized(with_ema: list[FakeQuantize]) -> None:
     local = [each.label for each in with_ema if not each.sync]
     if local:
         raise StateError(
-            f"{len(local)} quantizers update their EMA ranges in each process separately (first: {local[0]}): "
-            "start torch.distributed before qt.prepare, or use qt.prepare(..., sync=True)"
+            f"each process updates the EMA ranges of {counted(len(local), 'quantizer')} separately (first: {local[0]}):"
+            " start torch.distributed before qt.prepare, or use qt.prepare(..., sync=True)"
         )
 
 
@@ -185,7 +186,7 @@ def _check_same(described: list[dict[str, str]]) -> None:
         return
     rank, other = different[0], described[different[0]]
     names = [name for name in dict.fromkeys([*first, *other]) if first.get(name) != other.get(name)]
-    lines = [f"the models on ranks {', '.join(map(str, different))} are prepared differently from the model on rank 0:"]
+    lines = [f"the model on rank 0 is prepared differently from the model on rank {', '.join(map(str, different))}:"]
     for name in names[:MAX_DIFFERENCES_SHOWN]:
         lines += [f"- rank 0: {name}: {first[name]}"] if name in first else []
         lines += [f"+ rank {rank}: {name}: {other[name]}"] if name in other else []
@@ -202,7 +203,7 @@ def _exchange(data: bytes, model: nn.Module) -> list[bytes]:
     failed = [str(rank) for rank, size in enumerate(sizes) if size == FAILED]
     if failed:
         raise StateError(
-            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error on that rank"
+            f"calibration failed on rank {', '.join(failed)}, so this process stops, too: see the error there"
         )
     padded: np.ndarray[Any, np.dtype[np.uint8]] = np.zeros(max(sizes), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)

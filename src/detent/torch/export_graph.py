@@ -5,7 +5,7 @@ mark                                        replaced by
 =========================================== ===========================================================================
 activation                                  [Clip ->] QuantizeLinear -> DequantizeLinear
 weight                                      codes -> DequantizeLinear
-weight of a Linear with float input         codes, transposed to [in, out] for weight-only kernels -> DequantizeLinear
+weight of a Linear with float input         codes [in, out] -> DequantizeLinear; weight-only kernels need this order
 weight that Gather reads                    codes -> Gather -> DequantizeLinear, or codes -> Gather -> Cast -> Mul
 bias of an 8-bit Conv or Gemm               int32 codes -> DequantizeLinear, with scale x_scale * weight_scale
 =========================================== ===========================================================================
@@ -96,8 +96,8 @@ class Lowering:
         self.marked = marked
         self.target = target
         self.min_bits = min_bits
-        self.weights: dict[str, str] = {}  # full weight name by name of the initializer with its codes
-        self.activations: dict[str, str] = {}  # quantizer name by name of its QuantizeLinear node
+        self.weights: dict[str, str] = {}  # name of the initializer with the codes -> full name of the weight
+        self.activations: dict[str, str] = {}  # name of the QuantizeLinear node -> name of the quantizer
         self._writer = QdqWriter(self.graph, bounds=("lowest", "highest"), named_by_operator=True)
         self._new_nodes: list[NodeProto] = []
         self._removed: list[NodeProto] = []

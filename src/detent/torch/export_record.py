@@ -101,7 +101,10 @@ class ExportRecord:
             )
         for each in fields.inputs:
             if each.dtype not in _DTYPES or any(size < 0 for size in each.shape):
-                raise FileFormatError(f"{WHERE}: invalid input of type {each.dtype!r:.40} and shape {each.shape!r:.60}")
+                raise FileFormatError(
+                    f"{WHERE}: got an input of type {each.dtype!r:.40} and shape {each.shape!r:.60}, expected sizes >= "
+                    f"0 and one of the types {', '.join(_DTYPES)}"
+                )
         return cls(fields.opset, fields.container, fields.inputs, shapes, fields.exporters)
 
     @property
@@ -195,7 +198,10 @@ def _shapes_from_json(value: Any, dims: dict[str, Any], depth: int) -> Any:
     if isinstance(value, dict) and set(value) == {"dim", "min", "max"} and _is_dim(value):
         limits = {key: value[key] for key in ("min", "max") if value[key] is not None}
         return dims.setdefault(value["dim"], torch.export.Dim(value["dim"], **limits))
-    raise FileFormatError(f"{WHERE}: dynamic_shapes contain the invalid value {value!r:.60}")
+    raise FileFormatError(
+        f"{WHERE}: got {value!r:.60} in dynamic_shapes, expected a size, a name, or an object with the key 'tuple', "
+        "'list', 'entries', 'hint' or 'dim'"
+    )
 
 
 def _is_dim(value: dict[str, Any]) -> bool:

@@ -283,8 +283,8 @@ _EMPTY = torch.empty(0)
 class _QuantizedMatmul(torch.autograd.Function):
     """The autograd function of ``matmul``.
 
-    Its inputs are x, weight, bias, the learned scale and zero point of x, and the learned scale and zero point of the
-    weight; each of these four is None if it is constant. The last inputs are ``kind``, ``operand`` and ``quantized``.
+    The inputs are x, weight and bias, then scale and zero point of x, then scale and zero point of the weight. A scale
+    or zero point that is not learned is None. The last inputs are ``kind``, ``operand`` and ``quantized``.
     """
 
     @staticmethod

@@ -40,7 +40,7 @@ Example = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FIRST_OPSET, LAST_OPSET = 18, 23  # torch writes 18 and later without conversion; 23 is the last for our IR version
 TORCH_MIN_SIZE = 2  # torch's lower bound for every symbolic size
-UNLIMITED = 1 << 31  # torch's upper bounds from this value on mean that there is no limit
+UNLIMITED = 1 << 31  # torch uses an upper bound of at least this value for a size without limit
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 
 
@@ -129,7 +129,7 @@ def exported_model(
     marked = mark(evaluated)
     proto = export_graph.clean(_exported(marked, (args, kwargs), dynamic_shapes, opset, outputs))
     lowering = export_graph.Lowering(proto, marked, runtime_target, min_bits=4 if container is None else 8)
-    version: str = import_module("detent").__version__  # imported by name: detent imports higher layers
+    version: str = import_module("detent").__version__  # imported by name, because of the import layers
     lowered = export_graph.finalize(lowering.run(), version)
     onnx_model.Provenance(
         weights=lowering.weights,

@@ -229,7 +229,7 @@ def is_differentiated_twice() -> bool:
 
 
 def check_second_derivatives(ste: Estimator, *, learned: bool = False) -> None:
-    """Raise for learned scales, and for estimators other than Identity and Clipped: they have no second derivatives."""
+    """Raise if there are no second derivatives: for learned scales, and for estimators except Identity and Clipped."""
     if learned:
         raise learned_derivative_error()
     if not isinstance(ste, Identity | Clipped):

@@ -12,8 +12,8 @@ Learned parameters (LSQ, Esser et al. 2020; LSQ+, Bhalgat et al. 2020) are small
 If the scale itself were trained, one Adam step of 1e-3 could change the scale by 10 %, and an 8-bit model would
 collapse. Shifts start at 0, so that weight decay pulls the parameters towards the calibrated values. Shifts exist
 before calibration, so that an optimizer can be constructed at any time. Shifts receive the gradients of LSQ and LSQ+
-with a factor: one SGD step then changes the scale as in LSQ, and the offset as in LSQ+. Adam normalizes gradients, so
-the factor does not affect it.
+with a factor. So one SGD step changes the scale as in LSQ, and the zero point as a step on the offset of LSQ+ would.
+Adam normalizes gradients, so the factor does not affect it.
 """
 
 import json
@@ -56,7 +56,7 @@ class _Memo:
 
     def __init__(self, params: QuantParams | None = None) -> None:
         self.params = params  # params last read from or written to the buffers
-        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # by buffer: tensor, address, memory as an array
+        self.arrays: dict[str, tuple[Tensor, int, Array]] = {}  # by buffer name: tensor, its address, its memory
         self.forwards = 0  # training forward passes since the last ``qt.sync``
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -102,9 +102,10 @@ def prepare(model: nn.Module, recipe: RecipeLike, *, sync: bool | None = None) -
 
 
 def _change_other_classes(model: nn.Module) -> None:
-    """Change the classes of batch norms, so that they can be frozen and fused, and of some attention modules.
+    """Change the classes of batch norms and of some attention modules.
 
-    An attention module changes its class if its output projection is quantized.
+    With its new class, a batch norm can be frozen and fused. An attention module changes its class if its output
+    projection is quantized.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -120,7 +121,7 @@ def _disable_fused_paths(model: nn.Module) -> tuple[list[Any], list[nn.Transform
     for encoder in nested:
         encoder.use_nested_tensor = False  # nested tensors have no shape
     hooks = [model.register_load_state_dict_pre_hook(_check_checkpoint)]
-    # fused paths read float parameters of layers inside; PyTorch uses no fused path for a module with a hook
+    # fused paths read the float parameters of inner layers; PyTorch uses no fused path for a module with a hook
     hooks += [each.register_forward_pre_hook(_empty_hook) for each in model.modules() if isinstance(each, _FUSED_PATHS)]
     return hooks, nested
 
@@ -131,14 +132,14 @@ def _check_preparable(model: nn.Module) -> None:
     on_meta = [name for name, each in model.named_parameters() if each.is_meta]
     if on_meta:
         raise SpecError(
-            f"{len(on_meta)} parameters are on the meta device (first: {on_meta[0]!r}): load the weights before "
-            "qt.prepare"
+            f"the model has {counted(len(on_meta), 'parameter')} on the meta device (first: {on_meta[0]!r}): load the "
+            "weights before qt.prepare"
         )
     sharded = [name for name, each in model.named_parameters() if hasattr(each, "full_tensor")]
     if sharded:
         raise SpecError(
-            f"{len(sharded)} parameters are sharded (first: {sharded[0]!r}): call qt.prepare before fully_shard, so "
-            "that learned scales are sharded, too"
+            f"the model has {counted(len(sharded), 'sharded parameter')} (first: {sharded[0]!r}): call qt.prepare "
+            "before fully_shard, so that learned scales are sharded, too"
         )
 
 

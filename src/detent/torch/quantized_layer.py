@@ -215,7 +215,7 @@ class QuantizedMatmul(QuantizedLayer):
         return y.squeeze(0) if unbatched else y
 
     def padded(self, x: Tensor) -> Tensor:
-        """Pad the input if ``Convolution`` does not support its padding: a mode except "zeros", or padding as text."""
+        """Pad the input if ``Convolution`` does not support the padding: its mode is not "zeros", or it is text."""
         layer: Any = self
         mode = layer.padding_mode
         if mode == "zeros" and not isinstance(layer.padding, str):
@@ -269,7 +269,7 @@ class QuantizedMatmul(QuantizedLayer):
 
         if quantizer.is_stochastic or not quantizer.is_ready or is_recorded():  # cannot be cached
             return make(False)
-        if quantizer.is_learned:  # part of the graph of each forward pass, even if the weight is cached
+        if quantizer.is_learned:  # each forward pass needs the values in its graph, even if the weight is cached
             factor = self._factor(weight, quantizer)
             learned = quantizer.values_for(weight if factor is None else weight.detach() * factor)
         fold = None if self.fold is None or quantizer.absorbs_gain else self.fold

@@ -4,10 +4,10 @@ The first forward pass changes state: EMA ranges, the counter of stochastic roun
 repeated pass must not change state, and must use the values of its own first pass. These values need not be the newest,
 because a layer may run several times before one backward pass. PyTorch does not tell which pass is repeated. So each
 layer records the values that it used, with a checksum of its input. A repeated pass uses the newest record with the
-same input. Some operators give different bits with and without gradients, so later layers may find no such record;
-they use their records in the order of the first passes. Records are small (parameters, counters, gains). A layer makes
-records only if its pass may be repeated. This is the case if gradients are off (``use_reentrant=True``), or if saved
-tensors have hooks (``use_reentrant=False``).
+same input. Some operators give different bits with and without gradients, so later layers may find no such record.
+These layers then use their records in the order of the first passes. Records are small (parameters, counters, gains). A
+layer makes records only if its pass may be repeated. This is the case if gradients are off (``use_reentrant=True``), or
+if saved tensors have hooks (``use_reentrant=False``).
 
 Compiled code inside an eager checkpoint is not supported, because it cannot detect that it is repeated. Checkpoints
 inside compiled code are handled by the compiler.

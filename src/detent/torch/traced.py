@@ -4,7 +4,7 @@ The functions run the code of ``detent.kernels.reference`` and ``detent.scale_ru
 ``traced_namespace``, whose casts and selections compilers do not change. So eager and compiled results have the same
 bits as ``detent.fake_quantize``. ``spec`` and ``ste`` are constants of a trace. Arguments are not checked, because a
 trace cannot raise errors. The functions record no gradients, because autograd functions use them as forward and
-backward. Scale and zero point must have the scale shape of x.
+backward. Scale and zero point must have the shape that the spec needs for x.
 
 The scales of MX and NVFP4, and callable estimators, are not supported.
 """
@@ -101,6 +101,6 @@ def _tiling(x: Tensor, spec: QuantSpec) -> Tiling:
 
 def _options(x: Tensor, zero_point: Tensor, spec: QuantSpec, step: int | Tensor) -> dict[str, Any]:
     if spec.rounding.kind == "stochastic":
-        # Inductor would recompute a value that reads no memory at each use, and Philox uses each value at least twice
+        # Inductor recomputes a value at each use if the value reads no memory; Philox uses each value at least twice
         step = (zero_point.reshape(-1)[:1].to(torch.int64) & 0) + step
     return {"spec": spec, "tiling": _tiling(x, spec), "step": step, "xp": xp}

@@ -2,8 +2,9 @@
 
 ``torch.func`` forbids writes to tensors that a transformed function has captured, and buffers of quantizers are
 captured unless they are arguments. Ranges need no derivatives. So a range is lifted out of the transforms that the
-buffer is not part of, and then written to the buffer. Outside ``grad``, ``vjp`` and ``jvp``, the range has the same
-value. Outside ``vmap``, it is the range of all samples. The state changes once per call, as it does without transforms.
+buffer is not part of, and then written to the buffer. Lifting a range out of ``grad``, ``vjp`` or ``jvp`` does not
+change its value. Lifting out of ``vmap`` merges the ranges of all samples. The state changes once per call, as it does
+without transforms.
 """
 
 from collections.abc import Callable, Iterator
